@@ -1,0 +1,127 @@
+"""Ahead-of-time build: variants to cubins and a manifest, in parallel, skipping what is up to date.
+
+The only module of the runtime package that imports the kernels, and only inside its worker processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import cute_ep
+from cute_ep.cubin import read_resources
+from cute_ep.library import MANIFEST, LibraryEntry, read_manifest
+from cute_ep.layouts.variants import Variant
+
+DSL_PACKAGE = "nvidia-cutlass-dsl"
+
+
+def dsl_version() -> str | None:
+    """Version of the installed CuTe DSL, None where there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(DSL_PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def source_hash() -> str:
+    """Digest of everything a cubin is made from: the sources of kernels and layouts, and the compiler's version."""
+    import cute_ep.kernels as kernels
+    import cute_ep.layouts as layouts
+
+    digest = hashlib.sha256(str(dsl_version()).encode())
+    for package in (layouts, kernels):
+        root = Path(package.__file__).parent
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build_one(variant: Variant, folder: Path, digest: str) -> LibraryEntry:
+    """Compile one variant and write its cubin (by atomic rename)."""
+    from cute_ep.kernels.build import compile_variant
+
+    compiled = compile_variant(variant)
+    resources = read_resources(compiled.cubin)
+    path = folder / variant.arch / f"{variant.symbol}.cubin"
+    _write(path, compiled.cubin)
+    return LibraryEntry(
+        variant=variant,
+        path=path,
+        sha256=hashlib.sha256(compiled.cubin).hexdigest(),
+        source_hash=digest,
+        entry=resources.entry,
+        registers=resources.registers,
+        spill_bytes=resources.spill_bytes,
+        smem_bytes=compiled.shared_bytes,
+        params=compiled.params,
+    )
+
+
+def build(
+    wanted: Iterable[Variant],
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    on_done: Callable[[Variant, bool], None] | None = None,
+) -> list[LibraryEntry]:
+    """Bring `folder` up to date with `wanted`; other entries of its manifest stay.
+
+    Args:
+        wanted: variants to have.
+        folder: library folder, created when missing.
+        jobs: worker processes (default: one a core).
+        on_done: called with each variant and whether it was compiled (False: it was up to date).
+
+    Returns:
+        The entries of `wanted`, in order.
+
+    Raises:
+        RuntimeError: the DSL is not installed, or a variant does not compile; finished ones are kept.
+    """
+    wanted = list(wanted)
+    if dsl_version() is None:
+        raise RuntimeError('the CuTe DSL is not installed: pip install "cute-ep[build]"')
+    digest = source_hash()
+    entries = read_manifest(folder)
+    fresh = {v for v, entry in entries.items() if entry.source_hash == digest and entry.path.exists()}
+    todo = [variant for variant in wanted if variant not in fresh]
+    for variant in wanted:
+        if variant in fresh and on_done:
+            on_done(variant, False)
+    try:
+        if todo:
+            context = multiprocessing.get_context("spawn")
+            workers = min(jobs or os.cpu_count() or 1, len(todo))
+            with ProcessPoolExecutor(workers, mp_context=context) as pool:
+                futures = {pool.submit(build_one, variant, folder, digest): variant for variant in todo}
+                for future in as_completed(futures):
+                    variant = futures[future]
+                    try:
+                        entries[variant] = future.result()
+                    except Exception as error:
+                        raise RuntimeError(f"{variant.symbol} ({variant.arch}) did not compile: {error}") from error
+                    if on_done:
+                        on_done(variant, True)
+    finally:
+        rows = [entries[variant].to_json() for variant in sorted(entries, key=lambda v: (v.arch, v.symbol))]
+        manifest = {"version": cute_ep.__version__, "dsl": dsl_version(), "variants": rows}
+        _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    return [entries[variant] for variant in wanted]
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
+        temporary.write(data)
+    os.chmod(temporary.name, 0o644)
+    os.replace(temporary.name, path)

@@ -1,0 +1,102 @@
+"""EPConfig: one frozen description of a deployment, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_ep.errors import EPConfigError
+from cute_ep.layouts.arena import Arena, message_bytes, return_slots
+from cute_ep.layouts.formats import VECTOR_BYTES, Format, format_named
+from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, max_rows
+
+
+@dataclass(frozen=True)
+class EPConfig:
+    """Shapes and limits of one expert-parallel group.
+
+    Attributes:
+        hidden: elements of a token row.
+        num_experts: experts of all ranks together; rank r owns [r * E/R, (r + 1) * E/R).
+        top_k: experts a token chooses (entries of one row of `topk_ids`).
+        max_tokens_per_rank: most tokens of one rank in one call.
+        world_size: number of ranks.
+        dispatch_format: name of the wire and output format of dispatched rows ("bf16", "nvfp4").
+        timeout_s: how long a kernel waits for a peer before it gives up.
+
+    Raises:
+        EPConfigError: a field breaks its rule.
+    """
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    world_size: int
+    dispatch_format: str = "bf16"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise EPConfigError(f"{name} = {getattr(self, name)!r}: {rule}")
+
+        for name, low, high in (
+            ("world_size", 1, MAX_RANKS),
+            ("num_experts", 1, MAX_EXPERTS),
+            ("top_k", 1, MAX_TOP_K),
+            ("max_tokens_per_rank", 1, MAX_TOKENS_PER_RANK),
+        ):
+            value = getattr(self, name)
+            require(isinstance(value, int) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")
+        require(
+            self.num_experts % self.world_size == 0,
+            "num_experts",
+            f"must be a multiple of world_size = {self.world_size}",
+        )
+        require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
+        require(0 < self.timeout_s <= 3600, "timeout_s", "must be in (0, 3600] seconds")
+        try:
+            self.format.check_hidden(self.hidden)
+        except ValueError as error:
+            raise EPConfigError(str(error)) from None
+        require(
+            self.hidden * 2 % VECTOR_BYTES == 0, "hidden", f"a bfloat16 row must be a multiple of {VECTOR_BYTES} bytes"
+        )
+
+    @property
+    def format(self) -> Format:
+        """The record of `dispatch_format`; ValueError when it is not registered."""
+        return format_named(self.dispatch_format)
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that each rank owns."""
+        return self.num_experts // self.world_size
+
+    @property
+    def max_rows(self) -> int:
+        """Rows to allocate for one dispatch output in the worst case."""
+        return max_rows(self.world_size, self.local_experts, self.top_k, self.max_tokens_per_rank)
+
+    @property
+    def arena(self) -> Arena:
+        """Byte map of one rank's symmetric memory."""
+        return Arena(
+            ranks=self.world_size,
+            local_experts=self.local_experts,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens_per_rank,
+            message=message_bytes(self.format, self.hidden),
+            hidden=self.hidden,
+            slots=return_slots(self.world_size, self.top_k),
+        )
+
+
+def memory_bytes(cfg: EPConfig) -> int:
+    """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
+
+    Two parities of  R * Tmax * (message + 8 * K)  bytes for what arrives in dispatch and
+    Tmax * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags, 16 * R * Tmax bytes,
+    and the counts; every region is aligned to 256 bytes. Exact: the sum that `Arena` computes.
+    """
+    return int(cfg.arena.nbytes)

@@ -1,0 +1,136 @@
+"""The CUDA driver calls that the runtime needs, through cuda-python: modules, launches, symmetric memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from cute_ep.errors import EPConfigError, EPError
+from cute_ep.library import LibraryEntry
+
+THREADS = 512
+"""Threads of every kernel's CTA (`reqntid` in the cubins)."""
+
+
+def check(result: tuple) -> Any:
+    """Unwrap a driver call's (status, values...); EPError names the status."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EPError(f"CUDA driver: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def architecture(device: torch.device) -> str:
+    """Compilation target of a device, "sm_90a" for an H200."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}a"
+
+
+class Kernel:
+    """A loaded kernel of one device, with a parameter buffer of its own.
+
+    Not thread-safe: one launch fills the buffer that the next one reuses (the driver copies it at launch).
+    """
+
+    def __init__(self, entry: LibraryEntry) -> None:
+        library = check(driver.cuLibraryLoadData(entry.read(), None, None, 0, None, None, 0))
+        self._library = library
+        self._function = check(driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode()))))
+        self.entry = entry
+        self.names = tuple(name for name, _ in entry.params)
+        self._masks = tuple((1 << int(kind[1:])) - 1 for _, kind in entry.params)
+        count = len(self.names)
+        self._values = (ctypes.c_uint64 * count)()
+        base = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * count)(*(base + 8 * index for index in range(count)))
+
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
+        """Launch `grid` CTAs on a stream (a raw handle) of the current device."""
+        values = self._values
+        for index, (name, mask) in enumerate(zip(self.names, self._masks, strict=True)):
+            values[index] = arguments[name] & mask
+        address = ctypes.addressof(self._pointers)
+        check(
+            driver.cuLaunchKernel(
+                self._function, grid, 1, 1, THREADS, 1, 1, self.entry.smem_bytes, stream, address, 0
+            )
+        )
+
+    def unload(self) -> None:
+        """Release the module; no launch may be running."""
+        check(driver.cuLibraryUnload(self._library))
+
+
+class DeviceMemory:
+    """A plain device allocation, zeroed, that peers may map."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+            self.address = int(check(driver.cuMemAlloc(nbytes)))
+            check(driver.cuMemsetD8(self.address, 0, nbytes))
+            torch.cuda.synchronize(device)
+
+    def handle(self) -> bytes:
+        """Handle for another process on this machine (CUDA IPC)."""
+        return bytes(check(driver.cuIpcGetMemHandle(self.address)).reserved)
+
+    def free(self) -> None:
+        """Release the memory; no peer may still be writing to it."""
+        with torch.cuda.device(self.device):
+            check(driver.cuMemFree(self.address))
+
+
+def open_handle(device: torch.device, handle: bytes) -> int:
+    """Map another process's memory into `device`'s context; returns its address here."""
+    native = driver.CUipcMemHandle()
+    native.reserved = handle
+    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    with torch.cuda.device(device):
+        return int(check(driver.cuIpcOpenMemHandle(native, flags)))
+
+
+def close_handle(device: torch.device, address: int) -> None:
+    """Unmap what `open_handle` mapped."""
+    with torch.cuda.device(device):
+        check(driver.cuIpcCloseMemHandle(address))
+
+
+class HostMemory:
+    """Page-locked host memory that kernels of any device can store to, seen by Python as `words`."""
+
+    def __init__(self, words: int) -> None:
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        self.address = int(check(driver.cuMemHostAlloc(4 * words, flags)))
+        self.words = (ctypes.c_uint32 * words).from_address(self.address)
+        ctypes.memset(self.address, 0, 4 * words)
+
+    def free(self) -> None:
+        """Release the memory; no kernel may still be running."""
+        check(driver.cuMemFreeHost(self.address))
+
+
+@cache
+def enable_peer_access(device: int, peer: int) -> None:
+    """Let kernels of `device` use plain allocations of `peer` (both ordinals).
+
+    Raises:
+        EPConfigError: the two GPUs cannot reach each other's memory.
+    """
+    if device == peer:
+        return
+    if not torch.cuda.can_device_access_peer(device, peer):
+        raise EPConfigError(f"devices: cuda:{device} cannot access the memory of cuda:{peer} (no NVLink or PCIe peer path)")
+    with torch.cuda.device(peer):
+        torch.cuda.current_stream(peer)
+        context = check(driver.cuCtxGetCurrent())
+    with torch.cuda.device(device):
+        status = driver.cuCtxEnablePeerAccess(context, 0)[0]
+    if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+        check((status,))

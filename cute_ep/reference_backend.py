@@ -1,0 +1,372 @@
+"""The communicator interface on the CPU, computed by `cute_ep.reference`: all ranks live in one process.
+
+The calls of the ranks are made one after the other, so no call waits. A call returns buffers at once; they
+are filled when the last rank has made its call of the same round, as a GPU's are once its stream has been
+synchronised. Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th
+dispatch, and likewise for combine. Arguments are copied during the call, so they may be overwritten
+afterwards, as on a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from cute_ep import reference
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.routing import Phase
+from cute_ep.validate import (
+    check_buffers,
+    check_input_scale,
+    check_mode,
+    check_rows,
+    check_tensor,
+    check_tokens,
+    combine_weights,
+)
+
+DEVICE = "cpu"
+
+
+@dataclass(eq=False)
+class _Round:
+    """One collective call of all ranks: arguments as they arrive, results as soon as they can be computed."""
+
+    index: int
+    arguments: dict[int, Any] = field(default_factory=dict)
+    receivers: dict[int, Callable[[_Round], None]] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
+    results: list[Dispatched] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """What an asynchronous call returns and the wait of the same rank takes, once."""
+
+    rank: int
+    round: _Round
+    mode: str | None = None
+    topk_ids: torch.Tensor | None = None
+    router_weights: torch.Tensor | None = None
+    dispatched: Dispatched | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnDispatched(Dispatched):
+    """A `Dispatched` that knows whether its buffers have been filled."""
+
+    origin: Pending
+
+
+class _Collective:
+    """The rounds of dispatch or of combine, shared by all ranks."""
+
+    def __init__(self, name: str, phase: Phase, ranks: int) -> None:
+        self.name, self.phase, self.ranks = name, phase, ranks
+        self.rounds: list[_Round] = []
+        self.sent = [0] * ranks
+        self.received = [0] * ranks
+
+    def next_round(self, rank: int) -> _Round:
+        """The round that the next `send` of `rank` joins."""
+        index = self.sent[rank]
+        if index == len(self.rounds):
+            self.rounds.append(_Round(index))
+        return self.rounds[index]
+
+    def owns(self, one: _Round) -> bool:
+        return one.index < len(self.rounds) and self.rounds[one.index] is one
+
+    def send(self, rank: int, arguments: Any) -> _Round:
+        joined = self.next_round(rank)
+        self.sent[rank] += 1
+        joined.arguments[rank] = arguments
+        self._progress(joined)
+        return joined
+
+    def check_receive(self, rank: int, pending: Pending) -> None:
+        own = isinstance(pending, Pending) and pending.rank == rank and self.owns(pending.round)
+        if not own:
+            kind = type(pending).__name__
+            raise EPInputError(f"pending = {kind}: must be what {self.name}_async of rank {rank} returned")
+        if pending.round.index != self.received[rank]:
+            raise EPInputError(
+                f"pending = {self.name} round {pending.round.index}: must be round {self.received[rank]}, "
+                "each is waited for once and in the order of the calls"
+            )
+
+    def receive(self, pending: Pending, receiver: Callable[[_Round], None]) -> None:
+        self.received[pending.rank] += 1
+        pending.round.receivers[pending.rank] = receiver
+        self._progress(pending.round)
+
+    def _progress(self, current: _Round) -> None:
+        if len(current.arguments) < self.ranks:
+            return
+        for rank in current.receivers.keys() - current.filled:
+            current.receivers[rank](current)
+            current.filled.add(rank)
+        if len(current.filled) == self.ranks:  # nobody needs these any more
+            current.arguments, current.receivers, current.results = {}, {}, None
+
+    def unfilled(self, rank: int) -> _Round | None:
+        """The oldest round that `rank` waits for in vain, if any."""
+        waited = self.rounds[: self.received[rank]]
+        return next((one for one in waited if rank not in one.filled), None)
+
+    def missing(self, current: _Round) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.ranks) if self.sent[rank] <= current.index)
+
+
+class _Exchange:
+    def __init__(self, cfg: EPConfig) -> None:
+        self.dispatch = _Collective("dispatch", Phase.ROUTE, cfg.world_size)
+        self.combine = _Collective("combine", Phase.RETURN, cfg.world_size)
+
+
+def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
+    """The communicators of all ranks of `cfg`, joined to each other."""
+    exchange = _Exchange(cfg)
+    return [ReferenceCommunicator(cfg, rank, exchange) for rank in range(cfg.world_size)]
+
+
+class ReferenceCommunicator:
+    """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
+
+    Any method but `close` raises EPError after `close`, and after a failure that failure again.
+
+    Attributes:
+        cfg: the deployment.
+        rank: this rank, 0 <= rank < cfg.world_size.
+    """
+
+    def __init__(self, cfg: EPConfig, rank: int, exchange: _Exchange) -> None:
+        self.cfg, self.rank = cfg, rank
+        self._exchange = exchange
+        self._failure: EPError | None = None
+        self._closed = False
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EPError(f"the communicator of rank {self.rank} is closed")
+        if self._failure is not None:
+            raise self._failure
+
+    def __enter__(self) -> ReferenceCommunicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End this rank's part; may be called again."""
+        self._closed = True
+
+    def synchronize(self) -> None:
+        """Check that the results of all calls so far are in their buffers.
+
+        Raises:
+            EPTimeout: at once, when a peer has not made its call of a round that this rank waits for.
+            EPInputError: a dispatch brought more rows than the capacity of its buffers.
+        """
+        self._check_usable()
+        for collective in (self._exchange.dispatch, self._exchange.combine):
+            self._check_filled(collective, collective.unfilled(self.rank))
+
+    def _check_filled(self, collective: _Collective, current: _Round | None) -> None:
+        if current is None or self.rank in current.filled:
+            return
+        missing = collective.missing(current)
+        details = tuple(
+            f"rank {peer}: expected {current.index + 1} {collective.name} calls, saw {collective.sent[peer]}"
+            for peer in missing
+        )
+        self._failure = EPTimeout(collective.phase.name, self.rank, missing, details)
+        raise self._failure
+
+    def allocate(self, capacity: int | None = None) -> DispatchBuffers:
+        """Uninitialised buffers for `capacity` rows, default `cfg.max_rows`."""
+        self._check_usable()
+        return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+    ) -> Dispatched:
+        """`dispatch_async` and `dispatch_wait` in one call; same arguments, result and errors."""
+        self._check_usable()
+        if out is not None:
+            check_buffers(self.cfg, out, DEVICE)
+        return self.dispatch_wait(self.dispatch_async(x, topk_ids, router_weights, input_scale), out)
+
+    def dispatch_async(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+    ) -> Pending:
+        """Send this rank's tokens.
+
+        Args:
+            x: [T, hidden] bfloat16, T <= max_tokens_per_rank.
+            topk_ids: [T, top_k] int32, -1 (masked) or a global expert id.
+            router_weights: [T, top_k] float32 or None; partial combine needs them here, on every rank.
+            input_scale: global scale of this rank's tokens (formats that have one), a number or a float32
+                tensor of one element; None: 1.0.
+
+        Raises:
+            EPInputError: an argument breaks its rule. The round has not been joined then.
+        """
+        self._check_usable()
+        check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE)
+        reference.check_expert_ids(self.cfg, topk_ids)
+        check_input_scale(self.cfg.format, input_scale)
+        if isinstance(input_scale, torch.Tensor):
+            input_scale = input_scale.item()
+            check_input_scale(self.cfg.format, input_scale)
+        weights = None if router_weights is None else router_weights.clone()
+        joined = self._exchange.dispatch.send(self.rank, (x.clone(), topk_ids.clone(), input_scale, weights))
+        return Pending(self.rank, joined, topk_ids=topk_ids, router_weights=router_weights)
+
+    def dispatch_wait(self, pending: Pending, out: DispatchBuffers | None = None) -> Dispatched:
+        """Receive the rows of this rank's experts into `out` (default: `allocate()`).
+
+        Returns:
+            A `Dispatched` over the buffers. Rows, scale blocks and src_info beyond `num_rows` keep what they
+            held. `weights` is 0 where this rank has no row or the source gave none.
+
+        Raises:
+            EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
+        """
+        self._check_usable()
+        self._exchange.dispatch.check_receive(self.rank, pending)
+        if out is None:
+            out = self.allocate()
+        check_buffers(self.cfg, out, DEVICE)
+        buffers = {one.name: getattr(out, one.name) for one in fields(out)}
+        given = {"topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
+        dispatched = _OwnDispatched(**buffers, **given, tokens_per_chunk=1, origin=pending)
+        self._exchange.dispatch.receive(pending, lambda current: self._fill(current, buffers))
+        return dispatched
+
+    def _fill(self, current: _Round, buffers: dict[str, torch.Tensor | None]) -> None:
+        if current.results is None:
+            columns = zip(*(current.arguments[rank] for rank in range(self.cfg.world_size)), strict=True)
+            current.results = reference.dispatch(self.cfg, *columns)
+        result = current.results[self.rank]
+        rows, capacity = result.num_rows.item(), buffers["tokens"].shape[0]
+        if rows > capacity:
+            self._failure = EPInputError(f"out.tokens.shape[0] = {capacity}: dispatch brought {rows} rows")
+            return
+        for name, buffer in buffers.items():
+            value = getattr(result, name)
+            if name == "weights" and value is None:
+                buffer.zero_()
+            elif buffer is not None:
+                buffer[: value.shape[0]] = value
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: str = "exact",
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`combine_async` and `combine_wait` in one call; same arguments, result and errors."""
+        self._check_usable()
+        check_mode(mode)
+        self._check_dispatched(dispatched)
+        combine_weights(self.cfg, mode, router_weights, dispatched)
+        self._check_out(out, dispatched)
+        return self.combine_wait(self.combine_async(rows, dispatched, mode), router_weights, out)
+
+    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> Pending:
+        """Send the expert outputs back to the ranks that the tokens came from.
+
+        Args:
+            rows: [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
+            dispatched: what this rank's dispatch returned; must have been filled, since `rows` come from it.
+            mode: "exact" or "partial" (see `cute_ep.reference.combine`), the same on all ranks.
+
+        Raises:
+            EPTimeout: `dispatched` has not been filled yet because a peer has not made its call.
+            EPInputError: an argument breaks its rule, weights are missing in partial mode, or a peer's
+                combine of this round has another mode or dispatch. The round has not been joined then.
+        """
+        self._check_usable()
+        check_mode(mode)
+        self._check_dispatched(dispatched)
+        self._check_filled(self._exchange.dispatch, dispatched.origin.round)
+        check_rows(self.cfg, rows, dispatched)
+        need = dispatched.num_rows.item()
+        if rows.shape[0] < need:
+            raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
+        if mode == "partial":
+            combine_weights(self.cfg, mode, None, dispatched)
+        call = (mode, dispatched.origin.round.index)
+        for peer, (_, _, other) in self._exchange.combine.next_round(self.rank).arguments.items():
+            if other != call:
+                raise EPInputError(
+                    f"mode = {call[0]!r} of dispatch round {call[1]}: must match rank {peer}'s combine, "
+                    f"{other[0]!r} of round {other[1]}"
+                )
+        # what combine reads of `dispatched`, as it is now: its buffers may be used again
+        now = replace(dispatched, row_map=dispatched.row_map.clone(), topk_ids=dispatched.topk_ids.clone())
+        joined = self._exchange.combine.send(self.rank, (rows[:need].clone(), now, call))
+        return Pending(self.rank, joined, mode=mode, dispatched=dispatched)
+
+    def combine_wait(
+        self, pending: Pending, router_weights: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add up what came back.
+
+        Args:
+            pending: what `combine_async` returned.
+            router_weights: [T, top_k] float32; None: those given to dispatch. Must be None in partial mode.
+            out: [T, hidden] bfloat16, overwritten; None: a new tensor.
+
+        Returns:
+            `out`: [T, hidden] bfloat16.
+
+        Raises:
+            EPInputError: an argument breaks its rule, or no weights were given anywhere.
+        """
+        self._check_usable()
+        self._exchange.combine.check_receive(self.rank, pending)
+        dispatched = pending.dispatched
+        weights = combine_weights(self.cfg, pending.mode, router_weights, dispatched).clone()
+        self._check_out(out, dispatched)
+        if out is None:
+            out = torch.empty(
+                dispatched.topk_ids.shape[0], self.cfg.hidden, dtype=torch.bfloat16, device=DEVICE
+            )
+
+        def reduce(current: _Round) -> None:
+            calls = [current.arguments[rank] for rank in range(self.cfg.world_size)]
+            rows, batches, _ = zip(*calls, strict=True)
+            out.copy_(reference.combine_source(self.cfg, self.rank, rows, batches, weights, pending.mode))
+
+        self._exchange.combine.receive(pending, reduce)
+        return out
+
+    def _check_dispatched(self, dispatched: Dispatched) -> None:
+        own = isinstance(dispatched, _OwnDispatched) and dispatched.origin.rank == self.rank
+        if not (own and self._exchange.dispatch.owns(dispatched.origin.round)):
+            kind = type(dispatched).__name__
+            raise EPInputError(f"dispatched = {kind}: must be what a dispatch of rank {self.rank} returned")
+
+    def _check_out(self, out: torch.Tensor | None, dispatched: Dispatched) -> None:
+        if out is not None:
+            shape = (dispatched.topk_ids.shape[0], self.cfg.hidden)
+            check_tensor("out", out, shape=shape, dtype=torch.bfloat16, device=DEVICE)

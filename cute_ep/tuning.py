@@ -1,0 +1,57 @@
+"""How a launch is shaped: CTAs, their roles, tokens a chunk. Data and one look-up; every choice gives the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_ep.config import EPConfig
+from cute_ep.layouts.arena import message_bytes
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
+
+CTAS_PER_SM = 2
+
+SPLIT_FROM_TOKENS = 512
+"""From this many tokens on, some CTAs only send and the others only receive; below, every CTA does both."""
+DISPATCH_SENDERS = 64
+COMBINE_SENDERS = 180
+"""CTAs that only send in the split shape, of 264 (132 SMs)."""
+REFERENCE_CTAS = 264
+CHUNK_BYTES = 32768
+"""Messages that share a flag make up at most about this much."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Launch shape of one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive."""
+
+    grid: int
+    send_ctas: int
+    receive_from: int
+
+
+def tokens_per_chunk(cfg: EPConfig, tokens: int, max_ctas: int) -> int:
+    """Tokens that share one completion flag: enough bytes a flag, but a chunk for every sending CTA."""
+    by_bytes = max(1, CHUNK_BYTES // message_bytes(cfg.format, cfg.hidden))
+    by_parallelism = max(1, tokens // max(1, max_ctas))
+    return max(1, min(by_bytes, by_parallelism, MAX_CHUNK_ENTRIES // cfg.top_k))
+
+
+def launch_shape(operation: str, cfg: EPConfig, tokens: int, chunk: int, max_ctas: int) -> Shape:
+    """Shape of one launch.
+
+    Args:
+        operation: "dispatch", "dispatch_async", ..., "combine_wait" (mode and format do not matter).
+        tokens: this rank's tokens; the other ranks' numbers may differ.
+        chunk: tokens a chunk.
+        max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
+    """
+    grid = min(max_ctas, max(32, cfg.world_size * -(-tokens // chunk)))
+    if operation.endswith("_async"):
+        return Shape(grid, grid, grid)
+    if operation.endswith("_wait"):
+        return Shape(grid, 0, 0)
+    if tokens < SPLIT_FROM_TOKENS or grid < 8:
+        return Shape(grid, grid, 0)
+    of_reference = DISPATCH_SENDERS if operation == "dispatch" else COMBINE_SENDERS
+    senders = max(1, min(grid - 1, grid * of_reference // REFERENCE_CTAS))
+    return Shape(grid, senders, senders)

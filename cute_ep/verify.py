@@ -1,0 +1,141 @@
+"""Bit-exact check of one round on real communicators against the reference backend.
+
+Used by the GPU tests and by `cute-ep verify`. Outputs are poisoned before the call, capacities leave a tail that must
+stay untouched, and every byte that the contract defines is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from cute_ep import reference
+from cute_ep.communicator import Communicator
+from cute_ep.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.workloads import RankInputs
+
+POISON = 0xA5
+SPARE_ROWS = 37
+"""Rows of output capacity beyond what arrives, which no kernel may touch."""
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill every byte of `tensor` with POISON."""
+    tensor.view(torch.uint8).fill_(POISON) if tensor.numel() else None
+    return tensor
+
+
+def poisoned_buffers(communicator: Communicator, rows: int) -> DispatchBuffers:
+    """Output buffers for `rows` rows plus a tail, all bytes POISON."""
+    buffers = communicator.allocate(rows + SPARE_ROWS)
+    for field in fields(buffers):
+        tensor = getattr(buffers, field.name)
+        if tensor is not None:
+            poison(tensor)
+    return buffers
+
+
+def check_dispatched(actual: Dispatched, expected: Dispatched, cfg, rank: int) -> None:
+    """Compare one rank's dispatch output with the reference, byte for byte.
+
+    Raises:
+        AssertionError: names the field and the first differing coordinate.
+    """
+    where = f"rank {rank} "
+    for name in ("row_offsets", "scales_offsets", "expert_ids", "num_rows"):
+        if getattr(expected, name) is not None:
+            assert_bits(getattr(actual, name), getattr(expected, name), where + name)
+    for name in ("tokens", "src_info", "scales"):
+        if getattr(expected, name) is not None:
+            assert_prefix_and_poison(getattr(actual, name), getattr(expected, name), POISON, where + name)
+    for source in range(cfg.world_size):
+        tokens = int(expected.headers[source, 0])
+        assert_bits(actual.row_map[source, :tokens], expected.row_map[source, :tokens], f"{where}row_map[{source}]")
+        assert_bits(actual.headers[source, 0], expected.headers[source, 0], f"{where}headers[{source}].tokens")
+        if expected.weights is not None:
+            mine = expected.row_map[source, :tokens] >= 0
+            got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
+            assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
+
+
+def expert_rows(dispatched: Sequence[Dispatched], hidden: int, seed: int) -> list[torch.Tensor]:
+    """Made-up expert outputs: one random bfloat16 row a received row."""
+    made = []
+    for rank, one in enumerate(dispatched):
+        generator = torch.Generator(device=one.tokens.device).manual_seed(1000 * seed + rank)
+        shape = (int(one.num_rows), hidden)
+        made.append(torch.randn(shape, generator=generator, device=one.tokens.device).bfloat16())
+    return made
+
+
+def check_round(
+    communicators: Sequence[Communicator],
+    inputs: Sequence[RankInputs],
+    *,
+    split: bool = False,
+    modes: Sequence[str] = ("exact", "partial"),
+    input_scales: Sequence[float] | None = None,
+    seed: int = 0,
+) -> None:
+    """Run one dispatch and one combine a mode on all ranks of this process and compare everything.
+
+    Args:
+        communicators: all ranks, in order.
+        inputs: per rank, on the CPU.
+        split: use the async + wait halves.
+        input_scales: per rank the global scale; None: none given.
+        seed: of the made-up expert outputs.
+
+    Raises:
+        AssertionError: some byte differs.
+        EPTimeout, EPInputError: as the kernels reported.
+    """
+    cfg = communicators[0].cfg
+    oracle = communicators[0].device
+    xs, ids, weights = ([getattr(one, name).to(oracle) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
+    expected = reference.dispatch(cfg, xs, ids, input_scales, weights)
+    rows = expert_rows(expected, cfg.hidden, seed)
+    buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
+    arguments = []
+    for index, communicator in enumerate(communicators):
+        device = communicator.device
+        scale = None if input_scales is None else torch.tensor([input_scales[index]], device=device)
+        arguments.append((xs[index].to(device), ids[index].to(device), weights[index].to(device), scale))
+    returned = [
+        poison(torch.empty(int(want.num_rows) + SPARE_ROWS, cfg.hidden, dtype=torch.bfloat16, device=c.device))
+        for c, want in zip(communicators, expected, strict=True)
+    ]
+    for buffer, row in zip(returned, rows, strict=True):
+        buffer[: row.shape[0]].copy_(row)
+    _synchronize_devices(communicators)
+    if split:
+        pending = [c.dispatch_async(*args) for c, args in zip(communicators, arguments, strict=True)]
+        actual = [c.dispatch_wait(p, b) for c, p, b in zip(communicators, pending, buffers, strict=True)]
+    else:
+        actual = [c.dispatch(*args, out=b) for c, args, b in zip(communicators, arguments, buffers, strict=True)]
+    for communicator in communicators:
+        communicator.synchronize()
+    for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        check_dispatched(got, want, cfg, rank)
+    for mode in modes:
+        outs = [poison(torch.empty_like(args[0])) for args in arguments]
+        _synchronize_devices(communicators)
+        if split:
+            sent = [c.combine_async(r, d, mode) for c, r, d in zip(communicators, returned, actual, strict=True)]
+            for communicator, one, out in zip(communicators, sent, outs, strict=True):
+                communicator.combine_wait(one, out=out)
+        else:
+            for communicator, r, d, out in zip(communicators, returned, actual, outs, strict=True):
+                communicator.combine(r, d, mode=mode, out=out)
+        for communicator in communicators:
+            communicator.synchronize()
+        for rank, (got, want) in enumerate(zip(outs, reference.combine(cfg, rows, expected, weights, mode), strict=True)):
+            assert_bits(got, want, f"rank {rank} combine {mode}")
+
+
+def _synchronize_devices(communicators: Sequence[Communicator]) -> None:
+    for device in {communicator.device for communicator in communicators}:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,59 @@
+"""Variant -> cubin, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import typing
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.base_dsl.compiler import DumpDir
+
+from cute_ep.kernels.codec import codec_for
+from cute_ep.kernels.combine import Combine
+from cute_ep.kernels.dispatch import Dispatch
+from cute_ep.kernels.quantize import Quantize
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, Variant
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled variant: machine code, PTX, dynamic shared memory and the kernel's parameters in order."""
+
+    variant: Variant
+    cubin: bytes
+    ptx: str
+    shared_bytes: int
+    params: tuple[tuple[str, str], ...]
+
+
+def _halves(kernel: str) -> dict[str, bool]:
+    """Which halves of an operation a kernel of this name runs."""
+    return {"send": "_wait" not in kernel, "receive": "_async" not in kernel}
+
+
+def kernel_of(variant: Variant) -> Dispatch | Combine | Quantize:
+    """The kernel object that `variant` names."""
+    sizes = {"hidden": variant.hidden, "top_k": variant.top_k}
+    if variant.kernel in DISPATCH_KERNELS:
+        return Dispatch(codec_for(FORMATS[variant.format], variant.arch), **_halves(variant.kernel), **sizes)
+    if variant.kernel in COMBINE_KERNELS:
+        return Combine(partial=variant.kernel.endswith("partial"), **_halves(variant.kernel), **sizes)
+    return Quantize(codec_for(FORMATS[variant.format], variant.arch), hidden=variant.hidden)
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    """Compile one variant. Takes about a second of one core; keeps state in the process-wide DSL, so use processes."""
+    kernel = kernel_of(variant)
+    hints = typing.get_type_hints(kernel.args_type)
+    fields = [(field.name, hints[field.name]) for field in dataclasses.fields(kernel.args_type)]
+    type(kernel).kernel.set_name_prefix(variant.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+    placeholder = kernel.args_type(**{name: dtype(1) for name, dtype in fields})
+    with tempfile.TemporaryDirectory() as scratch:  # KeepCUBIN and KeepPTX also write files
+        options = (cute.KeepCUBIN, cute.KeepPTX, cute.GPUArch(variant.arch), DumpDir(scratch))
+        compiled = cute.compile[options](kernel, placeholder, Int32(1))
+    params = tuple((name, f"i{dtype.width}") for name, dtype in fields)
+    return Compiled(variant, compiled.__cubin__, compiled.__ptx__, kernel.shared_bytes, params)

@@ -1,0 +1,128 @@
+"""Combine: expert rows go home to their source rank and are summed with the router weights in float32.
+
+    expert rank d                                   source rank s
+    -------------                                   -------------
+    wait combine_consumed[all] >= m-2
+    give back chunk of s's tokens             --->  arena.returns[m & 1][token][slot]
+    post return_ready[d][chunk] = m           --->  wait return_ready[all][chunk] >= m, sum, write out
+                                              <---  post combine_consumed[s] = m  (last CTA out)
+
+Two modes, chosen at compile time:
+
+- exact: every expert row travels to slot k of its token; the source computes  sum over k ascending of  w[k] * row,
+  multiply and add each rounded to float32, and rounds once to bfloat16.
+- partial: an expert rank first computes that sum over its own rows of a token and sends one bfloat16 row to slot d;
+  the source adds the ranks' rows in ascending order. Fewer bytes for one more bfloat16 rounding a rank.
+
+The source knows from its own top-k ids which slots hold data, so nothing but rows travels back. Ordering and reuse as
+in dispatch; the routing facts an expert rank needs were kept with the dispatch output, not in the arena.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_ep.kernels.block import CTAS_PER_SM, THREADS
+from cute_ep.kernels.give_back import GiveBack
+from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
+from cute_ep.kernels.reduce import Reduce
+from cute_ep.kernels.sync import arrive_last
+from cute_ep.layouts.arena import StateWord
+from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.routing import Phase
+
+
+@dataclass(frozen=True)
+class CombineArgs(GroupArgs):
+    """Run-time arguments of the three combine kernels, in parameter order.
+
+    Send: rows [capacity, hidden] bf16; row_map, headers, weights of the dispatch output; CTAs below send_ctas send.
+    Receive: out [T, hidden] bf16, the own topk_ids and router_weights, tokens T, chunk (as dispatched); CTAs from
+    receive_from receive.
+    """
+
+    rows: Int64
+    row_map: Int64
+    headers: Int64
+    weights: Int64
+    capacity: Int32
+    send_ctas: Int32
+    out: Int64
+    topk_ids: Int64
+    router_weights: Int64
+    tokens: Int32
+    chunk: Int32
+    receive_from: Int32
+
+
+class Combine:
+    """One of combine (send and receive in one launch), combine_async (send), combine_wait (receive).
+
+    Args:
+        partial: sum on the expert's rank first.
+        send, receive: which halves this kernel runs.
+        hidden, top_k: fixed at compile time when given, else run-time arguments.
+    """
+
+    args_type = CombineArgs
+
+    def __init__(self, *, partial: bool, send: bool, receive: bool, hidden: int | None, top_k: int | None) -> None:
+        self.send, self.receive, self.hidden, self.top_k = send, receive, hidden, top_k
+        shared = RegionMap(alignment=16)
+        self.sPeers = peer_table(shared)
+        self.give_back_role = GiveBack(partial, shared)
+        self.reduce_role = Reduce(partial, shared)
+        self.shared_bytes = shared.nbytes
+
+    @cute.jit
+    def __call__(self, args: CombineArgs, grid: Int32):
+        self.kernel(args).launch(
+            grid=[grid, 1, 1],
+            block=[THREADS, 1, 1],
+            smem=self.shared_bytes,
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=50,
+        )
+
+    @cute.kernel
+    def kernel(self, args: CombineArgs):
+        group = open_group(args, None, self.hidden, self.top_k, self.sPeers)
+        alive = not group.aborted()
+        if cutlass.const_expr(self.send):
+            alive = self._send_half(group, args, alive)
+        if cutlass.const_expr(self.receive):
+            if group.cta >= args.receive_from:
+                self._receive_half(group, args, alive)
+
+    @cute.jit
+    def _send_half(self, group: GroupView, args: CombineArgs, alive: Boolean) -> Boolean:
+        """Give the rows back; returns whether to go on."""
+        epoch = group.next_epoch(StateWord.COMBINE_SEND_EPOCH)
+        if group.cta < args.send_ctas:
+            if alive:
+                alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
+            if alive:
+                self.give_back_role.run(group, args, epoch)
+        last = arrive_last(group.state_word(StateWord.COMBINE_SEND_DONE), group.ctas, group.tid)
+        if last and group.tid == 0:
+            group.finish_epoch(StateWord.COMBINE_SEND_EPOCH, epoch)
+        return alive
+
+    @cute.jit
+    def _receive_half(self, group: GroupView, args: CombineArgs, alive: Boolean) -> None:
+        """Sum what comes home; the last CTA out lets the expert ranks reuse the buffers."""
+        epoch = group.next_epoch(StateWord.COMBINE_RECV_EPOCH)
+        first = group.cta - args.receive_from
+        count = group.ctas - args.receive_from
+        if alive:
+            self.reduce_role.run(group, args, epoch, first, count)
+        last = arrive_last(group.state_word(StateWord.COMBINE_RECV_DONE), count, group.tid)
+        if last:
+            if not group.aborted():
+                group.post_all_ranks(group.arena.combine_consumed, epoch)
+            if group.tid == 0:
+                group.finish_epoch(StateWord.COMBINE_RECV_EPOCH, epoch)

@@ -1,0 +1,251 @@
+"""Expand role: wait for each chunk of messages and copy every row to its expert rows, scales into their atoms.
+
+Row of entry (source, token, k) with local expert e: base[e, source] + position. Every receiving CTA scans the
+gathered counts itself (at most MAX_EXPERTS numbers), so no CTA waits for another.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from cute_ep.kernels.block import THREADS, block_exclusive_scan, shared_array
+from cute_ep.kernels.sync import block_all, report, wait_or_report
+from cute_ep.layouts.arena import HeaderWord, message_map
+from cute_ep.layouts.device import (
+    array,
+    item_coord,
+    region_array,
+    scale_words,
+    vector_atom,
+    vector_tensor,
+)
+from cute_ep.layouts.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.record import Region, RegionMap
+from cute_ep.layouts.routing import (
+    MASKED_ENTRY,
+    MAX_CHUNK_ENTRIES,
+    MAX_EXPERTS,
+    MAX_RANKS,
+    NO_ROW,
+    Phase,
+    entry_expert,
+    entry_position,
+)
+from cute_ep.layouts.scales import ATOM_COLUMNS, ATOM_ROWS, row_blocks, scale_columns
+
+LOADS_IN_FLIGHT = 4
+"""16-byte loads that a thread issues before its first store."""
+
+
+class Expand:
+    """Turns received messages into the ragged, expert-major output."""
+
+    def __init__(self, fmt: Format, shared: RegionMap, scan: Region) -> None:
+        self.fmt = fmt
+        self.scan = scan
+        self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
+        self.blocks = shared.add("scale_block_starts", 4, MAX_EXPERTS + 1)
+        self.rows = shared.add("chunk_rows", 4, MAX_CHUNK_ENTRIES)
+        self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
+
+    @cute.jit
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
+        """CTA `first` of `count` receiving CTAs; every source's route is ready."""
+        self._read_routes(group, epoch)
+        if cutlass.const_expr(self.fmt.scale is not None):
+            self._zero_padding(group, args, first, count)
+        sHeader = shared_array(self.headers, Int32)
+        sRow = shared_array(self.rows, Int32)
+        most_chunks = Int32(0)
+        for source in range(group.ranks):
+            most_chunks = cutlass.max(most_chunks, self._chunks(sHeader, source))
+        alive = Boolean(True)
+        item = first
+        while alive and item < most_chunks * group.ranks:
+            turn, chunk = item_coord(item, group.ranks)
+            source = (group.rank + turn) % group.ranks
+            if chunk < self._chunks(sHeader, source):
+                tokens_per_chunk = sHeader[source, int(HeaderWord.CHUNK)]
+                token = chunk * tokens_per_chunk
+                tokens = cutlass.min(tokens_per_chunk, sHeader[source, int(HeaderWord.TOKENS)] - token)
+                self._find_rows(group, args, epoch, source, token, tokens, sHeader, sRow)
+                alive = self._wait_chunk(group, epoch, source, chunk)
+                if alive:
+                    self._copy_payload(group, args, epoch, source, token, tokens, sRow)
+                    if cutlass.const_expr(self.fmt.scale is not None):
+                        self._copy_scales(group, args, epoch, source, token, tokens, sRow)
+                cute.arch.sync_threads()
+            item += count
+
+    def _chunks(self, sHeader, source):
+        chunk = sHeader[source, int(HeaderWord.CHUNK)]
+        return (sHeader[source, int(HeaderWord.TOKENS)] + chunk - 1) // chunk
+
+    @cute.jit
+    def _read_routes(self, group, epoch: Int64) -> None:
+        """sBase[e * R + source] = first output row of that pair, sBase[E] = all rows; block starts; headers."""
+        parity = epoch % 2
+        sBase = shared_array(self.bases, Int32)
+        sBlock = shared_array(self.blocks, Int32)
+        sHeader = shared_array(self.headers, Int32)
+        gCounts = region_array(group.base, group.arena.counts, Int32, parity)
+        gHeader = region_array(group.base, group.arena.header, Int32, parity)
+        for pair in range(group.tid, group.experts, THREADS):
+            source, expert = item_coord(pair, group.ranks)
+            sBase[pair] = gCounts[source, expert]
+        if group.tid < group.ranks:
+            for word in cutlass.range_constexpr(len(HeaderWord)):
+                sHeader[group.tid, word] = gHeader[group.tid, word]
+        cute.arch.sync_threads()
+        sScan = shared_array(self.scan, Int32)
+        block_exclusive_scan(sBase, group.experts, sScan, group.tid)
+        if cutlass.const_expr(self.fmt.scale is not None):
+            for expert in range(group.tid, group.local_experts, THREADS):
+                sBlock[expert] = row_blocks(self._rows_of(group, sBase, expert))
+            cute.arch.sync_threads()
+            block_exclusive_scan(sBlock, group.local_experts, sScan, group.tid)
+
+    def _rows_of(self, group, sBase, expert):
+        return sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+
+    @cute.jit
+    def _find_rows(self, group, args, epoch: Int64, source, token, tokens, sHeader, sRow) -> None:
+        """Output row of each entry of the chunk, NO_ROW where it is not this rank's; recorded for combine."""
+        sBase = shared_array(self.bases, Int32)
+        first = token * group.top_k
+        in_rank = group.max_tokens * group.top_k
+        gEntry = array(group.base + group.arena.entries.at(epoch % 2, source), Int32, in_rank)
+        gWeight = array(group.base + group.arena.weights.at(epoch % 2, source), Int32, in_rank)
+        gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
+        gWeightOut = array(args.weights, Int32, group.ranks, in_rank)
+        gSource = array(args.src_info, Int32, args.capacity, 2)
+        weighted = sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0
+        for index in range(group.tid, tokens * group.top_k, THREADS):
+            entry = gEntry[first + index]
+            row = Int32(NO_ROW)
+            local = entry_expert(entry) - group.rank * group.local_experts
+            if entry != Int32(MASKED_ENTRY) and local >= 0 and local < group.local_experts:
+                row = sBase[local * group.ranks + source] + entry_position(entry)
+                if row >= args.capacity:
+                    state = group.base + group.arena.state.offset
+                    report(group.status, state, group.ranks, Phase.ROW_CAPACITY, row, args.capacity, row)
+                    row = Int32(NO_ROW)
+            sRow[index] = row
+            gRowMap[source, first + index] = row
+            if row >= 0:
+                owner, slot = index // group.top_k, index % group.top_k
+                gSource[row, 0] = token + owner
+                gSource[row, 1] = slot
+                if weighted:
+                    gWeightOut[source, first + index] = gWeight[first + index]
+
+    @cute.jit
+    def _wait_chunk(self, group, epoch: Int64, source, chunk) -> Boolean:
+        """CTA-wide wait for message_ready[source][chunk], posted by `Send.run` on `source`."""
+        arrived = Boolean(True)
+        if group.tid == 0:
+            flag = group.base + group.arena.message_ready.at(source, chunk)
+            state = group.base + group.arena.state.offset
+            arrived = wait_or_report(flag, epoch, group.deadline, group.status, state, source, Phase.MESSAGE, chunk)
+        return block_all(arrived)
+
+    @cute.jit
+    def _copy_payload(self, group, args, epoch: Int64, source, token, tokens, sRow) -> None:
+        row_bytes = group.fmt.payload_bytes(Int64(group.hidden))
+        units = group.fmt.payload_bytes(group.hidden) // VECTOR_BYTES
+        messages = group.arena.messages
+        gMessage = vector_tensor(group.base + messages.at(epoch % 2, source, token), units, tokens, messages.stride[2])
+        gOut = vector_tensor(args.out_tokens, units, args.capacity, row_bytes)
+        items = units * tokens
+        rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        for base in range(group.tid, items, THREADS * LOADS_IN_FLIGHT):
+            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                item = base + slot * THREADS
+                if item < items:
+                    unit, owner = item_coord(item, units)
+                    cute.copy(vector_atom(), gMessage[None, unit, owner], rQ[None, slot])
+            for k in range(group.top_k):
+                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    item = base + slot * THREADS
+                    if item < items:
+                        unit, owner = item_coord(item, units)
+                        row = sRow[owner * group.top_k + k]
+                        if row >= 0:
+                            cute.copy(vector_atom(), rQ[None, slot], gOut[None, unit, row])
+
+    @cute.jit
+    def _copy_scales(self, group, args, epoch: Int64, source, token, tokens, sRow) -> None:
+        """Four scale columns (one word) at a time; columns past the last scale are zero."""
+        sBase = shared_array(self.bases, Int32)
+        sBlock = shared_array(self.blocks, Int32)
+        scale_bytes = group.fmt.scale_bytes(group.hidden)
+        tiles = scale_columns(scale_bytes)
+        messages = group.arena.messages
+        _, scales, _ = message_map(group.fmt.payload_bytes(Int64(group.hidden)), Int64(scale_bytes))
+        base = group.base + messages.at(epoch % 2, source, token) + scales.offset
+        gEntry = array(
+            group.base + group.arena.entries.at(epoch % 2, source, token), Int32, group.max_tokens * group.top_k
+        )
+        gScale = scale_words(args.out_scales, args.capacity, tiles)
+        for item in range(group.tid, tiles * tokens, THREADS):
+            tile, owner = item_coord(item, tiles)
+            word = Uint32(array(base + owner * messages.stride[2], Uint32, tiles)[tile])
+            beyond = (tile + 1) * ATOM_COLUMNS - scale_bytes
+            if beyond > 0:
+                word = word & (Uint32(0xFFFFFFFF) >> Uint32(8 * beyond))
+            for k in range(group.top_k):
+                row = sRow[owner * group.top_k + k]
+                if row >= 0:
+                    expert = entry_expert(gEntry[owner * group.top_k + k]) - group.rank * group.local_experts
+                    scale_row = row - sBase[expert * group.ranks] + sBlock[expert] * ATOM_ROWS
+                    gScale[scale_row, tile] = word
+
+    @cute.jit
+    def _zero_padding(self, group, args, first: Int32, count: Int32) -> None:
+        """Zero the scale rows between an expert's last row and the end of its last 128-row block."""
+        sBase = shared_array(self.bases, Int32)
+        sBlock = shared_array(self.blocks, Int32)
+        tiles = scale_columns(group.fmt.scale_bytes(group.hidden))
+        gScale = scale_words(args.out_scales, args.capacity, tiles)
+        for expert in cutlass.range(first, group.local_experts, count):
+            rows = self._rows_of(group, sBase, expert)
+            padding = row_blocks(rows) * ATOM_ROWS - rows
+            pad_row = sBlock[expert] * ATOM_ROWS + rows
+            if sBase[(expert + 1) * group.ranks] <= args.capacity:
+                for item in range(group.tid, padding * tiles, THREADS):
+                    row, tile = item_coord(item, padding)
+                    gScale[pad_row + row, tile] = Uint32(0)
+
+    @cute.jit
+    def announce(self, group, args, epoch: Int64, complete: Boolean) -> None:
+        """Last receiving CTA: offsets, counts and headers of a complete round, zeros after a timeout."""
+        sBase = shared_array(self.bases, Int32)
+        sBlock = shared_array(self.blocks, Int32)
+        sHeader = shared_array(self.headers, Int32)
+        gRowOffset = array(args.row_offsets, Int32, group.local_experts + 1)
+        gExpertId = array(args.expert_ids, Int32, group.local_experts)
+        gScaleOffset = array(args.scales_offsets, Int32, group.local_experts)
+        gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
+        gNumRows = array(args.num_rows, Int32, 1)
+        for expert in range(group.tid, group.local_experts + 1, THREADS):
+            row = Int32(0)
+            if complete:
+                row = sBase[expert * group.ranks]
+            gRowOffset[expert] = row
+            if expert < group.local_experts:
+                gExpertId[expert] = expert
+                if cutlass.const_expr(self.fmt.scale is not None):
+                    block = Int32(0)
+                    if complete:
+                        block = sBlock[expert]
+                    gScaleOffset[expert] = block - row // ATOM_ROWS
+            else:
+                gNumRows[0] = row
+        for index in range(group.tid, group.ranks * len(HeaderWord), THREADS):
+            word, source = item_coord(index, len(HeaderWord))
+            value = Int32(0)
+            if complete:
+                value = sHeader[source, word]
+            gHeader[source, word] = value

@@ -1,0 +1,162 @@
+"""Give-back role: an expert rank returns its rows of each chunk of each source's tokens.
+
+Items are (source, chunk) with the source varying fastest, starting after the own rank, so all links work at once.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
+from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.sync import post
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
+from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, NO_ROW
+
+LOADS_IN_FLIGHT = 4
+"""16-byte loads that a thread issues before its first store (exact mode)."""
+SUMS_IN_FLIGHT = 2
+"""Vectors that a thread sums side by side (partial mode)."""
+
+
+class GiveBack:
+    """Pushes expert rows, or their weighted sums, to the source ranks."""
+
+    def __init__(self, partial: bool, shared: RegionMap) -> None:
+        self.partial = partial
+        self.rows = shared.add("give_back_rows", 4, MAX_CHUNK_ENTRIES)
+        self.weights = shared.add("give_back_weights", 4, MAX_CHUNK_ENTRIES)
+        self.entries = shared.add("give_back_entries", 4, MAX_CHUNK_ENTRIES + 1)
+
+    @cute.jit
+    def run(self, group, args, epoch: Int64) -> None:
+        gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
+        most_chunks = Int32(0)
+        for source in range(group.ranks):
+            most_chunks = cutlass.max(most_chunks, self._chunks(gHeader, source))
+        for item in cutlass.range(group.cta, most_chunks * group.ranks, args.send_ctas):
+            turn, chunk = item_coord(item, group.ranks)
+            source = (group.rank + 1 + turn) % group.ranks
+            if chunk < self._chunks(gHeader, source):
+                tokens_per_chunk = gHeader[source, int(HeaderWord.CHUNK)]
+                token = chunk * tokens_per_chunk
+                tokens = cutlass.min(tokens_per_chunk, gHeader[source, int(HeaderWord.TOKENS)] - token)
+                self._find_rows(group, args, source, token, tokens)
+                if cutlass.const_expr(self.partial):
+                    self._push_sums(group, args, epoch, source, token, tokens)
+                else:
+                    self._push_rows(group, args, epoch, source, token)
+                cute.arch.sync_threads()
+                if group.tid == 0:
+                    post(group.sPeers[source] + group.arena.return_ready.at(group.rank, chunk), epoch)
+
+    def _chunks(self, gHeader, source):
+        chunk = cutlass.max(gHeader[source, int(HeaderWord.CHUNK)], Int32(1))
+        return (gHeader[source, int(HeaderWord.TOKENS)] + chunk - 1) // chunk
+
+    @cute.jit
+    def _find_rows(self, group, args, source, token, tokens) -> None:
+        """sRow[entry of the chunk]; exact mode also lists the entries that have a row, in order."""
+        sRow = shared_array(self.rows, Int32)
+        sEntry = shared_array(self.entries, Int32)
+        sWeight = shared_array(self.weights, Float32)
+        in_rank = group.max_tokens * group.top_k
+        gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
+        gWeight = array(args.weights, Float32, group.ranks, in_rank)
+        first = token * group.top_k
+        entries = tokens * group.top_k
+        for index in range(group.tid, entries, THREADS):
+            row = gRowMap[source, first + index]
+            if row >= args.capacity:
+                row = Int32(NO_ROW)
+            sRow[index] = row
+            if cutlass.const_expr(self.partial):
+                if row >= 0:
+                    sWeight[index] = gWeight[source, first + index]
+        cute.arch.sync_threads()
+        if cutlass.const_expr(not self.partial):
+            if group.tid < 32:
+                listed = Int32(0)
+                for step in range(0, entries, 32):
+                    index = step + group.tid
+                    present = Boolean(False)
+                    if index < entries:
+                        present = sRow[index] >= 0
+                    votes = Uint32(cute.arch.vote_ballot_sync(present))
+                    if present:
+                        sEntry[listed + Int32(cute.arch.popc(votes & Uint32(cute.arch.lanemask_lt())))] = index
+                    listed += Int32(cute.arch.popc(votes))
+                if group.tid == 0:
+                    sEntry[MAX_CHUNK_ENTRIES] = listed
+            cute.arch.sync_threads()
+
+    def _rows_tensor(self, group, args):
+        """(word, vector, row) of the expert outputs, and the vectors of one row."""
+        row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
+        vectors = group.hidden * COMBINE_ITEMSIZE // VECTOR_BYTES
+        return vector_tensor(args.rows, vectors, args.capacity, row_bytes), vectors
+
+    @cute.jit
+    def _push_rows(self, group, args, epoch: Int64, source, token) -> None:
+        sRow = shared_array(self.rows, Int32)
+        sEntry = shared_array(self.entries, Int32)
+        gRow, vectors = self._rows_tensor(group, args)
+        returns = group.arena.returns
+        base = group.sPeers[source] + returns.at(epoch % 2, token)
+        items = sEntry[MAX_CHUNK_ENTRIES] * vectors
+        rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        for first in range(group.tid, items, THREADS * LOADS_IN_FLIGHT):
+            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                item = first + slot * THREADS
+                if item < items:
+                    vector, listed = item_coord(item, vectors)
+                    cute.copy(vector_atom(), gRow[None, vector, sRow[sEntry[listed]]], rX[None, slot])
+            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                item = first + slot * THREADS
+                if item < items:
+                    vector, listed = item_coord(item, vectors)
+                    k, owner = item_coord(sEntry[listed], group.top_k)
+                    home = base + owner * returns.stride[1] + k * returns.stride[2]
+                    gHome = vector_tensor(home, vectors, 1)
+                    cute.copy(vector_atom(), rX[None, slot], gHome[None, vector, 0])
+
+    @cute.jit
+    def _push_sums(self, group, args, epoch: Int64, source, token, tokens) -> None:
+        sRow = shared_array(self.rows, Int32)
+        sWeight = shared_array(self.weights, Float32)
+        gRow, vectors = self._rows_tensor(group, args)
+        returns = group.arena.returns
+        base = group.sPeers[source] + returns.at(epoch % 2, token, group.rank)
+        gHome = vector_tensor(base, vectors, tokens, returns.stride[1])
+        items = tokens * vectors
+        rX = cute.make_rmem_tensor((4, SUMS_IN_FLIGHT), Uint32)
+        rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, SUMS_IN_FLIGHT), Float32)
+        for first in range(group.tid, items, THREADS * SUMS_IN_FLIGHT):
+            rSum.fill(0.0)
+            present = Int32(0)
+            for k in range(group.top_k):
+                for slot in cutlass.range_constexpr(SUMS_IN_FLIGHT):
+                    item = first + slot * THREADS
+                    if item < items:
+                        vector, owner = item_coord(item, vectors)
+                        row = sRow[owner * group.top_k + k]
+                        if row >= 0:
+                            cute.copy(vector_atom(), gRow[None, vector, row], rX[None, slot])
+                for slot in cutlass.range_constexpr(SUMS_IN_FLIGHT):
+                    item = first + slot * THREADS
+                    if item < items:
+                        owner = item // vectors
+                        entry = owner * group.top_k + k
+                        if sRow[entry] >= 0:
+                            accumulate(rSum[None, slot], rX[None, slot], sWeight[entry])
+                            present = present | Int32(1 << slot)
+            for slot in cutlass.range_constexpr(SUMS_IN_FLIGHT):
+                if present & Int32(1 << slot) != 0:
+                    vector, owner = item_coord(first + slot * THREADS, vectors)
+                    round_to_bf16(rSum[None, slot], rX[None, slot])
+                    cute.copy(vector_atom(), rX[None, slot], gHome[None, vector, owner])

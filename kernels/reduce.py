@@ -1,0 +1,122 @@
+"""Reduce role: a source rank waits for each chunk of its own tokens and sums what came home.
+
+A token's slots that hold data are one bit mask from its own top-k ids: bit k in exact mode, bit d in partial mode.
+Slots are added in ascending order, so the result does not depend on arrival.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
+from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
+from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.route import checked_expert
+from cute_ep.kernels.sync import block_all, wait_or_report
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE
+from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, Phase
+
+SUMS_IN_FLIGHT = 2
+"""Vectors that a thread sums side by side."""
+
+
+class Reduce:
+    """Sums returned rows into the output."""
+
+    def __init__(self, partial: bool, shared: RegionMap) -> None:
+        self.partial = partial
+        self.masks = shared.add("filled_slots", 4, MAX_CHUNK_ENTRIES)
+        self.weights = shared.add("slot_weights", 4, MAX_CHUNK_ENTRIES)
+
+    @cute.jit
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
+        """CTA `first` of `count` receiving CTAs."""
+        chunks = (args.tokens + args.chunk - 1) // args.chunk
+        alive = Boolean(True)
+        chunk = first
+        while alive and chunk < chunks:
+            token = chunk * args.chunk
+            tokens = cutlass.min(args.chunk, args.tokens - token)
+            self._find_slots(group, args, token, tokens)
+            alive = self._wait_chunk(group, epoch, chunk)
+            if alive:
+                self._sum(group, args, epoch, token, tokens)
+            cute.arch.sync_threads()
+            chunk += count
+
+    @cute.jit
+    def _find_slots(self, group, args, token, tokens) -> None:
+        sMask = shared_array(self.masks, Uint32)
+        sWeight = shared_array(self.weights, Float32)
+        for owner in range(group.tid, tokens, THREADS):
+            sMask[owner] = Uint32(0)
+        cute.arch.sync_threads()
+        entries = args.tokens * group.top_k
+        gIds = array(args.topk_ids, Int32, entries)
+        for index in range(group.tid, tokens * group.top_k, THREADS):
+            k, owner = item_coord(index, group.top_k)
+            expert = checked_expert(gIds[token * group.top_k + index], group.experts)
+            if expert >= 0:
+                slot = k
+                if cutlass.const_expr(self.partial):
+                    slot = expert // group.local_experts
+                cute.arch.atomic_or(sMask.iterator + owner, Uint32(1) << Uint32(slot))
+            if cutlass.const_expr(not self.partial):
+                gWeight = array(args.router_weights, Float32, entries)
+                sWeight[index] = gWeight[token * group.top_k + index]
+
+    @cute.jit
+    def _wait_chunk(self, group, epoch: Int64, chunk) -> Boolean:
+        """CTA-wide wait for return_ready[d][chunk] of every rank d, posted by `GiveBack.run` on d."""
+        arrived = Boolean(True)
+        if group.tid < group.ranks:
+            flag = group.base + group.arena.return_ready.at(group.tid, chunk)
+            state = group.base + group.arena.state.offset
+            arrived = wait_or_report(flag, epoch, group.deadline, group.status, state, group.tid, Phase.RETURN, chunk)
+        return block_all(arrived)
+
+    @cute.jit
+    def _sum(self, group, args, epoch: Int64, token, tokens) -> None:
+        sMask = shared_array(self.masks, Uint32)
+        sWeight = shared_array(self.weights, Float32)
+        row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
+        vectors = group.hidden * COMBINE_ITEMSIZE // VECTOR_BYTES
+        returns = group.arena.returns
+        base = group.base + returns.at(epoch % 2, token)
+        gOut = vector_tensor(args.out + Int64(token) * row_bytes, vectors, tokens, row_bytes)
+        slots = group.top_k
+        if cutlass.const_expr(self.partial):
+            slots = group.ranks
+        items = tokens * vectors
+        rX = cute.make_rmem_tensor((4, SUMS_IN_FLIGHT), Uint32)
+        rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, SUMS_IN_FLIGHT), Float32)
+        for first in range(group.tid, items, THREADS * SUMS_IN_FLIGHT):
+            rSum.fill(0.0)
+            for slot in range(slots):
+                gSlot = vector_tensor(base + slot * returns.stride[2], vectors, tokens, returns.stride[1])
+                for batch in cutlass.range_constexpr(SUMS_IN_FLIGHT):
+                    item = first + batch * THREADS
+                    if item < items:
+                        vector, owner = item_coord(item, vectors)
+                        if (Uint32(sMask[owner]) >> Uint32(slot)) & Uint32(1) != Uint32(0):
+                            cute.copy(vector_atom(), gSlot[None, vector, owner], rX[None, batch])
+                for batch in cutlass.range_constexpr(SUMS_IN_FLIGHT):
+                    item = first + batch * THREADS
+                    if item < items:
+                        owner = item // vectors
+                        if (Uint32(sMask[owner]) >> Uint32(slot)) & Uint32(1) != Uint32(0):
+                            if cutlass.const_expr(self.partial):
+                                accumulate(rSum[None, batch], rX[None, batch], None)
+                            else:
+                                weight = sWeight[owner * group.top_k + slot]
+                                accumulate(rSum[None, batch], rX[None, batch], weight)
+            for batch in cutlass.range_constexpr(SUMS_IN_FLIGHT):
+                item = first + batch * THREADS
+                if item < items:
+                    vector, owner = item_coord(item, vectors)
+                    round_to_bf16(rSum[None, batch], rX[None, batch])
+                    cute.copy(vector_atom(), rX[None, batch], gOut[None, vector, owner])

@@ -1,0 +1,109 @@
+"""The vocabulary of synchronisation: every post, wait and kernel exit in this package is one of these.
+
+Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`.
+
+| word               | PTX                                     | orders                                             |
+| ------------------ | --------------------------------------- | -------------------------------------------------- |
+| `post`             | st.release.sys                          | all stores that happen before it -> the flag       |
+| `wait_at_least`    | ld.relaxed.sys loop, fence.acq_rel.sys  | the flag -> all loads that happen after it         |
+| `block_all`        | barrier.cta.red.and                     | one thread's wait -> the whole CTA (and a verdict) |
+| `arrive_last`      | bar.sync, atom.acq_rel.sys              | every CTA's work -> the last CTA out               |
+
+`post` covers stores of other threads of the CTA when a CTA barrier stands between (causality order is transitive).
+None of these is a proxy fence: data moved by the async proxy needs its own.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from cute_ep.layouts.arena import StateWord
+from cute_ep.layouts.device import pointer, vector_tensor
+from cute_ep.layouts.routing import Phase, StatusWord
+
+
+def post(flag: Int64, epoch: Int64) -> None:
+    """Publish `epoch` at address `flag` (own or peer memory), after everything that happened before."""
+    cute.arch.store(pointer(flag, Int64), epoch, sem="release", scope="sys")
+
+
+def now_ns() -> Int64:
+    """Nanoseconds of the device's global timer."""
+    return Int64(cute.arch.globaltimer())
+
+
+@cute.jit
+def wait_at_least(flag: Int64, epoch: Int64, deadline: Int64) -> Int64:
+    """Poll `flag` until it holds at least `epoch` or the deadline passes; returns the last value seen."""
+    word = pointer(flag, Int64)
+    seen = cute.arch.load(word, Int64, sem="relaxed", scope="sys")
+    while seen < epoch and now_ns() < deadline:
+        seen = cute.arch.load(word, Int64, sem="relaxed", scope="sys")
+    cute.arch.fence_acq_rel_sys()
+    return seen
+
+
+@cute.jit
+def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
+    """Write one host-visible status record in a single 16-byte store, and raise this rank's abort word."""
+    words = cute.make_rmem_tensor(len(StatusWord), Uint32)
+    words[StatusWord.PHASE] = Uint32(int(phase))
+    words[StatusWord.INDEX] = Uint32(index)
+    words[StatusWord.EXPECTED] = Uint32(expected)
+    words[StatusWord.SEEN] = Uint32(seen)
+    records = vector_tensor(status, 1, Int32(1 << 30))
+    cute.autovec_copy(words, records[None, 0, record])
+    cute.arch.fence_acq_rel_sys()
+    if cutlass.const_expr(phase not in (Phase.EXPERT_ID, Phase.ROW_CAPACITY)):
+        cute.arch.store(pointer(state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def wait_or_report(
+    flag: Int64, epoch: Int64, deadline: Int64, status: Int64, state: Int64, peer: Int32, phase: cutlass.Constexpr, index
+) -> Boolean:
+    """One thread's bounded wait for `peer`; on timeout the status record of that peer says what was missing."""
+    seen = wait_at_least(flag, epoch, deadline)
+    arrived = seen >= epoch
+    if not arrived:
+        report(status, state, peer, phase, Int32(index), epoch, seen)
+    return arrived
+
+
+def block_all(verdict: Boolean) -> Boolean:
+    """CTA barrier that returns whether `verdict` held in every thread."""
+    return _block_vote(verdict, "and")
+
+
+def block_any(verdict: Boolean) -> Boolean:
+    """CTA barrier that returns whether `verdict` held in some thread."""
+    return _block_vote(verdict, "or")
+
+
+def _block_vote(verdict: Boolean, operation: str) -> Boolean:
+    result = cute.arch.inline_ptx(
+        "{ .reg .pred p, q; setp.ne.u32 q, {$r0}, 0; "
+        f"barrier.cta.red.{operation}.pred p, 0, q; selp.u32 {{$w0}}, 1, 0, p; }}",
+        write_only_types=[Uint32],
+        read_only_args=[Uint32(verdict)],
+    )
+    return result != Uint32(0)
+
+
+@cute.jit
+def arrive_last(counter: Int64, arrivals: Int32, tid: Int32) -> Boolean:
+    """Count this CTA in at `counter`; True, in every thread, for the last of `arrivals` CTAs, which resets it.
+
+    What any CTA did before its call happens before what the last CTA does afterwards, at system scope.
+    """
+    cute.arch.sync_threads()
+    last = Boolean(False)
+    if tid == 0:
+        cute.arch.fence_acq_rel_sys()
+        word = pointer(counter, Int32)
+        last = cute.arch.atomic_add(word, Int32(1), sem="acq_rel", scope="sys") == arrivals - 1
+        if last:
+            cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
+    return block_any(last)

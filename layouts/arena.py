@@ -1,0 +1,123 @@
+"""The arena: one rank's symmetric memory, and who writes which part of it when.
+
+Every rank allocates one arena of the same layout; peers store into it through mapped addresses. `parity`
+is the round number (epoch) modulo 2. A word is written by exactly one rank, named in the third column.
+
+| region            | axes                               | written by  | meaning                                     |
+| ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
+| state             | (StateWord)                        | owner       | epochs, kernel exit counters, abort         |
+| dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
+| combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
+| route_ready       | (source)                           | source      | last epoch whose routing table is complete  |
+| message_ready     | (source, chunk)                    | source      | last epoch whose chunk of messages is here  |
+| return_ready      | (peer, chunk)                      | peer        | last epoch whose chunk of returns is here   |
+| header            | (parity, source, HeaderWord)       | source      | tokens, tokens a chunk, weights travel      |
+| counts            | (parity, source, local expert)     | source      | rows that `source` sends to each expert     |
+| entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`    |
+| weights           | (parity, source, token, k)         | source      | router weights, float32                     |
+| returns           | (parity, token, slot, byte)        | peer        | expert outputs; slot = k or peer rank       |
+| messages          | (parity, source, token, byte)      | source      | one encoded row a (source, token)           |
+
+`messages` is last: it alone depends on the token format, so combine kernels need not know the format.
+
+Why no write can overtake a read: `docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from cute_ep.layouts.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.record import Int, Region, RegionMap, align_up
+
+ARENA_ALIGNMENT = 256
+PARITIES = 2
+COMBINE_ITEMSIZE = 2
+"""Bytes of one element of a returned row (bfloat16)."""
+
+
+class StateWord(IntEnum):
+    """Indices of the 64-bit words of the `state` region. An epoch word counts completed rounds."""
+
+    DISPATCH_SEND_EPOCH = 0
+    DISPATCH_RECV_EPOCH = 1
+    COMBINE_SEND_EPOCH = 2
+    COMBINE_RECV_EPOCH = 3
+    DISPATCH_SEND_DONE = 4
+    DISPATCH_RECV_DONE = 5
+    COMBINE_SEND_DONE = 6
+    COMBINE_RECV_DONE = 7
+    ROUTE_DONE = 8
+    ABORT = 9
+
+
+class HeaderWord(IntEnum):
+    """Indices of the 32-bit words of one source's header."""
+
+    TOKENS = 0
+    CHUNK = 1
+    HAS_WEIGHTS = 2
+    RESERVED = 3
+
+
+def message_map(payload_bytes: Int, scale_bytes: Int) -> tuple[Region, Region, Int]:
+    """(payload region, scale region, bytes of the message): fields aligned to 16 bytes."""
+    fields = RegionMap(VECTOR_BYTES)
+    payload = fields.add("payload", 1, payload_bytes)
+    scales = fields.add("scales", 1, scale_bytes)
+    return payload, scales, fields.nbytes
+
+
+def message_bytes(fmt: Format, hidden: Int) -> Int:
+    """Bytes of one message on the wire: payload and scales, each padded to 16 bytes."""
+    return message_map(fmt.payload_bytes(hidden), fmt.scale_bytes(hidden))[2]
+
+
+class Arena:
+    """Byte map of one rank's arena. All arguments may be Python or (64-bit) device integers.
+
+    Args:
+        ranks: number of ranks.
+        local_experts: experts a rank owns.
+        top_k: experts a token chooses.
+        max_tokens: most tokens of one rank in one call.
+        message: bytes of one dispatched message (`message_bytes`); 0 for code that never touches `messages`.
+        hidden: elements of one returned row.
+        slots: return rows a token (`return_slots`).
+    """
+
+    def __init__(
+        self, *, ranks: Int, local_experts: Int, top_k: Int, max_tokens: Int, message: Int, hidden: Int, slots: Int
+    ) -> None:
+        regions = RegionMap(ARENA_ALIGNMENT)
+        self.state = regions.add("state", 8, len(StateWord))
+        self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
+        self.combine_consumed = regions.add("combine_consumed", 8, ranks)
+        self.route_ready = regions.add("route_ready", 8, ranks)
+        self.message_ready = regions.add("message_ready", 8, ranks, max_tokens)
+        self.return_ready = regions.add("return_ready", 8, ranks, max_tokens)
+        self.header = regions.add("header", 4, PARITIES, ranks, len(HeaderWord))
+        self.counts = regions.add("counts", 4, PARITIES, ranks, local_experts)
+        self.entries = regions.add("entries", 4, PARITIES, ranks, max_tokens, top_k)
+        self.weights = regions.add("weights", 4, PARITIES, ranks, max_tokens, top_k)
+        self.returns = regions.add("returns", 1, PARITIES, max_tokens, slots, hidden * COMBINE_ITEMSIZE)
+        self.messages = regions.add("messages", 1, PARITIES, ranks, max_tokens, message)
+        self.regions = regions.regions
+        self.nbytes = regions.nbytes
+
+
+def return_slots(ranks: int, top_k: int) -> int:
+    """Return rows a token: one per top-k slot (exact combine) or one per rank (partial combine)."""
+    return max(ranks, top_k)
+
+
+__all__ = [
+    "ARENA_ALIGNMENT",
+    "Arena",
+    "HeaderWord",
+    "StateWord",
+    "align_up",
+    "message_bytes",
+    "message_map",
+    "return_slots",
+]

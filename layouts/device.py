@@ -1,0 +1,80 @@
+"""Bridge from byte maps to CuTe tensors: the one place where an address becomes a tensor inside a kernel.
+
+Mode 0 of a vector tensor is one 16-byte access, (4 x Uint32) : (1); its copy atom is `VECTOR_ATOM()`.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Int64, Uint32
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cute_ep.layouts.arena import Arena, message_bytes
+from cute_ep.layouts.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.record import Region
+from cute_ep.layouts.scales import atom_shape_stride
+
+WORDS = VECTOR_BYTES // 4
+
+
+def pointer(address: Int64, dtype, align: int | None = None):
+    """Global-memory pointer to `dtype` at a 64-bit address."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align or dtype.width // 8)
+
+
+def array(address: Int64, dtype, *shape):
+    """Row-major tensor of `dtype` over `shape`; offsets are 64-bit."""
+    stride = [Int64(1)]
+    for extent in reversed(shape[1:]):
+        stride.insert(0, stride[0] * extent)
+    return cute.make_tensor(pointer(address, dtype), cute.make_layout(tuple(shape), stride=tuple(stride)))
+
+
+def region_array(base: Int64, region: Region, dtype, *coord):
+    """Tensor over the modes of `region` that remain after fixing the leading `coord`."""
+    kept = len(coord)
+    layout = cute.make_layout(region.shape[kept:], stride=region.stride[kept:])
+    return cute.make_tensor(pointer(base + region.at(*coord), dtype), layout)
+
+
+def vector_tensor(address: Int64, vectors, rows, pitch_bytes=VECTOR_BYTES):
+    """Rows of 16-byte vectors: (word, vector, row) : (1, 4, pitch), every vector aligned to 16 bytes."""
+    if isinstance(pitch_bytes, int):
+        pitch = pitch_bytes // 4
+    else:
+        pitch = cute.assume(Int64(pitch_bytes) // 4, divby=WORDS)
+    layout = cute.make_layout((WORDS, vectors, rows), stride=(1, WORDS, pitch))
+    return cute.make_tensor(pointer(address, Uint32, align=VECTOR_BYTES), layout)
+
+
+def vector_atom():
+    """Copy atom of one 16-byte access."""
+    return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
+
+
+def scale_words(address: Int64, blocks, column_tiles):
+    """Scale factors in the 128x4 atom layout, four columns (one 32-bit word) at a time: (row, column tile)."""
+    (rows, columns), (row_stride, column_stride) = atom_shape_stride(blocks, Int64(column_tiles))
+    words = tuple(stride // 4 for stride in row_stride)
+    layout = cute.make_layout((rows, columns[1]), stride=(words, column_stride[1] // 4))
+    return cute.make_tensor(pointer(address, Uint32), layout)
+
+
+def device_arena(*, ranks, experts, top_k, max_tokens, hidden, slots, fmt: Format | None) -> Arena:
+    """The arena's byte map in 64-bit device integers; fmt None: for code that never touches `messages`."""
+    return Arena(
+        ranks=Int64(ranks),
+        local_experts=Int64(experts // ranks),
+        top_k=Int64(top_k),
+        max_tokens=Int64(max_tokens),
+        message=message_bytes(fmt, Int64(hidden)) if fmt else Int64(0),
+        hidden=Int64(hidden),
+        slots=Int64(slots),
+    )
+
+
+def item_coord(item, extent):
+    """(fast, slow) coordinate of a flat item over `extent` fast positions."""
+    slow = item // extent
+    return item - slow * extent, slow
+

@@ -1,0 +1,141 @@
+"""Pictures of layouts: a table of offsets, as text or as SVG, and who owns which element after `distribute`.
+
+Rank 1 is drawn as one row. A nested mode is one axis, walked leftmost-fastest.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from cute_ep.layouts.layout import Layout, LayoutError
+from cute_ep.layouts.tile_tensor import TileTensor
+
+MAX_CELLS = 16384
+CELL_WIDTH, CELL_HEIGHT, MARGIN, HEADER = 60, 40, 16, 26
+FONT = "font-family='Inter, Helvetica Neue, Arial, sans-serif'"
+
+
+def layout_table(layout: Layout) -> list[list[int]]:
+    """Offsets by row and column: `table[i][j] == layout(i, j)`; one row for rank 1.
+
+    Raises LayoutError above rank 2 or above 16384 cells.
+    """
+    if layout.rank > 2 or layout.size > MAX_CELLS:
+        raise LayoutError(
+            f"cannot draw {layout}: rank {layout.rank} (limit 2), {layout.size} cells (limit {MAX_CELLS})"
+        )
+    if layout.rank == 1:
+        return [[layout(index) for index in range(layout.size)]]
+    return [[layout(row, column) for column in range(layout[1].size)] for row in range(layout[0].size)]
+
+
+def layout_text(layout: Layout) -> str:
+    """`layout_table` as text: the layout, column numbers, then one line per row; right-aligned."""
+    table = layout_table(layout)
+    width = max(len(str(max(map(max, table)))), len(str(len(table[0]) - 1)), len(str(len(table) - 1)))
+    lines = [
+        str(layout),
+        " " * (width + 3) + " ".join(f"{column:>{width}}" for column in range(len(table[0]))),
+    ]
+    lines += [
+        f"{row:>{width}} | " + " ".join(f"{cell:>{width}}" for cell in cells)
+        for row, cells in enumerate(table)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def owners(
+    layout: Layout, threads: Layout, lanes: tuple[int, ...] | None = None
+) -> dict[int, tuple[int, int]]:
+    """offset -> (thread, value) after `vectorize(*lanes)` (if given) and `distribute(threads, thread)`.
+
+    Values count a thread's elements in row-major order, lanes innermost. Raises LayoutError as these verbs
+    do, and for a layout that repeats an offset, whose owner would be ambiguous.
+    """
+    view = TileTensor(layout)
+    if lanes is not None:
+        view = view.vectorize(*lanes)
+    found = {}
+    for thread in range(threads.size):
+        for value, offset in enumerate(view.distribute(threads, thread).offsets()):
+            if offset in found:
+                raise LayoutError(f"{layout} repeats offset {offset}: it has no single owner")
+            found[offset] = (thread, value)
+    return found
+
+
+def layout_svg(
+    layout: Layout,
+    *,
+    distribute: Layout | None = None,
+    vectorize: tuple[int, ...] | None = None,
+    title: str | None = None,
+) -> str:
+    """A stand-alone SVG of a layout of rank <= 2, one cell per coordinate with its offset.
+
+    With `distribute`, a thread layout, cells are coloured by thread and read `T3 V1`: value 1 of thread 3, in
+    elements of `vectorize` lanes if given. Otherwise the colour follows the offset. Raises LayoutError as
+    `layout_table` and `owners`.
+    """
+    table = layout_table(layout)
+    rows, columns = len(table), len(table[0])
+    owned = owners(layout, distribute, vectorize) if distribute is not None else {}
+    top = MARGIN + HEADER + (HEADER if title else 0)
+    left = MARGIN + HEADER
+    width = max(left + columns * CELL_WIDTH, left + 10 * len(title or str(layout))) + MARGIN
+    height = top + rows * CELL_HEIGHT + HEADER + MARGIN
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
+        f"viewBox='0 0 {width} {height}' {FONT}>",
+        f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
+    ]
+    if title:
+        parts.append(_label(left, MARGIN + 14, title, 16, "#1f2937", "start", "600"))
+    for column in range(columns):
+        parts.append(_label(left + (column + 0.5) * CELL_WIDTH, top - 8, column, 11, "#6b7280"))
+    for row in range(rows):
+        parts.append(_label(left - 12, top + (row + 0.5) * CELL_HEIGHT + 4, row, 11, "#6b7280"))
+    for row, cells in enumerate(table):
+        for column, offset in enumerate(cells):
+            x, y = left + column * CELL_WIDTH, top + row * CELL_HEIGHT
+            fill = _thread_colour(owned[offset][0]) if owned else _offset_colour(offset, layout)
+            parts.append(
+                f"<rect x='{x}' y='{y}' width='{CELL_WIDTH}' height='{CELL_HEIGHT}' fill='{fill}' "
+                f"stroke='#ffffff' stroke-width='1.5'/>"
+            )
+            middle = x + CELL_WIDTH / 2
+            if owned:
+                thread, value = owned[offset]
+                parts.append(_label(middle, y + 17, f"T{thread} V{value}", 12, "#1f2937", weight="600"))
+                parts.append(_label(middle, y + 32, offset, 11, "#4b5563"))
+            else:
+                parts.append(_label(middle, y + 25, offset, 14, "#1f2937"))
+    parts.append(_label(left, top + rows * CELL_HEIGHT + HEADER - 4, layout, 12, "#6b7280", "start"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _label(x, y, content, size, fill, anchor="middle", weight="400"):
+    return (
+        f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}' fill='{fill}' "
+        f"text-anchor='{anchor}'>{escape(str(content))}</text>"
+    )
+
+
+def _thread_colour(thread):
+    """A pastel; neighbours in number are far apart in hue (steps of the golden angle)."""
+    return _pastel(210 + thread * 137.508, 0.62 if thread % 2 else 0.72, 0.84)
+
+
+def _offset_colour(offset, layout):
+    """Pale blue at offset 0 to pale rose at the largest."""
+    return _pastel(210 + 130 * offset / max(layout.cosize - 1, 1), 0.65, 0.88)
+
+
+def _pastel(hue, saturation, lightness):
+    """#rrggbb of a hue in degrees (HSL); hexadecimal because not every SVG reader knows hsl()."""
+    chroma = saturation * min(lightness, 1 - lightness)
+    channels = []
+    for shift in (0, 8, 4):
+        position = (shift + hue / 30) % 12
+        channels.append(round(255 * (lightness - chroma * max(-1, min(position - 3, 9 - position, 1)))))
+    return "#{:02x}{:02x}{:02x}".format(*channels)

@@ -1,0 +1,48 @@
+"""Runs CuTe's own layout functions on plain Python layouts, outside any kernel and without a GPU.
+
+The DSL builds its layouts as MLIR values inside a context, and a value that outlives its context kills the
+process. This file is the only one that opens such a context: it lowers `(shape, stride)` tuples, runs one
+operation, and raises the answer back to tuples of Python ints before the context closes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+PIP_HINT = 'the layout algebra needs the CuTe DSL: pip install "cute-ep[build]"'
+
+
+@lru_cache(maxsize=8192)
+def evaluate(operation: str, *operands, **options) -> tuple[int | tuple, int | tuple]:
+    """Runs `cutlass.cute.<operation>(*operands, **options)` and returns `(shape, stride)` of its result.
+
+    Operands are ints, `None`, layouts (anything hashable with `shape` and `stride`), and tuples of these;
+    options are ints or tuples of ints. Opening a context costs about 2 ms, so answers are cached.
+
+    Raises ImportError when the DSL is not installed; what the DSL itself raises passes through. This function
+    checks nothing: the guards are in `algebra`.
+    """
+    try:
+        import cutlass.cute as cute
+        from cutlass._mlir import ir
+    except ImportError as missing:
+        raise ImportError(PIP_HINT) from missing
+
+    def lower(operand):
+        if isinstance(operand, tuple):
+            return tuple(lower(item) for item in operand)
+        if hasattr(operand, "stride"):
+            return cute.make_layout(operand.shape, stride=operand.stride)
+        return operand
+
+    with ir.Context(), ir.Location.unknown():
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            result = getattr(cute, operation)(*(lower(operand) for operand in operands), **options)
+            return _python_ints(result.shape), _python_ints(result.stride)
+
+
+def _python_ints(value):
+    if isinstance(value, tuple):
+        return tuple(_python_ints(item) for item in value)
+    return int(value)

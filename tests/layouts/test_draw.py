@@ -1,0 +1,70 @@
+"""The table is the layout, the text and the SVG show the table, and colours follow the owners."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+
+import pytest
+from cute_ep.layouts.algebra import Layout, LayoutError, row_major
+from cute_ep.layouts.draw import layout_svg, layout_table, layout_text, owners
+from cute_ep.layouts.tile_tensor import TileTensor
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def cells_of(svg):
+    """(texts, fill colours of the cells) of a picture."""
+    root = ElementTree.fromstring(svg)
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    fills = [element.get("fill") for element in root.iter(f"{SVG}rect")][1:]
+    return texts, fills
+
+
+@pytest.mark.parametrize("text", ["(8,12):(12,1)", "((2,4),(3,2)):((1,6),(2,48))", "6:2", "(4):(0)"])
+def test_table_is_the_layout(text):
+    layout = Layout.parse(text)
+    table = layout_table(layout)
+    rows, columns = (1, layout.size) if layout.rank == 1 else (layout[0].size, layout[1].size)
+    assert [len(row) for row in table] == [columns] * rows
+    assert [offset for row in table for offset in row] == TileTensor(layout).offsets()
+
+
+def test_text_holds_the_table():
+    lines = layout_text(Layout.parse("(2,12):(12,1)")).splitlines()
+    assert lines[0] == "(2,12):(12,1)"
+    assert [int(word) for word in lines[3].split("|")[1].split()] == list(range(12, 24))
+    assert len({len(line) for line in lines[1:]}) == 1, "aligned"
+
+
+def test_svg_shows_every_offset_and_escapes_the_title():
+    texts, fills = cells_of(layout_svg(Layout.parse("(3,4):(4,1)"), title="a < b & c"))
+    assert texts[0] == "a < b & c"
+    assert texts[1:8] == ["0", "1", "2", "3", "0", "1", "2"], "axes: columns, then rows"
+    assert texts[8:] == [str(offset) for offset in range(12)] + ["(3,4):(4,1)"]
+    assert all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
+
+
+def test_svg_labels_and_colours_follow_distribute():
+    layout, threads = row_major(8, 16), row_major(4, 2)
+    owned = owners(layout, threads, (1, 4))
+    for tid in range(8):
+        fragment = TileTensor(layout).vectorize(1, 4).distribute(threads, tid).offsets()
+        assert [owned[offset] for offset in fragment] == [(tid, value) for value in range(16)]
+    texts, fills = cells_of(layout_svg(layout, distribute=threads, vectorize=(1, 4)))
+    labels = [text for text in texts if text.startswith("T")]
+    assert labels == ["T{} V{}".format(*owned[offset]) for offset in range(128)]
+    colours = defaultdict(set)
+    for label, fill in zip(labels, fills, strict=True):
+        colours[label.split()[0]].add(fill)
+    assert all(len(fill) == 1 for fill in colours.values())
+    assert len(set.union(*colours.values())) == 8
+
+
+def test_what_cannot_be_drawn_is_refused():
+    for text in ["(2,2,2):(4,2,1)", "(1024,1024):(1024,1)"]:
+        with pytest.raises(LayoutError, match="cannot draw"):
+            layout_svg(Layout.parse(text))
+    with pytest.raises(LayoutError, match="repeats offset"):
+        layout_svg(Layout.parse("(4,4):(0,1)"), distribute=row_major(2, 2))
+    with pytest.raises(LayoutError, match="does not divide"):
+        layout_svg(row_major(6, 6), distribute=row_major(4, 4))

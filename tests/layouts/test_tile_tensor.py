@@ -1,0 +1,310 @@
+"""`TileTensor` against Mojo's own type and against CuTe, where it must refuse, and the check against mutants."""
+
+import pytest
+import tiletensor_golden as golden
+from cute_ep.layouts.algebra import (
+    Layout,
+    LayoutError,
+    Swizzle,
+    blocked_product,
+    coalesce,
+    col_major,
+    row_major,
+    zipped_divide,
+)
+from cute_ep.layouts.tile_tensor import TileTensor
+
+
+def view(text, **options):
+    return TileTensor(Layout.parse(text), **options)
+
+
+def test_every_kind_of_golden_case_is_interpreted():
+    assert len(golden.CASES) == 72
+    assert {case.split("/")[0] for case in golden.CASES} == set(golden.KINDS)
+
+
+@pytest.mark.parametrize("case", golden.CASES)
+def test_offsets_equal_mojo(case):
+    assert golden.ours(case) == golden.expected(case)
+
+
+@pytest.mark.parametrize("tile", [(2, 4), (4, 6), (8, 1)])
+@pytest.mark.parametrize("parent", ["(8,12):(12,1)", "(8,12):(1,8)", "(8,12):(16,1)"])
+def test_tile_is_a_slice_of_zipped_divide(parent, tile):
+    divided = zipped_divide(Layout.parse(parent), tile)
+    for row in range(8 // tile[0]):
+        for column in range(12 // tile[1]):
+            cute = [divided((i, j), (row, column)) for i in range(tile[0]) for j in range(tile[1])]
+            assert view(parent).tile(tile, (row, column)).offsets() == cute
+
+
+def test_distribute_is_a_slice_of_zipped_divide():
+    threads, parent = col_major(4, 2), row_major(8, 16)
+    divided = zipped_divide(parent, (4, 2))
+    for tid in range(8):
+        cute = [divided(threads.offset2crd(tid), (i, j)) for i in range(2) for j in range(8)]
+        assert TileTensor(parent).distribute(threads, tid).offsets() == cute
+
+
+def test_views_compose_and_keep_base_and_width():
+    tile = view("(8,16):(16,1)", base=1000).tile((4, 8), (1, 1)).vectorize(1, 4)
+    assert (tile.base, tile.element_size, str(tile.layout)) == (1000 + 64 + 8, 4, "(4,2):(16,4)")
+    assert tile.distribute(row_major(4, 2), 3).offsets() == [1092, 1093, 1094, 1095]
+    assert (tile.rank, tile.dim(0), tile.stride(1)) == (2, 4, 4)
+
+
+def test_slice():
+    parent = view("(4,8,3):(24,3,1)")
+    assert str(parent.slice(slice(1, 3), 2, slice(None)).layout) == "(2,3):(24,1)"
+    assert parent.slice(slice(1, 3), 2, slice(None)).base == 30
+    assert parent.slice(slice(-1, None), -1, slice(0, 1)).offsets() == [93]
+    for bounds in [
+        (0, 0, 0),
+        (slice(2, 2), 0, 0),
+        (slice(0, 5), 0, 0),
+        (slice(0, 4, 2), 0, 0),
+        (4, slice(None), 0),
+    ]:
+        with pytest.raises(LayoutError, match="slice"):
+            parent.slice(*bounds)
+    with pytest.raises(LayoutError, match="slice"):
+        parent.slice(slice(None))
+
+
+def test_split():
+    parent = view("(8,16):(16,1)")
+    assert [part.base for part in parent.split(4)] == [0, 32, 64, 96]
+    assert [str(part.layout) for part in parent.split(2, axis=1)] == ["(8,8):(16,1)"] * 2
+    assert [parent.split_part(i, 3).dim(0) for i in range(3)] == [3, 3, 2]
+    assert [parent.split_part(i, 3, align=4).dim(0) for i in range(2)] == [4, 4]
+    with pytest.raises(LayoutError, match="part 2 of 3 of an extent of 8 is empty"):
+        parent.split_part(2, 3, align=4)
+    with pytest.raises(LayoutError, match="3 parts do not divide"):
+        parent.split(3)
+
+
+def test_reshape_coalesce_transpose():
+    parent = view("(4,6):(6,1)", base=6)
+    assert str(parent.reshape(2, 2, 6).layout) == "(2,2,6):(12,6,1)"
+    assert parent.reshape(24).offsets() == parent.coalesce().offsets() == parent.offsets()
+    assert parent.transpose().transpose() == parent
+    assert parent.vectorize(1, 2).coalesce().offsets() == parent.vectorize(1, 2).offsets()
+    for bad in [view("(4,6):(1,4)"), view("(4,6):(8,1)")]:
+        with pytest.raises(LayoutError, match="not row-major"):
+            bad.coalesce()
+    with pytest.raises(LayoutError, match="24 elements"):
+        parent.reshape(5, 5)
+
+
+def test_load_store_copy():
+    data = list(range(100, 132))
+    vectors = view("(4,8):(8,1)", data=data).vectorize(1, 4)
+    assert vectors.load(2, 1) == [120, 121, 122, 123]
+    vectors.store((0, 0), [1, 2, 3, 4])
+    assert view("(4,8):(8,1)", data=data).load(0, 2) == data[2] == 3
+    with pytest.raises(LayoutError, match="3 lanes"):
+        vectors.store((0, 0), [1, 2, 3])
+    target = view("(8,4):(4,1)", data=[0] * 32)
+    target.transpose().copy_from(view("(4,8):(8,1)", data=data))
+    assert target.data[:8] == [data[0], data[8], data[16], data[24], data[1], data[9], data[17], data[25]]
+
+
+def test_a_nested_parent_is_outer_first_and_nothing_else():
+    parent = TileTensor(row_major((2, 4), (3, 5)))
+    for shape in [(2, 3), (4, 1), (4, 5, 1)]:
+        with pytest.raises(LayoutError, match="the tiles of"):
+            parent.tile(shape, (0, 0))
+    with pytest.raises(LayoutError, match="outside"):
+        parent.tile((4, 5), (0, 3))
+    with pytest.raises(LayoutError, match="not all"):
+        TileTensor(row_major((2, 4), 15)).tile((4, 5), (0, 0))
+
+
+# Where Mojo's answer is another one. Its numbers below were printed by the same library as the golden file.
+
+
+def test_divergence_vectorize_of_a_block_that_is_not_contiguous():
+    """Mojo's vector (1, 1) of vectorize[4,4] on 16x16 is 68..83; the 4x4 block is 68..71, 84..87, ..."""
+    with pytest.raises(LayoutError, match="not 16 contiguous"):
+        view("(16,16):(16,1)").vectorize(4, 4)
+    block = view("(16,16):(16,1)").tile((4, 4), (1, 1)).offsets()
+    assert block[:8] == [68, 69, 70, 71, 84, 85, 86, 87] != list(range(68, 76))
+
+
+def test_divergence_vectorize_rounds_up():
+    """Mojo gives vectorize[1,4] of 6 columns two vectors, the second half outside."""
+    with pytest.raises(LayoutError, match="4 does not divide the extent 6"):
+        view("(4,6):(8,1)").vectorize(1, 4)
+
+
+def test_divergence_distribute_rounds_down():
+    """Mojo gives each of 4x4 threads one element of 6x6: 20 elements belong to nobody."""
+    with pytest.raises(LayoutError, match="4 does not divide the extent 6"):
+        view("(6,6):(6,1)").distribute(row_major(4, 4), 0)
+
+
+def test_divergence_tile_of_a_blocked_product():
+    """Mojo takes the block's leaf, which comes first, for the outer one, and reads across blocks."""
+    for block, tiler in [((2, 2), (2, 2)), ((2, 2), (2, 3)), ((1, 4), (1, 4)), ((4, 1), (4, 1))]:
+        for order in (row_major, col_major):
+            product = blocked_product(order(*block), order(*tiler))
+            with pytest.raises(LayoutError, match="blocks may come first"):
+                TileTensor(product).tile(tiler, (0, 0))
+
+
+def test_divergence_copy_between_shapes():
+    """Mojo copies 2x3 into a padded 3x2 as 0 4 / 3 2 / 1 5."""
+    target = view("(3,2):(4,1)", data=[0] * 12)
+    with pytest.raises(LayoutError, match="copy_from"):
+        target.copy_from(view("(2,3):(3,1)", data=list(range(6))))
+    with pytest.raises(LayoutError, match="copy_from"):
+        view("(2,2):(2,1)", data=[0] * 8).copy_from(view("(2,4):(4,1)", data=[0] * 8).vectorize(1, 2))
+
+
+def test_divergence_swizzle_that_does_not_commute_with_the_fragment():
+    """Mojo swizzles a thread's base only; other elements would land where no swizzled layout puts them."""
+    parent = view("(8,16):(16,1)").vectorize(1, 4)
+    with pytest.raises(LayoutError, match="touch the bits"):
+        parent.distribute(row_major(4, 2), 0, Swizzle(1, 1, 3))
+    with pytest.raises(LayoutError, match="counts elements"):
+        TileTensor(Layout((2, 4), (6, 4)), element_size=4).distribute(row_major(2, 2), 0, Swizzle(1, 0, 4))
+
+
+def test_divergence_coalesce_is_not_the_free_function():
+    """Mojo's method walks row-major and gives 8:1; its free function and CuTe's, left to right, do not."""
+    assert str(TileTensor(row_major(2, 4)).coalesce().layout) == "(8):(1)"
+    assert str(coalesce(row_major(2, 4))) == "(2,4):(4,1)"
+    assert golden.expected("str/coalesce/rm2x4") == "((2, 4):(4, 1))"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: view("(8,12):(12,1)").tile((3, 4), (0, 0)), "3 does not divide"),
+        (lambda: view("(8,12):(12,1)").tile((2, 4), (4, 0)), "outside"),
+        (lambda: view("(8,12):(12,1)").tile((2, 4), (-1, 0)), "outside"),
+        (lambda: view("(8,12):(12,1)").tile((2, 4), (0,)), "does not fit"),
+        (lambda: view("(8,12):(12,1)").tile((2,), (0, 0)), "one positive int per mode"),
+        (lambda: view("(8,12):(10,1)").vectorize(1, 4), "misaligns"),
+        (lambda: view("(8,12):(12,1)", base=2).vectorize(1, 4), "base 2 misaligns"),
+        (lambda: view("(8,12):(12,1)").vectorize(1, 4).vectorize(1, 3), "already vectors of 4"),
+        (lambda: view("(8,12):(12,1)").distribute(Layout((2, 2), (1, 4)), 0), "does not number its threads"),
+        (lambda: view("(8,12):(12,1)").distribute(Layout((2, 2), (1, 0)), 0), "does not number its threads"),
+        (lambda: view("(8,12):(12,1)").distribute(row_major(2, 2), 4), "offset 4"),
+        (lambda: view("(8,12):(12,1)").distribute(row_major(4), 0), "one positive int per mode"),
+        (lambda: view("((2,4),12):((12,24),1)").slice(0, slice(None)), "flat modes"),
+        (lambda: view("((2,4),12):((12,24),1)").stride(0), "flat modes"),
+    ],
+)
+def test_refusals(call, message):
+    with pytest.raises(LayoutError, match=message):
+        call()
+
+
+# Wrong variants of the verbs, one mistake each; the golden cases must notice every one.
+
+
+def moved(verb, change):
+    """`verb` with its result's base changed."""
+    original = getattr(TileTensor, verb)
+
+    def wrong(self, *arguments):
+        result = original(self, *arguments)
+        return TileTensor(result.layout, change(self, result, *arguments), result.element_size, result.data)
+
+    return wrong
+
+
+def blocked_fragment(shape, stride, threads):
+    """Neighbouring elements to one thread, instead of every threads.shape-th."""
+    counts = [mode.size for mode in threads]
+    return tuple(extent // count for extent, count in zip(shape, counts, strict=True)), tuple(stride)
+
+
+def column_major_offsets(self):
+    corners = [self.base + self.layout(index) for index in range(self.layout.size)]
+    return [corner + lane for corner in corners for lane in range(self.element_size)]
+
+
+def lanes_outermost(self):
+    corners = [self.base + self.layout(coord) for coord in self._coords()]
+    return [corner + lane for lane in range(self.element_size) for corner in corners]
+
+
+def column_major_threads(self, threads, tid, swizzle=None):
+    return DISTRIBUTE(self, Layout(threads.shape), tid, swizzle)
+
+
+def unswizzled(self, threads, tid, swizzle=None):
+    return DISTRIBUTE(self, threads, tid)
+
+
+def strides_in_vectors(self, *lanes):
+    """Vector strides divided by the width, as if the base moved by whole vectors."""
+    result = VECTORIZE(self, *lanes)
+    stride = tuple(step // result.element_size for step in result.layout.stride)
+    return TileTensor(Layout(result.layout.shape, stride), result.base, result.element_size)
+
+
+def rounded_down_part(extent, index, count, align):
+    part = extent // count
+    return index * part, (index + 1) * part
+
+
+DISTRIBUTE, VECTORIZE = TileTensor.distribute, TileTensor.vectorize
+MODULE = "cute_ep.layouts.tile_tensor"
+
+MUTANTS = {
+    "tile counts elements": (
+        TileTensor,
+        "tile",
+        moved(
+            "tile", lambda self, result, shape, coord: self.base + (self.layout(coord) if any(coord) else 0)
+        ),
+    ),
+    "tile forgets the column": (
+        TileTensor,
+        "tile",
+        moved("tile", lambda self, result, shape, coord: result.base - coord[1] * shape[1]),
+    ),
+    "distribute deals blocks": (MODULE, "fragment_modes", blocked_fragment),
+    "distribute numbers threads column-major": (TileTensor, "distribute", column_major_threads),
+    "distribute ignores the swizzle": (TileTensor, "distribute", unswizzled),
+    "vectorize divides strides": (TileTensor, "vectorize", strides_in_vectors),
+    "offsets column-major": (TileTensor, "offsets", column_major_offsets),
+    "lanes outermost": (TileTensor, "offsets", lanes_outermost),
+    "transpose does nothing": (TileTensor, "transpose", lambda self: self),
+    "split rounds down": (MODULE, "part_bounds", rounded_down_part),
+    "nested tile takes the first leaf": (
+        MODULE,
+        "require_inner_tiles",
+        lambda layout, shape: tuple(Layout(*zip(*layout.modes[which::2], strict=True)) for which in (1, 0)),
+    ),
+}
+
+
+def failing_golden_cases():
+    failures = []
+    for case in golden.CASES:
+        try:
+            answer = golden.ours(case)
+        except LayoutError:
+            answer = None
+        if answer != golden.expected(case):
+            failures.append(case)
+    return failures
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_golden_cases_catch_mutants(monkeypatch, mutant):
+    owner, name, wrong = MUTANTS[mutant]
+    if isinstance(owner, str):
+        monkeypatch.setattr(f"{owner}.{name}", wrong)
+    else:
+        monkeypatch.setattr(owner, name, wrong)
+    assert failing_golden_cases()
+
+
+def test_golden_cases_pass_without_a_mutant():
+    assert failing_golden_cases() == []

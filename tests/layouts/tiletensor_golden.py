@@ -1,0 +1,156 @@
+"""Reads `tiletensor_golden.txt`: offsets printed by Mojo's TileTensor, and our answer to each case.
+
+A case is `kind/parent/argument/...`. Parents: `rm8x12` row-major, `cm8x12` column-major, `pad8x12s16` rows of
+stride 16, `dyn8x12` run-time extents (row-major), `rmn2.4x3.5` / `cmn...` nested modes (2,4) and (3,5).
+"""
+
+from pathlib import Path
+
+from cute_ep.layouts.algebra import (
+    Layout,
+    Swizzle,
+    blocked_product,
+    coalesce,
+    col_major,
+    recast_layout,
+    row_major,
+    zipped_divide,
+)
+from cute_ep.layouts.scales import atom_shape_stride
+from cute_ep.layouts.tile_tensor import TileTensor
+
+CASES = dict(
+    line.split("|")
+    for line in (Path(__file__).parent / "tiletensor_golden.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+
+
+def expected(case):
+    """The recorded answer: a list of ints, or a string for the cases that print a layout."""
+    if case.startswith("str/"):
+        return CASES[case]
+    return [int(item) for item in CASES[case].split(",") if item]
+
+
+def ours(case):
+    """This project's answer to `case`, in the same form."""
+    kind, parent, *arguments = case.split("/")
+    return KINDS[kind](parent, *arguments)
+
+
+def _ints(text, separator):
+    return tuple(int(item) for item in text.split(separator))
+
+
+def _layout(text):
+    if text.startswith("pad"):
+        shape, row_stride = text[3:].split("s")
+        return Layout(_ints(shape, "x"), (int(row_stride), 1))
+    order = col_major if text.startswith("cm") else row_major
+    digits = text.lstrip("rmcndy")
+    if "." in digits:
+        return order(*(_ints(mode, ".") for mode in digits.split("x")))
+    return order(*_ints(digits, "x"))
+
+
+def _view(text):
+    return TileTensor(_layout(text))
+
+
+def _tile(parent, shape, coord):
+    return _view(parent).tile(_ints(shape, "x"), _ints(coord, ",")).offsets()
+
+
+def _nested_tile(parent, coord):
+    view = _view(parent)
+    return view.tile(tuple(inner for _, inner in view.shape), _ints(coord, ",")).offsets()
+
+
+def _vectorize(parent, lanes):
+    return _view(parent).vectorize(*_ints(lanes, "x")).offsets()
+
+
+def _distribute(parent, threads, tid):
+    return _view(parent).distribute(_layout(threads), int(tid)).offsets()
+
+
+def _vectorize_distribute(parent, lanes, threads, tid):
+    return _view(parent).vectorize(*_ints(lanes, "x")).distribute(_layout(threads), int(tid)).offsets()
+
+
+def _vectorize_distribute_swizzled(parent, lanes, threads, swizzle, tid):
+    view = _view(parent).vectorize(*_ints(lanes, "x"))
+    return view.distribute(_layout(threads), int(tid), Swizzle(*_ints(swizzle, ","))).offsets()
+
+
+def _slice(parent, bounds):
+    return _view(parent).slice(*(slice(*_ints(bound, ":")) for bound in bounds.split(","))).offsets()
+
+
+def _split_part(parent, count, index):
+    return _view(parent).split_part(int(index[1:]), int(count[1:])).offsets()
+
+
+def _blocked_product(block, tiler):
+    return TileTensor(blocked_product(_layout(block), _layout(tiler))).offsets()
+
+
+def _mojo_text(layout):
+    """Mojo's spelling: spaces after commas, the whole in parentheses."""
+    return f"({layout})".replace(",", ", ")
+
+
+def _string(operation, *arguments):
+    layouts = {
+        "zipdiv": lambda parent, tile: zipped_divide(_layout(parent), _ints(tile, "x")),
+        "upcast2": lambda parent: recast_layout(16, 8, _layout(parent)),
+        "coalesce": lambda parent: coalesce(_layout(parent)),
+        "rmn": lambda modes: row_major(*(_ints(mode, ".") for mode in modes.split("x"))),
+        "bprod": lambda block, tiler: blocked_product(_layout(block), _layout(tiler)),
+    }
+    return _mojo_text(layouts[operation](*arguments))
+
+
+def _by_int(shape):
+    """A row-major layout indexed by one int, leftmost-fastest: `4.(3,2)` is ((4), (3, 2))."""
+    assert shape == "4.(3,2)"
+    layout = row_major(4, (3, 2))
+    return [layout(index) for index in range(layout.size)]
+
+
+def _coordinates(parent):
+    layout = _layout(parent)
+    return [entry for offset in range(layout.size) for entry in layout.offset2crd(offset)]
+
+
+def _swizzle(arguments):
+    return [Swizzle(*_ints(arguments, ","))(index) for index in range(64)]
+
+
+def _scale_factors(extents, vector):
+    """Byte of the scale of (row, column) over every fifth row and each block of `vector` columns."""
+    rows, columns = _ints(extents, "x")
+    blocks, size = rows // 128, int(vector[1:])
+    layout = Layout(*atom_shape_stride(blocks, columns // (4 * size)))
+    return [layout(row, block) for row in range(0, rows, 5) for block in range(columns // size)]
+
+
+KINDS = {
+    "tile": _tile,
+    "ntile": _nested_tile,
+    "vec": _vectorize,
+    "dist": _distribute,
+    "vecdist": _vectorize_distribute,
+    "vecdistsw": _vectorize_distribute_swizzled,
+    "slice": _slice,
+    "splitdyn": _split_part,
+    "transpose": lambda parent: _view(parent).transpose().offsets(),
+    "coalesce": lambda parent: _view(parent).coalesce().offsets(),
+    "bprod": _blocked_product,
+    "str": _string,
+    "int": _by_int,
+    "idx2crd": _coordinates,
+    "swz": _swizzle,
+    "sf": _scale_factors,
+}

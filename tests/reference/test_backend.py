@@ -1,0 +1,503 @@
+"""The reference communicator: results in place after the last rank's call, rounds by call order, errors."""
+
+from contextlib import ExitStack
+from dataclasses import fields
+
+import pytest
+import torch
+
+from cute_ep import reference
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.workloads import RankInputs, make_inputs
+from tests.cases import CASES, Case
+from tests.compare import assert_bits, assert_prefix_and_poison
+
+POISON = 0xA5
+FLOAT_POISON = torch.full((4,), POISON, dtype=torch.uint8).view(torch.float32).item()
+
+
+def poison(tensor: torch.Tensor | None) -> None:
+    if tensor is not None:
+        tensor.view(torch.uint8).fill_(POISON)
+
+
+def poisoned(communicator: ReferenceCommunicator, capacity: int | None = None) -> DispatchBuffers:
+    buffers = communicator.allocate(capacity)
+    for one in fields(buffers):
+        poison(getattr(buffers, one.name))
+    return buffers
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    return bool((tensor.contiguous().view(torch.uint8) == POISON).all())
+
+
+def expected(
+    cfg: EPConfig, inputs: list[RankInputs], *, weights: bool = True, scales=None
+) -> list[Dispatched]:
+    xs, ids = [one.x for one in inputs], [one.topk_ids for one in inputs]
+    return reference.dispatch(
+        cfg, xs, ids, scales, [one.router_weights for one in inputs] if weights else None
+    )
+
+
+def check_filled(got: Dispatched, want: Dispatched, name: str) -> None:
+    for one in fields(DispatchBuffers):
+        value = getattr(want, one.name)
+        if value is not None:
+            assert_prefix_and_poison(getattr(got, one.name), value, POISON, f"{name} {one.name}")
+        elif one.name == "weights":
+            assert not got.weights.any()
+        else:
+            assert getattr(got, one.name) is None
+    assert got.tokens_per_chunk == want.tokens_per_chunk
+
+
+def rows_for(batches: list[Dispatched], cfg: EPConfig, seed: int = 0) -> list[torch.Tensor]:
+    """Random expert outputs over the whole capacity of each batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(b.tokens.shape[0], cfg.hidden, generator=generator).bfloat16() for b in batches]
+
+
+def small(**changes) -> EPConfig:
+    values = dict(
+        hidden=32, num_experts=6, top_k=2, max_tokens_per_rank=5, world_size=3, dispatch_format="nvfp4"
+    )
+    return EPConfig(**(values | changes))
+
+
+def dispatch_all(cfg: EPConfig, seed: int = 0):
+    """(communicators, their Dispatched, the inputs) of one round."""
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [cfg.max_tokens_per_rank] * cfg.world_size, "uniform", seed)
+    batches = [
+        one.dispatch(given.x, given.topk_ids, given.router_weights)
+        for one, given in zip(communicators, inputs, strict=True)
+    ]
+    return communicators, batches, inputs
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_cases(case: Case, split: bool):
+    cfg, inputs = case.cfg, case.inputs()
+    scales = [1.5 + rank for rank in range(cfg.world_size)] if case.fmt == "nvfp4" else None
+    want = expected(cfg, inputs, scales=scales)
+    with ExitStack() as stack:
+        communicators = [stack.enter_context(one) for one in connect_reference(cfg)]
+        assert [one.rank for one in communicators] == list(range(cfg.world_size))
+        calls = [
+            (given.x, given.topk_ids, given.router_weights, scales and torch.tensor([scales[rank]]))
+            for rank, given in enumerate(inputs)
+        ]
+        outs = [poisoned(one) for one in communicators]
+        if split:
+            pending = [one.dispatch_async(*call) for one, call in zip(communicators, calls, strict=True)]
+            assert all(is_poison(out.row_map) for out in outs)
+            batches = [
+                one.dispatch_wait(p, o) for one, p, o in zip(communicators, pending, outs, strict=True)
+            ]
+        else:
+            batches = [
+                one.dispatch(*call, out=o) for one, call, o in zip(communicators, calls, outs, strict=True)
+            ]
+        for rank, batch in enumerate(batches):
+            check_filled(batch, want[rank], f"rank {rank}")
+            assert isinstance(batch, Dispatched) and batch.tokens is outs[rank].tokens
+            assert batch.topk_ids is inputs[rank].topk_ids
+            assert batch.router_weights is inputs[rank].router_weights
+        rows = rows_for(batches, cfg)
+        for mode in ("exact", "partial"):
+            results = [torch.empty_like(given.x) for given in inputs]
+            if split:
+                sent = [
+                    c.combine_async(r, b, mode) for c, r, b in zip(communicators, rows, batches, strict=True)
+                ]
+                got = [
+                    c.combine_wait(p, out=out) for c, p, out in zip(communicators, sent, results, strict=True)
+                ]
+            else:
+                got = [
+                    c.combine(r, b, mode=mode, out=out)
+                    for c, r, b, out in zip(communicators, rows, batches, results, strict=True)
+                ]
+            for rank, value in enumerate(reference.combine(cfg, rows, want, mode=mode)):
+                assert got[rank] is results[rank]
+                assert_bits(got[rank], value, f"{mode} rank {rank}")
+        for one in communicators:
+            one.synchronize()
+
+
+def test_nothing_is_filled_before_the_last_rank_has_called():
+    cfg = small()
+    inputs = make_inputs(cfg, [5, 0, 3], "uniform", 0)
+    want = expected(cfg, inputs)
+    communicators = connect_reference(cfg)
+    outs = [poisoned(one) for one in communicators]
+    order = [2, 0, 1]
+    batches: dict[int, Dispatched] = {}
+    for position, rank in enumerate(order):
+        given = inputs[rank]
+        batches[rank] = communicators[rank].dispatch(
+            given.x, given.topk_ids, given.router_weights, out=outs[rank]
+        )
+        for earlier in order[: position + 1]:
+            untouched = is_poison(batches[earlier].num_rows) and is_poison(batches[earlier].tokens)
+            assert untouched == (position < 2)
+    rows = rows_for([batches[rank] for rank in range(3)], cfg)
+    sums = {}
+    for position, rank in enumerate(order):
+        sums[rank] = torch.full((inputs[rank].x.shape[0], 32), FLOAT_POISON).bfloat16()
+        before = sums[rank].clone()
+        communicators[rank].combine(rows[rank], batches[rank], out=sums[rank])
+        if position < 2:
+            assert_bits(sums[rank], before, "early")
+    for rank, value in enumerate(reference.combine(cfg, rows, want)):
+        assert_bits(sums[rank], value, f"rank {rank}")
+
+
+def test_a_sent_round_is_enough_for_the_others():
+    """Rank 1's buffers fill once everybody has sent, though ranks 0 and 2 have not received yet."""
+    cfg = small()
+    inputs = make_inputs(cfg, [1, 2, 3], "uniform", 0)
+    communicators = connect_reference(cfg)
+    pending = [one.dispatch_async(i.x, i.topk_ids) for one, i in zip(communicators, inputs, strict=True)]
+    out = poisoned(communicators[1])
+    batch = communicators[1].dispatch_wait(pending[1], out)
+    communicators[1].synchronize()
+    check_filled(batch, expected(cfg, inputs, weights=False)[1], "rank 1")
+    for rank in (0, 2):
+        communicators[rank].synchronize()  # has sent, waits for nothing
+        check_filled(
+            communicators[rank].dispatch_wait(pending[rank], poisoned(communicators[rank])),
+            expected(cfg, inputs, weights=False)[rank],
+            f"rank {rank}",
+        )
+
+
+def test_many_rounds_in_reused_buffers_and_ranks_that_run_ahead():
+    cfg = small(top_k=3)
+    communicators = connect_reference(cfg)
+    outs = [one.allocate() for one in communicators]
+    routings = ["uniform", "masked", "one_rank", "zipf"]
+    for index in range(12):
+        tokens = [(index + rank) % 6 for rank in range(3)]
+        inputs = make_inputs(cfg, tokens, routings[index % 4], index)
+        for out in outs:
+            for one in fields(out):
+                poison(getattr(out, one.name))
+        batches = [
+            one.dispatch(i.x, i.topk_ids, i.router_weights, out=out)
+            for one, i, out in zip(communicators, inputs, outs, strict=True)
+        ]
+        want = expected(cfg, inputs)
+        for rank, batch in enumerate(batches):
+            check_filled(batch, want[rank], f"round {index} rank {rank}")
+        rows = rows_for(batches, cfg, index)
+        mode = "partial" if index % 3 else "exact"
+        got = [c.combine(r, b, mode=mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
+        for rank, value in enumerate(reference.combine(cfg, rows, want, mode=mode)):
+            assert_bits(got[rank], value, f"round {index} rank {rank}")
+    # rank 0 is two rounds ahead of rank 1, which is one ahead of rank 2
+    rounds = [make_inputs(cfg, [5, 4, 3], "uniform", 100 + index) for index in range(3)]
+    batches = {}
+    for rank, index in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2)]:
+        given = rounds[index][rank]
+        communicator = communicators[rank]
+        batches[rank, index] = communicator.dispatch(given.x, given.topk_ids, out=poisoned(communicator))
+    for (rank, index), batch in batches.items():
+        check_filled(batch, expected(cfg, rounds[index], weights=False)[rank], f"round {index} rank {rank}")
+
+
+def test_arguments_may_be_overwritten_after_the_call():
+    cfg = small()
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 3)
+    want = expected(cfg, inputs)
+    communicators = connect_reference(cfg)
+    batches = []
+    for communicator, given in zip(communicators, inputs, strict=True):
+        x, ids, weights = given.x.clone(), given.topk_ids.clone(), given.router_weights.clone()
+        batches.append(communicator.dispatch(x, ids, weights, out=poisoned(communicator)))
+        x.zero_(), weights.zero_()
+    for rank in range(3):
+        check_filled(batches[rank], want[rank], f"rank {rank}")
+    rows = rows_for(batches, cfg)
+    sums = reference.combine(cfg, rows, want)
+    got = []
+    for rank, communicator in enumerate(communicators):
+        weights, outputs = inputs[rank].router_weights.clone(), rows[rank].clone()
+        got.append(communicator.combine(outputs, batches[rank], weights))
+        outputs.zero_(), weights.zero_()
+        for one in fields(DispatchBuffers):
+            poison(getattr(batches[rank], one.name))
+    for rank in range(3):
+        assert_bits(got[rank], sums[rank], f"rank {rank}")
+
+
+def test_exact_weights_at_either_call_and_only_on_some_ranks():
+    cfg = small(dispatch_format="bf16")
+    inputs = make_inputs(cfg, [5, 5, 5], "masked", 3)
+    communicators = connect_reference(cfg)
+    given = [one.router_weights if rank == 1 else None for rank, one in enumerate(inputs)]
+    batches = [
+        one.dispatch(i.x, i.topk_ids, w) for one, i, w in zip(communicators, inputs, given, strict=True)
+    ]
+    want = reference.dispatch(cfg, [i.x for i in inputs], [i.topk_ids for i in inputs], None, given)
+    for rank in range(3):
+        assert_bits(batches[rank].headers, want[rank].headers, "headers")
+        assert_bits(batches[rank].weights, want[rank].weights, "weights")
+    rows = rows_for(batches, cfg)
+    other = [torch.randn(5, 2) for _ in range(3)]
+    used = [other[0], None, other[2]]
+    sums = reference.combine(cfg, rows, want, used)
+    got = [c.combine(r, b, w) for c, r, b, w in zip(communicators, rows, batches, used, strict=True)]
+    sums_other = reference.combine(cfg, rows, want, other)
+    got_other = [c.combine(r, b, w) for c, r, b, w in zip(communicators, rows, batches, other, strict=True)]
+    for rank in range(3):
+        assert_bits(got[rank], sums[rank], "one argument")
+        assert_bits(got_other[rank], sums_other[rank], "argument wins")
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("absent", [(0,), (1, 2)])
+def test_synchronize_names_the_missing_ranks_of_a_dispatch(absent):
+    cfg = small()
+    communicators = connect_reference(cfg)
+    for rank, given in enumerate(make_inputs(cfg, [1, 1, 1], "uniform", 0)):
+        if rank not in absent:
+            communicators[rank].dispatch(given.x, given.topk_ids)
+    for rank in range(3):
+        if rank in absent:
+            communicators[rank].synchronize()
+            continue
+        with pytest.raises(EPTimeout) as caught:
+            communicators[rank].synchronize()
+        assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("ROUTE", rank, absent)
+        assert len(caught.value.details) == len(absent)
+        with pytest.raises(EPTimeout):  # unusable from now on
+            communicators[rank].allocate()
+
+
+def test_synchronize_names_the_missing_ranks_of_a_combine():
+    cfg = small()
+    communicators, batches, _ = dispatch_all(cfg)
+    for one in communicators:
+        one.synchronize()
+    for rank in (0, 2):
+        communicators[rank].combine(rows_for(batches, cfg)[rank], batches[rank])
+    with pytest.raises(EPTimeout, match="RETURN") as caught:
+        communicators[2].synchronize()
+    assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("RETURN", 2, (1,))
+    communicators[1].synchronize()
+
+
+def test_combine_before_the_dispatch_is_complete():
+    cfg = small()
+    communicators = connect_reference(cfg)
+    given = make_inputs(cfg, [1, 1, 1], "uniform", 0)[0]
+    batch = communicators[0].dispatch(given.x, given.topk_ids, given.router_weights)
+    with pytest.raises(EPTimeout) as caught:
+        communicators[0].combine(torch.zeros(30, 32).bfloat16(), batch)
+    assert (caught.value.phase, caught.value.missing) == ("ROUTE", (1, 2))
+
+
+def test_too_small_buffers_fail_their_rank_alone():
+    cfg = small(num_experts=3, top_k=1)
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [5, 5, 5], "one_expert", 0)
+    outs = [poisoned(communicators[0], 14), poisoned(communicators[1], 0), poisoned(communicators[2], 0)]
+    batches = [
+        one.dispatch(i.x, i.topk_ids, i.router_weights, out=out)
+        for one, i, out in zip(communicators, inputs, outs, strict=True)
+    ]
+    for rank in (1, 2):
+        communicators[rank].synchronize()
+        check_filled(batches[rank], expected(cfg, inputs)[rank], f"rank {rank}")
+    assert is_poison(outs[0].tokens)
+    for call in (communicators[0].synchronize, lambda: communicators[0].combine(None, batches[0])):
+        with pytest.raises(EPInputError, match="= 14: dispatch brought 15 rows"):
+            call()
+
+
+def test_exactly_enough_capacity():
+    cfg = small(num_experts=3, top_k=1)
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [5, 5, 5], "one_expert", 0)
+    capacities = [15, 0, 0]
+    batches = [
+        one.dispatch(i.x, i.topk_ids, out=poisoned(one, capacity))
+        for one, i, capacity in zip(communicators, inputs, capacities, strict=True)
+    ]
+    for rank, batch in enumerate(batches):
+        communicators[rank].synchronize()
+        check_filled(batch, expected(cfg, inputs, weights=False)[rank], f"rank {rank}")
+
+
+def test_weights_rules():
+    cfg = small()
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    bare = [one.dispatch(i.x, i.topk_ids) for one, i in zip(communicators, inputs, strict=True)]
+    full = [
+        one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)
+    ]
+    rows, weights, first = rows_for(bare, cfg), inputs[0].router_weights, communicators[0]
+    for match, call in (
+        ("exact combine needs them", lambda: first.combine(rows[0], bare[0])),
+        ("partial combine needs them", lambda: first.combine(rows[0], bare[0], mode="partial")),
+        ("partial combine needs them", lambda: first.combine_async(rows[0], bare[0], "partial")),
+        ("must be None in partial mode", lambda: first.combine(rows[0], full[0], weights, "partial")),
+        ("router_weights.shape", lambda: first.combine(rows[0], full[0], weights[:1])),
+        ("mode = 'mean'", lambda: first.combine(rows[0], full[0], weights, "mean")),
+        ("mode = 'mean'", lambda: first.combine_async(rows[0], full[0], "mean")),
+    ):
+        with pytest.raises(EPInputError, match=match):
+            call()
+    # none of these joined a round
+    got = [
+        c.combine(r, b, i.router_weights)
+        for c, r, b, i in zip(communicators, rows, bare, inputs, strict=True)
+    ]
+    for rank, value in enumerate(reference.combine(cfg, rows, expected(cfg, inputs))):
+        assert_bits(got[rank], value, f"rank {rank}")
+    # a wait that was refused may be repeated
+    sent = [c.combine_async(r, b) for c, r, b in zip(communicators, rows, bare, strict=True)]
+    with pytest.raises(EPInputError, match="exact combine needs them"):
+        first.combine_wait(sent[0])
+    assert_bits(first.combine_wait(sent[0], weights), got[0], "second attempt")
+    sent = [c.combine_async(r, b, "partial") for c, r, b in zip(communicators, rows, full, strict=True)]
+    with pytest.raises(EPInputError, match="must be None in partial mode"):
+        first.combine_wait(sent[0], weights)
+
+
+def test_refused_arguments_do_not_join_the_round():
+    cfg = small()
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    first, given = communicators[0], inputs[0]
+    wrong_ids = given.topk_ids.clone()
+    wrong_ids[4, 1] = 6
+    buffers = first.allocate(3)
+    for match, call in (
+        ("topk_ids.4, 1. = 6", lambda: first.dispatch(given.x, wrong_ids)),
+        ("x.dtype", lambda: first.dispatch(given.x.float(), given.topk_ids)),
+        ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=0.0)),
+        ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(1))),
+        ("input_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(2))),
+        ("out = tuple", lambda: first.dispatch(given.x, given.topk_ids, out=(1,))),
+        (
+            "out.src_info.shape",
+            lambda: first.dispatch(
+                given.x,
+                given.topk_ids,
+                out=DispatchBuffers(**{**vars(buffers), "src_info": torch.zeros(4, 2).int()}),
+            ),
+        ),
+        (
+            "out.scales.shape",
+            lambda: first.dispatch(
+                given.x,
+                given.topk_ids,
+                out=DispatchBuffers(**{**vars(buffers), "scales": buffers.scales[:1]}),
+            ),
+        ),
+    ):
+        with pytest.raises(EPInputError, match=match):
+            call()
+    first.synchronize()
+    batches = [
+        one.dispatch(i.x, i.topk_ids, i.router_weights, out=poisoned(one))
+        for one, i in zip(communicators, inputs, strict=True)
+    ]
+    for rank, batch in enumerate(batches):
+        check_filled(batch, expected(cfg, inputs)[rank], f"rank {rank}")
+    rows = rows_for(batches, cfg)
+    need = batches[0].num_rows.item()
+    for match, call in (
+        ("at least num_rows", lambda: first.combine(rows[0][: need - 1], batches[0])),
+        ("rows.dtype", lambda: first.combine(rows[0].float(), batches[0])),
+        ("out.shape", lambda: first.combine(rows[0], batches[0], out=torch.empty(4, 32).bfloat16())),
+        ("must be what a dispatch of rank 0 returned", lambda: first.combine(rows[1], batches[1])),
+        (
+            "must be what a dispatch of rank 0 returned",
+            lambda: first.combine(rows[0], expected(cfg, inputs)[0]),
+        ),
+        ("must be what a dispatch", lambda: connect_reference(cfg)[0].combine(rows[0], batches[0])),
+    ):
+        with pytest.raises(EPInputError, match=match):
+            call()
+    got = [c.combine(r, b) for c, r, b in zip(communicators, rows, batches, strict=True)]
+    assert_bits(got[0], reference.combine(cfg, rows, expected(cfg, inputs))[0], "rank 0")
+
+
+def test_peers_must_agree_on_mode_and_round():
+    cfg = small()
+    communicators, first, inputs = dispatch_all(cfg)
+    second = [
+        one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)
+    ]
+    rows = rows_for(first, cfg)
+    communicators[2].combine(rows[2], first[2], mode="partial")
+    with pytest.raises(
+        EPInputError, match="'exact' of dispatch round 0: must match rank 2's combine, 'partial'"
+    ):
+        communicators[0].combine(rows[0], first[0])
+    with pytest.raises(EPInputError, match="dispatch round 1: must match rank 2's combine"):
+        communicators[0].combine(rows[0], second[0], mode="partial")
+    communicators[0].combine(rows[0], first[0], mode="partial")
+
+
+def test_pending_is_used_once_in_order_and_by_its_rank():
+    cfg = small()
+    communicators = connect_reference(cfg)
+    given = make_inputs(cfg, [1, 1, 1], "uniform", 0)
+    first, other = communicators[0], communicators[1]
+    a, b = (first.dispatch_async(given[0].x, given[0].topk_ids) for _ in range(2))
+    for match, call in (
+        ("must be round 0", lambda: first.dispatch_wait(b)),
+        ("dispatch_async of rank 1", lambda: other.dispatch_wait(a)),
+        ("dispatch_async of rank 0", lambda: first.dispatch_wait(None)),
+        ("dispatch_async of rank 0", lambda: connect_reference(cfg)[0].dispatch_wait(a)),
+        ("combine_async of rank 0", lambda: first.combine_wait(a)),
+    ):
+        with pytest.raises(EPInputError, match=match):
+            call()
+    first.dispatch_wait(a)
+    with pytest.raises(EPInputError, match="must be round 1"):
+        first.dispatch_wait(a)
+    first.dispatch_wait(b)
+    communicators, batches, _ = dispatch_all(cfg)
+    sent = communicators[0].combine_async(rows_for(batches, cfg)[0], batches[0])
+    communicators[0].combine_wait(sent)
+    with pytest.raises(EPInputError, match="must be round 1"):
+        communicators[0].combine_wait(sent)
+    with pytest.raises(EPInputError, match="dispatch_async of rank 0"):
+        communicators[0].dispatch_wait(sent)
+
+
+def test_close():
+    cfg = small()
+    communicators, batches, inputs = dispatch_all(cfg)
+    with communicators[0] as first:
+        assert first is communicators[0]
+    first.close()
+    for call in (
+        first.synchronize,
+        first.allocate,
+        lambda: first.dispatch(inputs[0].x, inputs[0].topk_ids),
+        lambda: first.combine(rows_for(batches, cfg)[0], batches[0]),
+    ):
+        with pytest.raises(EPError, match="communicator of rank 0 is closed"):
+            call()
+    communicators[1].synchronize()
+
+
+def test_bf16_refuses_a_global_scale():
+    first = connect_reference(small(dispatch_format="bf16"))[0]
+    with pytest.raises(EPInputError, match="no global scale"):
+        first.dispatch(torch.zeros(1, 32).bfloat16(), torch.zeros(1, 2).int(), input_scale=1.0)
