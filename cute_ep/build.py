@@ -16,8 +16,8 @@ from pathlib import Path
 
 import cute_ep
 from cute_ep.cubin import read_resources
-from cute_ep.library import MANIFEST, LibraryEntry, read_manifest
 from cute_ep.layouts.variants import Variant
+from cute_ep.library import MANIFEST, LibraryEntry, read_manifest
 
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 

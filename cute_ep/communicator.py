@@ -169,7 +169,7 @@ class Communicator:
         Args:
             rows: [capacity, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`.
             dispatched: what dispatch returned for these rows.
-            router_weights: [T, top_k] float32; only in exact mode, and only when dispatch was given none.
+            router_weights: [T, top_k] float32, in exact mode only; None: the weights that dispatch was given.
             mode: "exact" sums K rows at the source in float32; "partial" sums on the expert's rank first, rounds that
                 sum to bfloat16 and sends one row a rank: fewer bytes, one more rounding a rank.
             out: [T, hidden] bfloat16, overwritten; None allocates it.
@@ -192,7 +192,9 @@ class Communicator:
         weights = None if mode == "exact" else combine_weights(self.cfg, mode, None, dispatched)
         check_rows(self.cfg, rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
-        self._launch(f"combine_async_{mode}", shape, self._return_arguments(rows, dispatched) | _NO_COMBINE_OUTPUT, (rows,))
+        self._launch(
+            f"combine_async_{mode}", shape, self._return_arguments(rows, dispatched) | _NO_COMBINE_OUTPUT, (rows,)
+        )
         return PendingCombine(dispatched, mode, (rows,) if weights is None else (rows, weights))
 
     def combine_wait(
@@ -381,7 +383,9 @@ class Communicator:
             if phase == Phase.ROW_CAPACITY:
                 raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but row {index} arrived")
             missing.append(record)
-            details.append(f"{Phase(phase).name} of rank {record}, index {index}: expected epoch {expected}, saw {seen}")
+            details.append(
+                f"{Phase(phase).name} of rank {record}, index {index}: expected epoch {expected}, saw {seen}"
+            )
         names = {Phase(phases[record]).name for record in missing}
         raise EPTimeout(" / ".join(sorted(names)), self.rank, tuple(missing), tuple(details))
 

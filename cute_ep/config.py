@@ -76,7 +76,7 @@ class EPConfig:
     @property
     def max_rows(self) -> int:
         """Rows to allocate for one dispatch output in the worst case."""
-        return max_rows(self.world_size, self.local_experts, self.top_k, self.max_tokens_per_rank)
+        return max_rows(self.world_size, self.top_k, self.max_tokens_per_rank)
 
     @property
     def arena(self) -> Arena:

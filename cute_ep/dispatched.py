@@ -27,7 +27,8 @@ class Dispatched:
         num_rows: [1] int32.
         row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none.
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.arena.HeaderWord`).
-        weights: [R, Tmax, K] float32, the router weights that travelled, or None.
+        weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
+            source gave weights. None from `reference.dispatch` when no rank gave any.
         topk_ids: this rank's own [T, K] int32 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.
         tokens_per_chunk: tokens that share one completion flag; the same number in this rank's header.

@@ -40,7 +40,9 @@ class Kernel:
     def __init__(self, entry: LibraryEntry) -> None:
         library = check(driver.cuLibraryLoadData(entry.read(), None, None, 0, None, None, 0))
         self._library = library
-        self._function = check(driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode()))))
+        self._function = check(
+            driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode())))
+        )
         self.entry = entry
         self.names = tuple(name for name, _ in entry.params)
         self._masks = tuple((1 << int(kind[1:])) - 1 for _, kind in entry.params)
@@ -56,9 +58,7 @@ class Kernel:
             values[index] = arguments[name] & mask
         address = ctypes.addressof(self._pointers)
         check(
-            driver.cuLaunchKernel(
-                self._function, grid, 1, 1, THREADS, 1, 1, self.entry.smem_bytes, stream, address, 0
-            )
+            driver.cuLaunchKernel(self._function, grid, 1, 1, THREADS, 1, 1, self.entry.smem_bytes, stream, address, 0)
         )
 
     def unload(self) -> None:
@@ -126,7 +126,9 @@ def enable_peer_access(device: int, peer: int) -> None:
     if device == peer:
         return
     if not torch.cuda.can_device_access_peer(device, peer):
-        raise EPConfigError(f"devices: cuda:{device} cannot access the memory of cuda:{peer} (no NVLink or PCIe peer path)")
+        raise EPConfigError(
+            f"devices: cuda:{device} cannot access the memory of cuda:{peer} (no NVLink or PCIe peer path)"
+        )
     with torch.cuda.device(peer):
         torch.cuda.current_stream(peer)
         context = check(driver.cuCtxGetCurrent())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +26,16 @@ def cache_folder() -> Path:
 
 def build_command(variant: Variant) -> str:
     """The command line that builds `variant` into the user's cache."""
-    words = ["cute-ep build", f"--arch {variant.arch}"]
+    words = ["cute-ep", "build", "--arch", variant.arch]
     if variant.format:
-        words.append(f"--format {variant.format}")
+        words += ["--format", variant.format]
     if variant.hidden:
-        words.append(f"--hidden {variant.hidden}")
+        words += ["--hidden", str(variant.hidden)]
     if variant.top_k:
-        words.append(f"--top-k {variant.top_k}")
-    return " ".join([*words, f"--out {cache_folder()}"])
+        words += ["--top-k", str(variant.top_k)]
+    if variant.hidden or variant.top_k:
+        words.append("--specialise")
+    return shlex.join([*words, "--out", str(cache_folder())])
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class LibraryEntry:
         """The cubin's bytes; VariantMissing when they do not match the manifest."""
         data = self.path.read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise VariantMissing(f"{self.path}: content does not match the manifest; rebuild: {build_command(self.variant)}")
+            raise VariantMissing(
+                f"{self.path}: content does not match the manifest; rebuild: {build_command(self.variant)}"
+            )
         return data
 
     def to_json(self) -> dict:
@@ -127,7 +132,11 @@ class Library:
         Raises:
             VariantMissing: there is none; the message holds the command that builds it.
         """
-        wanted = [Variant(kernel, arch, fmt, hidden, top_k), Variant(kernel, arch, fmt, hidden), Variant(kernel, arch, fmt)]
+        wanted = [
+            Variant(kernel, arch, fmt, hidden, top_k),
+            Variant(kernel, arch, fmt, hidden),
+            Variant(kernel, arch, fmt),
+        ]
         for variant in wanted:
             if variant in self.entries:
                 return self.entries[variant]

@@ -55,9 +55,7 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
     """
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32)
     goes_down = torch.tensor([True, False] * 3 + [True])  # the tie between codes i and i + 1 goes to even i
-    first_above = torch.where(goes_down, midpoints.nextafter(torch.tensor(torch.inf)), midpoints).to(
-        value.device
-    )
+    first_above = torch.where(goes_down, midpoints.nextafter(torch.tensor(torch.inf)), midpoints).to(value.device)
     code = torch.bucketize(value.abs(), first_above, out_int32=True, right=True)  # NaN counts as above all
     negative = value.signbit() & ~value.isnan()
     return (code + 8 * negative).to(torch.uint8)
@@ -66,9 +64,7 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """uint8 codes 0..15 -> float32, exact."""
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    table = torch.tensor(
-        magnitudes + [-value for value in magnitudes], dtype=torch.float32, device=code.device
-    )
+    table = torch.tensor(magnitudes + [-value for value in magnitudes], dtype=torch.float32, device=code.device)
     return table[code.int()]
 
 
@@ -182,9 +178,7 @@ def dequantize(
     return torch.div(blocks, scale).flatten(1)
 
 
-def _atom_offsets(
-    row_counts: Sequence[int], columns: int, device: torch.device
-) -> tuple[torch.Tensor, int, int]:
+def _atom_offsets(row_counts: Sequence[int], columns: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
     """([rows, columns] int64 byte offsets of the expert-major scale factors, blocks, column tiles)."""
     tiles, first_block, parts = -(-columns // 4), 0, [torch.empty(0, dtype=torch.int64)]
     for count in row_counts:
@@ -297,9 +291,7 @@ def dispatch(
     for rank in range(ranks):
         entries = [torch.empty(0, 4, dtype=torch.int64, device=device)]
         for source, ids in enumerate(topk_ids):
-            token, slot = ((ids >= 0) & (ids // local == rank)).nonzero(
-                as_tuple=True
-            )  # token-major, slots ascending
+            token, slot = ((ids >= 0) & (ids // local == rank)).nonzero(as_tuple=True)  # token-major, slots ascending
             expert = ids[token, slot].long() - rank * local
             entries.append(torch.stack([expert, torch.full_like(token, source), token, slot], dim=1))
         table = torch.cat(entries)
@@ -310,9 +302,7 @@ def dispatch(
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         block_counts = (counts + 127) // 128
         first_block = block_counts.cumsum(0) - block_counts
-        row_map = torch.full(
-            (ranks, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device
-        )
+        row_map = torch.full((ranks, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
         row_map[source, token, slot] = torch.arange(num_rows, dtype=torch.int32, device=device)
         travelled = None
         if any(weights is not None for weights in weights_of):
@@ -363,9 +353,7 @@ def _check_combine(cfg: EPConfig, rows: Sequence[torch.Tensor], dispatched: Sequ
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
         check_rows(cfg, outputs, batch)
         if outputs.shape[0] < (need := batch.num_rows.item()):
-            raise EPInputError(
-                f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}"
-            )
+            raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
 
 
 def combine(
@@ -398,9 +386,7 @@ def combine(
     check_mode(mode)
     _check_combine(cfg, rows, dispatched)
     chosen = _combine_weights(cfg, dispatched, router_weights)
-    return [
-        combine_source(cfg, source, rows, dispatched, weights, mode) for source, weights in enumerate(chosen)
-    ]
+    return [combine_source(cfg, source, rows, dispatched, weights, mode) for source, weights in enumerate(chosen)]
 
 
 def combine_source(

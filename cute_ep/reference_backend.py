@@ -348,9 +348,7 @@ class ReferenceCommunicator:
         weights = combine_weights(self.cfg, pending.mode, router_weights, dispatched).clone()
         self._check_out(out, dispatched)
         if out is None:
-            out = torch.empty(
-                dispatched.topk_ids.shape[0], self.cfg.hidden, dtype=torch.bfloat16, device=DEVICE
-            )
+            out = torch.empty(dispatched.topk_ids.shape[0], self.cfg.hidden, dtype=torch.bfloat16, device=DEVICE)
 
         def reduce(current: _Round) -> None:
             calls = [current.arguments[rank] for rank in range(self.cfg.world_size)]

@@ -47,9 +47,7 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
     actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(
-        want not in (None, got) for got, want in zip(actual, shape, strict=True)
-    ):
+    if len(actual) != len(shape) or any(want not in (None, got) for got, want in zip(actual, shape, strict=True)):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise EPInputError(f"{name}.shape = {actual}: must be ({wanted})")
     if tensor.dtype != dtype:
@@ -59,9 +57,7 @@ def check_tensor(
     if not tensor.is_contiguous():
         raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous")
     if tensor.data_ptr() % alignment:
-        raise EPInputError(
-            f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes"
-        )
+        raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
 
 
 def check_tokens(
@@ -82,9 +78,7 @@ def check_tokens(
     Raises:
         EPInputError: a tensor breaks its rule.
     """
-    check_tensor(
-        "x", x, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES
-    )
+    check_tensor("x", x, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
     tokens = x.shape[0]
     if tokens > cfg.max_tokens_per_rank:
         raise EPInputError(
@@ -105,7 +99,6 @@ def check_router_weights(
         shape=(tokens, cfg.top_k),
         dtype=torch.float32,
         device=device,
-        alignment=4,
     )
 
 
@@ -120,9 +113,7 @@ def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> 
     if input_scale is None:
         return
     if not fmt.global_scale:
-        raise EPInputError(
-            f"input_scale = {input_scale!r}: must be None, format {fmt.name} has no global scale"
-        )
+        raise EPInputError(f"input_scale = {input_scale!r}: must be None, format {fmt.name} has no global scale")
     if isinstance(input_scale, torch.Tensor):
         if input_scale.numel() != 1 or input_scale.dtype != torch.float32:
             raise EPInputError(
@@ -152,9 +143,7 @@ def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> Non
     N >= num_rows is the caller's promise: num_rows is on the device.
     """
     device = dispatched.row_map.device
-    check_tensor(
-        "rows", rows, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES
-    )
+    check_tensor("rows", rows, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
 
 
 def combine_weights(
@@ -189,12 +178,8 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
     fmt, experts = cfg.format, cfg.local_experts
     routed = (cfg.world_size, cfg.max_tokens_per_rank, cfg.top_k)
-    columns, element = (
-        (cfg.hidden, torch.bfloat16) if fmt.bits == 16 else (fmt.payload_bytes(cfg.hidden), torch.uint8)
-    )
-    check_tensor(
-        "out.tokens", out.tokens, shape=(None, columns), dtype=element, device=device, alignment=VECTOR_BYTES
-    )
+    columns, element = (cfg.hidden, torch.bfloat16) if fmt.bits == 16 else (fmt.payload_bytes(cfg.hidden), torch.uint8)
+    check_tensor("out.tokens", out.tokens, shape=(None, columns), dtype=element, device=device, alignment=VECTOR_BYTES)
     capacity = out.tokens.shape[0]
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "row_offsets": ((experts + 1,), torch.uint32),

@@ -95,7 +95,9 @@ def check_round(
     """
     cfg = communicators[0].cfg
     oracle = communicators[0].device
-    xs, ids, weights = ([getattr(one, name).to(oracle) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
+    xs, ids, weights = (
+        [getattr(one, name).to(oracle) for one in inputs] for name in ("x", "topk_ids", "router_weights")
+    )
     expected = reference.dispatch(cfg, xs, ids, input_scales, weights)
     rows = expert_rows(expected, cfg.hidden, seed)
     buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
@@ -132,7 +134,9 @@ def check_round(
                 communicator.combine(r, d, mode=mode, out=out)
         for communicator in communicators:
             communicator.synchronize()
-        for rank, (got, want) in enumerate(zip(outs, reference.combine(cfg, rows, expected, weights, mode), strict=True)):
+        for rank, (got, want) in enumerate(
+            zip(outs, reference.combine(cfg, rows, expected, weights, mode), strict=True)
+        ):
             assert_bits(got, want, f"rank {rank} combine {mode}")
 
 

@@ -39,9 +39,7 @@ def _zipf(cfg: EPConfig, tokens: int, generator: torch.Generator) -> torch.Tenso
 
 def _one_expert(cfg: EPConfig, tokens: int, generator: torch.Generator) -> torch.Tensor:
     others = torch.rand(tokens, cfg.num_experts - 1, generator=generator)
-    return torch.cat(
-        [torch.zeros(tokens, 1, dtype=torch.int64), 1 + _preferred(others, cfg.top_k - 1)], dim=1
-    )
+    return torch.cat([torch.zeros(tokens, 1, dtype=torch.int64), 1 + _preferred(others, cfg.top_k - 1)], dim=1)
 
 
 def _one_rank(cfg: EPConfig, tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -86,9 +84,7 @@ def make_rank_inputs(cfg: EPConfig, rank: int, tokens: int, routing: str, seed: 
     if routing not in ROUTINGS:
         raise EPInputError(f"routing = {routing!r}: must be one of {', '.join(ROUTINGS)}")
     if not 0 <= tokens <= cfg.max_tokens_per_rank:
-        raise EPInputError(
-            f"tokens = {tokens}: must be in [0, max_tokens_per_rank = {cfg.max_tokens_per_rank}]"
-        )
+        raise EPInputError(f"tokens = {tokens}: must be in [0, max_tokens_per_rank = {cfg.max_tokens_per_rank}]")
     generator = torch.Generator().manual_seed(seed * MAX_RANKS + rank)
     ids = ROUTINGS[routing](cfg, tokens, generator).int()
     weights = torch.randn(tokens, cfg.top_k, generator=generator).softmax(dim=1)
@@ -102,7 +98,5 @@ def make_rank_inputs(cfg: EPConfig, rank: int, tokens: int, routing: str, seed: 
 def make_inputs(cfg: EPConfig, tokens_per_rank: Sequence[int], routing: str, seed: int) -> list[RankInputs]:
     """`make_rank_inputs` of every rank; `tokens_per_rank` has world_size entries, else EPInputError."""
     if len(tokens_per_rank) != cfg.world_size:
-        raise EPInputError(
-            f"len(tokens_per_rank) = {len(tokens_per_rank)}: must be world_size = {cfg.world_size}"
-        )
+        raise EPInputError(f"len(tokens_per_rank) = {len(tokens_per_rank)}: must be world_size = {cfg.world_size}")
     return [make_rank_inputs(cfg, rank, tokens, routing, seed) for rank, tokens in enumerate(tokens_per_rank)]

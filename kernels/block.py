@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8
-
-from cute_ep.layouts.device import item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.device import vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
+from cutlass import Int32, Uint8, Uint32
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -76,23 +75,23 @@ def block_exclusive_scan(sValues, count: Int32, sScan, tid: Int32) -> Int32:
     return total
 
 
+LOADS_IN_FLIGHT = 4
+"""16-byte loads that a thread issues before its first store."""
+
+
 @cute.jit
 def block_memcpy(destination, source, num_bytes, tid: Int32) -> None:
     """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
     vectors = Int32(num_bytes // VECTOR_BYTES)
     gSource = vector_tensor(source, vectors, 1)
     gDestination = vector_tensor(destination, vectors, 1)
-    for vector in range(tid, vectors, THREADS):
-        cute.copy(vector_atom(), gSource[None, vector, 0], gDestination[None, vector, 0])
-
-
-__all__ = [
-    "CTAS_PER_SM",
-    "THREADS",
-    "block_exclusive_scan",
-    "block_memcpy",
-    "block_prefix_sum",
-    "item_coord",
-    "scan_scratch",
-    "shared_array",
-]
+    rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+    for first in range(tid, vectors, THREADS * LOADS_IN_FLIGHT):
+        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            vector = first + slot * THREADS
+            if vector < vectors:
+                cute.copy(vector_atom(), gSource[None, vector, 0], rX[None, slot])
+        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            vector = first + slot * THREADS
+            if vector < vectors:
+                cute.copy(vector_atom(), rX[None, slot], gDestination[None, vector, 0])

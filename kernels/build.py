@@ -8,15 +8,15 @@ import typing
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
-from cutlass.base_dsl.compiler import DumpDir
-
 from cute_ep.kernels.codec import codec_for
 from cute_ep.kernels.combine import Combine
+from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.dispatch import Dispatch
 from cute_ep.kernels.quantize import Quantize
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, Variant
+from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, Variant
+from cutlass import Int32
+from cutlass.base_dsl.compiler import DumpDir
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,15 @@ def _halves(kernel: str) -> dict[str, bool]:
     return {"send": "_wait" not in kernel, "receive": "_async" not in kernel}
 
 
-def kernel_of(variant: Variant) -> Dispatch | Combine | Quantize:
+def kernel_of(variant: Variant) -> Dispatch | Combine | Quantize | Copy:
     """The kernel object that `variant` names."""
     sizes = {"hidden": variant.hidden, "top_k": variant.top_k}
     if variant.kernel in DISPATCH_KERNELS:
         return Dispatch(codec_for(FORMATS[variant.format], variant.arch), **_halves(variant.kernel), **sizes)
     if variant.kernel in COMBINE_KERNELS:
         return Combine(partial=variant.kernel.endswith("partial"), **_halves(variant.kernel), **sizes)
+    if variant.kernel == COPY_KERNEL:
+        return Copy()
     return Quantize(codec_for(FORMATS[variant.format], variant.arch), hidden=variant.hidden)
 
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
-
 from cute_ep.kernels.block import CTAS_PER_SM, THREADS
 from cute_ep.kernels.give_back import GiveBack
 from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
@@ -34,6 +32,7 @@ from cute_ep.kernels.sync import arrive_last
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
+from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
-
 from cute_ep.kernels.block import CTAS_PER_SM, THREADS, scan_scratch
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
@@ -35,6 +33,7 @@ from cute_ep.kernels.sync import arrive_last
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
+from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -142,4 +141,3 @@ class Dispatch:
                 group.post_all_ranks(group.arena.dispatch_consumed, epoch)
             if group.tid == 0:
                 group.finish_epoch(StateWord.DISPATCH_RECV_EPOCH, epoch)
-

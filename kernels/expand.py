@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
-
-from cute_ep.kernels.block import THREADS, block_exclusive_scan, shared_array
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, block_exclusive_scan, shared_array
 from cute_ep.kernels.sync import block_all, report, wait_or_report
 from cute_ep.layouts.arena import HeaderWord, message_map
 from cute_ep.layouts.device import (
@@ -34,9 +32,7 @@ from cute_ep.layouts.routing import (
     entry_position,
 )
 from cute_ep.layouts.scales import ATOM_COLUMNS, ATOM_ROWS, row_blocks, scale_columns
-
-LOADS_IN_FLIGHT = 4
-"""16-byte loads that a thread issues before its first store."""
+from cutlass import Boolean, Int32, Int64, Uint32
 
 
 class Expand:

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
-
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
-from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, NO_ROW
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-LOADS_IN_FLIGHT = 4
-"""16-byte loads that a thread issues before its first store (exact mode)."""
 SUMS_IN_FLIGHT = 2
 """Vectors that a thread sums side by side (partial mode)."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
-
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.sync import block_all, now_ns, post, wait_or_report
 from cute_ep.layouts.arena import PARITIES, Arena, StateWord
@@ -15,6 +13,7 @@ from cute_ep.layouts.device import array, device_arena, pointer
 from cute_ep.layouts.formats import Format
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MAX_RANKS
+from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
-
 from cute_ep.kernels.block import THREADS, shared_array
 from cute_ep.kernels.sync import arrive_last, report
 from cute_ep.layouts.arena import HeaderWord, StateWord
 from cute_ep.layouts.device import array, region_array
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
+from cutlass import Int32, Int64, Uint32
 
 ROUTE_ENTRIES = 256
 """Entries of one route chunk: ranked by one warp in 8 steps."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint16, Uint32
-
-from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import source_vectors, unit_scale_bytes
 from cute_ep.kernels.route import checked_expert
@@ -19,9 +17,7 @@ from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
-
-LOADS_IN_FLIGHT = 4
-"""16-byte loads that a thread issues before its first store."""
+from cutlass import Int32, Int64, Uint16, Uint32
 
 
 class Send:

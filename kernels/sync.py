@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
-
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.device import pointer, vector_tensor
 from cute_ep.layouts.routing import Phase, StatusWord
+from cutlass import Boolean, Int32, Int64, Uint32
 
 
 def post(flag: Int64, epoch: Int64) -> None:
@@ -62,7 +61,14 @@ def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr,
 
 @cute.jit
 def wait_or_report(
-    flag: Int64, epoch: Int64, deadline: Int64, status: Int64, state: Int64, peer: Int32, phase: cutlass.Constexpr, index
+    flag: Int64,
+    epoch: Int64,
+    deadline: Int64,
+    status: Int64,
+    state: Int64,
+    peer: Int32,
+    phase: cutlass.Constexpr,
+    index,
 ) -> Boolean:
     """One thread's bounded wait for `peer`; on timeout the status record of that peer says what was missing."""
     seen = wait_at_least(flag, epoch, deadline)

@@ -82,9 +82,7 @@ def composition(outer: Layout, inner: Tiler, *, partial: bool = False) -> Layout
     for part, tiler in _paired(outer, inner, whole=True):
         reach = tiler.cosize
         if reach > part.size and not partial:
-            raise LayoutError(
-                f"composition: {tiler} reaches {reach}, past the {part.size} coordinates of {part}"
-            )
+            raise LayoutError(f"composition: {tiler} reaches {reach}, past the {part.size} coordinates of {part}")
         reason = inexact_composition(part.modes, tiler.modes)
         if reason and tiler.size > ENUMERATED_SIZE:
             raise LayoutError(f"composition: {part} o {tiler}: {reason}")
@@ -188,9 +186,7 @@ def tile_to_shape(block: Layout, shape: tuple, order: tuple[int, ...]) -> Layout
     product_shape = tuple(prod(int_leaves(mode)) for mode in shape)
     whole = block.rank == len(product_shape) == len(order)
     if not whole or any(extent % mode.size for extent, mode in zip(product_shape, block, strict=True)):
-        raise LayoutError(
-            f"tile_to_shape: {block} does not tile {int_text(shape)} in order {int_text(order)}"
-        )
+        raise LayoutError(f"tile_to_shape: {block} does not tile {int_text(shape)} in order {int_text(order)}")
     if overlapping(block.modes) is not None or not is_injective(block):
         raise LayoutError(f"tile_to_shape: {block} overlaps itself")
     result = _run("tile_to_shape", block, product_shape, order)
@@ -267,11 +263,7 @@ def _paired(layout, tiler, whole=False):
         yield layout, tiler
     elif isinstance(tiler, tuple):
         # A short tuple drops the remaining modes in CuTe's composition and keeps them in its divides.
-        if (
-            not isinstance(layout.shape, tuple)
-            or len(tiler) > layout.rank
-            or (whole and len(tiler) < layout.rank)
-        ):
+        if not isinstance(layout.shape, tuple) or len(tiler) > layout.rank or (whole and len(tiler) < layout.rank):
             raise LayoutError(f"a tiler of {len(tiler)} entries does not fit the modes of {layout}")
         for index, entry in enumerate(tiler):
             yield from _paired(layout[index], entry, whole)
@@ -284,9 +276,7 @@ def _require_composed(result, outer, inner, reason):
         expected = outer(inner(index))
         if result(index) != expected:
             why = reason or "CuTe's result differs from the definition"
-            raise LayoutError(
-                f"composition: {outer} o {inner} at {index} is {expected}, not {result(index)}: {why}"
-            )
+            raise LayoutError(f"composition: {outer} o {inner} at {index} is {expected}, not {result(index)}: {why}")
     if result.size != inner.size:
         raise LayoutError(f"composition: {outer} o {inner} gives {result}, of another size")
 

@@ -159,8 +159,8 @@ class DeviceTile:
         return cute.make_tensor(self.tensor.iterator, layout)
 
     def registers(self) -> DeviceTile:
-        """An uninitialised register view of the same extents and vector width. The view must be static."""
-        shape = self._known("registers").shape
+        """An uninitialised register view of the same extents, which must be static, and vector width."""
+        shape = self._static_shape("registers")
         fragment = cute.make_rmem_tensor((self.element_size, *shape), self.tensor.element_type)
         view = cute.get(cute.group_modes(fragment.layout, 1, 1 + self.rank), [1])
         return DeviceTile(cute.make_tensor(fragment.iterator, view), self.element_size)
@@ -186,14 +186,12 @@ class DeviceTile:
 
     def copy_from(self, other: DeviceTile) -> None:
         """Copies every element of `other`, of the same static extents and width, one vector access each."""
-        shape, source = self._known("copy_from").shape, other._known("copy_from").shape
-        require_same_shape(shape, source, self.element_size, other.element_size)
+        shapes = self._static_shape("copy_from"), other._static_shape("copy_from")
+        require_same_shape(*shapes, self.element_size, other.element_size)
         dtype = self.tensor.element_type
         if other.tensor.element_type is not dtype:
             raise LayoutError(f"copy_from: {dtype} from {other.tensor.element_type}")
-        atom = cute.make_copy_atom(
-            CopyUniversalOp(), dtype, num_bits_per_copy=dtype.width * self.element_size
-        )
+        atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=dtype.width * self.element_size)
         cute.copy(atom, other.lanes(), self.lanes())
 
     def _at(self, coord):
@@ -210,6 +208,11 @@ class DeviceTile:
         if layout is None:
             raise LayoutError(f"{verb}: {self.tensor.layout} has extents or strides known only at run time")
         return layout
+
+    def _static_shape(self, verb):
+        if not cute.is_static(self.shape):
+            raise LayoutError(f"{verb}: {self.tensor.layout} has extents known only at run time")
+        return self.shape
 
     def _extent(self, axis):
         require_flat("split", self.shape)

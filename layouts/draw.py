@@ -37,16 +37,11 @@ def layout_text(layout: Layout) -> str:
         str(layout),
         " " * (width + 3) + " ".join(f"{column:>{width}}" for column in range(len(table[0]))),
     ]
-    lines += [
-        f"{row:>{width}} | " + " ".join(f"{cell:>{width}}" for cell in cells)
-        for row, cells in enumerate(table)
-    ]
+    lines += [f"{row:>{width}} | " + " ".join(f"{cell:>{width}}" for cell in cells) for row, cells in enumerate(table)]
     return "\n".join(lines) + "\n"
 
 
-def owners(
-    layout: Layout, threads: Layout, lanes: tuple[int, ...] | None = None
-) -> dict[int, tuple[int, int]]:
+def owners(layout: Layout, threads: Layout, lanes: tuple[int, ...] | None = None) -> dict[int, tuple[int, int]]:
     """offset -> (thread, value) after `vectorize(*lanes)` (if given) and `distribute(threads, thread)`.
 
     Values count a thread's elements in row-major order, lanes innermost. Raises LayoutError as these verbs

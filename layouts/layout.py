@@ -81,9 +81,7 @@ class Layout:
 
     def __getitem__(self, index: int) -> Layout:
         """Mode `index` as a layout of its own. Raises LayoutError where there is no such mode."""
-        shape, stride = (
-            (self.shape, self.stride) if isinstance(self.shape, tuple) else ((self.shape,), (self.stride,))
-        )
+        shape, stride = (self.shape, self.stride) if isinstance(self.shape, tuple) else ((self.shape,), (self.stride,))
         if not -len(shape) <= index < len(shape):
             raise LayoutError(f"{self} has no mode {index}")
         return Layout(shape[index], stride[index])
@@ -132,9 +130,7 @@ class Layout:
         leaves = iter((offset // stride) % extent if stride else 0 for extent, stride in self.modes)
         coord = _renest(self.shape, leaves)
         if self(coord) != offset:
-            raise LayoutError(
-                f"offset {offset} is not offset (coord // stride) % extent of any coordinate of {self}"
-            )
+            raise LayoutError(f"offset {offset} is not offset (coord // stride) % extent of any coordinate of {self}")
         return coord
 
 
@@ -237,10 +233,10 @@ def _int_tuple(value, least, name):
         number = operator.index(value)
     except TypeError:
         raise LayoutError(f"{name} {value!r} is no int") from None
-    if isinstance(value, bool) or number < least:
-        raise LayoutError(
-            f"{name} {value!r} is below {least}" if number < least else f"{name} {value!r} is no int"
-        )
+    if isinstance(value, bool):
+        raise LayoutError(f"{name} {value!r} is no int")
+    if number < least:
+        raise LayoutError(f"{name} {value!r} is below {least}")
     return number
 
 

@@ -1,8 +1,8 @@
 """Routing facts that host, reference and kernels share: packed table entries, row order, capacities.
 
 Row order of a rank's output: local expert ascending, then source rank, then token. The row of entry
-(source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier tokens of
-the same source that chose e, and  base[source, e]  is the exclusive prefix sum of counts in (e, source) order.
+(source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier entries of
+the same source (tokens ascending, then k) that chose e, and  base[source, e]  is the exclusive prefix sum of counts in (e, source) order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from cute_ep.layouts.record import Int
 MAX_RANKS = 32
 """Ranks of one NVLink domain: a token's destinations are one 32-bit mask."""
 MAX_TOP_K = 32
-MAX_EXPERTS = 1024
+EXPERT_BITS = 10
+MAX_EXPERTS = 1 << EXPERT_BITS
 MAX_TOKENS_PER_RANK = 32768
-"""A position is stored in 16 bits."""
+"""A position is below MAX_TOKENS_PER_RANK * MAX_TOP_K = 2^20, so a packed entry is a positive 32-bit number."""
 
 MAX_CHUNK_ENTRIES = 1024
 """Entries (tokens times top_k) of one chunk of tokens that share a completion flag."""
@@ -26,23 +27,23 @@ NO_ROW = -1
 
 
 def pack_entry(expert: Int, position: Int) -> Int:
-    """One 32-bit routing entry: position in the upper, global expert id in the lower 16 bits."""
-    return (position << 16) | expert
+    """One 32-bit routing entry: the global expert id in the lowest EXPERT_BITS bits, the position above."""
+    return (position << EXPERT_BITS) | expert
 
 
 def entry_expert(entry: Int) -> Int:
     """Global expert id of an entry that is not MASKED_ENTRY."""
-    return entry & 0xFFFF
+    return entry & (MAX_EXPERTS - 1)
 
 
 def entry_position(entry: Int) -> Int:
-    """Position of the token among its source's tokens for that expert."""
-    return (entry >> 16) & 0xFFFF
+    """Position of the entry among its source's entries for that expert; the entry is not MASKED_ENTRY."""
+    return entry >> EXPERT_BITS
 
 
-def max_rows(ranks: int, local_experts: int, top_k: int, max_tokens: int) -> int:
-    """Most rows that one rank can receive: every token of every rank to min(top_k, local experts) of its experts."""
-    return ranks * max_tokens * min(top_k, local_experts)
+def max_rows(ranks: int, top_k: int, max_tokens: int) -> int:
+    """Most rows that one rank can receive: every entry of every rank."""
+    return ranks * max_tokens * top_k
 
 
 class StatusWord(IntEnum):

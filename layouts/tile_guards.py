@@ -33,9 +33,7 @@ def require_tile_coord(shape: tuple, tile: tuple[int, ...], coord: tuple) -> Non
     if len(coord) != len(shape):
         raise LayoutError(f"tile: coordinate {coord} does not fit {shape}")
     for extent, size, position in zip(shape, tile, coord, strict=True):
-        if isinstance(position, int) and (
-            position < 0 or (isinstance(extent, int) and position >= extent // size)
-        ):
+        if isinstance(position, int) and (position < 0 or (isinstance(extent, int) and position >= extent // size)):
             raise LayoutError(f"tile: coordinate {coord} is outside {shape} in tiles of {tile}")
 
 
@@ -49,9 +47,7 @@ def require_lanes(shape: tuple, stride: tuple, lanes: tuple[int, ...], base: int
     width = prod(lanes)
     block = [(size, step) for size, step in zip(lanes, stride, strict=True) if size > 1]
     if any(not isinstance(step, int) for _, step in block) or (block and coalesced(block) != [(width, 1)]):
-        raise LayoutError(
-            f"vectorize: lanes {lanes} over strides {stride} are not {width} contiguous elements"
-        )
+        raise LayoutError(f"vectorize: lanes {lanes} over strides {stride} are not {width} contiguous elements")
     for extent, step, size in zip(shape, stride, lanes, strict=True):
         if isinstance(step, int) and extent != size and step * size % width:
             raise LayoutError(f"vectorize: a step of {step * size} elements misaligns vectors of {width}")
@@ -67,9 +63,7 @@ def require_threads(shape: tuple, threads: Layout) -> None:
     require_tiles("distribute", shape, tuple(mode.size for mode in threads))
 
 
-def require_plain_swizzle(
-    swizzle: Swizzle, shape: tuple, stride: tuple, threads: Layout, element_size: int
-) -> None:
+def require_plain_swizzle(swizzle: Swizzle, shape: tuple, stride: tuple, threads: Layout, element_size: int) -> None:
     """Swizzling a thread's base places its whole fragment as swizzling every offset would.
 
     Mojo swizzles the base only. That is the swizzled layout when the fragment's steps leave the swizzle's
@@ -83,14 +77,10 @@ def require_plain_swizzle(
         start = sum(c * d for c, d in zip(threads.offset2crd(tid), stride, strict=True))
         for step in map(fragment, range(fragment.size)):
             if start % element_size or step % element_size:
-                raise LayoutError(
-                    f"distribute: {swizzle} counts elements of {element_size}, {start}+{step} is none"
-                )
+                raise LayoutError(f"distribute: {swizzle} counts elements of {element_size}, {start}+{step} is none")
             whole = swizzle((start + step) // element_size)
             if whole != swizzle(start // element_size) + step // element_size:
-                raise LayoutError(
-                    f"distribute: steps of {fragment} touch the bits of {swizzle}, at thread {tid}"
-                )
+                raise LayoutError(f"distribute: steps of {fragment} touch the bits of {swizzle}, at thread {tid}")
 
 
 def require_same_shape(shape: tuple, other: tuple, element_size: int, other_element_size: int) -> None:
@@ -110,9 +100,7 @@ def require_bounds(bound, extent):
     start = 0 if bound.start is None else bound.start
     stop = extent if bound.stop is None else bound.stop
     if bound.step not in (None, 1) or not all(isinstance(end, int) for end in (start, stop, extent)):
-        raise LayoutError(
-            f"slice: {bound} of an extent of {extent} needs step 1 and ends known at compile time"
-        )
+        raise LayoutError(f"slice: {bound} of an extent of {extent} needs step 1 and ends known at compile time")
     start, stop = (end + extent if end < 0 else end for end in (start, stop))
     if not 0 <= start < stop <= extent:
         raise LayoutError(f"slice: {bound} is empty or outside an extent of {extent}")

@@ -122,9 +122,7 @@ class TileTensor:
             raise LayoutError(f"slice: {bounds} does not leave a view of {self.layout}")
         parts = [require_bounds(bound, extent) for bound, extent in zip(bounds, self.shape, strict=True)]
         strides = self.layout.stride
-        kept = [
-            (length, step) for (_, length), step in zip(parts, strides, strict=True) if length is not None
-        ]
+        kept = [(length, step) for (_, length), step in zip(parts, strides, strict=True) if length is not None]
         offset = sum(start * step for (start, _), step in zip(parts, strides, strict=True))
         return self._view(Layout(*zip(*kept, strict=True)), offset)
 

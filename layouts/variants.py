@@ -13,7 +13,8 @@ COMBINE_MODES = ("exact", "partial")
 COMBINE_KERNELS = tuple(
     f"{name}_{mode}" for mode in COMBINE_MODES for name in ("combine", "combine_async", "combine_wait")
 )
-LOCAL_KERNELS = ("quantize",)
+QUANTIZE_KERNEL = "quantize"
+COPY_KERNEL = "copy"
 
 
 @dataclass(frozen=True, order=True)
@@ -21,7 +22,7 @@ class Variant:
     """One cubin.
 
     Attributes:
-        kernel: name out of DISPATCH_KERNELS, COMBINE_KERNELS or LOCAL_KERNELS.
+        kernel: name out of DISPATCH_KERNELS, COMBINE_KERNELS, QUANTIZE_KERNEL or COPY_KERNEL.
         arch: compilation target, out of ARCHITECTURES.
         format: token format, None for kernels that do not depend on it.
         hidden, top_k: fixed at compile time; None: a run-time argument.
@@ -58,6 +59,6 @@ def variants(
         for kernel in DISPATCH_KERNELS:
             made += [Variant(kernel, arch, fmt, hidden, top_k) for fmt in formats]
         made += [Variant(kernel, arch, None, hidden, top_k) for kernel in COMBINE_KERNELS]
-        for kernel in LOCAL_KERNELS:
-            made += [Variant(kernel, arch, fmt, hidden) for fmt in formats if FORMATS[fmt].scale]
+        made += [Variant(QUANTIZE_KERNEL, arch, fmt, hidden) for fmt in formats if FORMATS[fmt].scale]
+        made.append(Variant(COPY_KERNEL, arch))
     return made

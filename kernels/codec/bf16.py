@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-
 from cute_ep.layouts.formats import BF16
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint16, Uint32
-
 from cute_ep.kernels.arith import halves, magnitude
 from cute_ep.kernels.codec.e2m1 import pack_e2m1
 from cute_ep.layouts.device import pointer
 from cute_ep.layouts.formats import NVFP4
+from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint16, Uint32
 
 BLOCK_WORDS = NVFP4.block // 2
 BLOCKS = 2
@@ -69,4 +68,3 @@ class Nvfp4Codec:
                 rQ[2 * block + half] = pack_e2m1(rY, self.hardware)
         rBytes = cute.recast_tensor(rScale8, Uint8)
         return Uint16(Uint32(rBytes[0]) | (Uint32(rBytes[1]) << 8))
-

@@ -41,9 +41,7 @@ def test_text_round_trips(text):
     assert hash(L(text)) == hash(Layout(L(text).shape, L(text).stride))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "4", "():()", "4:1:2", "(4,2):1", "(0,2):(1,1)", "(2,2):(1,-1)", "x:1", "2.5:1"]
-)
+@pytest.mark.parametrize("text", ["", "4", "():()", "4:1:2", "(4,2):1", "(0,2):(1,1)", "(2,2):(1,-1)", "x:1", "2.5:1"])
 def test_malformed_text_is_refused(text):
     with pytest.raises(LayoutError):
         Layout.parse(text)

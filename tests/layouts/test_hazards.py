@@ -37,9 +37,7 @@ def run(make):
 
 def raw(expression):
     """(exit status, printed text) of the DSL's own answer, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + expression], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", PREAMBLE + expression], capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout.strip()
 
 

@@ -13,9 +13,7 @@ def test_default_strides_are_products_even_for_extent_1():
 def test_layouts_have_methods_modes_and_equality():
     layout = pycute.Layout((4, (2, 3)), (6, (1, 2)))
     assert (
-        (layout.size(), layout.cosize(), len(layout))
-        == (24, 24, 2)
-        == (pycute.size(layout), pycute.cosize(layout), 2)
+        (layout.size(), layout.cosize(), len(layout)) == (24, 24, 2) == (pycute.size(layout), pycute.cosize(layout), 2)
     )
     assert layout[1] == pycute.Layout((2, 3), (1, 2)) and list(layout) == [layout[0], layout[1]]
     assert pycute.make_layout(layout[0], layout[1]) == pycute.make_layout(iter(layout)) == layout

@@ -1,4 +1,4 @@
-"""`TileTensor` against Mojo's own type and against CuTe, where it must refuse, and the check against mutants."""
+"""`TileTensor` against Mojo's type and CuTe, where it must refuse, and mutants that the cases must catch."""
 
 import pytest
 import tiletensor_golden as golden
@@ -259,9 +259,7 @@ MUTANTS = {
     "tile counts elements": (
         TileTensor,
         "tile",
-        moved(
-            "tile", lambda self, result, shape, coord: self.base + (self.layout(coord) if any(coord) else 0)
-        ),
+        moved("tile", lambda self, result, shape, coord: self.base + (self.layout(coord) if any(coord) else 0)),
     ),
     "tile forgets the column": (
         TileTensor,

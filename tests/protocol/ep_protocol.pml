@@ -4,11 +4,19 @@
  * Default: N ranks, ROUNDS dispatch and combine rounds, for spin's exhaustive search.
  * -DGRID:  the second half of this file instead, the CTAs of one rank around its state words.
  *
+ * Properties, as assertions and as "no invalid end state":
+ *   (a) no payload cell is overwritten before its reader has finished with it
+ *   (b) a reader that has passed its wait reads the whole data of its own epoch
+ *   (c) nobody dies: no deadlock; no timeout is modelled, so none was needed
+ *   (d) a rank dies: every other rank terminates, and announces no batch of which an item is missing
+ *
  *   -DN=2|3 -DROUNDS=3 -DCHUNKS=1|2       size; with two chunks, round 2 is a shorter round of one chunk
  *   -DORDER=SPLIT|STREAM|ROLES|FUSED      which kernels of one rank may overlap, see below
- *   -DFINE                                flags posted, and chunks read, one at a time in any order
- *   -DDEATH                               rank 0 stops for ever at some point; waits for a rank that is gone time out
+ *   -DFINE                                words posted, and chunks read, one at a time in any order
+ *   -DDEATH                               rank 0 stops for ever at some point; a wait for a word of a rank that is
+ *                                         dead, or that has given up, may time out
  *   -DSLOW                                nobody dies, but any unsatisfied wait may time out at any moment
+ *   -DDISPATCHES=0, -DCOMBINES=0          only the other phase
  *   -DMUTANT=...                          one protocol rule broken; the search must then find an error
  *
  * What is modelled, and why it is enough
@@ -17,20 +25,20 @@
  *
  * Payload. A payload cell (a routing table with its header and counts; a chunk of messages; a chunk of returns)
  * holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not ordered
- * among themselves, only before the flag that follows them (st.release.sys): they may arrive at any moment
- * between the wait that precedes them and that flag, but never after it. So the cells of ALL destinations turn
- * TORN in the step that passes the wait (the earliest moment a store can arrive) and a cell turns to n in the step that
- * posts its flag (the latest). Any real arrival lies between; a reader that sees the cell in between fails an
- * assertion. A slower CTA of the same sender, which passes the same wait later, only shortens the interval.
+ * among themselves, only before the flag that follows them (st.release.sys): they arrive at any moment between
+ * the wait that precedes them and that flag, never after it. So the cells of ALL peers turn TORN in the step that
+ * passes the wait (the earliest moment a store can arrive), and a cell turns to n in the step that posts its flag (the
+ * latest). Every real arrival lies between, and a reader that looks in between fails an assertion. A slower CTA
+ * of the same sender passes the same wait later, which only shortens the interval.
  *
- * Flags. A flag has one writer and one reading rank, only grows, and readers only compare it. Hence a post that
- * arrives late cannot be told from a reader that polls late, and a rank may post to all its peers in one step:
- * the reader's own steps supply every delay. This fails only when the writer stops between two posts, so the
- * rank that may die posts one word at a time, in any order, and -DFINE does that for every rank.
+ * Flags. A flag has one writer and one reading rank, only grows, and is only compared. Hence a post that arrives
+ * late cannot be told from a reader that polls late, and a rank may post one item to all its peers in one step: the
+ * readers' own steps supply every delay. The exception is a writer that stops between two posts, so the rank
+ * that dies may stop after posting an item to any subset of its peers. -DFINE does without this reduction.
  *
- * Reads. A wait is followed by one check of the cell (the earliest read), and one more check of all cells comes in the
- * step that posts "consumed" (the latest read). A cell that holds n at both moments held n in between, because
- * epoch n is written once. For the same reason the waits of several CTAs for the same monotonic words are one.
+ * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
+ * that posts "consumed" (the latest read). A cell that holds n at both moments held n in between, because epoch
+ * n is written once. For the same reason the waits of several CTAs for the same monotonic words are one wait.
  *
  * Termination. Every step advances a process or a word and nothing goes back, so the state graph has no cycle:
  * "no invalid end state" is the proof that every process of every live rank terminates.
@@ -58,6 +66,10 @@
 #define FUSED 3
 #ifndef ORDER
 #define ORDER SPLIT
+#endif
+/* STREAM: operations sent before the first is received (three dispatches are one too many) */
+#ifndef OUTSTANDING
+#define OUTSTANDING 2
 #endif
 /* Dispatches sent before the first combine is: D1 D2 C1 D3 C2 C3 (1) or D1 C1 D2 C2 D3 C3 (0). */
 #ifndef AHEAD
@@ -261,8 +273,8 @@ inline post_all(phase) {
 #define may_send true
 #define may_receive true
 #elif ORDER == STREAM
-#define may_send (received[r] + 1 >= sent[r])
-#define may_receive (sent[r] >= received[r] + 2 || sent[r] == TOTAL)
+#define may_send (received[r] + OUTSTANDING > sent[r])
+#define may_receive (sent[r] >= received[r] + OUTSTANDING || sent[r] == TOTAL)
 #elif ORDER == ROLES
 #define may_send (received[r] >= sent[r])
 #define may_receive (sent[r] >= received[r])
@@ -400,7 +412,8 @@ inline finish(phase) {
 #endif
         od
 #else
-    :: d_step { !FAILED && !dead_rank(r) -> assert(!lost); check(phase); READ(phase, r) = n; post_consumed(phase); RECEIVED }
+    :: d_step { !FAILED && !dead_rank(r) ->
+        assert(!lost); check(phase); READ(phase, r) = n; post_consumed(phase); RECEIVED }
 #ifdef DEATH
     :: atomic { r == DOOMED && !FAILED && !dead -> READ(phase, r) = n;
         do
@@ -470,6 +483,144 @@ init {
         run Send(2); run Receive(2);
 #endif
     }
+}
+
+#else  /* GRID */
+
+/* ---- the CTAs of one rank ------------------------------------------------------------------------------------- *
+ *
+ * ROUNDS fused dispatch kernels of one rank, in stream order. With -DORDER=ROLES the first SENDERS CTAs send and the
+ * others receive; with -DORDER=FUSED all SENDERS CTAs send and then receive. At most SLOTS CTAs are resident, started
+ * in the order of their block index. Peers are left out: they behave like the rank's own sending CTAs.
+ *
+ *   every CTA of launch n works on epoch n, however late it starts
+ *   route_ready is posted by the CTA that arrives last, after the table stores of all sending CTAs
+ *   when the kernel has ended, num_rows is n, or 0 after a timeout (-DSLOW: any wait may time out)
+ */
+#ifndef SENDERS
+#define SENDERS 2
+#endif
+#if ORDER == FUSED
+#define GRIDSIZE SENDERS
+#define RECEIVERS SENDERS
+#define sends(id) true
+#define receives(id) true
+#else
+#define RECEIVERS 2
+#define GRIDSIZE (SENDERS + RECEIVERS)
+#if MUTANT == RECEIVERS_FIRST
+#define sends(id) ((id) >= RECEIVERS)
+#else
+#define sends(id) ((id) < SENDERS)
+#endif
+#define receives(id) (!sends(id))
+#endif
+#ifndef SLOTS
+#define SLOTS GRIDSIZE
+#endif
+
+byte send_epoch, receive_epoch, send_done, receive_done, route_done;    /* the state words */
+bool abort_word;
+byte num_rows;                                  /* ghost: the epoch whose rows were announced, 0 for none */
+byte table[GRIDSIZE], message[GRIDSIZE];        /* the share of each sending CTA */
+byte route_ready, message_ready[GRIDSIZE];
+byte resident;
+
+#ifdef SLOW
+#define TIMEOUT :: abort_word = true; failed = true
+#else
+#define TIMEOUT
+#endif
+
+proctype Cta(byte id; byte launch) {
+    byte n, i;
+    bool failed, last;
+    failed = abort_word;
+#if MUTANT == STALE_OUTPUT
+    if
+    :: failed -> goto out
+    :: !failed
+    fi;
+#endif
+    if
+    :: sends(id) ->
+        n = send_epoch + 1;
+        assert(n == launch);
+        if
+        :: !failed ->
+            table[id] = n;
+            d_step { route_done++; last = (route_done == SENDERS) };      /* atomic add, acquire and release */
+            if
+            :: last ->
+                d_step {
+                    do
+                    :: i < GRIDSIZE -> assert(!sends(i) || table[i] == n); i++
+                    :: else -> i = 0; break
+                    od
+                };
+                route_done = 0;
+                route_ready = n
+            :: !last
+            fi;
+            message[id] = n;
+            message_ready[id] = n
+        :: failed
+        fi;
+        d_step { send_done++; last = (send_done == SENDERS) };
+        if
+        :: last -> send_done = 0; send_epoch = n
+        :: !last
+        fi
+    :: else
+    fi;
+    if
+    :: receives(id) ->
+#if MUTANT == OTHER_EPOCH
+        n = send_epoch + 1;
+#else
+        n = receive_epoch + 1;
+#endif
+        assert(n == launch);
+        if
+        :: !failed && route_ready >= n
+        :: failed
+        TIMEOUT
+        fi;
+        do
+        :: failed || i == GRIDSIZE -> i = 0; break
+        :: !failed && i < GRIDSIZE && !sends(i) -> i++
+        :: !failed && i < GRIDSIZE && sends(i) && message_ready[i] >= n -> assert(message[i] == n); i++
+        TIMEOUT
+        od;
+        skip;
+        d_step { receive_done++; last = (receive_done == RECEIVERS) };
+        if
+        :: last ->
+            num_rows = (abort_word -> 0 : n);
+            receive_done = 0;
+            receive_epoch = n
+        :: !last
+        fi
+    :: else
+    fi;
+out:
+    resident--
+}
+
+init {
+    byte launch = 1, id;
+    do
+    :: launch <= ROUNDS ->
+        do
+        :: id < GRIDSIZE -> atomic { resident < SLOTS -> resident++; run Cta(id, launch); id++ }
+        :: else -> id = 0; break
+        od;
+        resident == 0;
+        assert(num_rows == (abort_word -> 0 : launch));
+        assert(send_done == 0 && receive_done == 0);
+        launch++
+    :: else -> break
+    od
 }
 
 #endif

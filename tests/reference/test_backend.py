@@ -35,13 +35,9 @@ def is_poison(tensor: torch.Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == POISON).all())
 
 
-def expected(
-    cfg: EPConfig, inputs: list[RankInputs], *, weights: bool = True, scales=None
-) -> list[Dispatched]:
+def expected(cfg: EPConfig, inputs: list[RankInputs], *, weights: bool = True, scales=None) -> list[Dispatched]:
     xs, ids = [one.x for one in inputs], [one.topk_ids for one in inputs]
-    return reference.dispatch(
-        cfg, xs, ids, scales, [one.router_weights for one in inputs] if weights else None
-    )
+    return reference.dispatch(cfg, xs, ids, scales, [one.router_weights for one in inputs] if weights else None)
 
 
 def check_filled(got: Dispatched, want: Dispatched, name: str) -> None:
@@ -63,9 +59,7 @@ def rows_for(batches: list[Dispatched], cfg: EPConfig, seed: int = 0) -> list[to
 
 
 def small(**changes) -> EPConfig:
-    values = dict(
-        hidden=32, num_experts=6, top_k=2, max_tokens_per_rank=5, world_size=3, dispatch_format="nvfp4"
-    )
+    values = dict(hidden=32, num_experts=6, top_k=2, max_tokens_per_rank=5, world_size=3, dispatch_format="nvfp4")
     return EPConfig(**(values | changes))
 
 
@@ -97,13 +91,9 @@ def test_cases(case: Case, split: bool):
         if split:
             pending = [one.dispatch_async(*call) for one, call in zip(communicators, calls, strict=True)]
             assert all(is_poison(out.row_map) for out in outs)
-            batches = [
-                one.dispatch_wait(p, o) for one, p, o in zip(communicators, pending, outs, strict=True)
-            ]
+            batches = [one.dispatch_wait(p, o) for one, p, o in zip(communicators, pending, outs, strict=True)]
         else:
-            batches = [
-                one.dispatch(*call, out=o) for one, call, o in zip(communicators, calls, outs, strict=True)
-            ]
+            batches = [one.dispatch(*call, out=o) for one, call, o in zip(communicators, calls, outs, strict=True)]
         for rank, batch in enumerate(batches):
             check_filled(batch, want[rank], f"rank {rank}")
             assert isinstance(batch, Dispatched) and batch.tokens is outs[rank].tokens
@@ -113,12 +103,8 @@ def test_cases(case: Case, split: bool):
         for mode in ("exact", "partial"):
             results = [torch.empty_like(given.x) for given in inputs]
             if split:
-                sent = [
-                    c.combine_async(r, b, mode) for c, r, b in zip(communicators, rows, batches, strict=True)
-                ]
-                got = [
-                    c.combine_wait(p, out=out) for c, p, out in zip(communicators, sent, results, strict=True)
-                ]
+                sent = [c.combine_async(r, b, mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
+                got = [c.combine_wait(p, out=out) for c, p, out in zip(communicators, sent, results, strict=True)]
             else:
                 got = [
                     c.combine(r, b, mode=mode, out=out)
@@ -141,9 +127,7 @@ def test_nothing_is_filled_before_the_last_rank_has_called():
     batches: dict[int, Dispatched] = {}
     for position, rank in enumerate(order):
         given = inputs[rank]
-        batches[rank] = communicators[rank].dispatch(
-            given.x, given.topk_ids, given.router_weights, out=outs[rank]
-        )
+        batches[rank] = communicators[rank].dispatch(given.x, given.topk_ids, given.router_weights, out=outs[rank])
         for earlier in order[: position + 1]:
             untouched = is_poison(batches[earlier].num_rows) and is_poison(batches[earlier].tokens)
             assert untouched == (position < 2)
@@ -242,9 +226,7 @@ def test_exact_weights_at_either_call_and_only_on_some_ranks():
     inputs = make_inputs(cfg, [5, 5, 5], "masked", 3)
     communicators = connect_reference(cfg)
     given = [one.router_weights if rank == 1 else None for rank, one in enumerate(inputs)]
-    batches = [
-        one.dispatch(i.x, i.topk_ids, w) for one, i, w in zip(communicators, inputs, given, strict=True)
-    ]
+    batches = [one.dispatch(i.x, i.topk_ids, w) for one, i, w in zip(communicators, inputs, given, strict=True)]
     want = reference.dispatch(cfg, [i.x for i in inputs], [i.topk_ids for i in inputs], None, given)
     for rank in range(3):
         assert_bits(batches[rank].headers, want[rank].headers, "headers")
@@ -343,9 +325,7 @@ def test_weights_rules():
     communicators = connect_reference(cfg)
     inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
     bare = [one.dispatch(i.x, i.topk_ids) for one, i in zip(communicators, inputs, strict=True)]
-    full = [
-        one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)
-    ]
+    full = [one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)]
     rows, weights, first = rows_for(bare, cfg), inputs[0].router_weights, communicators[0]
     for match, call in (
         ("exact combine needs them", lambda: first.combine(rows[0], bare[0])),
@@ -359,10 +339,7 @@ def test_weights_rules():
         with pytest.raises(EPInputError, match=match):
             call()
     # none of these joined a round
-    got = [
-        c.combine(r, b, i.router_weights)
-        for c, r, b, i in zip(communicators, rows, bare, inputs, strict=True)
-    ]
+    got = [c.combine(r, b, i.router_weights) for c, r, b, i in zip(communicators, rows, bare, inputs, strict=True)]
     for rank, value in enumerate(reference.combine(cfg, rows, expected(cfg, inputs))):
         assert_bits(got[rank], value, f"rank {rank}")
     # a wait that was refused may be repeated
@@ -438,14 +415,10 @@ def test_refused_arguments_do_not_join_the_round():
 def test_peers_must_agree_on_mode_and_round():
     cfg = small()
     communicators, first, inputs = dispatch_all(cfg)
-    second = [
-        one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)
-    ]
+    second = [one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)]
     rows = rows_for(first, cfg)
     communicators[2].combine(rows[2], first[2], mode="partial")
-    with pytest.raises(
-        EPInputError, match="'exact' of dispatch round 0: must match rank 2's combine, 'partial'"
-    ):
+    with pytest.raises(EPInputError, match="'exact' of dispatch round 0: must match rank 2's combine, 'partial'"):
         communicators[0].combine(rows[0], first[0])
     with pytest.raises(EPInputError, match="dispatch round 1: must match rank 2's combine"):
         communicators[0].combine(rows[0], second[0], mode="partial")

@@ -118,9 +118,7 @@ def test_error_bound_covers_underflow(mode):
     weights = [batch.router_weights * 2.0**-74 for batch in batches]
     got = reference.combine(case.cfg, rows, batches, weights, mode)
     want = combine_scalar(case.cfg, rows, batches, weights, mode)
-    for rank, (value, bound) in enumerate(
-        reference.combine_error_bound(case.cfg, rows, batches, weights, mode)
-    ):
+    for rank, (value, bound) in enumerate(reference.combine_error_bound(case.cfg, rows, batches, weights, mode)):
         error = (got[rank].double() - value).abs()
         assert_bits(got[rank], want[rank], f"rank {rank}")
         assert (error <= bound).all() and (error > 2.0**-8 * value.abs()).any()
@@ -130,9 +128,7 @@ def test_error_bound_covers_underflow(mode):
 # ---- one token, every element the same: sums made by hand
 
 
-def one_token(
-    experts: list[int], weights: list[float], outputs: list[float], mode: str, *, bound: bool = False
-):
+def one_token(experts: list[int], weights: list[float], outputs: list[float], mode: str, *, bound: bool = False):
     """Combine one token of rank 0 over 4 ranks of one expert; `outputs[k]` is the value of slot k's row."""
     top_k = len(experts)
     cfg = EPConfig(hidden=8, num_experts=4, top_k=top_k, max_tokens_per_rank=1, world_size=4)
@@ -237,9 +233,7 @@ def test_chunks_do_not_matter(mode, monkeypatch):
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 700)
     for got, want in zip(reference.combine(case.cfg, rows, batches, mode=mode), whole, strict=True):
         assert_bits(got, want, "chunked")
-    for got, want in zip(
-        reference.combine_error_bound(case.cfg, rows, batches, mode=mode), bounds, strict=True
-    ):
+    for got, want in zip(reference.combine_error_bound(case.cfg, rows, batches, mode=mode), bounds, strict=True):
         assert_bits(torch.stack(got), torch.stack(want), "chunked bound")
 
 

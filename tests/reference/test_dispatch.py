@@ -18,9 +18,7 @@ from tests.cases import CASES, Case
 from tests.compare import assert_bits
 
 
-def entries_in_order(
-    cfg: EPConfig, topk_ids: list[torch.Tensor], rank: int
-) -> list[tuple[int, int, int, int]]:
+def entries_in_order(cfg: EPConfig, topk_ids: list[torch.Tensor], rank: int) -> list[tuple[int, int, int, int]]:
     """(local expert, source, token, slot) of every row of `rank`, by the definition of the row order."""
     local = cfg.num_experts // cfg.world_size
     ids = [tensor.tolist() for tensor in topk_ids]
@@ -66,9 +64,7 @@ def check_dispatch(
         if cfg.format.scale is None:
             assert batch.scales is None and batch.scales_offsets is None
         else:
-            first_block = [
-                sum(-(-count // 128) for count in counts[:e]) for e in range(cfg.local_experts + 1)
-            ]
+            first_block = [sum(-(-count // 128) for count in counts[:e]) for e in range(cfg.local_experts + 1)]
             assert batch.scales.shape[0] == first_block[-1] <= scale_blocks(len(entries), cfg.local_experts)
             offsets, blocks = batch.row_offsets.tolist(), batch.scales_offsets
             assert blocks.dtype == torch.uint32
@@ -81,9 +77,7 @@ def check_dispatch(
                 assert_bits(block.flatten()[: want.numel()], want, name + f"scales of row {row}")
                 block.view(-1, 4)[...] = 0
             assert not atoms.any(), "padding must be zero"
-        header = [
-            [x.shape[0], 1, weights is not None, 0] for x, weights in zip(xs, given_weights, strict=True)
-        ]
+        header = [[x.shape[0], 1, weights is not None, 0] for x, weights in zip(xs, given_weights, strict=True)]
         assert_bits(batch.headers, torch.tensor(header, dtype=torch.int32), name + "headers")
         assert batch.headers[rank, HeaderWord.CHUNK] == batch.tokens_per_chunk == 1
         if all(weights is None for weights in given_weights):
@@ -140,9 +134,7 @@ def routed_batches(draw):
     )
     expert = st.integers(-1, experts - 1)
     ids = [
-        torch.tensor(
-            draw(st.lists(expert, min_size=t * cfg.top_k, max_size=t * cfg.top_k)), dtype=torch.int32
-        )
+        torch.tensor(draw(st.lists(expert, min_size=t * cfg.top_k, max_size=t * cfg.top_k)), dtype=torch.int32)
         for t in tokens
     ]
     return cfg, [one.reshape(-1, cfg.top_k) for one in ids], draw(st.integers(0, 2)), draw(st.integers(0, 99))
@@ -161,9 +153,7 @@ def test_any_routing_with_duplicates_and_masks(batch):
 
 
 def small(**changes) -> EPConfig:
-    values = dict(
-        hidden=32, num_experts=4, top_k=2, max_tokens_per_rank=3, world_size=2, dispatch_format="nvfp4"
-    )
+    values = dict(hidden=32, num_experts=4, top_k=2, max_tokens_per_rank=3, world_size=2, dispatch_format="nvfp4")
     return EPConfig(**(values | changes))
 
 
@@ -292,7 +282,7 @@ def test_a_ranks_inputs_do_not_depend_on_the_others(routing):
     for field in fields(alone):
         assert_bits(getattr(alone, field.name), getattr(every[3], field.name), field.name)
     assert not torch.equal(every[3].x, make_rank_inputs(cfg, 3, 33, routing, seed=10).x)
-    assert not torch.equal(every[3].x[:7], every[2].x)
+    assert not torch.equal(every[3].x, make_rank_inputs(cfg, 2, 33, routing, seed=9).x)
     for tokens, one in zip([64, 0, 7, 33], every, strict=True):
         reference.check_tokens(cfg, one.x, one.topk_ids, one.router_weights)
         reference.check_expert_ids(cfg, one.topk_ids)
@@ -317,10 +307,7 @@ def test_routings_keep_their_promise():
     assert all({6, 7} < set(token) for token in wide.tolist())
     alone = make_rank_inputs(small(top_k=1), 0, 3, "one_expert", 0).topk_ids
     assert alone.tolist() == [[0], [0], [0]]
-    assert (
-        make_rank_inputs(small(num_experts=1, world_size=1, top_k=1), 0, 3, "one_expert", 0).topk_ids.sum()
-        == 0
-    )
+    assert make_rank_inputs(small(num_experts=1, world_size=1, top_k=1), 0, 3, "one_expert", 0).topk_ids.sum() == 0
 
 
 def test_workload_arguments():

@@ -78,16 +78,10 @@ def test_decode_all_codes(code_count, decode, dtype):
 
 
 def test_e2m1_of_every_bf16_and_every_tie():
-    ties = np.array(
-        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5, 1, 1.5, 2, 3, 4, 6, 7, 0, 2.0**-149, 2.0**-126]
-    )
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5, 1, 1.5, 2, 3, 4, 6, 7, 0, 2.0**-149, 2.0**-126])
     noise = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0)).numpy() * 3
-    values = np.concatenate([ALL_BF16.float().numpy(), neighbours(ties), neighbours(-ties), noise]).astype(
-        np.float32
-    )
-    assert_bits(
-        reference.encode_e2m1(torch.from_numpy(values)), torch.from_numpy(e2m1_oracle(values)), "e2m1"
-    )
+    values = np.concatenate([ALL_BF16.float().numpy(), neighbours(ties), neighbours(-ties), noise]).astype(np.float32)
+    assert_bits(reference.encode_e2m1(torch.from_numpy(values)), torch.from_numpy(e2m1_oracle(values)), "e2m1")
 
 
 @pytest.mark.parametrize("value, code", [
@@ -101,9 +95,7 @@ def test_e2m1_anchors(value, code):
 def test_e4m3_of_every_bf16_and_every_tie():
     grid = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     ties = (grid[1:] + grid[:-1]) / 2
-    edges = np.array(
-        [448, 464, 480, 2.0**-9, 2.0**-10, 2.0**-6, 2.0**-149, np.finfo(np.float32).max], np.float32
-    )
+    edges = np.array([448, 464, 480, 2.0**-9, 2.0**-10, 2.0**-6, 2.0**-149, np.finfo(np.float32).max], np.float32)
     noise = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).numpy() ** 8 * 500
     values = [
         ALL_BF16[:0x7F81].float().numpy(),
@@ -115,9 +107,7 @@ def test_e4m3_of_every_bf16_and_every_tie():
     values = np.concatenate(values).astype(np.float32)
     values = values[~np.isnan(values)]
     assert np.isinf(values).any() and (values == 0).any()
-    assert_bits(
-        reference.encode_e4m3(torch.from_numpy(values)), torch.from_numpy(e4m3_oracle(values)), "e4m3"
-    )
+    assert_bits(reference.encode_e4m3(torch.from_numpy(values)), torch.from_numpy(e4m3_oracle(values)), "e4m3")
 
 
 @pytest.mark.parametrize("value, code", [
@@ -183,7 +173,7 @@ def one_ulp_apart(values: np.ndarray) -> np.ndarray:
 
 
 def test_order_of_the_scale_operations():
-    """Global scales that put G * amax / 6 on a tie of e4m3, where another order of operations decides otherwise."""
+    """Global scales that put G * amax / 6 on a tie of e4m3, where another order decides otherwise."""
     grid = np.arange(8, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     amax = np.arange(128, 256, dtype=np.float32)[:, None]
     scale = one_ulp_apart((grid[1:] + grid[:-1]) / 2 * np.float32(6) / amax)
@@ -199,7 +189,7 @@ def test_order_of_the_scale_operations():
 
 
 def test_order_of_the_element_operations():
-    """Global scales that put x * inv on a tie of e2m1, where another formula of the inverse decides otherwise."""
+    """Global scales that put x * inv on a tie of e2m1, where another formula decides otherwise."""
     one = np.float32(1)
     ties = np.array([1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
     factors = np.arange(0x38, 0x40, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None]
@@ -218,9 +208,7 @@ def test_order_of_the_element_operations():
             block = torch.zeros(1, 32)
             block[0, 0] = float(factor * np.float32(6) / g)  # makes the block's scale `factor`
             block[0, 1] = float(value)
-            if quantize_oracle(block.bfloat16(), g)[1][0, 0] == factor.astype(ml_dtypes.float8_e4m3fn).view(
-                np.uint8
-            ):
+            if quantize_oracle(block.bfloat16(), g)[1][0, 0] == factor.astype(ml_dtypes.float8_e4m3fn).view(np.uint8):
                 check_against_oracle(block.bfloat16(), g.item())
                 found += 1
             if found == 20:
@@ -289,10 +277,7 @@ def rational_block(block: list[Fraction], scale: Fraction) -> tuple[int, list[in
 def test_against_rational_arithmetic():
     generator = torch.Generator().manual_seed(5)
     blocks = 2000
-    x = (
-        torch.randn(blocks, 16, generator=generator)
-        * torch.randint(-14, 14, (blocks, 1), generator=generator).exp2()
-    )
+    x = torch.randn(blocks, 16, generator=generator) * torch.randint(-14, 14, (blocks, 1), generator=generator).exp2()
     x[torch.rand(x.shape, generator=generator) < 0.02] = 0
     x = x.bfloat16()
     for index, scale in enumerate((1.0, 0.37, 812.5, 2.0**-9)):
@@ -349,17 +334,13 @@ def test_bf16_is_the_identity():
 def test_tensor_scale_and_empty_batch():
     x = torch.randn(3, 32).bfloat16()
     for scale in (torch.tensor(0.37), torch.tensor([0.37]), np.float32(0.37).item()):
-        assert_bits(
-            reference.quantize(x, "nvfp4", scale)[0], reference.quantize(x, "nvfp4", 0.37)[0], "payload"
-        )
+        assert_bits(reference.quantize(x, "nvfp4", scale)[0], reference.quantize(x, "nvfp4", 0.37)[0], "payload")
     payload, scales = reference.quantize(x[:0], "nvfp4")
     assert payload.shape == (0, 16) and scales.shape == (0, 2)
     assert reference.dequantize(payload, scales, "nvfp4").shape == (0, 32)
 
 
-@pytest.mark.parametrize(
-    "scale", [0.0, -1.0, torch.nan, torch.inf, 2.0**101, 2.0**-101, torch.tensor(0.0), "1"]
-)
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan, torch.inf, 2.0**101, 2.0**-101, torch.tensor(0.0), "1"])
 def test_bad_global_scale(scale):
     with pytest.raises(EPInputError, match="global_scale"):
         reference.quantize(torch.zeros(1, 32).bfloat16(), "nvfp4", scale)
@@ -386,9 +367,7 @@ def test_bad_arguments(x, fmt, match):
 @pytest.mark.parametrize("counts", [[0], [1], [128], [129, 0, 127, 128, 300], [0, 0, 5]])
 def test_swizzle_is_the_atom_layout(counts, columns):
     rows = sum(counts)
-    scales = torch.randint(
-        1, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    scales = torch.randint(1, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     atoms = reference.swizzle_scales(scales, counts)
     blocks, tiles = sum(map(row_blocks, counts)), (columns + 3) // 4
     assert atoms.shape == (blocks, tiles, 32, 4, 4) and atoms.dtype == torch.uint8

@@ -1,0 +1,80 @@
+# Targets for a bare checkout: each sets up what it needs. `make help` lists them.
+#
+# Without an NVIDIA GPU, torch is the CPU build that has the number below. With one, the python that already has
+# torch and CUDA is used (no download, so this also works offline), and torch is installed only where it is missing.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+TORCH  := torch==2.13.0
+JOBS   ?= 2
+
+HAS_GPU   := nvidia-smi --list-gpus >/dev/null 2>&1
+HAS_TORCH := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
+QUIET     := --quiet --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu perf lint build wheel clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: build/library/sm_90a.stamp  ## one MoE layer on real text; GPUs if there are any, else the reference backend
+	$(VENV)/bin/cute-ep demo
+
+test: build/library/all.stamp  ## all tests that need no GPU, the kernels of all architectures built first
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests
+
+test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kernels in build/library
+	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
+	@$(PY) -c 'import pytest' || $(MAKE) $(VENV)/tools.stamp
+	$(PY) -m pytest tests/gpu
+
+perf: $(VENV)/package.stamp  ## measure dispatch and combine on this machine's GPUs
+	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
+	$(VENV)/bin/cute-ep bench --library build/library
+
+lint: $(VENV)/tools.stamp  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed
+	cp -r cute_ep build/typed && cp -r layouts build/typed/cute_ep  # the places that they import from
+	cd build/typed && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml -p cute_ep
+
+build: build/library/all.stamp  ## compile the kernels of all architectures into build/library
+
+wheel: build/library/all.stamp  ## the wheel with the kernels of all architectures, in dist
+	rm -rf cute_ep/library && cp -r build/library cute_ep/library
+	$(PY) -m pip wheel . --no-deps --wheel-dir dist
+	rm -rf cute_ep/library
+
+clean:  ## remove everything that the other targets made
+	rm -rf $(VENV) build dist cute_ep/library cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+KERNEL_SOURCES := $(shell find kernels layouts -name '*.py') cute_ep/build.py
+
+build/library/all.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES)
+	$(VENV)/bin/cute-ep build --jobs $(JOBS) --out build/library
+	@touch $@
+
+build/library/%.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES)
+	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch $* --out build/library
+	@touch $@
+
+# The environment with this package and torch. Over a python that has torch and CUDA, a second layer that sees its
+# packages (also when that python is itself a virtual environment) and leaves it as it is.
+$(VENV)/package.stamp: pyproject.toml
+	@if $(HAS_GPU) && $(HAS_TORCH); then set -ex; \
+	    $(PYTHON) -m venv --system-site-packages --without-pip $(VENV); \
+	    $(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' > $$(echo $(VENV)/lib/python3*/site-packages)/base.pth; \
+	    $(PY) -m pip install $(QUIET) --no-deps --no-build-isolation -e .; \
+	else set -ex; \
+	    $(PYTHON) -m venv $(VENV); \
+	    $(PY) -m pip install $(QUIET) $$(if $(HAS_GPU); then echo torch; else echo $(TORCH); fi) -e .; \
+	fi
+	@touch $@
+
+# What building, testing and linting need besides.
+$(VENV)/tools.stamp: $(VENV)/package.stamp
+	$(PY) -m pip install $(QUIET) -e '.[build,test,lint]'
+	@touch $@

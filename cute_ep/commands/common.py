@@ -1,0 +1,104 @@
+"""What several sub-commands share: shape and device arguments, numbers with units, JSON files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cute_ep.config import EPConfig
+from cute_ep.errors import EPConfigError
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.presets import PRESETS, Preset, preset_named
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, default: str = "deepseek-v3") -> None:
+    """`--preset`, and `--hidden`, `--experts`, `--top-k` that override its numbers."""
+    parser.add_argument("--preset", default=default, metavar="NAME", help=f"model shape: {', '.join(PRESETS)}")
+    parser.add_argument("--hidden", type=int, metavar="N", help="elements of a token row, instead of the preset's")
+    parser.add_argument("--experts", type=int, metavar="N", help="experts of all ranks, instead of the preset's")
+    parser.add_argument("--top-k", type=int, metavar="K", help="experts a token, instead of the preset's")
+
+
+def chosen_shape(args: argparse.Namespace) -> Preset:
+    """The shape that the arguments of `add_shape_arguments` describe; EPConfigError for an unknown preset."""
+    base = preset_named(args.preset)
+    changed = [value for value in (args.hidden, args.experts, args.top_k) if value is not None]
+    return Preset(
+        f"{base.name}, changed" if changed else base.name,
+        base.hidden if args.hidden is None else args.hidden,
+        base.moe_hidden,
+        base.num_experts if args.experts is None else args.experts,
+        base.top_k if args.top_k is None else args.top_k,
+    )
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--devices` and `--library`."""
+    parser.add_argument(
+        "--devices",
+        default="auto",
+        metavar="LIST",
+        help="auto (all GPUs, or 4 virtual ranks on a single one); cuda:0,cuda:1,... one rank each; "
+        "virtual:N, N ranks on cuda:0; cpu or cpu:N, the reference backend with N ranks (default auto)",
+    )
+    parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
+
+
+def format_names(text: str) -> tuple[str, ...]:
+    """Names of a comma-separated list of formats; EPConfigError lists the known ones."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in FORMATS:
+            raise EPConfigError(f"format = {name!r}: must be one of {', '.join(FORMATS)}")
+    return names
+
+
+def token_counts(text: str) -> list[int]:
+    """Numbers >= 1 of a comma-separated list, else EPConfigError."""
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(counts) < 1:
+        raise EPConfigError(f"tokens = {text!r}: must be positive numbers with commas between them")
+    return counts
+
+
+def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 60.0) -> EPConfig:
+    """The deployment of a shape; EPConfigError names the rule that it breaks."""
+    return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, fmt, timeout_s)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table with its title and caption as lines of their own, which rich would wrap to the table's width."""
+    title, caption = table.title, table.caption
+    table.title = table.caption = None
+    console.print(f"[bold]{title}[/]" if title else "", highlight=False, soft_wrap=True)
+    console.print(table)
+    if caption:
+        console.print(f"[dim]{caption}[/]", highlight=False, soft_wrap=True)
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes with a decimal unit, "235 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 99.95 else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with a unit that suits it, "12.3 us"."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def write_json(path: str, content: dict) -> None:
+    """Write `content` to `path`, creating its folder."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,221 @@
+"""Run one Mixture-of-Experts layer on real text: bytes are embedded and routed, dispatched to their experts,
+multiplied, combined, and compared with a dense layer in float64."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from cute_ep.commands.common import (
+    add_device_arguments,
+    add_shape_arguments,
+    bytes_text,
+    chosen_shape,
+    config,
+    print_table,
+    seconds_text,
+)
+from cute_ep.config import EPConfig, memory_bytes
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.variants import COMBINE_MODES
+from cute_ep.presets import Preset
+
+if TYPE_CHECKING:
+    from cute_ep.demo import ExpertWeights, TextBatch
+    from cute_ep.traffic import RoutingCounts
+
+CPU_TOKENS = 512
+GPU_TOKENS = 2048
+CPU_RANKS = 4
+MOST, LEAST, BAR = 8, 4, 48
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `cute-ep demo`."""
+    parser.add_argument("text", nargs="?", metavar="FILE", help="text to read (default: a long module of Python's own)")
+    add_shape_arguments(parser)
+    add_device_arguments(parser)
+    parser.add_argument(
+        "--tokens", type=int, metavar="T", help=f"bytes of text a rank (default {GPU_TOKENS}, on a CPU {CPU_TOKENS})"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of embedding, router and weights (default 0)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the layer in every format and print all tables. Returns 0; EPError as configuration and kernels raise."""
+    import torch
+
+    from cute_ep.machine import parse_devices
+
+    shape = chosen_shape(args)
+    no_gpu = args.devices == "auto" and not torch.cuda.device_count()
+    devices = parse_devices(f"cpu:{CPU_RANKS}" if no_gpu else args.devices, shape.num_experts)
+    threads = torch.get_num_threads()
+    try:
+        if devices[0] == "cpu":  # these sums are small: on a busy machine, waiting for a second thread takes seconds
+            torch.set_num_threads(1)
+        return run_on(devices, shape, args, console)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console: Console) -> int:
+    """`run` once the devices are known."""
+    from cute_ep import demo
+    from cute_ep.connect import connect_local
+    from cute_ep.machine import describe_devices
+    from cute_ep.traffic import count_routing
+
+    started = time.perf_counter()
+    on_cpu = devices[0] == "cpu"
+    if on_cpu and args.hidden is None:
+        shape = demo.cpu_preset(shape)
+    tokens = args.tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)
+    name, text = demo.read_text(args.text)
+    configs = {fmt: config(shape, len(devices), tokens, fmt) for fmt in FORMATS}
+    batches = demo.text_batches(text, shape, len(devices), tokens, args.seed)
+    cfg = next(iter(configs.values()))
+    each = batches[0].x.shape[0]
+    console.print(
+        f"{shape.name}: hidden {shape.hidden}, {shape.num_experts} SwiGLU experts of width {shape.moe_hidden}, "
+        f"top-{shape.top_k}; {describe_devices(devices)}",
+        highlight=False,
+    )
+    if on_cpu:
+        console.print("without a GPU the reference backend runs and widths, experts and tokens are reduced")
+    console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte a token", highlight=False, soft_wrap=True)
+
+    with console.status("routing"):
+        counts = count_routing(cfg, [batch.topk_ids for batch in batches])
+    print_table(console, load_table(cfg, batches))
+    print_rank_loads(cfg, counts, console)
+    print_table(console, bytes_table(configs, counts))
+
+    with console.status("making expert weights"):
+        experts = demo.make_experts(cfg, shape, devices, args.seed + 2)
+        placed = [
+            demo.TextBatch(*(part.to(device) for part in (one.x, one.topk_ids, one.router_weights)))
+            for one, device in zip(batches, devices, strict=True)
+        ]
+    print_weights(cfg, experts, console)
+    with console.status("dense layer in float64"):
+        wanted = demo.dense_layer(cfg, placed, experts)
+    outcomes = {}
+    for fmt, cfg in configs.items():
+        with console.status(f"layer with {fmt} dispatch"):
+            communicators = connect_local(cfg, devices, library=args.library)
+            try:
+                if not on_cpu:
+                    demo.run_layer(communicators, placed, experts, COMBINE_MODES)
+                results, times = demo.run_layer(communicators, placed, experts, COMBINE_MODES)
+            finally:
+                for communicator in communicators:
+                    communicator.close()
+        outcomes[fmt] = (times, {mode: demo.relative_errors(results[mode], wanted) for mode in COMBINE_MODES})
+    print_table(console, time_table(outcomes, on_cpu))
+    print_table(console, error_table(outcomes))
+    console.print(f"demo took {seconds_text(time.perf_counter() - started)}")
+    return 0
+
+
+def load_table(cfg: EPConfig, batches: list[TextBatch]) -> Table:
+    """The most and the least loaded experts as bars."""
+    import torch
+
+    ids = torch.cat([batch.topk_ids.flatten() for batch in batches])
+    load = torch.bincount(ids, minlength=cfg.num_experts).tolist()
+    order = sorted(range(cfg.num_experts), key=lambda expert: (-load[expert], expert))
+    mean = sum(load) / len(load)
+    table = Table(
+        title=f"tokens per expert: {sum(load)} (token, expert) pairs, mean {mean:.1f}, "
+        f"most {load[order[0]] / mean:.2f} x mean, {load.count(0)} experts idle",
+    )
+    for column in ("expert", "rank", "tokens"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    shown = order if len(order) <= MOST + LEAST else [*order[:MOST], None, *order[-LEAST:]]
+    for expert in shown:
+        if expert is None:
+            table.add_row("...", "", "", "")
+            continue
+        bar = "█" * max(round(BAR * load[expert] / max(load[order[0]], 1)), 0) or "▏"
+        table.add_row(str(expert), str(expert // cfg.local_experts), str(load[expert]), f"[cyan]{bar}[/]")
+    return table
+
+
+def print_rank_loads(cfg: EPConfig, counts: RoutingCounts, console: Console) -> None:
+    """Rows that each rank's experts get, and how many distinct ranks a token goes to."""
+    messages = counts.pairs.sum(dim=0).tolist()
+    parts = (f"{rank}: {counts.rows_received(rank)} from {messages[rank]}" for rank in range(cfg.world_size))
+    console.print(f"rows from messages, rank by rank: {'; '.join(parts)}", highlight=False, soft_wrap=True)
+    tokens = max(1, sum(counts.tokens))
+    experts, ranks = (int(each.sum()) / tokens for each in (counts.entries, counts.pairs))
+    console.print(f"a token goes to {experts:.2f} experts on {ranks:.2f} ranks", highlight=False)
+
+
+def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
+    """Bytes to other ranks and receive buffers, against one message a (token, expert)."""
+    from cute_ep.traffic import per_expert_receive_bytes, traffic
+
+    table = Table(title="bytes between ranks and memory of one rank")
+    table.add_column("format")
+    for name in (
+        "dispatch",
+        "one message an expert",
+        "combine exact",
+        "combine partial",
+        "arena",
+        "of it, messages",
+        "slots per expert",
+    ):
+        table.add_column(name, justify="right")
+    for fmt, cfg in configs.items():
+        sent = [traffic(cfg, counts, name).remote_bytes for name in ("dispatch", "combine_exact", "combine_partial")]
+        entries = int(counts.entries.sum() - counts.entries.diag().sum())
+        pairs = int(counts.pairs.sum() - counts.pairs.diag().sum())
+        per_expert = sent[0] * entries // max(pairs, 1)
+        receive = cfg.arena.regions["messages"].nbytes
+        cells = (sent[0], per_expert, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
+        table.add_row(fmt, *map(bytes_text, cells))
+    return table
+
+
+def print_weights(cfg: EPConfig, experts: list[ExpertWeights], console: Console) -> None:
+    """Memory of the weights, and whether experts share them."""
+    total = sum(one.nbytes for one in experts)
+    fewest = min(one.sets for one in experts)
+    note = "every expert has its own"
+    if fewest < cfg.local_experts:
+        note = f"memory holds {fewest} sets a rank, shared by {cfg.local_experts} experts"
+    console.print(f"expert weights: {bytes_text(total)} in bfloat16, {note}", highlight=False)
+
+
+def time_table(outcomes: dict, on_cpu: bool) -> Table:
+    """Host wall-clock times of every stage."""
+    stages = list(next(iter(outcomes.values()))[0].seconds)
+    where = "the reference model on the CPU, no measure of the kernels" if on_cpu else "second run, launches included"
+    table = Table(title=f"time of each stage, all ranks, host clock ({where})")
+    table.add_column("format")
+    for stage in stages:
+        table.add_column(stage, justify="right")
+    for fmt, (times, _) in outcomes.items():
+        table.add_row(fmt, *(seconds_text(times.seconds[stage]) for stage in stages))
+    return table
+
+
+def error_table(outcomes: dict) -> Table:
+    """Errors against the dense layer."""
+    table = Table(
+        title="error against the dense float64 layer: max |difference| / max |value|, and of root mean squares",
+    )
+    table.add_column("dispatch format")
+    for mode in COMBINE_MODES:
+        table.add_column(f"{mode}: max", justify="right")
+        table.add_column(f"{mode}: rms", justify="right")
+    for fmt, (_, errors) in outcomes.items():
+        table.add_row(fmt, *(f"{100 * value:.3f} %" for mode in COMBINE_MODES for value in errors[mode]))
+    return table

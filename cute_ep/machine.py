@@ -1,0 +1,120 @@
+"""What this machine is: devices chosen on a command line, their names, links, driver; for people and for JSON files."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import cute_ep
+from cute_ep.errors import EPConfigError
+
+VIRTUAL_RANKS = 4
+"""Ranks that "auto" puts on a machine with one GPU, and that "cpu" stands for."""
+DEVICES_HELP = (
+    "auto: all GPUs, or 4 virtual ranks on a single one; cuda:0,cuda:1,...: one rank each; "
+    "virtual:N: N ranks on cuda:0; cpu or cpu:N: the reference backend with N (default 4) ranks"
+)
+
+
+def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
+    """One device name a rank, ["cuda:0", "cuda:1"], from a `--devices` argument (see DEVICES_HELP).
+
+    Args:
+        text: the argument.
+        num_experts: "auto" takes the largest number of GPUs that divides it; None: all.
+
+    Raises:
+        EPConfigError: the argument is malformed or names a GPU that is not here.
+    """
+    gpus = torch.cuda.device_count()
+    kind, _, number = text.partition(":")
+    if kind in ("virtual", "cpu"):
+        count = number or str(VIRTUAL_RANKS)
+        if not count.isdecimal() or int(count) < 1:
+            raise EPConfigError(f"devices = {text!r}: {kind}:N needs a positive number of ranks N")
+        if kind == "virtual" and not gpus:
+            raise EPConfigError(f"devices = {text!r}: there is no CUDA GPU on this machine")
+        return ["cuda:0" if kind == "virtual" else "cpu"] * int(count)
+    if text == "auto":
+        if not gpus:
+            raise EPConfigError("devices = 'auto': there is no CUDA GPU on this machine")
+        if gpus == 1:
+            return ["cuda:0"] * VIRTUAL_RANKS
+        ranks = max(count for count in range(1, gpus + 1) if not num_experts or num_experts % count == 0)
+        return [f"cuda:{index}" for index in range(ranks)]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        index = name.removeprefix("cuda:")
+        if not name.startswith("cuda:") or not index.isdecimal():
+            raise EPConfigError(f"devices = {text!r}: must be auto, cpu, virtual:N or cuda:I,cuda:J,...")
+        if int(index) >= gpus:
+            raise EPConfigError(f"devices = {text!r}: {name} is not here, the machine has {gpus} CUDA GPUs")
+    return names
+
+
+def describe_devices(devices: Sequence[str]) -> str:
+    """The devices in words, "4 ranks on 1 GPU (NVIDIA H200)"."""
+    distinct = list(dict.fromkeys(devices))
+    ranks = f"{len(devices)} rank{'s' * (len(devices) > 1)}"
+    if distinct == ["cpu"]:
+        return f"{ranks} of the reference backend on the CPU"
+    names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(device) for device in distinct))
+    return f"{ranks} on {len(distinct)} GPU{'s' * (len(distinct) > 1)} ({names})"
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, None where none can be asked."""
+    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return text.splitlines()[0].strip() if text else None
+
+
+def link_matrix() -> list[list[str]] | None:
+    """[GPU][GPU] -> how they are connected in nvidia-smi's words ("NV18": 18 NVLinks); None where it cannot tell."""
+    rows = []
+    for line in (_output("nvidia-smi", "topo", "-m") or "").splitlines():
+        cells = line.split()
+        if cells and cells[0].startswith("GPU") and len(cells) > 1 and not cells[1].startswith("GPU"):
+            rows.append(cells[1:])
+    return [row[: len(rows)] for row in rows] or None
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that cute_ep runs from ("-dirty" with local changes), None outside a checkout."""
+    root = Path(cute_ep.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def environment(devices: Sequence[str], command: str) -> dict:
+    """Facts that belong beside every measured number: devices, versions, date, commit, command line."""
+    gpus = [device for device in dict.fromkeys(devices) if device != "cpu"]
+    return {
+        "cute_ep": cute_ep.__version__,
+        "commit": git_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "devices": list(devices),
+        "gpus": {device: torch.cuda.get_device_name(device) for device in gpus},
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _output(*command: str) -> str | None:
+    """What a program prints, None when it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,47 @@
+"""Copy: bytes from one address to another, own or a peer's memory. Measures the ceilings that the others are held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cute_ep.kernels.block import CTAS_PER_SM, THREADS, block_memcpy
+from cutlass import Int32, Int64
+
+SLICE_BYTES = 32768
+"""Bytes that a CTA copies at a time."""
+
+
+@dataclass(frozen=True)
+class CopyArgs:
+    """source and destination: 16-byte aligned addresses; num_bytes: a multiple of 16."""
+
+    source: Int64
+    destination: Int64
+    num_bytes: Int64
+
+
+class Copy:
+    """Slices of SLICE_BYTES, strided over the grid."""
+
+    args_type = CopyArgs
+    shared_bytes = 0
+
+    @cute.jit
+    def __call__(self, args: CopyArgs, grid: Int32):
+        self.kernel(args).launch(
+            grid=[grid, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=50,
+        )
+
+    @cute.kernel
+    def kernel(self, args: CopyArgs):
+        tid = cute.arch.thread_idx()[0]
+        slices = Int32((args.num_bytes + SLICE_BYTES - 1) // SLICE_BYTES)
+        for index in cutlass.range(cute.arch.block_idx()[0], slices, cute.arch.grid_dim()[0]):
+            offset = Int64(index) * SLICE_BYTES
+            count = cutlass.min(args.num_bytes - offset, Int64(SLICE_BYTES))
+            block_memcpy(args.destination + offset, args.source + offset, count, tid)

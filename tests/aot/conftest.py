@@ -1,0 +1,60 @@
+"""The compiled library of all architectures, and its machine code as text."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cute_ep.build import build
+from cute_ep.layouts.variants import Variant, variants
+from cute_ep.library import LibraryEntry
+
+FOLDER = Path(__file__).parents[2] / "build" / "library"
+DISASSEMBLER = "nvidia-cuda-nvdisasm"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Only one of the test processes builds; the others then find everything up to date."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def library() -> dict[Variant, LibraryEntry]:
+    """Every variant for every architecture, built where `make` has not."""
+    pytest.importorskip("cutlass")
+    with _locked(FOLDER.parent / "library.lock"):
+        return {entry.variant: entry for entry in build(variants(), FOLDER)}
+
+
+@cache
+def _nvdisasm() -> str:
+    try:
+        files = importlib.metadata.files(DISASSEMBLER) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{DISASSEMBLER} is not installed")
+    return str(next(file.locate() for file in files if file.name == "nvdisasm"))
+
+
+@pytest.fixture(scope="session")
+def sass(library: dict[Variant, LibraryEntry]) -> Callable[[Variant], list[str]]:
+    """Instructions of a variant in program order, without addresses and comments."""
+
+    @cache
+    def disassemble(variant: Variant) -> list[str]:
+        command = [_nvdisasm(), "-c", str(library[variant].path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/*")]
+        return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
+
+    return disassemble

@@ -1,0 +1,89 @@
+"""Dispatch and combine against the reference, bit for bit, over formats, shapes, token counts and routings."""
+
+from __future__ import annotations
+
+import pytest
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
+
+from cute_ep.config import EPConfig
+from cute_ep.verify import check_round
+from cute_ep.workloads import make_inputs
+
+from .conftest import connected
+
+MAX_TOKENS = 4096
+TOKENS = (0, 1, 7, 16, 128, 513, 4096)
+ROUTINGS = ("uniform", "zipf", "one_expert", "masked", "one_rank")
+# (hidden, experts, top_k): every value of {2048, 2880, 4096, 7168} x {8, 128, 256, 384} x {1, 2, 4, 8} appears with
+# every value of the other two at least once in these pairs' rows or columns.
+SHAPES = (
+    (2048, 8, 1),
+    (2048, 128, 8),
+    (2048, 256, 4),
+    (2880, 128, 4),
+    (2880, 384, 2),
+    (4096, 8, 2),
+    (4096, 256, 1),
+    (4096, 384, 8),
+    (7168, 256, 8),
+    (7168, 384, 4),
+)
+
+
+def uneven(tokens: int, ranks: int, turn: int) -> list[int]:
+    """Token counts a rank: the given one on rank `turn`, smaller and zero ones beside it."""
+    counts = [max(0, tokens - tokens * step // 3) for step in range(ranks)]
+    return counts[-(turn % ranks) :] + counts[: -(turn % ranks)] if turn % ranks else counts
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+@pytest.mark.parametrize(("hidden", "experts", "top_k"), SHAPES)
+def test_bit_exact(devices: list[str], fmt: str, hidden: int, experts: int, top_k: int) -> None:
+    """One group of communicators through all token counts and routings in a row, fused and split by turns."""
+    cfg = EPConfig(hidden, experts, top_k, MAX_TOKENS, len(devices), fmt, timeout_s=20)
+    with connected(cfg, devices) as communicators:
+        turn = 0
+        for tokens in TOKENS:
+            for routing in ROUTINGS:
+                if tokens == MAX_TOKENS and (turn + experts) % 3:
+                    turn += 1
+                    continue
+                counts = uneven(tokens, len(devices), turn) if turn % 4 else [tokens] * len(devices)
+                scales = [0.5 * (rank + 1) for rank in range(len(devices))] if fmt == "nvfp4" and turn % 2 else None
+                try:
+                    check_round(
+                        communicators,
+                        make_inputs(cfg, counts, routing, turn),
+                        split=turn % 2 == 1,
+                        input_scales=scales,
+                        seed=turn,
+                    )
+                except AssertionError as error:
+                    raise AssertionError(f"tokens {counts}, {routing}, split={turn % 2 == 1}: {error}") from error
+                turn += 1
+
+
+@pytest.mark.parametrize("sms", [1, 3, 16])
+def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
+    cfg = EPConfig(2048, 128, 8, 1024, len(devices), "nvfp4", timeout_s=20)
+    with connected(cfg, devices, sms=sms) as communicators:
+        assert all(communicator.max_ctas <= 2 * sms for communicator in communicators)
+        for seed, split in enumerate((False, True)):
+            counts = [1000 - 100 * rank for rank in range(len(devices))]
+            check_round(communicators, make_inputs(cfg, counts, "zipf", seed), split=split, seed=seed)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1024, 32), (32, 32)])
+def test_largest_routing(devices: list[str], experts: int, top_k: int) -> None:
+    """The most experts and the largest top_k that a config allows."""
+    cfg = EPConfig(2048, experts, top_k, 300, len(devices), "nvfp4", timeout_s=20)
+    assert MAX_CHUNK_ENTRIES % top_k == 0
+    with connected(cfg, devices) as communicators:
+        check_round(communicators, make_inputs(cfg, uneven(300, len(devices), 0), "uniform", 5))
+
+
+def test_one_rank_alone() -> None:
+    cfg = EPConfig(4096, 8, 2, 256, 1, "nvfp4", timeout_s=20)
+    with connected(cfg, ["cuda:0"]) as communicators:
+        for seed, split in enumerate((False, True)):
+            check_round(communicators, make_inputs(cfg, [200], "uniform", seed), split=split)

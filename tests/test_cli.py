@@ -1,0 +1,221 @@
+"""The `cute-ep` program: every command runs, refuses politely, and prints the numbers that it should."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cute_ep import demo
+from cute_ep.build import dsl_version
+from cute_ep.cli import COMMANDS, main, make_parser
+from cute_ep.commands import build as build_module
+from cute_ep.commands.common import bytes_text, seconds_text
+from cute_ep.commands.layout import parse_extents
+from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.layouts.variants import Variant, variants
+from cute_ep.library import build_command, read_manifest
+from cute_ep.machine import parse_devices
+
+needs_dsl = pytest.mark.skipif(dsl_version() is None, reason="the CuTe DSL is not installed")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
+
+
+def test_help_is_fast_to_import() -> None:
+    """Help, build's arguments and layouts must not wait for torch or the DSL."""
+    code = (
+        "import sys; from cute_ep.cli import make_parser, main; make_parser(); main(['layout', '(2,2):(2,1)']);"
+        "assert 'torch' not in sys.modules and 'cutlass' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"cute-ep {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_is_an_argument_error() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2
+
+
+@needs_dsl
+def test_build_is_incremental(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    command = ["build", "--preset", "deepseek-v3", "--kernel", "copy", "--arch", "sm_90a", "--out", str(tmp_path)]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "served by 1 general variants (sm_90a)" in first and "1 built, 0 up to date" in first
+    (entry,) = read_manifest(tmp_path).values()
+    assert entry.variant == Variant("copy", "sm_90a") and str(entry.registers) in first
+    before = entry.path.stat().st_mtime_ns
+    assert main(command) == 0
+    assert "0 built, 1 up to date" in capsys.readouterr().out
+    assert entry.path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--hidden", "100"], "hidden = 100: a bf16 row takes 200 bytes, which must be a multiple of 16"),
+        (["--hidden", "8", "--format", "nvfp4"], "must be a positive multiple of the nvfp4 block 16"),
+        (["--hidden", "64", "--top-k", "40"], r"top_k = 40: must be an integer in \[1, 32\]"),
+        (["--arch", "sm_80"], "arch = 'sm_80': must be one of sm_90a"),
+        (["--format", "fp7"], "format = 'fp7': must be one of bf16, nvfp4"),
+        (["--kernel", "fly"], "kernel = 'fly': must be one of"),
+        (["--specialise"], "specialise: needs --preset"),
+        (["--preset", "mixtral-8x7b", "--hidden", "64"], "cannot go together"),
+        (["--jobs", "0"], "jobs = 0: must be at least 1"),
+    ],
+)
+def test_build_names_the_broken_rule(words: list[str], rule: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(EPConfigError, match=rule):
+        build_module.wanted_variants(make_parser().parse_args(["build", *words]))
+    assert main(["build", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cute-ep: ") and error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_every_build_command_builds_its_variant() -> None:
+    shapes = [(None, None), (7168, None), (2880, 4)]
+    for variant in {one for hidden, top_k in shapes for one in variants(hidden=hidden, top_k=top_k)}:
+        program, *words = shlex.split(build_command(variant))
+        args = make_parser().parse_args(words)
+        assert program == "cute-ep" and args.out is not None
+        assert variant in build_module.wanted_variants(args), build_command(variant)
+
+
+def test_build_serves_all_presets_with_the_general_variants() -> None:
+    args = make_parser().parse_args(["build", "--preset", "all", "--arch", "sm_90a"])
+    assert build_module.wanted_variants(args) == variants(("sm_90a",))
+    args = make_parser().parse_args(["build", "--preset", "kimi-k2,gpt-oss-120b", "--arch", "sm_90a", "--specialise"])
+    made = build_module.wanted_variants(args)
+    assert len(made) == len(set(made)) and {(v.hidden, v.top_k) for v in made} >= {(7168, 8), (2880, 4)}
+
+
+def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    drawing = tmp_path / "drawings" / "row.svg"
+    assert main(["layout", "(4,6):(6,1)", "--tile", "2x3", "--distribute", "(2,1):(1,1)", "--svg", str(drawing)]) == 0
+    out = capsys.readouterr().out
+    assert "size 24 elements" in out and "4 tiles of 2x3, each (2,3):(6,1)" in out and "1,1 at 15" in out
+    assert "8 T1V2" in out
+    assert drawing.read_text().startswith("<svg")
+    for words in (["(4,6"], ["(4,6):(6,1)", "--tile", "3x3"], ["(4,6):(6,1)", "--tile", "no"]):
+        assert main(["layout", *words]) == 2
+    with pytest.raises(EPInputError, match="must be extents such as 4x8"):
+        parse_extents("4x0")
+    assert parse_extents("(4, 8)") == parse_extents("4x8") == (4, 8)
+
+
+def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["info", "--preset", "deepseek-v3", "--library", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "messages" in out and "470 MB" in out and "15 GB" in out and "total, one rank" in out
+    assert main(["info", "--preset", "nobody"]) == 2
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_gpu_commands_refuse_politely(command: str, capsys: pytest.CaptureFixture) -> None:
+    for devices in ("auto", "virtual:2", "cuda:0"):
+        assert main([command, "--devices", devices]) == 2
+        captured = capsys.readouterr()
+        assert "CUDA GPU" in captured.err and "Traceback" not in captured.err + captured.out
+
+
+def test_bench_refuses_the_cpu(capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "--devices", "cpu"]) == 2
+    assert "bench measures GPUs" in capsys.readouterr().err
+
+
+def test_verify_on_the_reference_backend(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    from cute_ep.commands import verify
+
+    monkeypatch.setattr(verify, "QUICK_SHAPES", ((96, 12, 3),))
+    monkeypatch.setattr(verify, "QUICK_TOKENS", (0, 7))
+    report = tmp_path / "verify.json"
+    assert main(["verify", "--devices", "cpu:3", "--json", str(report)]) == 0
+    assert "all 16 cases are bit-exact" in capsys.readouterr().out
+    content = json.loads(report.read_text())
+    assert len(content["cases"]) == 16 and content["machine"]["devices"] == ["cpu"] * 3
+    assert content["machine"]["command"].startswith("cute-ep verify")
+
+
+def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    from cute_ep import reference
+    from cute_ep.commands import verify
+
+    monkeypatch.setattr(verify, "QUICK_SHAPES", ((96, 12, 3),))
+    monkeypatch.setattr(verify, "QUICK_TOKENS", (5,))
+    truth = reference.combine
+    monkeypatch.setattr(reference, "combine", lambda *args: [out * 2 for out in truth(*args)])
+    assert main(["verify", "--devices", "cpu:2"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out and "rank 0 combine exact" in out and "8 of 8 cases differ" in out
+
+
+def test_devices() -> None:
+    assert parse_devices("cpu") == ["cpu"] * 4 and parse_devices("cpu:2") == ["cpu"] * 2
+    for text in ("cpu:0", "cpu:x", "tpu:0", "cuda:x", "cuda:99", ""):
+        with pytest.raises(EPConfigError, match="devices = "):
+            parse_devices(text)
+
+
+def test_numbers_have_units() -> None:
+    assert [bytes_text(n) for n in (0, 999, 1000, 234_881_024, 15e9)] == ["0 B", "999 B", "1 kB", "235 MB", "15 GB"]
+    assert [seconds_text(t) for t in (12.34e-6, 0.25, 3.0)] == ["12.3 us", "250 ms", "3 s"]
+
+
+def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 20)
+    assert main(["demo", str(text), "--devices", "cpu:2", "--preset", "qwen3-30b", "--tokens", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "2 x 64 bytes" in out and "1024 (token, expert) pairs" in out
+    for word in ("gate|up", "swiglu", "combine partial", "nvfp4", "expert weights", "widths, experts and tokens are"):
+        assert word in out
+    assert main(["demo", str(tmp_path / "missing.txt"), "--devices", "cpu:2"]) == 2
+
+
+def test_demo_layer_agrees_with_the_dense_layer() -> None:
+    """The layer through dispatch and combine is within bfloat16's and NVFP4's roundings of the float64 layer."""
+    from cute_ep.connect import connect_local
+    from cute_ep.presets import Preset
+
+    shape, devices = Preset("tiny", 128, 128, 8, 2), ["cpu"] * 2
+    batches = demo.text_batches(b"To be, or not to be, that is the question. " * 4, shape, 2, 48, seed=3)
+    assert len({tuple(row.tolist()) for row in batches[0].topk_ids}) > 4
+    assert torch.allclose(batches[0].router_weights.sum(dim=1), torch.ones(48))
+    for fmt, limit in (("bf16", 0.01), ("nvfp4", 0.2)):
+        cfg = demo.EPConfig(128, 8, 2, 48, 2, fmt)
+        experts = demo.make_experts(cfg, shape, devices, seed=0)
+        wanted = demo.dense_layer(cfg, batches, experts)
+        assert 0.2 < torch.cat(wanted).std() < 2
+        results, times = demo.run_layer(connect_local(cfg, devices), batches, experts, ("exact", "partial"))
+        assert set(times.seconds) == {"dispatch", "gate|up", "swiglu", "down", "combine exact", "combine partial"}
+        for mode in results:
+            largest, rms = demo.relative_errors(results[mode], wanted)
+            assert 0 < rms < limit and largest < 2 * limit, (fmt, mode)
+
+
+def test_demo_shares_weights_when_memory_is_short() -> None:
+    from cute_ep.presets import Preset
+
+    weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), 0, 4, torch.device("cpu"), sets=3, seed=1)
+    assert weights.sets == 3 and weights.nbytes == 3 * 3 * 16 * 16 * 2
+    assert weights.of(3)[0].data_ptr() == weights.of(0)[0].data_ptr() != weights.of(1)[0].data_ptr()
+
+
+def test_demo_refuses_an_empty_text(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    assert main(["demo", str(empty), "--devices", "cpu:2"]) == 2
+    assert "must have at least one for each of 2 ranks" in capsys.readouterr().err

@@ -1,0 +1,37 @@
+"""Model shapes: every preset is a deployment that all formats support."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_ep.commands.common import config
+from cute_ep.demo import cpu_preset
+from cute_ep.errors import EPConfigError
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.presets import PRESETS, preset_named, presets_named
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_valid_deployment(name: str, fmt: str, ranks: int) -> None:
+    cfg = config(PRESETS[name], ranks, 4096, fmt)
+    assert (cfg.hidden, cfg.num_experts, cfg.top_k) == (
+        PRESETS[name].hidden,
+        PRESETS[name].num_experts,
+        PRESETS[name].top_k,
+    )
+    config(cpu_preset(PRESETS[name]), ranks, 64, fmt)
+
+
+def test_names() -> None:
+    assert all(name == preset.name for name, preset in PRESETS.items())
+    assert presets_named("all") == list(PRESETS.values())
+    assert [preset.top_k for preset in presets_named("kimi-k2, gpt-oss-120b")] == [8, 4]
+    with pytest.raises(EPConfigError, match=r"preset = 'gpt-2': must be one of deepseek-v3, kimi-k2"):
+        preset_named("gpt-2")
+
+
+def test_expert_weights_of_deepseek_v3() -> None:
+    preset = PRESETS["deepseek-v3"]
+    assert preset.num_experts * 3 * preset.hidden * preset.moe_hidden * 2 == 22_548_578_304

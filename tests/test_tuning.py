@@ -1,0 +1,85 @@
+"""Launch shapes: what every choice must satisfy for a kernel to be correct, over all deployments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_ep.config import EPConfig
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, MAX_RANKS, MAX_TOKENS_PER_RANK
+from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.tuning import CTAS_PER_SM, launch_shape, tokens_per_chunk
+
+OPERATIONS = ("dispatch", "dispatch_async", "dispatch_wait", "combine", "combine_async", "combine_wait")
+
+launches = st.builds(
+    lambda blocks, world, per_rank, k, tokens, share, fmt, ctas: (
+        EPConfig(
+            hidden=32 * blocks,
+            num_experts=per_rank * world,
+            top_k=min(k, per_rank * world),
+            max_tokens_per_rank=tokens,
+            world_size=world,
+            dispatch_format=fmt,
+        ),
+        int(share * tokens),
+        ctas,
+    ),
+    st.integers(1, 1024),
+    st.integers(1, MAX_RANKS),
+    st.integers(1, 32),
+    st.integers(1, 32),
+    st.integers(1, MAX_TOKENS_PER_RANK),
+    st.floats(0, 1),
+    st.sampled_from(["bf16", "nvfp4"]),
+    st.integers(1, 296),
+)
+
+
+@given(launches)
+def test_chunk(launch: tuple[EPConfig, int, int]) -> None:
+    """A chunk's entries fit the shared-memory tables, and its flag has a place in the arena."""
+    cfg, tokens, max_ctas = launch
+    chunk = tokens_per_chunk(cfg, tokens, max_ctas)
+    assert chunk >= 1
+    assert chunk * cfg.top_k <= MAX_CHUNK_ENTRIES
+    assert -(-tokens // chunk) <= cfg.max_tokens_per_rank
+
+
+@given(launches, st.sampled_from(OPERATIONS))
+def test_shape(launch: tuple[EPConfig, int, int], operation: str) -> None:
+    """The grid is resident together, and each half that runs has at least one CTA."""
+    cfg, tokens, max_ctas = launch
+    shape = launch_shape(operation, cfg, tokens, tokens_per_chunk(cfg, tokens, max_ctas), max_ctas)
+    sends, receives = not operation.endswith("_wait"), not operation.endswith("_async")
+    assert 1 <= shape.grid <= max_ctas
+    if sends:
+        assert 1 <= shape.send_ctas <= shape.grid
+    if receives:
+        assert 0 <= shape.receive_from < shape.grid
+    if sends and receives:
+        assert shape.receive_from <= shape.send_ctas, "a CTA that neither sends nor receives"
+
+
+@given(launches, st.sampled_from(OPERATIONS))
+def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], operation: str) -> None:
+    cfg, tokens, max_ctas = launch
+    chunk = tokens_per_chunk(cfg, tokens, max_ctas)
+    grids = [launch_shape(operation, cfg, tokens, chunk, ctas).grid for ctas in (max_ctas, max_ctas + 1, 2 * max_ctas)]
+    assert grids == sorted(grids)
+
+
+def test_operations_cover_the_kernels() -> None:
+    modes = ("_exact", "_partial")
+    kernels = {name.removesuffix(modes[0]).removesuffix(modes[1]) for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS)}
+    assert kernels == set(OPERATIONS)
+
+
+def test_residency_agrees_with_the_kernels() -> None:
+    """The runtime may not import the kernels, so the two constants are compared here."""
+    pytest.importorskip("cutlass")
+    from cute_ep.driver import THREADS
+    from cute_ep.kernels import block
+
+    assert (CTAS_PER_SM, THREADS) == (block.CTAS_PER_SM, block.THREADS)
