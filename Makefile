@@ -20,7 +20,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 demo: build/library/sm_90a.stamp  ## one MoE layer on real text; GPUs if there are any, else the reference backend
-	$(VENV)/bin/cute-ep demo
+	$(VENV)/bin/cute-ep demo --library build/library
 
 test: build/library/all.stamp  ## all tests that need no GPU, the kernels of all architectures built first
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests

@@ -24,7 +24,7 @@ COMMANDS = {
 }
 FAILURE = 2
 """Exit code of every EPError, the same as argparse's for wrong arguments."""
-PIPE_WIDTH = 150
+PIPE_WIDTH = 160
 """Columns of tables where the output is no terminal."""
 
 

@@ -31,8 +31,9 @@ from cute_ep.validate import (
 
 @dataclass(frozen=True)
 class PendingDispatch:
-    """A dispatch that was sent and not yet received: hand it to `dispatch_wait`."""
+    """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
 
+    number: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
     tokens_per_chunk: int
@@ -41,11 +42,45 @@ class PendingDispatch:
 
 @dataclass(frozen=True)
 class PendingCombine:
-    """A combine that was sent and not yet received: hand it to `combine_wait`."""
+    """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
+    number: int
     dispatched: Dispatched
     mode: str
     keep_alive: tuple[torch.Tensor, ...]
+
+
+MAX_OUTSTANDING = 2
+"""Sends of one phase before their waits: there are two buffers, and the third send would wait for the first wait."""
+
+
+class Rounds:
+    """Counts the rounds of one phase that were enqueued, and refuses an order that the buffers cannot serve."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase, self.sent, self.received = phase, 0, 0
+
+    def check_send(self) -> None:
+        """EPInputError when MAX_OUTSTANDING sends already wait."""
+        if self.sent - self.received >= MAX_OUTSTANDING:
+            raise EPInputError(
+                f"{self.phase}_async: {MAX_OUTSTANDING} are outstanding; call {self.phase}_wait for the oldest first"
+            )
+
+    def check_wait(self, number: int) -> None:
+        """EPInputError unless round `number` is the oldest that was sent and not received."""
+        if number != self.received + 1 or self.received == self.sent:
+            raise EPInputError(
+                f"{self.phase}_wait: this is round {number}, but the next to receive is {self.received + 1} "
+                f"({self.sent - self.received} outstanding)"
+            )
+
+    def check_fused(self) -> None:
+        """EPInputError when a split round is outstanding: a fused launch would receive that one."""
+        if self.sent != self.received:
+            raise EPInputError(
+                f"{self.phase}: {self.sent - self.received} split round(s) outstanding; call {self.phase}_wait first"
+            )
 
 
 class Communicator:
@@ -56,8 +91,10 @@ class Communicator:
     calls in the same order. Nothing synchronises with the host, so calls can be captured into a CUDA graph, given
     `out` buffers.
 
-    A kernel that waits longer than `cfg.timeout_s` gives up; the error is raised by the next call or `synchronize`,
-    and the communicator is unusable afterwards.
+    A kernel that waits longer than `cfg.timeout_s` gives up; EPTimeout is raised by the next call or `synchronize`,
+    and the communicator is unusable afterwards. What a kernel finds wrong with its input (EPInputError) is raised by
+    `synchronize` only, so that one rank's bad input does not stop the others. Graph replays run no Python: call
+    `synchronize` to hear of either.
     """
 
     def __init__(
@@ -80,15 +117,18 @@ class Communicator:
         self._shared_device = shared_device
         self._release = release
         self._closed = False
+        self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._status = HostMemory(len(StatusWord) * (cfg.world_size + 1))
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
         self._group = {
+            "arena": arena.address,
             "peers": self._peers.data_ptr(),
             "status": self._status.address,
             "timeout_ns": int(cfg.timeout_s * 1e9),
             "rank": rank,
             "ranks": cfg.world_size,
             "experts": cfg.num_experts,
+            "local_experts": cfg.local_experts,
             "top_k": cfg.top_k,
             "max_tokens": cfg.max_tokens_per_rank,
             "hidden": cfg.hidden,
@@ -130,10 +170,13 @@ class Communicator:
             EPInputError: an argument breaks its contract. Nothing was launched.
             EPTimeout: an earlier call's wait had timed out.
         """
+        self._dispatches.check_fused()
         sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale)
         buffers, received = self._prepare_receive(out)
         shape = self._shape("dispatch", x.shape[0], sent.tokens_per_chunk)
         self._launch("dispatch", shape, arguments | received, (*sent.keep_alive, *_tensors(buffers)))
+        self._dispatches.sent += 1
+        self._dispatches.received += 1
         return self._result(sent, buffers)
 
     def dispatch_async(
@@ -144,16 +187,23 @@ class Communicator:
         input_scale: torch.Tensor | None = None,
     ) -> PendingDispatch:
         """The sending half of `dispatch`. At most two may be outstanding before their `dispatch_wait`."""
+        self._dispatches.check_send()
         sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale)
         shape = self._shape("dispatch_async", x.shape[0], sent.tokens_per_chunk)
         self._launch("dispatch_async", shape, arguments | _NO_DISPATCH_OUTPUT, sent.keep_alive)
+        self._dispatches.sent += 1
         return sent
 
     def dispatch_wait(self, pending: PendingDispatch, out: DispatchBuffers | None = None) -> Dispatched:
-        """The receiving half of `dispatch`; same bytes as the fused call."""
+        """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
+
+        Each batch in flight needs buffers of its own.
+        """
+        self._dispatches.check_wait(pending.number)
         buffers, received = self._prepare_receive(out)
         shape = self._shape("dispatch_wait", pending.topk_ids.shape[0], pending.tokens_per_chunk)
         self._launch("dispatch_wait", shape, _NO_DISPATCH_INPUT | received, _tensors(buffers))
+        self._dispatches.received += 1
         return self._result(pending, buffers)
 
     def combine(
@@ -180,14 +230,18 @@ class Communicator:
         Raises:
             EPInputError, EPTimeout: as `dispatch`.
         """
+        self._combines.check_fused()
         weights, sent = self._prepare_return(rows, dispatched, router_weights, mode)
         result, received = self._prepare_sum(dispatched, weights, out)
         shape = self._shape("combine", result.shape[0], dispatched.tokens_per_chunk)
         self._launch(f"combine_{mode}", shape, sent | received, (rows, result, weights))
+        self._combines.sent += 1
+        self._combines.received += 1
         return result
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
         """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
+        self._combines.check_send()
         check_mode(mode)
         weights = None if mode == "exact" else combine_weights(self.cfg, mode, None, dispatched)
         check_rows(self.cfg, rows, dispatched)
@@ -195,7 +249,8 @@ class Communicator:
         self._launch(
             f"combine_async_{mode}", shape, self._return_arguments(rows, dispatched) | _NO_COMBINE_OUTPUT, (rows,)
         )
-        return PendingCombine(dispatched, mode, (rows,) if weights is None else (rows, weights))
+        self._combines.sent += 1
+        return PendingCombine(self._combines.sent, dispatched, mode, (rows,) if weights is None else (rows, weights))
 
     def combine_wait(
         self,
@@ -203,12 +258,14 @@ class Communicator:
         router_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The receiving half of `combine`; same bytes as the fused call."""
+        """The receiving half of `combine`, in the order of sending; same bytes as the fused call."""
+        self._combines.check_wait(pending.number)
         dispatched = pending.dispatched
         weights = combine_weights(self.cfg, pending.mode, router_weights, dispatched)
         result, received = self._prepare_sum(dispatched, weights, out)
         shape = self._shape("combine_wait", result.shape[0], dispatched.tokens_per_chunk)
         self._launch(f"combine_wait_{pending.mode}", shape, _NO_COMBINE_INPUT | received, (result, weights))
+        self._combines.received += 1
         return result
 
     def synchronize(self) -> None:
@@ -219,7 +276,8 @@ class Communicator:
             EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold.
         """
         self._work_stream().synchronize()
-        self._raise_status()
+        self._raise_timeout()
+        self._raise_input_error()
 
     def close(self) -> None:
         """Release the communicator's memory. After a timeout the arena is kept, since peers may still write to it."""
@@ -238,7 +296,7 @@ class Communicator:
     @property
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out."""
-        return any(phase and phase not in _INPUT_PHASES for phase in self._phases())
+        return any(record[0] for record in self._records()[:-1])
 
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
@@ -268,7 +326,10 @@ class Communicator:
             "tokens": x.shape[0],
             "chunk": chunk,
         }
-        return PendingDispatch(topk_ids, router_weights, chunk, (x, topk_ids, router_weights, input_scale)), arguments
+        pending = PendingDispatch(
+            self._dispatches.sent + 1, topk_ids, router_weights, chunk, (x, topk_ids, router_weights, input_scale)
+        )
+        return pending, arguments
 
     def _prepare_receive(self, out: DispatchBuffers | None) -> tuple[DispatchBuffers, dict[str, int]]:
         if out is None:
@@ -348,7 +409,7 @@ class Communicator:
         """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far."""
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
-        self._raise_status()
+        self._raise_timeout()
         stream = self._work_stream()
         current = torch.cuda.current_stream(self.device)
         if stream != current:
@@ -361,36 +422,35 @@ class Communicator:
         with guard:
             self._kernels[name].launch(shape.grid, every, stream.cuda_stream)
 
-    def _phases(self) -> list[int]:
-        width = len(StatusWord)
-        return [self._status.words[record * width] for record in range(self.cfg.world_size + 1)]
-
-    def _raise_status(self) -> None:
-        phases = self._phases()
-        if not any(phases):
-            return
+    def _records(self) -> list[tuple[int, int, int, int]]:
+        """(phase, index, expected, seen) of every peer, then of this rank's input."""
         width, words = len(StatusWord), self._status.words
-        missing, details = [], []
-        for record, phase in enumerate(phases):
-            if phase == Phase.NONE:
-                continue
-            index, expected, seen = (words[record * width + word] for word in (1, 2, 3))
-            if phase == Phase.EXPERT_ID:
-                signed = seen - (1 << 32) if seen >> 31 else seen
-                raise EPInputError(
-                    f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
-                )
-            if phase == Phase.ROW_CAPACITY:
-                raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but row {index} arrived")
-            missing.append(record)
-            details.append(
-                f"{Phase(phase).name} of rank {record}, index {index}: expected epoch {expected}, saw {seen}"
+        return [tuple(words[width * record : width * (record + 1)]) for record in range(self.cfg.world_size + 1)]
+
+    def _raise_timeout(self) -> None:
+        missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
+        if missing:
+            details = [
+                f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
+                for peer, (phase, index, expected, seen) in missing.items()
+            ]
+            phases = sorted({Phase(record[0]).name for record in missing.values()})
+            raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
+
+    def _raise_input_error(self) -> None:
+        """Raise what a kernel found wrong with this rank's input, once."""
+        phase, index, expected, seen = self._records()[-1]
+        if not phase:
+            return
+        self._status.words[len(StatusWord) * self.cfg.world_size] = Phase.NONE
+        if phase == Phase.EXPERT_ID:
+            signed = seen - (1 << 32) if seen >> 31 else seen
+            raise EPInputError(
+                f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
             )
-        names = {Phase(phases[record]).name for record in missing}
-        raise EPTimeout(" / ".join(sorted(names)), self.rank, tuple(missing), tuple(details))
+        raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but row {index} arrived")
 
 
-_INPUT_PHASES = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)
 _NO_DISPATCH_OUTPUT = dict.fromkeys(
     (
         "out_tokens",

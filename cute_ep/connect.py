@@ -83,7 +83,7 @@ def connect_local(
 def connect(
     cfg: EPConfig, group: dist.ProcessGroup | None = None, *, sms: int | None = None, library: Path | str | None = None
 ) -> Communicator:
-    """This process's communicator, on its current CUDA device; collective over `group`.
+    """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
     Memory is exchanged by CUDA IPC, so all ranks must be on one machine.
 
@@ -112,11 +112,12 @@ def connect(
     ]
 
     def release(communicator: Communicator) -> None:
-        """Meet the other ranks, so that nobody writes any more, then unmap and free; after a failure, keep all."""
+        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed."""
         torch.cuda.synchronize(device)
-        if communicator.failed:
+        failed: list = [None] * world
+        dist.all_gather_object(failed, communicator.failed, group)
+        if any(failed):
             return
-        dist.barrier(group)
         for peer, address in enumerate(addresses):
             if peer != rank:
                 close_handle(device, address)

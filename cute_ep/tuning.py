@@ -16,7 +16,7 @@ DISPATCH_SENDERS = 64
 COMBINE_SENDERS = 180
 """CTAs that only send in the split shape, of 264 (132 SMs)."""
 REFERENCE_CTAS = 264
-CHUNK_BYTES = 32768
+CHUNK_BYTES = 65536
 """Messages that share a flag make up at most about this much."""
 
 

@@ -24,35 +24,41 @@ def shared_array(region: Region, dtype):
 
 def scan_scratch(regions: RegionMap) -> Region:
     """Shared memory that `block_prefix_sum` needs."""
-    return regions.add("scan", 4, WARPS + 1)
+    return regions.add("scan", 4, WARPS)
+
+
+@cute.jit
+def warp_prefix_sum(value: Int32, lane: Int32) -> Int32:
+    """Inclusive prefix sum of `value` over the lanes of a warp."""
+    prefix = value
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(prefix, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            prefix += below
+    return prefix
 
 
 @cute.jit
 def block_prefix_sum(value: Int32, sScan, tid: Int32):
     """Inclusive prefix sum of `value` over the CTA's threads; returns (prefix, total).
 
-    Called by all threads; contains three CTA barriers, the first of which protects the previous use of `sScan`.
+    Called by all threads; two CTA barriers, the first of which protects the previous use of `sScan`.
     """
     lane = tid % 32
     warp = tid // 32
-    prefix = value
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(prefix, 1 << step, mask_and_clamp=0)
-        if lane >= (1 << step):
-            prefix += below
+    prefix = warp_prefix_sum(value, lane)
     cute.arch.sync_threads()
     if lane == 31:
         sScan[warp] = prefix
     cute.arch.sync_threads()
-    if tid == 0:
-        running = Int32(0)
-        for index in cutlass.range_constexpr(WARPS):
-            subtotal = sScan[index]
-            sScan[index] = running
-            running += subtotal
-        sScan[WARPS] = running
-    cute.arch.sync_threads()
-    return prefix + sScan[warp], sScan[WARPS]
+    subtotal = Int32(0)
+    if lane < WARPS:
+        subtotal = sScan[lane]
+    through = warp_prefix_sum(subtotal, lane)
+    before = cute.arch.shuffle_sync(through, (warp + 31) % 32)
+    if warp == 0:
+        before = Int32(0)
+    return prefix + before, cute.arch.shuffle_sync(through, 31)
 
 
 @cute.jit

@@ -5,7 +5,7 @@
     wait combine_consumed[all] >= m-2
     give back chunk of s's tokens             --->  arena.returns[m & 1][token][slot]
     post return_ready[d][chunk] = m           --->  wait return_ready[all][chunk] >= m, sum, write out
-                                              <---  post combine_consumed[s] = m  (last CTA out)
+                                              <---  post combine_consumed[s] = m  (start of s's next launch)
 
 Two modes, chosen at compile time:
 
@@ -28,7 +28,7 @@ from cute_ep.kernels.block import CTAS_PER_SM, THREADS
 from cute_ep.kernels.give_back import GiveBack
 from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
 from cute_ep.kernels.reduce import Reduce
-from cute_ep.kernels.sync import arrive_last
+from cute_ep.kernels.sync import count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
@@ -90,38 +90,27 @@ class Combine:
     @cute.kernel
     def kernel(self, args: CombineArgs):
         group = open_group(args, None, self.hidden, self.top_k, self.sPeers)
-        alive = not group.aborted()
+        sent = group.completed(StateWord.COMBINE_SEND_EPOCH)
+        received = group.completed(StateWord.COMBINE_RECV_EPOCH)
+        group.acknowledge(group.arena.combine_consumed, received)
+        alive = Boolean(True)
         if cutlass.const_expr(self.send):
-            alive = self._send_half(group, args, alive)
+            alive = group.wait_all_ranks(group.arena.combine_consumed, sent - 1, Phase.COMBINE_CONSUMED)
+            if group.cta < args.send_ctas and alive:
+                self.give_back_role.run(group, args, sent + 1)
         if cutlass.const_expr(self.receive):
-            if group.cta >= args.receive_from:
-                self._receive_half(group, args, alive)
+            if group.cta >= args.receive_from and alive:
+                first = group.cta - args.receive_from
+                alive = self.reduce_role.run(group, args, received + 1, first, group.ctas - args.receive_from)
+        self._leave(group, sent, received, alive)
 
     @cute.jit
-    def _send_half(self, group: GroupView, args: CombineArgs, alive: Boolean) -> Boolean:
-        """Give the rows back; returns whether to go on."""
-        epoch = group.next_epoch(StateWord.COMBINE_SEND_EPOCH)
-        if group.cta < args.send_ctas:
-            if alive:
-                alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
-            if alive:
-                self.give_back_role.run(group, args, epoch)
-        last = arrive_last(group.state_word(StateWord.COMBINE_SEND_DONE), group.ctas, group.tid)
-        if last and group.tid == 0:
-            group.finish_epoch(StateWord.COMBINE_SEND_EPOCH, epoch)
-        return alive
-
-    @cute.jit
-    def _receive_half(self, group: GroupView, args: CombineArgs, alive: Boolean) -> None:
-        """Sum what comes home; the last CTA out lets the expert ranks reuse the buffers."""
-        epoch = group.next_epoch(StateWord.COMBINE_RECV_EPOCH)
-        first = group.cta - args.receive_from
-        count = group.ctas - args.receive_from
-        if alive:
-            self.reduce_role.run(group, args, epoch, first, count)
-        last = arrive_last(group.state_word(StateWord.COMBINE_RECV_DONE), count, group.tid)
-        if last:
-            if not group.aborted():
-                group.post_all_ranks(group.arena.combine_consumed, epoch)
-            if group.tid == 0:
-                group.finish_epoch(StateWord.COMBINE_RECV_EPOCH, epoch)
+    def _leave(self, group: GroupView, sent: Int64, received: Int64, alive: Boolean) -> None:
+        """Last CTA out: count the round as completed, unless a wait timed out."""
+        counter = StateWord.COMBINE_SEND_DONE if self.send else StateWord.COMBINE_RECV_DONE
+        last, complete = count_out(group.state_word(counter), group.ctas, alive, group.tid)
+        if last and complete:
+            if cutlass.const_expr(self.send):
+                group.complete(StateWord.COMBINE_SEND_EPOCH, sent + 1)
+            if cutlass.const_expr(self.receive):
+                group.complete(StateWord.COMBINE_RECV_EPOCH, received + 1)

@@ -7,14 +7,14 @@
             post route_ready[s] = n           --->  wait route_ready[all] >= n, scan counts to row bases
     send:   encode chunk of tokens            --->  arena.messages[n & 1][s][token]
             post message_ready[s][chunk] = n  --->  wait message_ready[s][chunk] >= n, copy to expert rows
-                                              <---  post dispatch_consumed[d] = n  (last CTA out)
+                                              <---  post dispatch_consumed[d] = n  (start of d's next launch)
 
 Ordering: a post follows a CTA barrier that follows the CTA's stores, so the stores are visible to whoever sees the
 flag; route_ready is posted by the last route CTA in, after it acquired the others' arrivals. Nothing of round n + 2
 can land on round n because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
 
-The output's row order needs no atomics: see `layouts/routing.py`. Offsets and `num_rows` are written by the last CTA
-out and only when every wait succeeded; after a timeout they are zero.
+The output's row order needs no atomics: see `layouts/routing.py`. One CTA writes offsets and `num_rows`; when any wait
+of the launch timed out, the last CTA out overwrites them with zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cute_ep.kernels.expand import Expand
 from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
 from cute_ep.kernels.route import Route
 from cute_ep.kernels.send import Send
-from cute_ep.kernels.sync import arrive_last
+from cute_ep.kernels.sync import count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
@@ -101,43 +101,47 @@ class Dispatch:
     @cute.kernel
     def kernel(self, args: DispatchArgs):
         group = open_group(args, self.codec.fmt, self.hidden, self.top_k, self.sPeers)
-        alive = not group.aborted()
+        sent = group.completed(StateWord.DISPATCH_SEND_EPOCH)
+        received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
+        group.acknowledge(group.arena.dispatch_consumed, received)
+        alive = Boolean(True)
         if cutlass.const_expr(self.send):
-            alive = self._send_half(group, args, alive)
+            alive = self._send_half(group, args, sent + 1)
         if cutlass.const_expr(self.receive):
-            if group.cta >= args.receive_from:
-                self._receive_half(group, args, alive)
+            if group.cta >= args.receive_from and alive:
+                alive = self._receive_half(group, args, received + 1)
+        self._leave(group, args, sent, received, alive)
 
     @cute.jit
-    def _send_half(self, group: GroupView, args: DispatchArgs, alive: Boolean) -> Boolean:
+    def _send_half(self, group: GroupView, args: DispatchArgs, epoch: Int64) -> Boolean:
         """Route and send; returns whether to go on."""
-        epoch = group.next_epoch(StateWord.DISPATCH_SEND_EPOCH)
-        if alive:
-            alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
+        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
         if alive:
             self.route_role.run(group, args, epoch)
             if group.cta < args.send_ctas:
                 self.send_role.run(group, args, epoch)
-        last = arrive_last(group.state_word(StateWord.DISPATCH_SEND_DONE), group.ctas, group.tid)
-        if last and group.tid == 0:
-            group.finish_epoch(StateWord.DISPATCH_SEND_EPOCH, epoch)
         return alive
 
     @cute.jit
-    def _receive_half(self, group: GroupView, args: DispatchArgs, alive: Boolean) -> None:
-        """Expand what arrives; the last CTA out announces the result and lets the senders reuse the buffers."""
-        epoch = group.next_epoch(StateWord.DISPATCH_RECV_EPOCH)
-        first = group.cta - args.receive_from
-        count = group.ctas - args.receive_from
+    def _receive_half(self, group: GroupView, args: DispatchArgs, epoch: Int64) -> Boolean:
+        """Expand what arrives; returns whether all of it arrived."""
+        alive = group.wait_all_ranks(group.arena.route_ready, epoch, Phase.ROUTE)
         if alive:
-            alive = group.wait_all_ranks(group.arena.route_ready, epoch, Phase.ROUTE)
-        if alive:
-            self.expand_role.run(group, args, epoch, first, count)
-        last = arrive_last(group.state_word(StateWord.DISPATCH_RECV_DONE), count, group.tid)
+            first = group.cta - args.receive_from
+            alive = self.expand_role.run(group, args, epoch, first, group.ctas - args.receive_from)
+        return alive
+
+    @cute.jit
+    def _leave(self, group: GroupView, args: DispatchArgs, sent: Int64, received: Int64, alive: Boolean) -> None:
+        """Last CTA out: count the round as completed, or withdraw the announcement after a timeout."""
+        counter = StateWord.DISPATCH_SEND_DONE if self.send else StateWord.DISPATCH_RECV_DONE
+        last, complete = count_out(group.state_word(counter), group.ctas, alive, group.tid)
         if last:
-            complete = not group.aborted()
-            self.expand_role.announce(group, args, epoch, complete)
             if complete:
-                group.post_all_ranks(group.arena.dispatch_consumed, epoch)
-            if group.tid == 0:
-                group.finish_epoch(StateWord.DISPATCH_RECV_EPOCH, epoch)
+                if cutlass.const_expr(self.send):
+                    group.complete(StateWord.DISPATCH_SEND_EPOCH, sent + 1)
+                if cutlass.const_expr(self.receive):
+                    group.complete(StateWord.DISPATCH_RECV_EPOCH, received + 1)
+            else:
+                if cutlass.const_expr(self.receive):
+                    self.expand_role.withdraw(group, args)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, block_exclusive_scan, shared_array
-from cute_ep.kernels.sync import block_all, report, wait_or_report
+from cute_ep.kernels.sync import block_all, report
 from cute_ep.layouts.arena import HeaderWord, message_map
 from cute_ep.layouts.device import (
     array,
@@ -47,9 +47,11 @@ class Expand:
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
-        """CTA `first` of `count` receiving CTAs; every source's route is ready."""
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
+        """CTA `first` of `count` receiving CTAs; every source's route is ready. False after a timeout."""
         self._read_routes(group, epoch)
+        if first == count // 2:
+            self._announce(group, args)
         if cutlass.const_expr(self.fmt.scale is not None):
             self._zero_padding(group, args, first, count)
         sHeader = shared_array(self.headers, Int32)
@@ -74,6 +76,7 @@ class Expand:
                         self._copy_scales(group, args, epoch, source, token, tokens, sRow)
                 cute.arch.sync_threads()
             item += count
+        return alive
 
     def _chunks(self, sHeader, source):
         chunk = sHeader[source, int(HeaderWord.CHUNK)]
@@ -143,8 +146,7 @@ class Expand:
         arrived = Boolean(True)
         if group.tid == 0:
             flag = group.base + group.arena.message_ready.at(source, chunk)
-            state = group.base + group.arena.state.offset
-            arrived = wait_or_report(flag, epoch, group.deadline, group.status, state, source, Phase.MESSAGE, chunk)
+            arrived = group.wait_one(flag, epoch, source, Phase.MESSAGE, chunk)
         return block_all(arrived)
 
     @cute.jit
@@ -215,8 +217,8 @@ class Expand:
                     gScale[pad_row + row, tile] = Uint32(0)
 
     @cute.jit
-    def announce(self, group, args, epoch: Int64, complete: Boolean) -> None:
-        """Last receiving CTA: offsets, counts and headers of a complete round, zeros after a timeout."""
+    def _announce(self, group, args) -> None:
+        """Offsets, counts and headers of this round, from what `_read_routes` left in shared memory."""
         sBase = shared_array(self.bases, Int32)
         sBlock = shared_array(self.blocks, Int32)
         sHeader = shared_array(self.headers, Int32)
@@ -226,22 +228,26 @@ class Expand:
         gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
         gNumRows = array(args.num_rows, Int32, 1)
         for expert in range(group.tid, group.local_experts + 1, THREADS):
-            row = Int32(0)
-            if complete:
-                row = sBase[expert * group.ranks]
+            row = sBase[expert * group.ranks]
             gRowOffset[expert] = row
             if expert < group.local_experts:
                 gExpertId[expert] = expert
                 if cutlass.const_expr(self.fmt.scale is not None):
-                    block = Int32(0)
-                    if complete:
-                        block = sBlock[expert]
-                    gScaleOffset[expert] = block - row // ATOM_ROWS
+                    gScaleOffset[expert] = sBlock[expert] - row // ATOM_ROWS
             else:
                 gNumRows[0] = row
         for index in range(group.tid, group.ranks * len(HeaderWord), THREADS):
             word, source = item_coord(index, len(HeaderWord))
-            value = Int32(0)
-            if complete:
-                value = sHeader[source, word]
-            gHeader[source, word] = value
+            gHeader[source, word] = sHeader[source, word]
+
+    @cute.jit
+    def withdraw(self, group, args) -> None:
+        """One thread, after a timeout: no rows, no tokens."""
+        gRowOffset = array(args.row_offsets, Int32, group.local_experts + 1)
+        gHeader = array(args.headers, Int32, group.ranks * len(HeaderWord))
+        gNumRows = array(args.num_rows, Int32, 1)
+        gNumRows[0] = 0
+        for expert in range(group.local_experts + 1):
+            gRowOffset[expert] = 0
+        for index in range(group.ranks * len(HeaderWord)):
+            gHeader[index] = 0

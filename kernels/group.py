@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.sync import block_all, now_ns, post, wait_or_report
-from cute_ep.layouts.arena import PARITIES, Arena, StateWord
+from cute_ep.layouts.arena import Arena, StateWord
 from cute_ep.layouts.device import array, device_arena, pointer
 from cute_ep.layouts.formats import Format
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import MAX_RANKS
+from cute_ep.layouts.routing import MAX_RANKS, Phase
 from cutlass import Boolean, Int32, Int64
 
 
@@ -20,16 +20,18 @@ from cutlass import Boolean, Int32, Int64
 class GroupArgs:
     """Arguments that all kernels of a group share. Addresses are 64-bit; sizes and counts 32-bit.
 
-    peers: int64[R], every rank's arena as this device maps it. status: host-visible records, (R + 1) x 16 bytes.
-    slots: return rows a token (`return_slots`).
+    arena: this rank's arena. peers: int64[R], every rank's arena as this device maps it. status: host-visible
+    records, (R + 1) x 16 bytes. slots: return rows a token (`return_slots`).
     """
 
+    arena: Int64
     peers: Int64
     status: Int64
     timeout_ns: Int64
     rank: Int32
     ranks: Int32
     experts: Int32
+    local_experts: Int32
     top_k: Int32
     max_tokens: Int32
     hidden: Int32
@@ -53,6 +55,7 @@ class GroupView:
     status: Int64
     deadline: Int64
     base: Int64
+    peer_base: Int64
     fmt: Format | None
     arena: Arena
     sPeers: cute.Tensor
@@ -61,39 +64,57 @@ class GroupView:
         """Address of one of this rank's state words."""
         return self.base + self.arena.state.at(int(word))
 
-    def next_epoch(self, word: StateWord) -> Int64:
-        """The epoch that this launch works on: rounds completed so far, plus one."""
-        return cute.arch.load(pointer(self.state_word(word), Int64), Int64) + 1
+    def completed(self, word: StateWord) -> Int64:
+        """Rounds that this rank has completed in one phase; this launch works on the next one."""
+        return cute.arch.load(pointer(self.state_word(word), Int64), Int64)
 
-    def finish_epoch(self, word: StateWord, epoch: Int64) -> None:
-        """Count the round as done; by one thread of the last CTA out."""
+    def complete(self, word: StateWord, epoch: Int64) -> None:
+        """Count the round as completed; by one thread of the last CTA out."""
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
-    def aborted(self) -> Boolean:
-        """Whether some wait of this rank has timed out, now or in an earlier launch."""
-        word = pointer(self.state_word(StateWord.ABORT), Int64)
-        return cute.arch.load(word, Int64, sem="relaxed", scope="gpu") != 0
-
     @cute.jit
-    def wait_all_ranks(self, flags: Region, epoch: Int64, phase) -> Boolean:
-        """CTA-wide: wait until every peer's word of the own `flags` holds at least `epoch`."""
-        arrived = Boolean(True)
-        if self.tid < self.ranks:
-            flag = self.base + flags.at(self.tid)
-            state = self.base + self.arena.state.offset
-            arrived = wait_or_report(flag, epoch, self.deadline, self.status, state, self.tid, phase, Int32(0))
-        return block_all(arrived)
+    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, *index) -> Boolean:
+        """CTA barrier: wait until the word (peer, *index) of the own `flags` holds at least `epoch` for every peer.
+
+        False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch.
+        """
+        tid = self.tid
+        abort = pointer(self.state_word(StateWord.ABORT), Int64)
+        alive = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
+        if tid < self.ranks and alive:
+            alive = self.wait_one(self.base + flags.at(tid, *index), epoch, tid, phase, *index)
+        return block_all(alive)
+
+    def wait_one(self, flag: Int64, epoch: Int64, peer: Int32, phase: Phase, *index) -> Boolean:
+        """One thread's bounded wait for `peer`."""
+        state = self.base + self.arena.state.offset
+        at = index[0] if index else Int32(0)
+        return wait_or_report(flag, epoch, self.deadline, self.status, state, peer, phase, at)
 
     @cute.jit
     def post_all_ranks(self, flags: Region, epoch: Int64, *index) -> None:
         """Post `epoch` into word (own rank, *index) of every peer's `flags`; after a CTA barrier."""
-        if self.tid < self.ranks:
-            post(self.sPeers[self.tid] + flags.at(self.rank, *index), epoch)
+        tid = self.tid
+        if tid < self.ranks:
+            post(self.sPeers[tid] + flags.at(self.rank, *index), epoch)
+
+    @cute.jit
+    def acknowledge(self, consumed: Region, received: Int64) -> None:
+        """Let the peers overwrite what this rank has read: post the rounds that it had completed at launch.
+
+        Comes before any wait of the launch, since a peer may wait for it. Earlier launches have ended, so their reads
+        have. By one CTA, away from those that carry the first messages.
+        """
+        tid = self.tid
+        if self.cta == self.ctas // 2 and tid < self.ranks:
+            post(self.peer_base + consumed.at(self.rank), received)
 
 
 @cute.jit
 def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region) -> GroupView:
-    """Read the peer table into shared memory and derive this CTA's view; contains a CTA barrier.
+    """Start reading the peer table into shared memory and derive this CTA's view.
+
+    sPeers may be read after the first CTA barrier; peer_base is peer `tid`'s arena in the first threads.
 
     hidden, top_k: compile-time numbers that replace the run-time arguments, or None.
     """
@@ -104,9 +125,10 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
     tid = cute.arch.thread_idx()[0]
     sPeers = shared_array(peers, Int64)
     gPeers = array(args.peers, Int64, args.ranks)
+    peer_base = Int64(0)
     if tid < args.ranks:
-        sPeers[tid] = gPeers[tid]
-    cute.arch.sync_threads()
+        peer_base = gPeers[tid]
+        sPeers[tid] = peer_base
     return GroupView(
         tid=tid,
         cta=cute.arch.block_idx()[0],
@@ -114,17 +136,18 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
         rank=args.rank,
         ranks=args.ranks,
         experts=args.experts,
-        local_experts=args.experts // args.ranks,
+        local_experts=args.local_experts,
         top_k=top_k,
         max_tokens=args.max_tokens,
         hidden=hidden,
         status=args.status,
         deadline=now_ns() + args.timeout_ns,
-        base=sPeers[args.rank],
+        base=args.arena,
+        peer_base=peer_base,
         fmt=fmt,
         arena=device_arena(
             ranks=args.ranks,
-            experts=args.experts,
+            local_experts=args.local_experts,
             top_k=top_k,
             max_tokens=args.max_tokens,
             hidden=hidden,
@@ -133,11 +156,6 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
         ),
         sPeers=sPeers,
     )
-
-
-def parity_of(epoch: Int64) -> Int64:
-    """Which of the two buffers the epoch uses."""
-    return epoch % PARITIES
 
 
 def peer_table(regions: RegionMap) -> Region:

@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
 from cute_ep.kernels.block import THREADS, shared_array
 from cute_ep.kernels.route import checked_expert
-from cute_ep.kernels.sync import block_all, wait_or_report
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
@@ -32,8 +31,8 @@ class Reduce:
         self.weights = shared.add("slot_weights", 4, MAX_CHUNK_ENTRIES)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
-        """CTA `first` of `count` receiving CTAs."""
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
+        """CTA `first` of `count` receiving CTAs. False after a timeout."""
         chunks = (args.tokens + args.chunk - 1) // args.chunk
         alive = Boolean(True)
         chunk = first
@@ -41,11 +40,12 @@ class Reduce:
             token = chunk * args.chunk
             tokens = cutlass.min(args.chunk, args.tokens - token)
             self._find_slots(group, args, token, tokens)
-            alive = self._wait_chunk(group, epoch, chunk)
+            alive = group.wait_all_ranks(group.arena.return_ready, epoch, Phase.RETURN, chunk)  # from GiveBack.run
             if alive:
                 self._sum(group, args, epoch, token, tokens)
             cute.arch.sync_threads()
             chunk += count
+        return alive
 
     @cute.jit
     def _find_slots(self, group, args, token, tokens) -> None:
@@ -67,16 +67,6 @@ class Reduce:
             if cutlass.const_expr(not self.partial):
                 gWeight = array(args.router_weights, Float32, entries)
                 sWeight[index] = gWeight[token * group.top_k + index]
-
-    @cute.jit
-    def _wait_chunk(self, group, epoch: Int64, chunk) -> Boolean:
-        """CTA-wide wait for return_ready[d][chunk] of every rank d, posted by `GiveBack.run` on d."""
-        arrived = Boolean(True)
-        if group.tid < group.ranks:
-            flag = group.base + group.arena.return_ready.at(group.tid, chunk)
-            state = group.base + group.arena.state.offset
-            arrived = wait_or_report(flag, epoch, group.deadline, group.status, state, group.tid, Phase.RETURN, chunk)
-        return block_all(arrived)
 
     @cute.jit
     def _sum(self, group, args, epoch: Int64, token, tokens) -> None:

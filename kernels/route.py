@@ -55,9 +55,13 @@ class Route:
                 if chunk == chunks - 1:
                     self._push_counts(group, args, epoch, sHistogram)
                 chunk += group.ctas
-            last = arrive_last(group.state_word(StateWord.ROUTE_DONE), route_ctas, group.tid)
-            if last:
+            if route_ctas == 1:
+                cute.arch.sync_threads()
                 group.post_all_ranks(group.arena.route_ready, epoch)
+            else:
+                last = arrive_last(group.state_word(StateWord.ROUTE_DONE), route_ctas, group.tid)
+                if last:
+                    group.post_all_ranks(group.arena.route_ready, epoch)
 
     @cute.jit
     def _count_before(self, group, args, first: Int32, sHistogram) -> None:

@@ -2,12 +2,13 @@
 
 Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`.
 
-| word               | PTX                                     | orders                                             |
-| ------------------ | --------------------------------------- | -------------------------------------------------- |
-| `post`             | st.release.sys                          | all stores that happen before it -> the flag       |
-| `wait_at_least`    | ld.relaxed.sys loop, fence.acq_rel.sys  | the flag -> all loads that happen after it         |
-| `block_all`        | barrier.cta.red.and                     | one thread's wait -> the whole CTA (and a verdict) |
-| `arrive_last`      | bar.sync, atom.acq_rel.sys              | every CTA's work -> the last CTA out               |
+| word              | PTX                                           | orders                                              |
+| ----------------- | --------------------------------------------- | --------------------------------------------------- |
+| `post`            | st.release.sys                                | all that happens before it -> the flag              |
+| `wait_at_least`   | ld.acquire.sys loop                           | the flag -> all that happens after it               |
+| `block_all`       | barrier.cta.red.and                           | one thread's wait -> the whole CTA (and a verdict)  |
+| `arrive_last`     | fence.acq_rel.sys, atom.relaxed, fence again  | every arriving CTA's stores -> the last one's posts |
+| `count_out`       | bar.sync, atom.relaxed                        | nothing: it only finds the last CTA of the launch   |
 
 `post` covers stores of other threads of the CTA when a CTA barrier stands between (causality order is transitive).
 None of these is a proxy fence: data moved by the async proxy needs its own.
@@ -37,10 +38,9 @@ def now_ns() -> Int64:
 def wait_at_least(flag: Int64, epoch: Int64, deadline: Int64) -> Int64:
     """Poll `flag` until it holds at least `epoch` or the deadline passes; returns the last value seen."""
     word = pointer(flag, Int64)
-    seen = cute.arch.load(word, Int64, sem="relaxed", scope="sys")
+    seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
     while seen < epoch and now_ns() < deadline:
-        seen = cute.arch.load(word, Int64, sem="relaxed", scope="sys")
-    cute.arch.fence_acq_rel_sys()
+        seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
     return seen
 
 
@@ -109,7 +109,33 @@ def arrive_last(counter: Int64, arrivals: Int32, tid: Int32) -> Boolean:
     if tid == 0:
         cute.arch.fence_acq_rel_sys()
         word = pointer(counter, Int32)
-        last = cute.arch.atomic_add(word, Int32(1), sem="acq_rel", scope="sys") == arrivals - 1
+        last = cute.arch.atomic_add(word, Int32(1), sem="relaxed", scope="gpu") == arrivals - 1
         if last:
+            cute.arch.fence_acq_rel_sys()
             cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
     return block_any(last)
+
+
+FAILED = 1 << 16
+"""Added to the exit counter by a CTA whose wait timed out; a grid has fewer CTAs than this."""
+
+
+@cute.jit
+def count_out(counter: Int64, ctas: Int32, alive: Boolean, tid: Int32):
+    """Count this CTA out of the launch; thread 0 of the last one gets (True, whether every CTA was alive).
+
+    Orders nothing: the end of the launch does that for whatever comes after it on the stream. The epoch words are
+    read before (their values were used) and written after by the last CTA only.
+    """
+    cute.arch.sync_threads()
+    last = Boolean(False)
+    complete = Boolean(False)
+    if tid == 0:
+        word = pointer(counter, Int32)
+        mine = cutlass.select_(alive, Int32(1), Int32(1 + FAILED))
+        after = cute.arch.atomic_add(word, mine, sem="relaxed", scope="gpu") + mine
+        last = after % FAILED == ctas
+        complete = after == ctas
+        if last:
+            cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
+    return last, complete

@@ -59,11 +59,11 @@ def scale_words(address: Int64, blocks, column_tiles):
     return cute.make_tensor(pointer(address, Uint32), layout)
 
 
-def device_arena(*, ranks, experts, top_k, max_tokens, hidden, slots, fmt: Format | None) -> Arena:
+def device_arena(*, ranks, local_experts, top_k, max_tokens, hidden, slots, fmt: Format | None) -> Arena:
     """The arena's byte map in 64-bit device integers; fmt None: for code that never touches `messages`."""
     return Arena(
         ranks=Int64(ranks),
-        local_experts=Int64(experts // ranks),
+        local_experts=Int64(local_experts),
         top_k=Int64(top_k),
         max_tokens=Int64(max_tokens),
         message=message_bytes(fmt, Int64(hidden)) if fmt else Int64(0),

@@ -169,6 +169,20 @@ def test_devices() -> None:
             parse_devices(text)
 
 
+def test_link_matrix(monkeypatch) -> None:
+    from cute_ep import machine
+
+    topology = (
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n"
+        "GPU0\t X \tNV18\t0-31\t0\n"
+        "GPU1\tNV18\t X \t0-31\t0\n\nLegend:\n\n  X    = Self\n"
+    )
+    monkeypatch.setattr(machine, "_output", lambda *command: topology.strip())
+    assert machine.link_matrix() == [["X", "NV18"], ["NV18", "X"]]
+    monkeypatch.setattr(machine, "_output", lambda *command: None)
+    assert machine.link_matrix() is None and machine.driver_version() is None
+
+
 def test_numbers_have_units() -> None:
     assert [bytes_text(n) for n in (0, 999, 1000, 234_881_024, 15e9)] == ["0 B", "999 B", "1 kB", "235 MB", "15 GB"]
     assert [seconds_text(t) for t in (12.34e-6, 0.25, 3.0)] == ["12.3 us", "250 ms", "3 s"]
@@ -200,7 +214,15 @@ def test_demo_layer_agrees_with_the_dense_layer() -> None:
         wanted = demo.dense_layer(cfg, batches, experts)
         assert 0.2 < torch.cat(wanted).std() < 2
         results, times = demo.run_layer(connect_local(cfg, devices), batches, experts, ("exact", "partial"))
-        assert set(times.seconds) == {"dispatch", "gate|up", "swiglu", "down", "combine exact", "combine partial"}
+        assert set(times.seconds) == {
+            "dispatch",
+            "decode rows",
+            "gate|up",
+            "swiglu",
+            "down",
+            "combine exact",
+            "combine partial",
+        }
         for mode in results:
             largest, rms = demo.relative_errors(results[mode], wanted)
             assert 0 < rms < limit and largest < 2 * limit, (fmt, mode)

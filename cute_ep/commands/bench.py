@@ -1,5 +1,5 @@
-"""Time dispatch, both combines, and dispatch + combine in a CUDA graph; beside them the bytes that must move and what
-those bytes take at copy speeds measured in the same run."""
+"""Time dispatch, both combines, and in CUDA graphs these and the pair of dispatch and combine; beside the times the
+bytes that must move and what those bytes take at copy speeds measured in the same run."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def result_table(fmt: str) -> Table:
 
 def add_result(table: Table, case: dict) -> None:
     """One row of `measure_case` and `against_ceilings`."""
-    name = case["mode"].replace("_", " ") + (" (graph)" if case["mode"].startswith("pair") else "")
+    name = case["mode"].replace("_", " ")
     times = (f"{case[f'p{percent}_us']:.1f}" for percent in (50, 95, 99))
     floors = (f"{case[f'{which}_floor_us']:.1f}" for which in ("link", "memory"))
     moved = (bytes_text(case[f"{which}_bytes"]) for which in ("remote", "logical"))

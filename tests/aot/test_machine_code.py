@@ -21,8 +21,8 @@ SHARED_BYTES = 50 * 1024
 RESERVED_SHARED_BYTES = 1024
 """Shared memory that the system takes from every CTA."""
 
-SPILLED_BYTES = {Variant("dispatch_async", arch, "nvfp4"): 8 for arch in ("sm_100a", "sm_103a", "sm_120a")}
-"""Stack bytes a thread of the variants that spill at all; compile-only architectures."""
+SPILLED_BYTES = {"sm_90a": 0}
+"""Stack bytes a thread that spills may take. 16, two register pairs, on architectures that we compile for only."""
 
 Sass = Callable[[Variant], list[str]]
 
@@ -44,10 +44,10 @@ def test_two_ctas_fit_on_an_sm(library: dict[Variant, LibraryEntry], variant: Va
 
 @ALL
 def test_no_spills(library: dict[Variant, LibraryEntry], sass: Sass, variant: Variant) -> None:
-    allowed = SPILLED_BYTES.get(variant, 0)
+    allowed = SPILLED_BYTES.get(variant.arch, 16)
     assert library[variant].spill_bytes <= allowed
     local = [line for line in sass(variant) if re.search(r"\b(STL|LDL)\b", line)]
-    assert bool(local) <= bool(allowed), local
+    assert allowed or not local, local
 
 
 @ALL
@@ -98,13 +98,13 @@ def fenced_posts(code: list[str]) -> tuple[int, list[str]]:
 
 
 def fenced_waits(code: list[str]) -> tuple[int, list[str]]:
-    """(polls, those after which another global load comes before a system-scope fence)."""
+    """(polls, those after which another global load comes before an acquire drops what the L1 holds)."""
     found, bad = 0, []
     for index, line in enumerate(code):
         if re.search(r"\bLD(G)?\.\S*STRONG\.SYS\b", line):
             found += 1
             for after in code[index + 1 :]:
-                if re.search(r"\bMEMBAR\.\S*SYS\b|\bLDG\.\S*STRONG\.SYS\b", after):
+                if re.search(r"\bCCTL\.IVALL\b|\bLDG\.\S*STRONG\.SYS\b", after):
                     break
                 if re.search(r"\bLDG\b", after):
                     bad.append(line)
@@ -118,16 +118,15 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
     for found, bad in (fenced_posts(code), fenced_waits(code)):
         assert found >= 1
         assert not bad
-    assert any("CCTL.IVALL" in line for line in code), "an acquire drops what the L1 holds"
 
 
 def test_the_checks_see_a_missing_fence() -> None:
     post, store, fence = "STG.E.64.STRONG.SYS [R2], R4", "STG.E.128 [R8], R12", "MEMBAR.ALL.SYS"
     assert fenced_posts([store, fence, post]) == (1, [])
     assert fenced_posts([fence, store, post]) == (1, [post])
-    poll, load = "LDG.E.64.STRONG.SYS R4, [R2]", "LDG.E.128 R8, [R10]"
-    assert fenced_waits([poll, poll, fence, load]) == (2, [])
-    assert fenced_waits([poll, load, fence]) == (1, [poll])
+    poll, load, acquire = "LDG.E.64.STRONG.SYS R4, [R2]", "LDG.E.128 R8, [R10]", "CCTL.IVALL"
+    assert fenced_waits([poll, poll, acquire, load]) == (2, [])
+    assert fenced_waits([poll, load, acquire]) == (1, [poll])
 
 
 def _ptx(variant: Variant) -> str:
@@ -143,9 +142,9 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
         ptx = pool.submit(_ptx, Variant("dispatch", arch, "bf16")).result()
     for instruction in (
         r"st\.release\.sys\S*\.b64",
-        r"ld\.relaxed\.sys\S*\.b64",
+        r"ld\.acquire\.sys\S*\.b64",
         r"fence\.acq_rel\.sys",
-        r"atom\.global\.sys\.acq_rel\.add",
+        r"atom\.global\.add\.u32",
         r"bar(rier)?\.(cta\.)?red\.and",
         rf"\.reqntid {THREADS}\b",
         rf"\.minnctapersm {CTAS_PER_SM}\b",

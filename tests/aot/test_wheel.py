@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import cute_ep
 from cute_ep.layouts.variants import Variant, variants
 from cute_ep.library import LibraryEntry
 
@@ -62,4 +63,4 @@ def test_wheel_brings_its_kernels(library: dict[Variant, LibraryEntry], tmp_path
     venv.create(site, with_pip=False, clear=True)
     python = site / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet", wheel, cwd=tmp_path)
-    assert run(python, "-c", FIND, cwd=tmp_path).split() == ["0.1.0", str(len(variants()))]
+    assert run(python, "-c", FIND, cwd=tmp_path).split() == [cute_ep.__version__, str(len(variants()))]
