@@ -93,6 +93,7 @@ class Combine:
         sent = group.completed(StateWord.COMBINE_SEND_EPOCH)
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
         group.acknowledge(group.arena.combine_consumed, received)
+        group.share_peers()
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
             alive = group.wait_all_ranks(group.arena.combine_consumed, sent - 1, Phase.COMBINE_CONSUMED)

@@ -104,6 +104,7 @@ class Dispatch:
         sent = group.completed(StateWord.DISPATCH_SEND_EPOCH)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
         group.acknowledge(group.arena.dispatch_consumed, received)
+        group.share_peers()
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
             alive = self._send_half(group, args, sent + 1)

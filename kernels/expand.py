@@ -31,8 +31,12 @@ from cute_ep.layouts.routing import (
     entry_expert,
     entry_position,
 )
-from cute_ep.layouts.scales import ATOM_COLUMNS, ATOM_ROWS, row_blocks, scale_columns
+from cute_ep.layouts.scales import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, row_blocks, scale_columns
 from cutlass import Boolean, Int32, Int64, Uint32
+
+
+PADDING_JOBS = 8
+"""Pieces into which the zeroing of one expert's padding is cut, so that few experts keep many CTAs busy."""
 
 
 class Expand:
@@ -90,13 +94,16 @@ class Expand:
         sBlock = shared_array(self.blocks, Int32)
         sHeader = shared_array(self.headers, Int32)
         gCounts = region_array(group.base, group.arena.counts, Int32, parity)
-        gHeader = region_array(group.base, group.arena.header, Int32, parity)
+        gHeader = vector_tensor(group.base + group.arena.header.at(parity), 1, group.ranks)
+        rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
+        if group.tid < group.ranks:
+            cute.copy(vector_atom(), gHeader[None, 0, group.tid], rHeader)
         for pair in range(group.tid, group.experts, THREADS):
             source, expert = item_coord(pair, group.ranks)
             sBase[pair] = gCounts[source, expert]
         if group.tid < group.ranks:
             for word in cutlass.range_constexpr(len(HeaderWord)):
-                sHeader[group.tid, word] = gHeader[group.tid, word]
+                sHeader[group.tid, word] = Int32(rHeader[word])
         cute.arch.sync_threads()
         sScan = shared_array(self.scan, Int32)
         block_exclusive_scan(sBase, group.experts, sScan, group.tid)
@@ -142,9 +149,12 @@ class Expand:
 
     @cute.jit
     def _wait_chunk(self, group, epoch: Int64, source, chunk) -> Boolean:
-        """CTA-wide wait for message_ready[source][chunk], posted by `Send.run` on `source`."""
+        """CTA-wide wait for message_ready[source][chunk], posted by `Send.run` on `source`.
+
+        By the last thread, which is the least likely to be busy with `_find_rows`.
+        """
         arrived = Boolean(True)
-        if group.tid == 0:
+        if group.tid == THREADS - 1:
             flag = group.base + group.arena.message_ready.at(source, chunk)
             arrived = group.wait_one(flag, epoch, source, Phase.MESSAGE, chunk)
         return block_all(arrived)
@@ -207,14 +217,25 @@ class Expand:
         sBlock = shared_array(self.blocks, Int32)
         tiles = scale_columns(group.fmt.scale_bytes(group.hidden))
         gScale = scale_words(args.out_scales, args.capacity, tiles)
-        for expert in cutlass.range(first, group.local_experts, count):
+        rZero = cute.make_rmem_tensor(4, Uint32)
+        rZero.fill(0)
+        for job in cutlass.range(first, group.local_experts * PADDING_JOBS, count):
+            part, expert = item_coord(job, PADDING_JOBS)
             rows = self._rows_of(group, sBase, expert)
-            padding = row_blocks(rows) * ATOM_ROWS - rows
-            pad_row = sBlock[expert] * ATOM_ROWS + rows
-            if sBase[(expert + 1) * group.ranks] <= args.capacity:
-                for item in range(group.tid, padding * tiles, THREADS):
-                    row, tile = item_coord(item, padding)
-                    gScale[pad_row + row, tile] = Uint32(0)
+            in_block = rows % ATOM_ROWS
+            if in_block > 0 and sBase[(expert + 1) * group.ranks] <= args.capacity:
+                block = sBlock[expert] + rows // ATOM_ROWS
+                block_address = args.out_scales + Int64(block) * ATOM_BYTES * tiles
+                for item in range(group.tid, 32 * ((tiles - part + PADDING_JOBS - 1) // PADDING_JOBS), THREADS):
+                    line, turn = item_coord(item, 32)
+                    tile = part + turn * PADDING_JOBS
+                    if line >= in_block:  # rows line, line + 32, ... share one 16-byte line of the atom: all padding
+                        gLines = vector_tensor(block_address + Int64(tile) * ATOM_BYTES, 1, 32)
+                        cute.copy(vector_atom(), rZero, gLines[None, 0, line])
+                    else:
+                        for row in range(line + 32, ATOM_ROWS, 32):
+                            if row >= in_block:
+                                gScale[block * ATOM_ROWS + row, tile] = Uint32(0)
 
     @cute.jit
     def _announce(self, group, args) -> None:

@@ -14,11 +14,11 @@ from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, NO_ROW
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, MAX_RANKS, NO_ROW
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-SUMS_IN_FLIGHT = 2
-"""Vectors that a thread sums side by side (partial mode)."""
+ROWS_IN_FLIGHT = 4
+"""Rows of one vector that a thread loads before it adds the first (partial mode)."""
 
 
 class GiveBack:
@@ -28,21 +28,29 @@ class GiveBack:
         self.partial = partial
         self.rows = shared.add("give_back_rows", 4, MAX_CHUNK_ENTRIES)
         self.weights = shared.add("give_back_weights", 4, MAX_CHUNK_ENTRIES)
+        self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
         self.entries = shared.add("give_back_entries", 4, MAX_CHUNK_ENTRIES + 1)
 
     @cute.jit
     def run(self, group, args, epoch: Int64) -> None:
-        gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
+        sHeader = shared_array(self.headers, Int32)
+        gHeader = vector_tensor(args.headers, 1, group.ranks)
+        rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
+        if group.tid < group.ranks:
+            cute.copy(vector_atom(), gHeader[None, 0, group.tid], rHeader)
+            for word in cutlass.range_constexpr(len(HeaderWord)):
+                sHeader[group.tid, word] = Int32(rHeader[word])
+        cute.arch.sync_threads()
         most_chunks = Int32(0)
         for source in range(group.ranks):
-            most_chunks = cutlass.max(most_chunks, self._chunks(gHeader, source))
+            most_chunks = cutlass.max(most_chunks, self._chunks(sHeader, source))
         for item in cutlass.range(group.cta, most_chunks * group.ranks, args.send_ctas):
             turn, chunk = item_coord(item, group.ranks)
             source = (group.rank + 1 + turn) % group.ranks
-            if chunk < self._chunks(gHeader, source):
-                tokens_per_chunk = gHeader[source, int(HeaderWord.CHUNK)]
+            if chunk < self._chunks(sHeader, source):
+                tokens_per_chunk = sHeader[source, int(HeaderWord.CHUNK)]
                 token = chunk * tokens_per_chunk
-                tokens = cutlass.min(tokens_per_chunk, gHeader[source, int(HeaderWord.TOKENS)] - token)
+                tokens = cutlass.min(tokens_per_chunk, sHeader[source, int(HeaderWord.TOKENS)] - token)
                 self._find_rows(group, args, source, token, tokens)
                 if cutlass.const_expr(self.partial):
                     self._push_sums(group, args, epoch, source, token, tokens)
@@ -52,9 +60,9 @@ class GiveBack:
                 if group.tid == 0:
                     post(group.sPeers[source] + group.arena.return_ready.at(group.rank, chunk), epoch)
 
-    def _chunks(self, gHeader, source):
-        chunk = cutlass.max(gHeader[source, int(HeaderWord.CHUNK)], Int32(1))
-        return (gHeader[source, int(HeaderWord.TOKENS)] + chunk - 1) // chunk
+    def _chunks(self, sHeader, source):
+        chunk = cutlass.max(sHeader[source, int(HeaderWord.CHUNK)], Int32(1))
+        return (sHeader[source, int(HeaderWord.TOKENS)] + chunk - 1) // chunk
 
     @cute.jit
     def _find_rows(self, group, args, source, token, tokens) -> None:
@@ -130,30 +138,28 @@ class GiveBack:
         returns = group.arena.returns
         base = group.sPeers[source] + returns.at(epoch % 2, token, group.rank)
         gHome = vector_tensor(base, vectors, tokens, returns.stride[1])
-        items = tokens * vectors
-        rX = cute.make_rmem_tensor((4, SUMS_IN_FLIGHT), Uint32)
-        rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, SUMS_IN_FLIGHT), Float32)
-        for first in range(group.tid, items, THREADS * SUMS_IN_FLIGHT):
+        rX = cute.make_rmem_tensor((4, ROWS_IN_FLIGHT), Uint32)
+        rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        for item in range(group.tid, tokens * vectors, THREADS):
+            vector, owner = item_coord(item, vectors)
             rSum.fill(0.0)
-            present = Int32(0)
-            for k in range(group.top_k):
-                for slot in cutlass.range_constexpr(SUMS_IN_FLIGHT):
-                    item = first + slot * THREADS
-                    if item < items:
-                        vector, owner = item_coord(item, vectors)
-                        row = sRow[owner * group.top_k + k]
-                        if row >= 0:
-                            cute.copy(vector_atom(), gRow[None, vector, row], rX[None, slot])
-                for slot in cutlass.range_constexpr(SUMS_IN_FLIGHT):
-                    item = first + slot * THREADS
-                    if item < items:
-                        owner = item // vectors
-                        entry = owner * group.top_k + k
-                        if sRow[entry] >= 0:
-                            accumulate(rSum[None, slot], rX[None, slot], sWeight[entry])
-                            present = present | Int32(1 << slot)
-            for slot in cutlass.range_constexpr(SUMS_IN_FLIGHT):
-                if present & Int32(1 << slot) != 0:
-                    vector, owner = item_coord(first + slot * THREADS, vectors)
-                    round_to_bf16(rSum[None, slot], rX[None, slot])
-                    cute.copy(vector_atom(), rX[None, slot], gHome[None, vector, owner])
+            present = Boolean(False)
+            for base_k in range(0, group.top_k, ROWS_IN_FLIGHT):
+                for turn in cutlass.range_constexpr(ROWS_IN_FLIGHT):
+                    row = self._row_of(group, sRow, owner, base_k + turn)
+                    if row >= 0:
+                        cute.copy(vector_atom(), gRow[None, vector, row], rX[None, turn])
+                for turn in cutlass.range_constexpr(ROWS_IN_FLIGHT):
+                    if self._row_of(group, sRow, owner, base_k + turn) >= 0:
+                        accumulate(rSum, rX[None, turn], sWeight[owner * group.top_k + base_k + turn])
+                        present = Boolean(True)
+            if present:
+                round_to_bf16(rSum, rX[None, 0])
+                cute.copy(vector_atom(), rX[None, 0], gHome[None, vector, owner])
+
+    @cute.jit
+    def _row_of(self, group, sRow, owner, k) -> Int32:
+        row = Int32(NO_ROW)
+        if k < group.top_k:
+            row = sRow[owner * group.top_k + k]
+        return row

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cute_ep.kernels.block import shared_array
-from cute_ep.kernels.sync import block_all, now_ns, post, wait_or_report
+from cute_ep.kernels.sync import block_all, now_ns, post, wait_at_least
 from cute_ep.layouts.arena import Arena, StateWord
 from cute_ep.layouts.device import array, device_arena, pointer
 from cute_ep.layouts.formats import Format
@@ -73,15 +73,21 @@ class GroupView:
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
     @cute.jit
+    def share_peers(self) -> None:
+        """Store the peer table; it may be read after the next CTA barrier."""
+        sPeers, tid = self.sPeers, self.tid
+        if tid < self.ranks:
+            sPeers[tid] = self.peer_base
+
+    @cute.jit
     def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, *index) -> Boolean:
         """CTA barrier: wait until the word (peer, *index) of the own `flags` holds at least `epoch` for every peer.
 
         False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch.
         """
+        alive = Boolean(True)
         tid = self.tid
-        abort = pointer(self.state_word(StateWord.ABORT), Int64)
-        alive = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
-        if tid < self.ranks and alive:
+        if tid < self.ranks:
             alive = self.wait_one(self.base + flags.at(tid, *index), epoch, tid, phase, *index)
         return block_all(alive)
 
@@ -89,7 +95,7 @@ class GroupView:
         """One thread's bounded wait for `peer`."""
         state = self.base + self.arena.state.offset
         at = index[0] if index else Int32(0)
-        return wait_or_report(flag, epoch, self.deadline, self.status, state, peer, phase, at)
+        return wait_at_least(flag, epoch, self.deadline, self.status, state, peer, phase, at)
 
     @cute.jit
     def post_all_ranks(self, flags: Region, epoch: Int64, *index) -> None:
@@ -112,9 +118,10 @@ class GroupView:
 
 @cute.jit
 def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region) -> GroupView:
-    """Start reading the peer table into shared memory and derive this CTA's view.
+    """Start reading the peer table and derive this CTA's view.
 
-    sPeers may be read after the first CTA barrier; peer_base is peer `tid`'s arena in the first threads.
+    peer_base is peer `tid`'s arena in the first R threads; sPeers is filled by `share_peers`, so that its latency
+    overlaps with that of the first waits.
 
     hidden, top_k: compile-time numbers that replace the run-time arguments, or None.
     """
@@ -128,7 +135,6 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
     peer_base = Int64(0)
     if tid < args.ranks:
         peer_base = gPeers[tid]
-        sPeers[tid] = peer_base
     return GroupView(
         tid=tid,
         cta=cute.arch.block_idx()[0],

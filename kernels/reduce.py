@@ -18,8 +18,8 @@ from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, Phase
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-SUMS_IN_FLIGHT = 2
-"""Vectors that a thread sums side by side."""
+SLOTS_IN_FLIGHT = 4
+"""Slots of one vector that a thread loads before it adds the first."""
 
 
 class Reduce:
@@ -80,32 +80,23 @@ class Reduce:
         slots = group.top_k
         if cutlass.const_expr(self.partial):
             slots = group.ranks
-        items = tokens * vectors
-        rX = cute.make_rmem_tensor((4, SUMS_IN_FLIGHT), Uint32)
-        rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, SUMS_IN_FLIGHT), Float32)
-        for first in range(group.tid, items, THREADS * SUMS_IN_FLIGHT):
+        rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
+        rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        for item in range(group.tid, tokens * vectors, THREADS):
+            vector, owner = item_coord(item, vectors)
+            filled = Uint32(sMask[owner])
             rSum.fill(0.0)
-            for slot in range(slots):
-                gSlot = vector_tensor(base + slot * returns.stride[2], vectors, tokens, returns.stride[1])
-                for batch in cutlass.range_constexpr(SUMS_IN_FLIGHT):
-                    item = first + batch * THREADS
-                    if item < items:
-                        vector, owner = item_coord(item, vectors)
-                        if (Uint32(sMask[owner]) >> Uint32(slot)) & Uint32(1) != Uint32(0):
-                            cute.copy(vector_atom(), gSlot[None, vector, owner], rX[None, batch])
-                for batch in cutlass.range_constexpr(SUMS_IN_FLIGHT):
-                    item = first + batch * THREADS
-                    if item < items:
-                        owner = item // vectors
-                        if (Uint32(sMask[owner]) >> Uint32(slot)) & Uint32(1) != Uint32(0):
-                            if cutlass.const_expr(self.partial):
-                                accumulate(rSum[None, batch], rX[None, batch], None)
-                            else:
-                                weight = sWeight[owner * group.top_k + slot]
-                                accumulate(rSum[None, batch], rX[None, batch], weight)
-            for batch in cutlass.range_constexpr(SUMS_IN_FLIGHT):
-                item = first + batch * THREADS
-                if item < items:
-                    vector, owner = item_coord(item, vectors)
-                    round_to_bf16(rSum[None, batch], rX[None, batch])
-                    cute.copy(vector_atom(), rX[None, batch], gOut[None, vector, owner])
+            for base_slot in range(0, slots, SLOTS_IN_FLIGHT):
+                for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                    if (filled >> Uint32(base_slot + turn)) & Uint32(1) != Uint32(0):
+                        slot_base = base + (base_slot + turn) * returns.stride[2]
+                        gSlot = vector_tensor(slot_base, vectors, tokens, returns.stride[1])
+                        cute.copy(vector_atom(), gSlot[None, vector, owner], rX[None, turn])
+                for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                    if (filled >> Uint32(base_slot + turn)) & Uint32(1) != Uint32(0):
+                        if cutlass.const_expr(self.partial):
+                            accumulate(rSum, rX[None, turn], None)
+                        else:
+                            accumulate(rSum, rX[None, turn], sWeight[owner * group.top_k + base_slot + turn])
+            round_to_bf16(rSum, rX[None, 0])
+            cute.copy(vector_atom(), rX[None, 0], gOut[None, vector, owner])

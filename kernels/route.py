@@ -19,7 +19,7 @@ from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
 from cutlass import Int32, Int64, Uint32
 
 ROUTE_ENTRIES = 256
-"""Entries of one route chunk: ranked by one warp in 8 steps."""
+"""Entries of one route chunk: one a thread, ranked by one warp in 8 steps."""
 
 
 def checked_expert(expert: Int32, experts: Int32) -> Int32:
@@ -49,9 +49,10 @@ class Route:
             while chunk < chunks:
                 first = chunk * ROUTE_ENTRIES
                 last = cutlass.min(first + ROUTE_ENTRIES, entries)
+                weight = self._load_entry(group, args, first, last, sPacked)
                 self._count_before(group, args, first, sHistogram)
-                self._rank_chunk(group, args, first, last, sHistogram, sPacked)
-                self._push_entries(group, args, epoch, first, last, sPacked)
+                self._rank_chunk(group, first, last, sHistogram, sPacked)
+                self._push_entries(group, args, epoch, first, last, weight, sPacked)
                 if chunk == chunks - 1:
                     self._push_counts(group, args, epoch, sHistogram)
                 chunk += group.ctas
@@ -64,30 +65,45 @@ class Route:
                     group.post_all_ranks(group.arena.route_ready, epoch)
 
     @cute.jit
+    def _load_entry(self, group, args, first: Int32, last: Int32, sPacked) -> Int32:
+        """One entry a thread: its checked expert into sPacked, its weight's bits as result."""
+        index = first + group.tid
+        weight = Int32(0)
+        if index < last:
+            entries = args.tokens * group.top_k
+            if args.router_weights != Int64(0):
+                weight = array(args.router_weights, Int32, entries)[index]
+            given = array(args.topk_ids, Int32, entries)[index]
+            expert = checked_expert(given, group.experts)
+            if expert != given:
+                state = group.base + group.arena.state.offset
+                report(group.status, state, group.ranks, Phase.EXPERT_ID, index, group.experts, given)
+            sPacked[index - first] = expert
+        return weight
+
+    @cute.jit
     def _count_before(self, group, args, first: Int32, sHistogram) -> None:
+        """sHistogram[expert] = entries of this rank before `first` that chose it."""
         for expert in range(group.tid, group.experts, THREADS):
             sHistogram[expert] = 0
         cute.arch.sync_threads()
-        gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-        for index in range(group.tid, first, THREADS):
-            expert = checked_expert(gIds[index], group.experts)
-            if expert >= 0:
-                cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
-        cute.arch.sync_threads()
+        if first > 0:
+            gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
+            for index in range(group.tid, first, THREADS):
+                expert = checked_expert(gIds[index], group.experts)
+                if expert >= 0:
+                    cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
+            cute.arch.sync_threads()
 
     @cute.jit
-    def _rank_chunk(self, group, args, first: Int32, last: Int32, sHistogram, sPacked) -> None:
+    def _rank_chunk(self, group, first: Int32, last: Int32, sHistogram, sPacked) -> None:
+        """Turn the experts of sPacked into packed entries and add them to the histogram, 32 at a time in order."""
         if group.tid < 32:
-            gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-            for step in range(first, last, 32):
+            for step in range(0, last - first, 32):
                 index = step + group.tid
                 expert = Int32(MASKED_ENTRY)
-                if index < last:
-                    given = gIds[index]
-                    expert = checked_expert(given, group.experts)
-                    if expert != given:
-                        state = group.base + group.arena.state.offset
-                        report(group.status, state, group.ranks, Phase.EXPERT_ID, index, group.experts, given)
+                if index < last - first:
+                    expert = sPacked[index]
                 same = cute.arch.match_sync(-1, expert)
                 earlier = cute.arch.popc(same & Uint32(cute.arch.lanemask_lt()))
                 packed = Int32(MASKED_ENTRY)
@@ -97,18 +113,16 @@ class Route:
                 if expert >= 0 and earlier == 0:
                     sHistogram[expert] = sHistogram[expert] + Int32(cute.arch.popc(same))
                 cute.arch.sync_warp()
-                if index < last:
-                    sPacked[index - first] = packed
+                if index < last - first:
+                    sPacked[index] = packed
         cute.arch.sync_threads()
 
     @cute.jit
-    def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, sPacked) -> None:
+    def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, weight: Int32, sPacked) -> None:
         parity = epoch % 2
         entries = args.tokens * group.top_k
-        for index in range(first + group.tid, last, THREADS):
-            weight = Int32(0)
-            if args.router_weights != Int64(0):
-                weight = array(args.router_weights, Int32, entries)[index]
+        index = first + group.tid
+        if index < last:
             for peer in range(group.ranks):
                 arena = group.sPeers[peer]
                 gEntries = array(arena + group.arena.entries.at(parity, group.rank), Int32, entries)

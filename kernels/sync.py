@@ -35,16 +35,6 @@ def now_ns() -> Int64:
 
 
 @cute.jit
-def wait_at_least(flag: Int64, epoch: Int64, deadline: Int64) -> Int64:
-    """Poll `flag` until it holds at least `epoch` or the deadline passes; returns the last value seen."""
-    word = pointer(flag, Int64)
-    seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
-    while seen < epoch and now_ns() < deadline:
-        seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
-    return seen
-
-
-@cute.jit
 def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
     """Write one host-visible status record in a single 16-byte store, and raise this rank's abort word."""
     words = cute.make_rmem_tensor(len(StatusWord), Uint32)
@@ -60,7 +50,7 @@ def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr,
 
 
 @cute.jit
-def wait_or_report(
+def wait_at_least(
     flag: Int64,
     epoch: Int64,
     deadline: Int64,
@@ -70,12 +60,22 @@ def wait_or_report(
     phase: cutlass.Constexpr,
     index,
 ) -> Boolean:
-    """One thread's bounded wait for `peer`; on timeout the status record of that peer says what was missing."""
-    seen = wait_at_least(flag, epoch, deadline)
+    """One thread polls `flag`, which `peer` posts, until it holds at least `epoch`.
+
+    False when the deadline passes, and then the status record of the peer says what was missing; False at once when
+    another wait of this rank has failed, now or in an earlier launch.
+    """
+    word = pointer(flag, Int64)
+    seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
+    healthy = cute.arch.load(pointer(state + 8 * StateWord.ABORT, Int64), Int64, sem="relaxed", scope="gpu") == 0
+    limit = cutlass.select_(healthy, deadline, Int64(0))
+    while seen < epoch and now_ns() < limit:
+        seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
     arrived = seen >= epoch
-    if not arrived:
-        report(status, state, peer, phase, Int32(index), epoch, seen)
-    return arrived
+    if healthy:
+        if not arrived:
+            report(status, state, peer, phase, Int32(index), epoch, seen)
+    return arrived & healthy
 
 
 def block_all(verdict: Boolean) -> Boolean:
