@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 TORCH  := torch==2.13.0
-JOBS   ?= 2
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 HAS_GPU   := nvidia-smi --list-gpus >/dev/null 2>&1
 HAS_TORCH := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
@@ -44,8 +44,8 @@ lint: $(VENV)/tools.stamp  ## ruff and mypy
 build: build/library/all.stamp  ## compile the kernels of all architectures into build/library
 
 wheel: build/library/all.stamp  ## the wheel with the kernels of all architectures, in dist
-	rm -rf cute_ep/library && cp -r build/library cute_ep/library
-	$(PY) -m pip wheel . --no-deps --wheel-dir dist
+	rm -rf build/lib cute_ep/library && cp -r build/library cute_ep/library
+	$(PY) -m pip wheel $(QUIET) . --no-deps --wheel-dir dist
 	rm -rf cute_ep/library
 
 clean:  ## remove everything that the other targets made

@@ -17,33 +17,7 @@ from pathlib import Path
 import cute_ep
 from cute_ep.cubin import read_resources
 from cute_ep.layouts.variants import Variant
-from cute_ep.library import MANIFEST, LibraryEntry, read_manifest
-
-DSL_PACKAGE = "nvidia-cutlass-dsl"
-
-
-def dsl_version() -> str | None:
-    """Version of the installed CuTe DSL, None where there is none."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(DSL_PACKAGE)
-    except PackageNotFoundError:
-        return None
-
-
-def source_hash() -> str:
-    """Digest of everything a cubin is made from: the sources of kernels and layouts, and the compiler's version."""
-    import cute_ep.kernels as kernels
-    import cute_ep.layouts as layouts
-
-    digest = hashlib.sha256(str(dsl_version()).encode())
-    for package in (layouts, kernels):
-        root = Path(package.__file__).parent
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+from cute_ep.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
 
 
 def build_one(variant: Variant, folder: Path, digest: str) -> LibraryEntry:
@@ -59,6 +33,7 @@ def build_one(variant: Variant, folder: Path, digest: str) -> LibraryEntry:
         path=path,
         sha256=hashlib.sha256(compiled.cubin).hexdigest(),
         source_hash=digest,
+        dsl=str(dsl_version()),
         entry=resources.entry,
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
@@ -93,7 +68,11 @@ def build(
         raise RuntimeError('the CuTe DSL is not installed: pip install "cute-ep[build]"')
     digest = source_hash()
     entries = read_manifest(folder)
-    fresh = {v for v, entry in entries.items() if entry.source_hash == digest and entry.path.exists()}
+    fresh = {
+        variant
+        for variant, entry in entries.items()
+        if (entry.source_hash, entry.dsl) == (digest, dsl_version()) and entry.path.exists()
+    }
     todo = [variant for variant in wanted if variant not in fresh]
     for variant in wanted:
         if variant in fresh and on_done:
@@ -114,7 +93,7 @@ def build(
                         on_done(variant, True)
     finally:
         rows = [entries[variant].to_json() for variant in sorted(entries, key=lambda v: (v.arch, v.symbol))]
-        manifest = {"version": cute_ep.__version__, "dsl": dsl_version(), "variants": rows}
+        manifest = {"version": cute_ep.__version__, "variants": rows}
         _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
     return [entries[variant] for variant in wanted]
 

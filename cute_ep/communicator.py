@@ -285,6 +285,13 @@ class Communicator:
             self._closed = True
             self._release(self)
 
+    def free(self) -> None:
+        """Give back everything but the arena; the group calls this when no kernel of the rank can run any more."""
+        with torch.cuda.device(self.device):
+            for kernel in self._kernels.values():
+                kernel.unload()
+        self._status.free()
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -325,6 +332,7 @@ class Communicator:
             "global_scale": _address(input_scale),
             "tokens": x.shape[0],
             "chunk": chunk,
+            "chunks": -(-x.shape[0] // chunk),
         }
         pending = PendingDispatch(
             self._dispatches.sent + 1, topk_ids, router_weights, chunk, (x, topk_ids, router_weights, input_scale)
@@ -401,6 +409,7 @@ class Communicator:
             "router_weights": weights.data_ptr(),
             "tokens": tokens,
             "chunk": dispatched.tokens_per_chunk,
+            "chunks": -(-tokens // dispatched.tokens_per_chunk),
         }
 
     def _launch(
@@ -425,7 +434,8 @@ class Communicator:
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of this rank's input."""
         width, words = len(StatusWord), self._status.words
-        return [tuple(words[width * record : width * (record + 1)]) for record in range(self.cfg.world_size + 1)]
+        starts = range(0, width * (self.cfg.world_size + 1), width)
+        return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]
 
     def _raise_timeout(self) -> None:
         missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
@@ -467,8 +477,8 @@ _NO_DISPATCH_OUTPUT = dict.fromkeys(
     ),
     0,
 )
-_NO_DISPATCH_INPUT = dict.fromkeys(("x", "topk_ids", "router_weights", "global_scale", "tokens"), 0) | {"chunk": 1}
-_NO_COMBINE_OUTPUT = dict.fromkeys(("out", "topk_ids", "router_weights", "tokens"), 0) | {"chunk": 1}
+_NO_DISPATCH_INPUT = dict.fromkeys(("x", "topk_ids", "router_weights", "global_scale", "tokens", "chunk", "chunks"), 0)
+_NO_COMBINE_OUTPUT = dict.fromkeys(("out", "topk_ids", "router_weights", "tokens", "chunk", "chunks"), 0)
 _NO_COMBINE_INPUT = dict.fromkeys(("rows", "row_map", "headers", "weights", "capacity"), 0)
 
 

@@ -35,9 +35,7 @@ def assert_bits(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None
         )
 
 
-def assert_prefix_and_poison(
-    actual: torch.Tensor, expected: torch.Tensor, poison_byte: int, name: str
-) -> None:
+def assert_prefix_and_poison(actual: torch.Tensor, expected: torch.Tensor, poison_byte: int, name: str) -> None:
     """Fail unless the first len(expected) rows of `actual` agree bit for bit with `expected` and every byte
     of its other rows still is `poison_byte`."""
     __tracebackhide__ = True

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import Arena, message_bytes, return_slots
-from cute_ep.layouts.formats import VECTOR_BYTES, Format, format_named
+from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, max_rows
+
+MAX_HIDDEN = 65536
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class EPConfig:
                 raise EPConfigError(f"{name} = {getattr(self, name)!r}: {rule}")
 
         for name, low, high in (
+            ("hidden", 1, MAX_HIDDEN),
             ("world_size", 1, MAX_RANKS),
             ("num_experts", 1, MAX_EXPERTS),
             ("top_k", 1, MAX_TOP_K),
@@ -55,18 +58,16 @@ class EPConfig:
         )
         require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
         require(0 < self.timeout_s <= 3600, "timeout_s", "must be in (0, 3600] seconds")
+        require(self.dispatch_format in FORMATS, "dispatch_format", f"must be one of {', '.join(FORMATS)}")
         try:
             self.format.check_hidden(self.hidden)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
-        require(
-            self.hidden * 2 % VECTOR_BYTES == 0, "hidden", f"a bfloat16 row must be a multiple of {VECTOR_BYTES} bytes"
-        )
 
     @property
     def format(self) -> Format:
-        """The record of `dispatch_format`; ValueError when it is not registered."""
-        return format_named(self.dispatch_format)
+        """The record of `dispatch_format`."""
+        return FORMATS[self.dispatch_format]
 
     @property
     def local_experts(self) -> int:

@@ -58,9 +58,11 @@ def connect_local(
             return
         for device in sharing:
             torch.cuda.synchronize(device)
-        if not any(member.failed for member in members):
-            for arena in arenas:
-                arena.free()
+        if any(member.failed for member in members):
+            return
+        for member in members:
+            member.free()
+            member.arena.free()
 
     for rank, device in enumerate(chosen):
         open_ranks.append(
@@ -122,6 +124,7 @@ def connect(
             if peer != rank:
                 close_handle(device, address)
         dist.barrier(group)
+        communicator.free()
         arena.free()
 
     communicator = Communicator(

@@ -112,7 +112,8 @@ class HostMemory:
         ctypes.memset(self.address, 0, 4 * words)
 
     def free(self) -> None:
-        """Release the memory; no kernel may still be running."""
+        """Release the memory; no kernel may still be running. `words` keep their last values."""
+        self.words = type(self.words)(*self.words)
         check(driver.cuMemFreeHost(self.address))
 
 

@@ -7,11 +7,12 @@ from functools import cache
 import torch
 
 from cute_ep.driver import Kernel, architecture
+from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import VECTOR_BYTES, format_named
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL
 from cute_ep.library import Library
 from cute_ep.tuning import CTAS_PER_SM
-from cute_ep.validate import EPInputError, check_input_scale, check_tensor
+from cute_ep.validate import check_tensor
 
 
 @cache
@@ -45,13 +46,16 @@ def quantize(
         VariantMissing: the kernel is not in the library.
     """
     record = format_named(fmt)
+    if not record.scale:
+        raise EPInputError(f"fmt = {fmt!r}: has no scales, there is nothing to quantise")
     check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16, alignment=VECTOR_BYTES)
     tokens, hidden = x.shape
     try:
         record.check_hidden(hidden)
     except ValueError as error:
         raise EPInputError(str(error)) from None
-    check_input_scale(record, input_scale)
+    if input_scale is not None:
+        check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
     payload = torch.empty(tokens, record.payload_bytes(hidden), dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, record.scale_bytes(hidden), dtype=torch.uint8, device=x.device)
     device = x.device.index or 0
@@ -89,6 +93,9 @@ def copy_bytes(
             f"source.nbytes = {source.nbytes}, destination.nbytes = {destination.nbytes}: must be equal and a "
             f"multiple of {VECTOR_BYTES}"
         )
+    for name, tensor in (("source", source), ("destination", destination)):
+        if not tensor.is_contiguous() or tensor.data_ptr() % VECTOR_BYTES:
+            raise EPInputError(f"{name}: must be contiguous and aligned to {VECTOR_BYTES} bytes")
     device = source.device.index or 0
     arguments = {"source": source.data_ptr(), "destination": destination.data_ptr(), "num_bytes": source.nbytes}
     kernel = _kernel(device, COPY_KERNEL, None, library)

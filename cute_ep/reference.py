@@ -285,7 +285,7 @@ def dispatch(
     first_token = [sum(x.shape[0] for x in xs[:rank]) for rank in range(ranks)]
     payload = torch.cat([rows for rows, _ in encoded])
     linear_scales = torch.cat([scales for _, scales in encoded]) if fmt.scale else None
-    header = [[x.shape[0], 1, int(weights is not None), 0] for x, weights in zip(xs, weights_of, strict=True)]
+    header = [[x.shape[0], 1, int(weights is not None), x.shape[0]] for x, weights in zip(xs, weights_of, strict=True)]
 
     results = []
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""How a launch is shaped: CTAs, their roles, tokens a chunk. Data and one look-up; every choice gives the same bytes."""
+"""How a launch is shaped: CTAs, their roles, tokens a chunk. Data and a look-up; every choice gives the same bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def launch_shape(operation: str, cfg: EPConfig, tokens: int, chunk: int, max_cta
         chunk: tokens a chunk.
         max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
     """
-    grid = min(max_ctas, max(32, cfg.world_size * -(-tokens // chunk)))
+    expected = tokens or cfg.max_tokens_per_rank  # a rank without tokens knows nothing of the others'
+    grid = min(max_ctas, max(32, cfg.world_size * -(-expected // chunk)))
     if operation.endswith("_async"):
         return Shape(grid, grid, grid)
     if operation.endswith("_wait"):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Uint8, Uint32
+
 from cute_ep.layouts.device import vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
-from cutlass import Int32, Uint8, Uint32
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -65,7 +66,7 @@ def block_prefix_sum(value: Int32, sScan, tid: Int32):
 def block_exclusive_scan(sValues, count: Int32, sScan, tid: Int32) -> Int32:
     """Replace sValues[0 .. count) by its exclusive prefix sum, store the total at [count] and return it."""
     total = Int32(0)
-    for first in range(0, count, THREADS):
+    for first in cutlass.range(0, count, THREADS, unroll=1):
         index = first + tid
         value = Int32(0)
         if index < count:
@@ -92,7 +93,7 @@ def block_memcpy(destination, source, num_bytes, tid: Int32) -> None:
     gSource = vector_tensor(source, vectors, 1)
     gDestination = vector_tensor(destination, vectors, 1)
     rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-    for first in range(tid, vectors, THREADS * LOADS_IN_FLIGHT):
+    for first in cutlass.range(tid, vectors, THREADS * LOADS_IN_FLIGHT, unroll=1):
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             vector = first + slot * THREADS
             if vector < vectors:

@@ -8,6 +8,9 @@ import typing
 from dataclasses import dataclass
 
 import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.base_dsl.compiler import DumpDir
+
 from cute_ep.kernels.codec import codec_for
 from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
@@ -15,8 +18,6 @@ from cute_ep.kernels.dispatch import Dispatch
 from cute_ep.kernels.quantize import Quantize
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, Variant
-from cutlass import Int32
-from cutlass.base_dsl.compiler import DumpDir
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
 from cute_ep.kernels.block import CTAS_PER_SM, THREADS
 from cute_ep.kernels.give_back import GiveBack
 from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
@@ -32,7 +34,6 @@ from cute_ep.kernels.sync import count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
-from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class CombineArgs(GroupArgs):
     """Run-time arguments of the three combine kernels, in parameter order.
 
     Send: rows [capacity, hidden] bf16; row_map, headers, weights of the dispatch output; CTAs below send_ctas send.
-    Receive: out [T, hidden] bf16, the own topk_ids and router_weights, tokens T, chunk (as dispatched); CTAs from
-    receive_from receive.
+    Receive: out [T, hidden] bf16, the own topk_ids and router_weights, tokens T, chunk and chunks as dispatched; CTAs
+    from receive_from receive.
     """
 
     rows: Int64
@@ -55,6 +56,7 @@ class CombineArgs(GroupArgs):
     router_weights: Int64
     tokens: Int32
     chunk: Int32
+    chunks: Int32
     receive_from: Int32
 
 

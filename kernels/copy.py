@@ -1,4 +1,4 @@
-"""Copy: bytes from one address to another, own or a peer's memory. Measures the ceilings that the others are held to."""
+"""Copy: bytes between two addresses, own or a peer's. Measures the ceilings that the other kernels are held to."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cute_ep.kernels.block import CTAS_PER_SM, THREADS, block_memcpy
 from cutlass import Int32, Int64
+
+from cute_ep.kernels.block import CTAS_PER_SM, THREADS, block_memcpy
 
 SLICE_BYTES = 32768
 """Bytes that a CTA copies at a time."""

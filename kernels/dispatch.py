@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
 from cute_ep.kernels.block import CTAS_PER_SM, THREADS, scan_scratch
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
@@ -33,7 +35,6 @@ from cute_ep.kernels.sync import count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
-from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DispatchArgs(GroupArgs):
     """Run-time arguments of the three dispatch kernels, in parameter order.
 
     Send: x [T, hidden] bf16, topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T,
-    chunk (tokens that share a flag), send_ctas (CTAs below it send).
+    chunk (tokens that share a flag), chunks (of this rank), send_ctas (CTAs below it send).
     Receive: the outputs of `DispatchBuffers`, capacity (rows of tokens and src_info), receive_from (CTAs from it
     receive).
     """
@@ -52,6 +53,7 @@ class DispatchArgs(GroupArgs):
     global_scale: Int64
     tokens: Int32
     chunk: Int32
+    chunks: Int32
     send_ctas: Int32
     out_tokens: Int64
     out_scales: Int64

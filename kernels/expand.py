@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, block_exclusive_scan, shared_array
+from cute_ep.kernels.divide import divisor
 from cute_ep.kernels.sync import block_all, report
 from cute_ep.layouts.arena import HeaderWord, message_map
 from cute_ep.layouts.device import (
@@ -32,8 +35,6 @@ from cute_ep.layouts.routing import (
     entry_position,
 )
 from cute_ep.layouts.scales import ATOM_BYTES, ATOM_COLUMNS, ATOM_ROWS, row_blocks, scale_columns
-from cutlass import Boolean, Int32, Int64, Uint32
-
 
 PADDING_JOBS = 8
 """Pieces into which the zeroing of one expert's padding is cut, so that few experts keep many CTAs busy."""
@@ -61,14 +62,16 @@ class Expand:
         sHeader = shared_array(self.headers, Int32)
         sRow = shared_array(self.rows, Int32)
         most_chunks = Int32(0)
-        for source in range(group.ranks):
-            most_chunks = cutlass.max(most_chunks, self._chunks(sHeader, source))
+        for source in cutlass.range(group.ranks, unroll=1):
+            most_chunks = cutlass.max(most_chunks, sHeader[source, int(HeaderWord.CHUNKS)])
         alive = Boolean(True)
         item = first
         while alive and item < most_chunks * group.ranks:
-            turn, chunk = item_coord(item, group.ranks)
-            source = (group.rank + turn) % group.ranks
-            if chunk < self._chunks(sHeader, source):
+            turn, chunk = group.by_ranks.split(item)
+            source = group.rank + turn
+            if source >= group.ranks:
+                source -= group.ranks
+            if chunk < sHeader[source, int(HeaderWord.CHUNKS)]:
                 tokens_per_chunk = sHeader[source, int(HeaderWord.CHUNK)]
                 token = chunk * tokens_per_chunk
                 tokens = cutlass.min(tokens_per_chunk, sHeader[source, int(HeaderWord.TOKENS)] - token)
@@ -82,14 +85,10 @@ class Expand:
             item += count
         return alive
 
-    def _chunks(self, sHeader, source):
-        chunk = sHeader[source, int(HeaderWord.CHUNK)]
-        return (sHeader[source, int(HeaderWord.TOKENS)] + chunk - 1) // chunk
-
     @cute.jit
     def _read_routes(self, group, epoch: Int64) -> None:
         """sBase[e * R + source] = first output row of that pair, sBase[E] = all rows; block starts; headers."""
-        parity = epoch % 2
+        parity = epoch & 1
         sBase = shared_array(self.bases, Int32)
         sBlock = shared_array(self.blocks, Int32)
         sHeader = shared_array(self.headers, Int32)
@@ -98,8 +97,8 @@ class Expand:
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         if group.tid < group.ranks:
             cute.copy(vector_atom(), gHeader[None, 0, group.tid], rHeader)
-        for pair in range(group.tid, group.experts, THREADS):
-            source, expert = item_coord(pair, group.ranks)
+        for pair in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
+            source, expert = group.by_ranks.split(pair)
             sBase[pair] = gCounts[source, expert]
         if group.tid < group.ranks:
             for word in cutlass.range_constexpr(len(HeaderWord)):
@@ -108,7 +107,7 @@ class Expand:
         sScan = shared_array(self.scan, Int32)
         block_exclusive_scan(sBase, group.experts, sScan, group.tid)
         if cutlass.const_expr(self.fmt.scale is not None):
-            for expert in range(group.tid, group.local_experts, THREADS):
+            for expert in cutlass.range(group.tid, group.local_experts, THREADS, unroll=1):
                 sBlock[expert] = row_blocks(self._rows_of(group, sBase, expert))
             cute.arch.sync_threads()
             block_exclusive_scan(sBlock, group.local_experts, sScan, group.tid)
@@ -122,13 +121,13 @@ class Expand:
         sBase = shared_array(self.bases, Int32)
         first = token * group.top_k
         in_rank = group.max_tokens * group.top_k
-        gEntry = array(group.base + group.arena.entries.at(epoch % 2, source), Int32, in_rank)
-        gWeight = array(group.base + group.arena.weights.at(epoch % 2, source), Int32, in_rank)
+        gEntry = array(group.base + group.arena.entries.at(epoch & 1, source), Int32, in_rank)
+        gWeight = array(group.base + group.arena.weights.at(epoch & 1, source), Int32, in_rank)
         gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
         gWeightOut = array(args.weights, Int32, group.ranks, in_rank)
         gSource = array(args.src_info, Int32, args.capacity, 2)
         weighted = sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0
-        for index in range(group.tid, tokens * group.top_k, THREADS):
+        for index in cutlass.range(group.tid, tokens * group.top_k, THREADS, unroll=1):
             entry = gEntry[first + index]
             row = Int32(NO_ROW)
             local = entry_expert(entry) - group.rank * group.local_experts
@@ -141,7 +140,7 @@ class Expand:
             sRow[index] = row
             gRowMap[source, first + index] = row
             if row >= 0:
-                owner, slot = index // group.top_k, index % group.top_k
+                slot, owner = group.by_top_k.split(index)
                 gSource[row, 0] = token + owner
                 gSource[row, 1] = slot
                 if weighted:
@@ -164,21 +163,22 @@ class Expand:
         row_bytes = group.fmt.payload_bytes(Int64(group.hidden))
         units = group.fmt.payload_bytes(group.hidden) // VECTOR_BYTES
         messages = group.arena.messages
-        gMessage = vector_tensor(group.base + messages.at(epoch % 2, source, token), units, tokens, messages.stride[2])
+        gMessage = vector_tensor(group.base + messages.at(epoch & 1, source, token), units, tokens, messages.stride[2])
         gOut = vector_tensor(args.out_tokens, units, args.capacity, row_bytes)
         items = units * tokens
+        by_units = divisor(units)
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-        for base in range(group.tid, items, THREADS * LOADS_IN_FLIGHT):
+        for base in cutlass.range(group.tid, items, THREADS * LOADS_IN_FLIGHT, unroll=1):
             for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                 item = base + slot * THREADS
                 if item < items:
-                    unit, owner = item_coord(item, units)
+                    unit, owner = by_units.split(item)
                     cute.copy(vector_atom(), gMessage[None, unit, owner], rQ[None, slot])
-            for k in range(group.top_k):
+            for k in cutlass.range(group.top_k, unroll=1):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     item = base + slot * THREADS
                     if item < items:
-                        unit, owner = item_coord(item, units)
+                        unit, owner = by_units.split(item)
                         row = sRow[owner * group.top_k + k]
                         if row >= 0:
                             cute.copy(vector_atom(), rQ[None, slot], gOut[None, unit, row])
@@ -192,18 +192,19 @@ class Expand:
         tiles = scale_columns(scale_bytes)
         messages = group.arena.messages
         _, scales, _ = message_map(group.fmt.payload_bytes(Int64(group.hidden)), Int64(scale_bytes))
-        base = group.base + messages.at(epoch % 2, source, token) + scales.offset
+        base = group.base + messages.at(epoch & 1, source, token) + scales.offset
         gEntry = array(
-            group.base + group.arena.entries.at(epoch % 2, source, token), Int32, group.max_tokens * group.top_k
+            group.base + group.arena.entries.at(epoch & 1, source, token), Int32, group.max_tokens * group.top_k
         )
         gScale = scale_words(args.out_scales, args.capacity, tiles)
-        for item in range(group.tid, tiles * tokens, THREADS):
-            tile, owner = item_coord(item, tiles)
+        by_tiles = divisor(tiles)
+        for item in cutlass.range(group.tid, tiles * tokens, THREADS, unroll=1):
+            tile, owner = by_tiles.split(item)
             word = Uint32(array(base + owner * messages.stride[2], Uint32, tiles)[tile])
             beyond = (tile + 1) * ATOM_COLUMNS - scale_bytes
             if beyond > 0:
                 word = word & (Uint32(0xFFFFFFFF) >> Uint32(8 * beyond))
-            for k in range(group.top_k):
+            for k in cutlass.range(group.top_k, unroll=1):
                 row = sRow[owner * group.top_k + k]
                 if row >= 0:
                     expert = entry_expert(gEntry[owner * group.top_k + k]) - group.rank * group.local_experts
@@ -226,20 +227,24 @@ class Expand:
             if in_block > 0 and sBase[(expert + 1) * group.ranks] <= args.capacity:
                 block = sBlock[expert] + rows // ATOM_ROWS
                 block_address = args.out_scales + Int64(block) * ATOM_BYTES * tiles
-                for item in range(group.tid, 32 * ((tiles - part + PADDING_JOBS - 1) // PADDING_JOBS), THREADS):
+                own_tiles = (tiles - part + PADDING_JOBS - 1) // PADDING_JOBS
+                for item in cutlass.range(group.tid, 32 * own_tiles, THREADS, unroll=1):
                     line, turn = item_coord(item, 32)
                     tile = part + turn * PADDING_JOBS
                     if line >= in_block:  # rows line, line + 32, ... share one 16-byte line of the atom: all padding
                         gLines = vector_tensor(block_address + Int64(tile) * ATOM_BYTES, 1, 32)
                         cute.copy(vector_atom(), rZero, gLines[None, 0, line])
                     else:
-                        for row in range(line + 32, ATOM_ROWS, 32):
+                        for row in cutlass.range(line + 32, ATOM_ROWS, 32, unroll=1):
                             if row >= in_block:
                                 gScale[block * ATOM_ROWS + row, tile] = Uint32(0)
 
     @cute.jit
     def _announce(self, group, args) -> None:
-        """Offsets, counts and headers of this round, from what `_read_routes` left in shared memory."""
+        """Offsets, counts and headers of this round, from what `_read_routes` left in shared memory.
+
+        No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
+        """
         sBase = shared_array(self.bases, Int32)
         sBlock = shared_array(self.blocks, Int32)
         sHeader = shared_array(self.headers, Int32)
@@ -248,16 +253,22 @@ class Expand:
         gScaleOffset = array(args.scales_offsets, Int32, group.local_experts)
         gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
         gNumRows = array(args.num_rows, Int32, 1)
-        for expert in range(group.tid, group.local_experts + 1, THREADS):
+        fits = sBase[group.experts] <= args.capacity
+        for expert in cutlass.range(group.tid, group.local_experts + 1, THREADS, unroll=1):
             row = sBase[expert * group.ranks]
+            if not fits:
+                row = Int32(0)
             gRowOffset[expert] = row
             if expert < group.local_experts:
                 gExpertId[expert] = expert
                 if cutlass.const_expr(self.fmt.scale is not None):
-                    gScaleOffset[expert] = sBlock[expert] - row // ATOM_ROWS
+                    block = sBlock[expert]
+                    if not fits:
+                        block = Int32(0)
+                    gScaleOffset[expert] = block - row // ATOM_ROWS
             else:
                 gNumRows[0] = row
-        for index in range(group.tid, group.ranks * len(HeaderWord), THREADS):
+        for index in cutlass.range(group.tid, group.ranks * len(HeaderWord), THREADS, unroll=1):
             word, source = item_coord(index, len(HeaderWord))
             gHeader[source, word] = sHeader[source, word]
 
@@ -268,7 +279,7 @@ class Expand:
         gHeader = array(args.headers, Int32, group.ranks * len(HeaderWord))
         gNumRows = array(args.num_rows, Int32, 1)
         gNumRows[0] = 0
-        for expert in range(group.local_experts + 1):
+        for expert in cutlass.range(group.local_experts + 1, unroll=1):
             gRowOffset[expert] = 0
-        for index in range(group.ranks * len(HeaderWord)):
+        for index in cutlass.range(group.ranks * len(HeaderWord), unroll=1):
             gHeader[index] = 0

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array
+from cute_ep.kernels.divide import divisor
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
-from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.device import array, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, MAX_RANKS, NO_ROW
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 ROWS_IN_FLIGHT = 4
 """Rows of one vector that a thread loads before it adds the first (partial mode)."""
@@ -42,12 +44,14 @@ class GiveBack:
                 sHeader[group.tid, word] = Int32(rHeader[word])
         cute.arch.sync_threads()
         most_chunks = Int32(0)
-        for source in range(group.ranks):
-            most_chunks = cutlass.max(most_chunks, self._chunks(sHeader, source))
+        for source in cutlass.range(group.ranks, unroll=1):
+            most_chunks = cutlass.max(most_chunks, sHeader[source, int(HeaderWord.CHUNKS)])
         for item in cutlass.range(group.cta, most_chunks * group.ranks, args.send_ctas):
-            turn, chunk = item_coord(item, group.ranks)
-            source = (group.rank + 1 + turn) % group.ranks
-            if chunk < self._chunks(sHeader, source):
+            turn, chunk = group.by_ranks.split(item)
+            source = group.rank + 1 + turn
+            if source >= group.ranks:
+                source -= group.ranks
+            if chunk < sHeader[source, int(HeaderWord.CHUNKS)]:
                 tokens_per_chunk = sHeader[source, int(HeaderWord.CHUNK)]
                 token = chunk * tokens_per_chunk
                 tokens = cutlass.min(tokens_per_chunk, sHeader[source, int(HeaderWord.TOKENS)] - token)
@@ -60,10 +64,6 @@ class GiveBack:
                 if group.tid == 0:
                     post(group.sPeers[source] + group.arena.return_ready.at(group.rank, chunk), epoch)
 
-    def _chunks(self, sHeader, source):
-        chunk = cutlass.max(sHeader[source, int(HeaderWord.CHUNK)], Int32(1))
-        return (sHeader[source, int(HeaderWord.TOKENS)] + chunk - 1) // chunk
-
     @cute.jit
     def _find_rows(self, group, args, source, token, tokens) -> None:
         """sRow[entry of the chunk]; exact mode also lists the entries that have a row, in order."""
@@ -75,7 +75,7 @@ class GiveBack:
         gWeight = array(args.weights, Float32, group.ranks, in_rank)
         first = token * group.top_k
         entries = tokens * group.top_k
-        for index in range(group.tid, entries, THREADS):
+        for index in cutlass.range(group.tid, entries, THREADS, unroll=1):
             row = gRowMap[source, first + index]
             if row >= args.capacity:
                 row = Int32(NO_ROW)
@@ -87,7 +87,7 @@ class GiveBack:
         if cutlass.const_expr(not self.partial):
             if group.tid < 32:
                 listed = Int32(0)
-                for step in range(0, entries, 32):
+                for step in cutlass.range(0, entries, 32, unroll=1):
                     index = step + group.tid
                     present = Boolean(False)
                     if index < entries:
@@ -112,20 +112,21 @@ class GiveBack:
         sEntry = shared_array(self.entries, Int32)
         gRow, vectors = self._rows_tensor(group, args)
         returns = group.arena.returns
-        base = group.sPeers[source] + returns.at(epoch % 2, token)
+        base = group.sPeers[source] + returns.at(epoch & 1, token)
         items = sEntry[MAX_CHUNK_ENTRIES] * vectors
+        by_vectors = divisor(vectors)
         rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-        for first in range(group.tid, items, THREADS * LOADS_IN_FLIGHT):
+        for first in cutlass.range(group.tid, items, THREADS * LOADS_IN_FLIGHT, unroll=1):
             for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                 item = first + slot * THREADS
                 if item < items:
-                    vector, listed = item_coord(item, vectors)
+                    vector, listed = by_vectors.split(item)
                     cute.copy(vector_atom(), gRow[None, vector, sRow[sEntry[listed]]], rX[None, slot])
             for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                 item = first + slot * THREADS
                 if item < items:
-                    vector, listed = item_coord(item, vectors)
-                    k, owner = item_coord(sEntry[listed], group.top_k)
+                    vector, listed = by_vectors.split(item)
+                    k, owner = group.by_top_k.split(sEntry[listed])
                     home = base + owner * returns.stride[1] + k * returns.stride[2]
                     gHome = vector_tensor(home, vectors, 1)
                     cute.copy(vector_atom(), rX[None, slot], gHome[None, vector, 0])
@@ -136,15 +137,16 @@ class GiveBack:
         sWeight = shared_array(self.weights, Float32)
         gRow, vectors = self._rows_tensor(group, args)
         returns = group.arena.returns
-        base = group.sPeers[source] + returns.at(epoch % 2, token, group.rank)
+        base = group.sPeers[source] + returns.at(epoch & 1, token, group.rank)
         gHome = vector_tensor(base, vectors, tokens, returns.stride[1])
         rX = cute.make_rmem_tensor((4, ROWS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        for item in range(group.tid, tokens * vectors, THREADS):
-            vector, owner = item_coord(item, vectors)
+        by_vectors = divisor(vectors)
+        for item in cutlass.range(group.tid, tokens * vectors, THREADS, unroll=1):
+            vector, owner = by_vectors.split(item)
             rSum.fill(0.0)
             present = Boolean(False)
-            for base_k in range(0, group.top_k, ROWS_IN_FLIGHT):
+            for base_k in cutlass.range(0, group.top_k, ROWS_IN_FLIGHT, unroll=1):
                 for turn in cutlass.range_constexpr(ROWS_IN_FLIGHT):
                     row = self._row_of(group, sRow, owner, base_k + turn)
                     if row >= 0:

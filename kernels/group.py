@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
 from cute_ep.kernels.block import shared_array
-from cute_ep.kernels.sync import block_all, now_ns, post, wait_at_least
+from cute_ep.kernels.divide import Divisor, divisor
+from cute_ep.kernels.sync import acknowledge_reads, block_all, post, wait_at_least
 from cute_ep.layouts.arena import Arena, StateWord
 from cute_ep.layouts.device import array, device_arena, pointer
 from cute_ep.layouts.formats import Format
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MAX_RANKS, Phase
-from cutlass import Boolean, Int32, Int64
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,14 @@ class GroupView:
     max_tokens: Int32
     hidden: Int32
     status: Int64
-    deadline: Int64
+    timeout_ns: Int64
     base: Int64
     peer_base: Int64
     fmt: Format | None
     arena: Arena
+    by_ranks: Divisor
+    by_top_k: Divisor
+    by_local_experts: Divisor
     sPeers: cute.Tensor
 
     def state_word(self, word: StateWord) -> Int64:
@@ -95,7 +100,7 @@ class GroupView:
         """One thread's bounded wait for `peer`."""
         state = self.base + self.arena.state.offset
         at = index[0] if index else Int32(0)
-        return wait_at_least(flag, epoch, self.deadline, self.status, state, peer, phase, at)
+        return wait_at_least(flag, epoch, self.timeout_ns, self.status, state, peer, phase, at)
 
     @cute.jit
     def post_all_ranks(self, flags: Region, epoch: Int64, *index) -> None:
@@ -113,7 +118,7 @@ class GroupView:
         """
         tid = self.tid
         if self.cta == self.ctas // 2 and tid < self.ranks:
-            post(self.peer_base + consumed.at(self.rank), received)
+            acknowledge_reads(self.peer_base + consumed.at(self.rank), received)
 
 
 @cute.jit
@@ -147,7 +152,7 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
         max_tokens=args.max_tokens,
         hidden=hidden,
         status=args.status,
-        deadline=now_ns() + args.timeout_ns,
+        timeout_ns=args.timeout_ns,
         base=args.arena,
         peer_base=peer_base,
         fmt=fmt,
@@ -160,6 +165,9 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
             slots=args.slots,
             fmt=fmt,
         ),
+        by_ranks=divisor(args.ranks),
+        by_top_k=divisor(top_k),
+        by_local_experts=divisor(args.local_experts),
         sPeers=sPeers,
     )
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint16, Uint32
+
 from cute_ep.kernels.block import CTAS_PER_SM, THREADS
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import source_vectors, unit_scale_bytes
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
-from cutlass import Int32, Int64, Uint16, Uint32
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
 from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.divide import divisor
 from cute_ep.kernels.route import checked_expert
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE
-from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.device import array, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, Phase
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 SLOTS_IN_FLIGHT = 4
 """Slots of one vector that a thread loads before it adds the first."""
@@ -33,10 +35,9 @@ class Reduce:
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
-        chunks = (args.tokens + args.chunk - 1) // args.chunk
         alive = Boolean(True)
         chunk = first
-        while alive and chunk < chunks:
+        while alive and chunk < args.chunks:
             token = chunk * args.chunk
             tokens = cutlass.min(args.chunk, args.tokens - token)
             self._find_slots(group, args, token, tokens)
@@ -51,18 +52,18 @@ class Reduce:
     def _find_slots(self, group, args, token, tokens) -> None:
         sMask = shared_array(self.masks, Uint32)
         sWeight = shared_array(self.weights, Float32)
-        for owner in range(group.tid, tokens, THREADS):
+        for owner in cutlass.range(group.tid, tokens, THREADS, unroll=1):
             sMask[owner] = Uint32(0)
         cute.arch.sync_threads()
         entries = args.tokens * group.top_k
         gIds = array(args.topk_ids, Int32, entries)
-        for index in range(group.tid, tokens * group.top_k, THREADS):
-            k, owner = item_coord(index, group.top_k)
+        for index in cutlass.range(group.tid, tokens * group.top_k, THREADS, unroll=1):
+            k, owner = group.by_top_k.split(index)
             expert = checked_expert(gIds[token * group.top_k + index], group.experts)
             if expert >= 0:
                 slot = k
                 if cutlass.const_expr(self.partial):
-                    slot = expert // group.local_experts
+                    _, slot = group.by_local_experts.split(expert)
                 cute.arch.atomic_or(sMask.iterator + owner, Uint32(1) << Uint32(slot))
             if cutlass.const_expr(not self.partial):
                 gWeight = array(args.router_weights, Float32, entries)
@@ -75,18 +76,19 @@ class Reduce:
         row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
         vectors = group.hidden * COMBINE_ITEMSIZE // VECTOR_BYTES
         returns = group.arena.returns
-        base = group.base + returns.at(epoch % 2, token)
+        base = group.base + returns.at(epoch & 1, token)
         gOut = vector_tensor(args.out + Int64(token) * row_bytes, vectors, tokens, row_bytes)
         slots = group.top_k
         if cutlass.const_expr(self.partial):
             slots = group.ranks
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        for item in range(group.tid, tokens * vectors, THREADS):
-            vector, owner = item_coord(item, vectors)
+        by_vectors = divisor(vectors)
+        for item in cutlass.range(group.tid, tokens * vectors, THREADS, unroll=1):
+            vector, owner = by_vectors.split(item)
             filled = Uint32(sMask[owner])
             rSum.fill(0.0)
-            for base_slot in range(0, slots, SLOTS_IN_FLIGHT):
+            for base_slot in cutlass.range(0, slots, SLOTS_IN_FLIGHT, unroll=1):
                 for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                     if (filled >> Uint32(base_slot + turn)) & Uint32(1) != Uint32(0):
                         slot_base = base + (base_slot + turn) * returns.stride[2]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
 from cute_ep.kernels.block import THREADS, shared_array
 from cute_ep.kernels.sync import arrive_last, report
 from cute_ep.layouts.arena import HeaderWord, StateWord
 from cute_ep.layouts.device import array, region_array
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
-from cutlass import Int32, Int64, Uint32
 
 ROUTE_ENTRIES = 256
 """Entries of one route chunk: one a thread, ranked by one warp in 8 steps."""
@@ -84,12 +85,12 @@ class Route:
     @cute.jit
     def _count_before(self, group, args, first: Int32, sHistogram) -> None:
         """sHistogram[expert] = entries of this rank before `first` that chose it."""
-        for expert in range(group.tid, group.experts, THREADS):
+        for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
             sHistogram[expert] = 0
         cute.arch.sync_threads()
         if first > 0:
             gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-            for index in range(group.tid, first, THREADS):
+            for index in cutlass.range(group.tid, first, THREADS, unroll=1):
                 expert = checked_expert(gIds[index], group.experts)
                 if expert >= 0:
                     cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
@@ -99,7 +100,7 @@ class Route:
     def _rank_chunk(self, group, first: Int32, last: Int32, sHistogram, sPacked) -> None:
         """Turn the experts of sPacked into packed entries and add them to the histogram, 32 at a time in order."""
         if group.tid < 32:
-            for step in range(0, last - first, 32):
+            for step in cutlass.range(0, last - first, 32, unroll=1):
                 index = step + group.tid
                 expert = Int32(MASKED_ENTRY)
                 if index < last - first:
@@ -119,11 +120,11 @@ class Route:
 
     @cute.jit
     def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, weight: Int32, sPacked) -> None:
-        parity = epoch % 2
+        parity = epoch & 1
         entries = args.tokens * group.top_k
         index = first + group.tid
         if index < last:
-            for peer in range(group.ranks):
+            for peer in cutlass.range(group.ranks, unroll=1):
                 arena = group.sPeers[peer]
                 gEntries = array(arena + group.arena.entries.at(parity, group.rank), Int32, entries)
                 gEntries[index] = sPacked[index - first]
@@ -135,14 +136,14 @@ class Route:
     @cute.jit
     def _push_counts(self, group, args, epoch: Int64, sHistogram) -> None:
         """After the last chunk the histogram holds this rank's count of every expert."""
-        parity = epoch % 2
-        for expert in range(group.tid, group.experts, THREADS):
-            peer = expert // group.local_experts
+        parity = epoch & 1
+        for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
+            local, peer = group.by_local_experts.split(expert)
             gCounts = region_array(group.sPeers[peer], group.arena.counts, Int32, parity, group.rank)
-            gCounts[expert - peer * group.local_experts] = sHistogram[expert]
+            gCounts[local] = sHistogram[expert]
         if group.tid < group.ranks:
             gHeader = region_array(group.sPeers[group.tid], group.arena.header, Int32, parity, group.rank)
             gHeader[int(HeaderWord.TOKENS)] = args.tokens
             gHeader[int(HeaderWord.CHUNK)] = args.chunk
             gHeader[int(HeaderWord.HAS_WEIGHTS)] = Int32(args.router_weights != Int64(0))
-            gHeader[int(HeaderWord.RESERVED)] = Int32(0)
+            gHeader[int(HeaderWord.CHUNKS)] = args.chunks

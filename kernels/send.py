@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint16, Uint32
+
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import source_vectors, unit_scale_bytes
+from cute_ep.kernels.divide import divisor
 from cute_ep.kernels.route import checked_expert
 from cute_ep.layouts.arena import message_map
-from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.device import array, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
-from cutlass import Int32, Int64, Uint16, Uint32
 
 
 class Send:
@@ -34,8 +36,7 @@ class Send:
     def run(self, group, args, epoch: Int64) -> None:
         sMask = shared_array(self.masks, Uint32)
         state = self.codec.prepare(args.global_scale)
-        chunks = (args.tokens + args.chunk - 1) // args.chunk
-        for chunk in cutlass.range(group.cta, chunks, args.send_ctas):
+        for chunk in cutlass.range(group.cta, args.chunks, args.send_ctas):
             first = chunk * args.chunk
             count = cutlass.min(args.chunk, args.tokens - first)
             self._find_destinations(group, args, first, count, sMask)
@@ -46,15 +47,16 @@ class Send:
     @cute.jit
     def _find_destinations(self, group, args, first: Int32, count: Int32, sMask) -> None:
         """sMask[token in chunk] = bit set of the ranks that own one of its experts."""
-        for token in range(group.tid, count, THREADS):
+        for token in cutlass.range(group.tid, count, THREADS, unroll=1):
             sMask[token] = Uint32(0)
         cute.arch.sync_threads()
         gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-        for entry in range(group.tid, count * group.top_k, THREADS):
+        for entry in cutlass.range(group.tid, count * group.top_k, THREADS, unroll=1):
             expert = checked_expert(gIds[first * group.top_k + entry], group.experts)
             if expert >= 0:
-                bit = Uint32(1) << Uint32(expert // group.local_experts)
-                cute.arch.atomic_or(sMask.iterator + entry // group.top_k, bit)
+                _, peer = group.by_local_experts.split(expert)
+                _, token = group.by_top_k.split(entry)
+                cute.arch.atomic_or(sMask.iterator + token, Uint32(1) << Uint32(peer))
         cute.arch.sync_threads()
 
     @cute.jit
@@ -64,19 +66,20 @@ class Send:
         units = group.fmt.payload_bytes(group.hidden) // VECTOR_BYTES
         gX = vector_tensor(source, units * self.source_vectors, count, row_bytes)
         items = units * count
+        by_units = divisor(units)
         rX = cute.make_rmem_tensor((4 * self.source_vectors, self.batch), Uint32)
-        for base in range(group.tid, items, THREADS * self.batch):
+        for base in cutlass.range(group.tid, items, THREADS * self.batch, unroll=1):
             for slot in cutlass.range_constexpr(self.batch):
                 item = base + slot * THREADS
                 if item < items:
-                    unit, token = item_coord(item, units)
+                    unit, token = by_units.split(item)
                     for part in cutlass.range_constexpr(self.source_vectors):
                         rPart = cute.local_tile(rX[None, slot], (4,), (part,))
                         cute.copy(vector_atom(), gX[None, unit * self.source_vectors + part, token], rPart)
             for slot in cutlass.range_constexpr(self.batch):
                 item = base + slot * THREADS
                 if item < items:
-                    unit, token = item_coord(item, units)
+                    unit, token = by_units.split(item)
                     self._push_unit(group, epoch, first, unit, token, rX[None, slot], sMask[token], state)
 
     @cute.jit
@@ -87,9 +90,9 @@ class Send:
         )
         rQ = cute.make_rmem_tensor(4, Uint32)
         scale = self.codec.encode(rX, rQ, state)
-        message = group.arena.messages.at(epoch % 2, group.rank, first + token)
+        message = group.arena.messages.at(epoch & 1, group.rank, first + token)
         peer = group.rank
-        for _ in range(group.ranks):
+        for _ in cutlass.range(group.ranks, unroll=1):
             peer += 1
             if peer == group.ranks:
                 peer = Int32(0)

@@ -2,13 +2,14 @@
 
 Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`.
 
-| word              | PTX                                           | orders                                              |
-| ----------------- | --------------------------------------------- | --------------------------------------------------- |
-| `post`            | st.release.sys                                | all that happens before it -> the flag              |
-| `wait_at_least`   | ld.acquire.sys loop                           | the flag -> all that happens after it               |
-| `block_all`       | barrier.cta.red.and                           | one thread's wait -> the whole CTA (and a verdict)  |
-| `arrive_last`     | fence.acq_rel.sys, atom.relaxed, fence again  | every arriving CTA's stores -> the last one's posts |
-| `count_out`       | bar.sync, atom.relaxed                        | nothing: it only finds the last CTA of the launch   |
+| word                | PTX                                          | orders                                          |
+| ------------------- | -------------------------------------------- | ----------------------------------------------- |
+| `post`              | st.release.sys                               | all that happens before it -> the flag          |
+| `acknowledge_reads` | st.relaxed.sys                               | nothing: those reads ended with their launch    |
+| `wait_at_least`     | ld.acquire.sys loop                          | the flag -> all that happens after it           |
+| `block_all`         | barrier.cta.red.and                          | one thread's wait -> the whole CTA, and verdict |
+| `arrive_last`       | fence.acq_rel.sys, atom.relaxed, fence again | every arriving CTA's stores -> the last's posts |
+| `count_out`         | bar.sync, atom.relaxed                       | nothing, unless a wait failed                   |
 
 `post` covers stores of other threads of the CTA when a CTA barrier stands between (causality order is transitive).
 None of these is a proxy fence: data moved by the async proxy needs its own.
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.device import pointer, vector_tensor
 from cute_ep.layouts.routing import Phase, StatusWord
-from cutlass import Boolean, Int32, Int64, Uint32
 
 
 def post(flag: Int64, epoch: Int64) -> None:
@@ -49,11 +51,20 @@ def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr,
         cute.arch.store(pointer(state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
 
 
+def acknowledge_reads(flag: Int64, epoch: Int64) -> None:
+    """Publish that the reads of earlier launches have ended. Relaxed: it orders no store, and those reads are over."""
+    cute.arch.store(pointer(flag, Int64), epoch, sem="relaxed", scope="sys")
+
+
+POLLS_PER_TIME_CHECK = 64
+"""Polls between two looks at the clock and at the abort word, which cost more than a poll."""
+
+
 @cute.jit
 def wait_at_least(
     flag: Int64,
     epoch: Int64,
-    deadline: Int64,
+    timeout_ns: Int64,
     status: Int64,
     state: Int64,
     peer: Int32,
@@ -62,20 +73,27 @@ def wait_at_least(
 ) -> Boolean:
     """One thread polls `flag`, which `peer` posts, until it holds at least `epoch`.
 
-    False when the deadline passes, and then the status record of the peer says what was missing; False at once when
+    False after `timeout_ns`, and then the status record of the peer says what was missing; False without a record when
     another wait of this rank has failed, now or in an earlier launch.
     """
     word = pointer(flag, Int64)
+    abort = pointer(state + 8 * StateWord.ABORT, Int64)
+    healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
     seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
-    healthy = cute.arch.load(pointer(state + 8 * StateWord.ABORT, Int64), Int64, sem="relaxed", scope="gpu") == 0
-    limit = cutlass.select_(healthy, deadline, Int64(0))
-    while seen < epoch and now_ns() < limit:
-        seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
-    arrived = seen >= epoch
-    if healthy:
-        if not arrived:
+    if seen < epoch:
+        limit = now_ns() + timeout_ns
+        in_time = Boolean(True)
+        while seen < epoch and healthy and in_time:
+            polls = Int32(0)
+            while seen < epoch and polls < POLLS_PER_TIME_CHECK:
+                seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
+                polls += 1
+            if seen < epoch:
+                healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
+                in_time = now_ns() < limit
+        if seen < epoch and healthy:
             report(status, state, peer, phase, Int32(index), epoch, seen)
-    return arrived & healthy
+    return (seen >= epoch) & healthy
 
 
 def block_all(verdict: Boolean) -> Boolean:
@@ -124,18 +142,23 @@ FAILED = 1 << 16
 def count_out(counter: Int64, ctas: Int32, alive: Boolean, tid: Int32):
     """Count this CTA out of the launch; thread 0 of the last one gets (True, whether every CTA was alive).
 
-    Orders nothing: the end of the launch does that for whatever comes after it on the stream. The epoch words are
-    read before (their values were used) and written after by the last CTA only.
+    Orders nothing in a round that succeeds: the end of the launch does that for whatever comes after it on the stream,
+    and the epoch words are read before (their values were used) and written after, by the last CTA only. When a CTA
+    failed, fences order every CTA's announcement before the last one's withdrawal.
     """
     cute.arch.sync_threads()
     last = Boolean(False)
     complete = Boolean(False)
     if tid == 0:
+        if not alive:
+            cute.arch.fence_acq_rel_gpu()
         word = pointer(counter, Int32)
         mine = cutlass.select_(alive, Int32(1), Int32(1 + FAILED))
         after = cute.arch.atomic_add(word, mine, sem="relaxed", scope="gpu") + mine
         last = after % FAILED == ctas
         complete = after == ctas
+        if not complete:
+            cute.arch.fence_acq_rel_gpu()
         if last:
             cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
     return last, complete

@@ -11,7 +11,7 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | route_ready       | (source)                           | source      | last epoch whose routing table is complete  |
 | message_ready     | (source, chunk)                    | source      | last epoch whose chunk of messages is here  |
 | return_ready      | (peer, chunk)                      | peer        | last epoch whose chunk of returns is here   |
-| header            | (parity, source, HeaderWord)       | source      | tokens, tokens a chunk, weights travel      |
+| header            | (parity, source, HeaderWord)       | source      | tokens, a chunk's tokens, weights?, chunks  |
 | counts            | (parity, source, local expert)     | source      | rows that `source` sends to each expert     |
 | entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`    |
 | weights           | (parity, source, token, k)         | source      | router weights, float32                     |
@@ -57,7 +57,7 @@ class HeaderWord(IntEnum):
     TOKENS = 0
     CHUNK = 1
     HAS_WEIGHTS = 2
-    RESERVED = 3
+    CHUNKS = 3
 
 
 def message_map(payload_bytes: Int, scale_bytes: Int) -> tuple[Region, Region, Int]:

@@ -6,12 +6,13 @@ Mode 0 of a vector tensor is one 16-byte access, (4 x Uint32) : (1); its copy at
 from __future__ import annotations
 
 import cutlass.cute as cute
+from cutlass import Int64, Uint32
+from cutlass.cute.nvgpu import CopyUniversalOp
+
 from cute_ep.layouts.arena import Arena, message_bytes
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.record import Region
 from cute_ep.layouts.scales import atom_shape_stride
-from cutlass import Int64, Uint32
-from cutlass.cute.nvgpu import CopyUniversalOp
 
 WORDS = VECTOR_BYTES // 4
 

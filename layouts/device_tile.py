@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import CopyUniversalOp
+
 from cute_ep.layouts.layout import Layout, LayoutError, Swizzle, offset_bits
 from cute_ep.layouts.tile_guards import (
     part_bounds,
@@ -28,7 +30,6 @@ from cute_ep.layouts.tile_guards import (
     require_tile_coord,
     require_tiles,
 )
-from cutlass.cute.nvgpu import CopyUniversalOp
 
 
 class DeviceTile:

@@ -1,8 +1,9 @@
 """Routing facts that host, reference and kernels share: packed table entries, row order, capacities.
 
-Row order of a rank's output: local expert ascending, then source rank, then token. The row of entry
-(source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier entries of
-the same source (tokens ascending, then k) that chose e, and  base[source, e]  is the exclusive prefix sum of counts in (e, source) order.
+Row order of a rank's output: local expert ascending, then source rank, then token, then k. The row of entry
+(source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier entries of the
+same source (tokens ascending, then k) that chose e, and  base[source, e]  is the exclusive prefix sum of counts in
+(e, source) order.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+
 from cute_ep.layouts.formats import BF16
 
 

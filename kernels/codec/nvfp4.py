@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint16, Uint32
+
 from cute_ep.kernels.arith import halves, magnitude
 from cute_ep.kernels.codec.e2m1 import pack_e2m1
 from cute_ep.layouts.device import pointer
 from cute_ep.layouts.formats import NVFP4
-from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint16, Uint32
 
 BLOCK_WORDS = NVFP4.block // 2
 BLOCKS = 2

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from cute_ep.build import build, dsl_version, source_hash
+from cute_ep import library
+from cute_ep.build import build
 from cute_ep.cubin import read_resources
 from cute_ep.errors import VariantMissing
 from cute_ep.layouts.variants import ARCHITECTURES, Variant, variants
-from cute_ep.library import MANIFEST, Library, LibraryEntry, build_command, read_manifest
+from cute_ep.library import MANIFEST, Library, LibraryEntry, build_command, dsl_version, read_manifest, source_hash
 
 from .conftest import FOLDER
 
@@ -122,11 +123,10 @@ def test_stale_or_missing_is_rebuilt(private: Path, harm: str) -> None:
 
 
 def test_source_hash_covers_every_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import cute_ep.kernels as kernels
-
     original = source_hash()
-    shutil.copytree(Path(kernels.__file__).parent, tmp_path / "kernels")
-    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels" / "__init__.py"))
+    layouts, kernels = library.source_folders()
+    shutil.copytree(kernels, tmp_path / "kernels")
+    monkeypatch.setattr(library, "source_folders", lambda: (layouts, tmp_path / "kernels"))
     assert source_hash() == original
     changed = tmp_path / "kernels" / "codec" / "e2m1.py"
     changed.write_bytes(changed.read_bytes() + b"\n")

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def device_sets() -> dict[str, list[str]]:
-    """Test id -> devices of the ranks: virtual ranks on one GPU, and every GPU of the machine when there are several."""
+    """Test id -> devices of the ranks: virtual ranks on one GPU, and all GPUs of the machine when it has several."""
     sets = {f"virtual{VIRTUAL_RANKS}": ["cuda:0"] * VIRTUAL_RANKS}
     if torch.cuda.device_count() > 1:
         sets[f"gpus{torch.cuda.device_count()}"] = [f"cuda:{index}" for index in range(torch.cuda.device_count())]

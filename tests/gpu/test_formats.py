@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cute_ep.layouts.formats import FORMATS
 
 from cute_ep import reference
 from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPInputError
+from cute_ep.layouts.formats import FORMATS
 from cute_ep.local_ops import copy_bytes, quantize
 
 from .conftest import LIBRARY, connected

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
 
 from cute_ep.config import EPConfig
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
 from cute_ep.verify import check_round
 from cute_ep.workloads import make_inputs
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from cute_ep.layouts import eager
 from cute_ep.layouts.algebra import (
     Layout,

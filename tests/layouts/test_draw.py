@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 
 import pytest
+
 from cute_ep.layouts.algebra import Layout, LayoutError, row_major
 from cute_ep.layouts.draw import layout_svg, layout_table, layout_text, owners
 from cute_ep.layouts.tile_tensor import TileTensor

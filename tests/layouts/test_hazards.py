@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from cute_ep.layouts.algebra import (
     Layout,
     LayoutError,

@@ -10,6 +10,9 @@ from itertools import chain, product
 from math import prod
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
 from cute_ep.layouts.algebra import (
     Layout,
     LayoutError,
@@ -35,8 +38,6 @@ from cute_ep.layouts.algebra import (
 from cute_ep.layouts.guards import inexact_composition
 from cute_ep.layouts.scales import ATOM_BYTES, atom_shape_stride, row_blocks
 from cute_ep.layouts.tile_tensor import TileTensor
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
 L = Layout.parse
 LARGEST = 256

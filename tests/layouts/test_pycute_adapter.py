@@ -2,6 +2,7 @@
 
 import pycute
 import pytest
+
 from cute_ep.layouts import algebra
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import tiletensor_golden as golden
+
 from cute_ep.layouts.algebra import (
     Layout,
     LayoutError,

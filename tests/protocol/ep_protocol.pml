@@ -8,20 +8,25 @@
  *   (a) no payload cell is overwritten before its reader has finished with it
  *   (b) a reader that has passed its wait reads the whole data of its own epoch
  *   (c) nobody dies: no deadlock; no timeout is modelled, so none was needed
- *   (d) a rank dies: every other rank terminates, and announces no batch of which an item is missing
+ *   (d) a rank dies: every other rank terminates, and completes no round of which an item is missing
  *
  *   -DN=2|3 -DROUNDS=3 -DCHUNKS=1|2       size; with two chunks, round 2 is a shorter round of one chunk
- *   -DORDER=SPLIT|STREAM|ROLES|FUSED      which kernels of one rank may overlap, see below
+ *   -DORDER=SPLIT|STREAMS|ROLES|FUSED|MIXED   the launches of one rank, see below
+ *   -DEMPTY                               rank 0 has no tokens: it sends a table and no messages, and its combine
+ *                                         receives nothing and so waits for nobody
  *   -DFINE                                words posted, and chunks read, one at a time in any order
  *   -DDEATH                               rank 0 stops for ever at some point; a wait for a word of a rank that is
  *                                         dead, or that has given up, may time out
- *   -DSLOW                                nobody dies, but any unsatisfied wait may time out at any moment
+ *   -DSLOW                                any unsatisfied wait may time out at any moment
  *   -DDISPATCHES=0, -DCOMBINES=0          only the other phase
  *   -DMUTANT=...                          one protocol rule broken; the search must then find an error
  *
  * What is modelled, and why it is enough
  * --------------------------------------
- * Two processes a rank, Send and Receive, stand for the sending and receiving CTAs of its kernels.
+ * Every launch of a rank consists of up to three tasks: ACK (the CTA that posts "consumed"), SEND (the sending CTAs)
+ * and RECEIVE (the receiving CTAs). A process for each runs beside the others, because the CTAs of a launch are not
+ * ordered. A launch begins when the one before it on its stream has ended, and it has ended when its tasks have. The
+ * epoch words move in that last step: no CTA reads them between the last CTA's store and the end of the launch.
  *
  * Payload. A payload cell (a routing table with its header and counts; a chunk of messages; a chunk of returns)
  * holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not ordered
@@ -37,8 +42,11 @@
  * that dies may stop after posting an item to any subset of its peers. -DFINE does without this reduction.
  *
  * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
- * that posts "consumed" (the latest read). A cell that holds n at both moments held n in between, because epoch
+ * that ends the launch (the latest read). A cell that holds n at both moments held n in between, because epoch
  * n is written once. For the same reason the waits of several CTAs for the same monotonic words are one wait.
+ *
+ * Timeouts. CTAs decide one by one: when one gives up, the others of its task may give up too or go on, and then drop
+ * the items of those that gave up. A launch that begins after a timeout passes no wait.
  *
  * Termination. Every step advances a process or a word and nothing goes back, so the state graph has no cycle:
  * "no invalid end state" is the proof that every process of every live rank terminates.
@@ -54,26 +62,26 @@
 #define CHUNKS 1
 #endif
 
-/* ORDER: the kernels of one rank. Operation k of either process is Dispatch or Combine of some round.
- * SPLIT   four launches a round on two streams: sends and receives overlap without limit
- * STREAM  four launches a round on one stream, two batches in flight:
- *         send D1, send D2, receive D1, send C1, receive D2, send D3, receive C1, ...
- * ROLES   fused launches, some CTAs send while others receive; the kernel ends when both have
- * FUSED   fused launches, every CTA sends and then receives */
+/* ORDER: the launches of one rank. Dn An Wn: fused, async, wait of dispatch round n; cn an wn: of combine.
+ * SPLIT    halves on one stream, two outstanding: A1 A2 W1 a1 A3 W2 a2 w1 W3 a3 w2 w3
+ * STREAMS  dispatch A1 A2 W1 A3 W2 W3 on one stream, combine a1 a2 w1 a3 w2 w3 on another; an after Wn
+ * ROLES    D1 D2 c1 D3 c2 c3 (or, AHEAD=0, D1 c1 D2 c2 D3 c3), some CTAs send while others receive
+ * FUSED    the same launches, every CTA sends and then receives
+ * MIXED    rank 0 like ROLES, the others like SPLIT */
 #define SPLIT 0
-#define STREAM 1
+#define STREAMS 1
 #define ROLES 2
 #define FUSED 3
+#define MIXED 4
 #ifndef ORDER
 #define ORDER SPLIT
 #endif
-/* STREAM: operations sent before the first is received (three dispatches are one too many) */
+/* Rounds sent before the first of them is received (three are one too many). */
 #ifndef OUTSTANDING
 #define OUTSTANDING 2
 #endif
-/* Dispatches sent before the first combine is: D1 D2 C1 D3 C2 C3 (1) or D1 C1 D2 C2 D3 C3 (0). */
 #ifndef AHEAD
-#define AHEAD (ORDER <= STREAM)
+#define AHEAD 1
 #endif
 /* The two phases share no word of the arena; one alone is enough for the larger sizes. */
 #ifndef DISPATCHES
@@ -87,25 +95,36 @@
 #define NO_CONSUMED_WAIT 1   /* senders do not wait before they overwrite */
 #define ONE_PARITY 2         /* every round uses the same slots */
 #define FLAG_FIRST 3         /* the flag is posted before the payload has arrived */
-#define CONSUMED_EARLY 4     /* "consumed" is posted before the chunks are read */
-#define EQUAL 5              /* receivers wait for flag == n, not flag >= n */
-#define WAIT_PREVIOUS 6      /* senders wait for n-1, not n-2 */
-#define ARENA_HEADER 7       /* combine reads the header from the arena, not from the handle */
-#define ANNOUNCE_ANYWAY 8    /* the last CTA out does not look at the abort word */
-#define STALE_OUTPUT 9       /* GRID: CTAs that find the abort word set leave without being counted */
-#define OTHER_EPOCH 10       /* GRID: receiving CTAs read the epoch word of the sending role */
-#define RECEIVERS_FIRST 11   /* GRID: receiving CTAs have the lower block indices, not all CTAs fit */
+#define ACK_OWN_ROUND 4      /* a receiving launch posts its own round as consumed, not the last completed one */
+#define ACK_AFTER_WAIT 5     /* a sending launch posts "consumed" after its wait for "consumed" */
+#define ACK_ON_RECEIVE 6     /* only launches that receive post "consumed" */
+#define EQUAL 7              /* receivers wait for flag == n, not flag >= n */
+#define WAIT_PREVIOUS 8      /* senders wait for n-1, not n-2 */
+#define ARENA_HEADER 9       /* combine reads the header from the arena, not from the handle */
+#define COMPLETE_ANYWAY 10   /* the last CTA out does not look at the verdicts of the others */
+#define STALE_OUTPUT 11      /* GRID: CTAs that find the abort word set leave without being counted */
+#define HALF_COUNTER 12      /* GRID: the sending CTAs have an exit counter, and a last CTA, of their own */
+#define UNORDERED 13         /* GRID: the announcing stores may land after the withdrawing ones */
+#define SHORT_ROUTE 14       /* GRID: the first route CTA in posts route_ready, not the last */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
+
+#define SEND 1
+#define RECEIVE 2
+#define ACK 4
 
 #ifndef GRID
 
 #define TORN 255
 #define ITEMS (CHUNKS + 1)   /* item 0: header, counts, entries, weights; item c: chunk c of messages or returns */
 #define TABLE 0
-#define chunks(n) (CHUNKS - ((CHUNKS > 1) && ((n) == 2)))
-#define TOTAL ((DISPATCHES + COMBINES) * ROUNDS)
+#if ORDER == STREAMS
+#define QUEUES 2
+#else
+#define QUEUES 1
+#endif
+#define LENGTH (4 * ROUNDS + 1)
 
 #if MUTANT == ONE_PARITY
 #define parity(n) 0
@@ -113,35 +132,58 @@
 #define parity(n) ((n) & 1)
 #endif
 
+/* Chunks of the tokens of rank s in round n. */
+#ifdef EMPTY
+#define chunks(n, s) ((s) == 0 -> 0 : CHUNKS - ((CHUNKS > 1) && ((n) == 2)))
+#else
+#define chunks(n, s) (CHUNKS - ((CHUNKS > 1) && ((n) == 2)))
+#endif
+
 /* Arena words. D or C, then the rank that owns the memory, then the rank that writes. */
 #define D 0
 #define C 1
 #define first(phase) (phase)   /* a dispatch begins with the table, a combine has none */
+#define items(phase, owner, writer) chunks(n, ((phase) == D -> (writer) : (owner)))
 #define CELL(phase, owner, n, writer, item) \
     cell[((((phase) * N + (owner)) * 2 + parity(n)) * N + (writer)) * ITEMS + (item)]
 #define FLAG(phase, owner, writer, item) flag[(((phase) * N + (owner)) * N + (writer)) * ITEMS + (item)]
 #define CONSUMED(phase, owner, writer) consumed[((phase) * N + (owner)) * N + (writer)]
-#define READ(phase, rank) read[(phase) * N + (rank)]
 
 byte cell[2 * N * 2 * N * ITEMS];    /* D: header + counts + entries + weights, messages. C: -, returns. By parity */
 byte flag[2 * N * N * ITEMS];        /* D: route_ready, message_ready.  C: -, return_ready */
 byte consumed[2 * N * N];            /* dispatch_consumed, combine_consumed */
-byte read[2 * N];                    /* ghost: last round that a rank has finished reading */
 
+byte sent[2 * N], received[2 * N];   /* the epoch words: phase * N + rank */
 bool aborted[N];                     /* StateWord.ABORT */
-byte sent[N], received[N];           /* operations that the rank's Send / Receive process has finished */
+
+/* The launches of stream q = rank * QUEUES + queue: phase * 4 + SEND and RECEIVE bits; 0 after the last. */
+hidden byte program[N * QUEUES * LENGTH];
+byte launch[N * QUEUES];             /* the running one */
+byte left[N * QUEUES];               /* its tasks that have not ended */
+bool failed[N * QUEUES];             /* one of its CTAs has given up */
+bool stale[N * QUEUES];              /* the abort word was set when it began */
+bool lost[N * QUEUES];               /* ghost: an item was not received */
+
+#define OPERATION program[q * LENGTH + launch[q]]
+#define PHASE (OPERATION / 4)
+#define KIND (OPERATION & 3)
+#define FINISHED (OPERATION == 0)
 
 #if defined(DEATH)
 #define DOOMED 0
 bool dead;
-#define gone(p) (aborted[p] || dead_rank(p))
 #define dead_rank(p) (dead && (p) == DOOMED)
-#elif defined(SLOW)
-#define gone(p) true
-#define dead_rank(p) false
+#define DEAD :: dead_rank(r) -> goto out
 #else
-#define gone(p) false                /* no timeout: a wait that is never satisfied is an invalid end state */
 #define dead_rank(p) false
+#define DEAD
+#endif
+#if defined(SLOW)
+#define TIMEOUTS
+#define gone(p) true
+#elif defined(DEATH)
+#define TIMEOUTS
+#define gone(p) (aborted[p] || dead_rank(p))
 #endif
 
 #if N == 2
@@ -155,9 +197,9 @@ bool dead;
 #if MUTANT == NO_CONSUMED_WAIT
 #define free_again(word) true
 #elif MUTANT == WAIT_PREVIOUS
-#define free_again(word) ((word) + 1 >= n)
+#define free_again(word) ((word) + 1 > sent[PHASE * N + r])
 #else
-#define free_again(word) ((word) + 2 >= n)
+#define free_again(word) ((word) + 1 >= sent[PHASE * N + r])    /* word >= n - 2, n = sent + 1 */
 #endif
 #if MUTANT == EQUAL
 #define arrived(word) ((word) == n)
@@ -165,24 +207,126 @@ bool dead;
 #define arrived(word) ((word) >= n)
 #endif
 
-#define d_free(p) free_again(CONSUMED(D, r, p))
-#define c_free(p) free_again(CONSUMED(C, r, p))
+#define writable(p) free_again(CONSUMED(PHASE, r, p))
+#define unwritable(p) (!writable(p) && gone(p))
 #define routed(p) arrived(FLAG(D, r, p, TABLE))
-#define d_late(p) (!d_free(p) && gone(p))
-#define c_late(p) (!c_free(p) && gone(p))
-#define route_late(p) (!routed(p) && gone(p))
+#define unrouted(p) (!routed(p) && gone(p))
 
-/* Kernel launch: waits for its turn on the rank's streams; returns at once on a failed communicator. */
-#if defined(DEATH) || defined(SLOW)
-#define LAUNCH(turn) if :: aborted[r] || dead_rank(r) -> goto out :: !aborted[r] && !dead_rank(r) && (turn) fi
-#define DEAD :: dead_rank(r) -> goto out
+/* ---- launches ------------------------------------------------------------------------------------------------- */
+
+/* With a stream for each phase, a combine is launched after the dispatch of its batch (an event). */
+#if ORDER == STREAMS && DISPATCHES
+#define joined (PHASE == D || !(KIND & SEND) || received[r] > sent[N + r] || aborted[r])
 #else
-#define LAUNCH(turn) (turn)
-#define DEAD
+#define joined true
 #endif
-#define GIVE_UP aborted[r] = true; goto out
+#define begun(task) ((left[q] & (task)) && joined)
 
-/* ---- sending -------------------------------------------------------------------------------------------------- */
+/* A task's last step; the last task's ends the launch. Property (d): an incomplete round is never completed. */
+#if MUTANT == COMPLETE_ANYWAY
+#define complete true
+#else
+#define complete !failed[q]
+#endif
+inline end_task(task) {
+    left[q] = left[q] & ~(task);
+    if
+    :: left[q] == 0 ->
+        if
+        :: complete && (KIND & RECEIVE) ->
+            assert(!lost[q]);
+            n = received[PHASE * N + r] + 1;
+            check(PHASE);
+            received[PHASE * N + r] = n
+        :: else
+        fi;
+        if
+        :: complete && (KIND & SEND) -> sent[PHASE * N + r]++
+        :: else
+        fi;
+        failed[q] = false;
+        lost[q] = false;
+        launch[q]++;
+        stale[q] = aborted[r];
+        left[q] = (FINISHED -> 0 : KIND | ACK)
+    :: else
+    fi;
+    n = 0
+}
+
+/* Property (b): the data of the reader's own epoch, whole. */
+inline check(phase) {
+    p = 0;
+    do
+    :: p < N ->
+        i = first(phase);
+        do
+        :: i <= items(phase, r, p) -> assert(CELL(phase, r, n, p, i) == n); i++
+        :: else -> break
+        od;
+        p++
+    :: else -> break
+    od;
+    i = 0; p = 0
+}
+
+/* ---- ACK: post the rounds that were completed when the launch began -------------------------------------------- */
+
+#if MUTANT == ACK_AFTER_WAIT
+#define may_post (!(KIND & SEND) || every(writable))
+#else
+#define may_post true
+#endif
+#if MUTANT == ACK_ON_RECEIVE
+#define posts (KIND & RECEIVE)
+#else
+#define posts true
+#endif
+#if MUTANT == ACK_OWN_ROUND
+#define reads_done (received[PHASE * N + r] + ((KIND & RECEIVE) -> 1 : 0))
+#else
+#define reads_done received[PHASE * N + r]
+#endif
+
+proctype Ack(byte r; byte q) {
+    byte n, p, i, todo;
+    do
+    :: FINISHED -> break
+    DEAD
+#ifdef FINE
+    :: d_step { begun(ACK) && may_post && !dead_rank(r) -> todo = (1 << N) - 1 }
+        do
+        :: d_step { todo == 0 -> end_task(ACK) } break
+        DEAD
+        :: d_step { (todo & 1) && !dead_rank(r) -> CONSUMED(PHASE, 0, r) = reads_done; todo = todo & ~1 }
+        :: d_step { (todo & 2) && !dead_rank(r) -> CONSUMED(PHASE, 1, r) = reads_done; todo = todo & ~2 }
+#if N > 2
+        :: d_step { (todo & 4) && !dead_rank(r) -> CONSUMED(PHASE, 2, r) = reads_done; todo = todo & ~4 }
+#endif
+        od
+#else
+    :: d_step { begun(ACK) && may_post && !dead_rank(r) ->
+        p = 0;
+        do
+        :: p < N && posts -> CONSUMED(PHASE, p, r) = reads_done; p++
+        :: else -> p = 0; break
+        od;
+        end_task(ACK) }
+#ifdef DEATH
+    :: atomic { r == DOOMED && begun(ACK) && !dead ->      /* posts to some and stops */
+        do
+        :: p < N -> p++
+        :: p < N -> CONSUMED(PHASE, p, r) = reads_done; p++
+        :: p == N -> p = 0; break
+        od;
+        dead -> goto out }
+#endif
+#endif
+    od;
+out: skip
+}
+
+/* ---- SEND ------------------------------------------------------------------------------------------------------ */
 
 /* The step that passes the wait: from now on stores of round n may arrive, at any peer, in any order.
  * Property (a): whatever the slots held has been read, by each peer, up to and including round n-2. */
@@ -190,10 +334,10 @@ inline overwrite(phase) {
     p = 0;
     do
     :: p < N ->
-        assert(READ(phase, p) + 2 >= n);
+        assert(received[phase * N + p] + 2 >= n);
         i = first(phase);
         do
-        :: i <= chunks(n) ->
+        :: i <= items(phase, p, r) ->
             CELL(phase, p, n, r, i) = TORN;
 #if MUTANT == FLAG_FIRST
             FLAG(phase, p, r, i) = n;
@@ -209,21 +353,21 @@ inline overwrite(phase) {
 }
 
 /* Payload has arrived, flag follows: item b / N at peer b % N. */
-inline post(phase, b) {
-    CELL(phase, (b) % N, n, r, (b) / N) = n;
-    FLAG(phase, (b) % N, r, (b) / N) = n;
+inline post(b) {
+    CELL(PHASE, (b) % N, n, r, (b) / N) = n;
+    FLAG(PHASE, (b) % N, r, (b) / N) = n;
     todo = todo & ~(1 << (b))
 }
 
 /* The rank that dies posts item i to some of its peers and then nothing more, for ever. */
-inline stop_half_way(phase) {
+inline stop_half_way() {
     do
-    :: todo & (1 << i) -> break
-    :: else -> i++
+    :: todo & (((1 << N) - 1) << i) -> break
+    :: else -> i = i + N
     od;
     do
     :: p < N -> p++
-    :: p < N -> post(phase, i + p); p++
+    :: p < N && (todo & (1 << (i + p))) -> post(i + p); p++
     :: p == N -> break
     od;
     i = 0; p = 0; todo = 0;
@@ -231,127 +375,73 @@ inline stop_half_way(phase) {
 }
 
 /* Posts all of `todo`: item by item to all peers at once or, -DFINE, one word at a time in any order. */
-inline post_all(phase) {
+inline post_all() {
     do
-    :: todo == 0 -> break
+    :: d_step { todo == 0 && !dead_rank(r) -> end_task(SEND) } break
     DEAD
+#ifdef TIMEOUTS
+    :: failed[q] && todo != 0 -> todo = 0      /* the CTAs of these items gave up */
+#endif
 #ifdef FINE
     :: atomic { todo != 0 && !dead_rank(r) ->
         do
         :: (todo & (1 << i)) -> break
         :: (todo >> (i + 1)) != 0 -> i++
         od;
-        post(phase, i);
+        post(i);
         i = 0 }
 #else
     :: d_step { todo != 0 && !dead_rank(r) ->
         do
-        :: !(todo & (1 << i)) -> i++
+        :: !(todo & (((1 << N) - 1) << i)) -> i = i + N
         :: else -> break
         od;
         p = i + N;
         do
-        :: i < p -> post(phase, i); i++
+        :: i < p && (todo & (1 << i)) -> post(i); i++
+        :: i < p && !(todo & (1 << i)) -> i++
         :: else -> break
         od;
         i = 0; p = 0 }
 #endif
 #if defined(DEATH) && !defined(FINE)
-    :: atomic { r == DOOMED && todo != 0 && !dead -> stop_half_way(phase) }
+    :: atomic { r == DOOMED && todo != 0 && !dead -> stop_half_way() }
 #endif
     od
 }
 
-#if ORDER == SPLIT
-#define SENT skip
-#define RECEIVED skip
-#else
-#define SENT sent[r]++
-#define RECEIVED received[r]++
-#endif
-#if ORDER == SPLIT
-#define may_send true
-#define may_receive true
-#elif ORDER == STREAM
-#define may_send (received[r] + OUTSTANDING > sent[r])
-#define may_receive (sent[r] >= received[r] + OUTSTANDING || sent[r] == TOTAL)
-#elif ORDER == ROLES
-#define may_send (received[r] >= sent[r])
-#define may_receive (sent[r] >= received[r])
-#else
-#define may_send (received[r] >= sent[r])
-#define may_receive (sent[r] > received[r])
-#endif
-
-proctype Send(byte r) {
-    byte round = 1, n, p, i;
+proctype Send(byte r; byte q) {
+    byte n, p, i;
     short todo;
     do
-    :: round <= ROUNDS + AHEAD ->
-        if
-        :: DISPATCHES && round <= ROUNDS ->
-            n = round;
-            LAUNCH(may_send);
-            if
-            :: d_step { !dead_rank(r) && every(d_free) -> overwrite(D) }
-            :: some(d_late) -> GIVE_UP
-            DEAD
-            fi;
-            post_all(D);
-            SENT
-        :: else
-        fi;
-        if
-        :: COMBINES && round > AHEAD ->
-            n = round - AHEAD;
-            LAUNCH(may_send && (READ(D, r) >= n || !DISPATCHES));   /* the handle of dispatch n */
-            if
-            :: d_step { !dead_rank(r) && every(c_free) -> overwrite(C) }
-            :: some(c_late) -> GIVE_UP
-            DEAD
-            fi;
+    :: FINISHED -> break
+    DEAD
+    :: d_step { begun(SEND) && !dead_rank(r) -> n = sent[PHASE * N + r] + 1 }
+        do
+        :: d_step { !dead_rank(r) && !stale[q] && every(writable) ->
 #if MUTANT == ARENA_HEADER
-            p = 0;
-            do
-            :: p < N -> assert(CELL(D, r, n, p, TABLE) == n); p++
-            :: else -> p = 0; break
-            od;
+            if
+            :: PHASE == C ->
+                do
+                :: p < N -> assert(CELL(D, r, n, p, TABLE) == n); p++
+                :: else -> p = 0; break
+                od
+            :: else
+            fi;
 #endif
-            post_all(C);
-            SENT
-        :: else
-        fi;
-        round++
-    :: else -> break
-    od
+            overwrite(PHASE) } break
+#ifdef TIMEOUTS
+        :: d_step { aborted[r] && !dead_rank(r) -> failed[q] = true } break
+        :: d_step { !failed[q] && !dead_rank(r) && some(unwritable) -> aborted[r] = true; failed[q] = true }
+#endif
+        DEAD
+        od;
+        post_all()
+    od;
 out: skip
 }
 
-/* ---- receiving ------------------------------------------------------------------------------------------------ */
-
-/* Property (b): the data of the reader's own epoch, whole. */
-inline check(phase) {
-    p = 0;
-    do
-    :: p < N ->
-        i = first(phase);
-        do
-        :: i <= chunks(n) -> assert(CELL(phase, r, n, p, i) == n); i++
-        :: else -> break
-        od;
-        p++
-    :: else -> break
-    od;
-    i = 0; p = 0
-}
-
-inline post_consumed(phase) {
-    p = 0;
-    do
-    :: p < N -> CONSUMED(phase, p, r) = n; p++
-    :: else -> p = 0; break
-    od
-}
+/* ---- RECEIVE --------------------------------------------------------------------------------------------------- */
 
 /* Takes the items (source b % N, chunk b / N + 1), in order, or with -DFINE in any order. An item whose source
  * is gone is lost, and the CTAs of the other items go on. */
@@ -362,112 +452,88 @@ inline post_consumed(phase) {
 #define others(b) 0
 #define next(b) ((todo & ((2 << (b)) - 1)) == (1 << (b)))
 #endif
-#define here(phase, b) arrived(FLAG(phase, r, (b) % N, (b) / N + 1))
-#define TAKE(phase, b) \
-    :: d_step { next(b) && !dead_rank(r) && here(phase, b) -> \
-        assert(CELL(phase, r, n, (b) % N, (b) / N + 1) == n); todo = todo & ~(1 << (b)) } \
-    :: d_step { next(b) && !dead_rank(r) && !here(phase, b) && gone((b) % N) -> \
-        aborted[r] = true; lost = true; todo = others(b) }
+#define here(b) arrived(FLAG(PHASE, r, (b) % N, (b) / N + 1))
+#ifdef TIMEOUTS
+#define DROP(b) \
+    :: d_step { next(b) && !dead_rank(r) && (aborted[r] || !here(b) && gone((b) % N)) -> \
+        aborted[r] = true; failed[q] = true; lost[q] = true; todo = others(b) }
+#else
+#define DROP(b)
+#endif
+#define TAKE(b) \
+    :: d_step { next(b) && !dead_rank(r) && !stale[q] && here(b) -> \
+        assert(CELL(PHASE, r, n, (b) % N, (b) / N + 1) == n); todo = todo & ~(1 << (b)) } \
+    DROP(b)
 
-inline take_all(phase) {
-    todo = (1 << (N * chunks(n))) - 1;
+inline take_all() {
     do
-    :: todo == 0 -> break
+    :: d_step { todo == 0 && !dead_rank(r) -> end_task(RECEIVE) } break
     DEAD
-    TAKE(phase, 0)
-    TAKE(phase, 1)
+    TAKE(0)
+    TAKE(1)
 #if N * CHUNKS > 2
-    TAKE(phase, 2)
+    TAKE(2)
 #endif
 #if N * CHUNKS > 3
-    TAKE(phase, 3)
+    TAKE(3)
 #endif
 #if N * CHUNKS > 4
-    TAKE(phase, 4)
-    TAKE(phase, 5)
+    TAKE(4)
+    TAKE(5)
 #endif
     od
 }
 
-/* The last CTA out. Property (d): it announces a batch (num_rows, "consumed") only when every item was taken. */
-#if MUTANT == ANNOUNCE_ANYWAY
-#define FAILED false
+#if ORDER == FUSED
+#define may_receive (!(left[q] & SEND))
 #else
-#define FAILED aborted[r]
+#define may_receive true
 #endif
-inline finish(phase) {
-    if
-    :: FAILED || dead_rank(r) -> goto out
-#if MUTANT == CONSUMED_EARLY
-    :: d_step { !FAILED -> check(phase); READ(phase, r) = n; RECEIVED }
-#elif defined(FINE)
-    :: d_step { !FAILED && !dead_rank(r) -> assert(!lost); check(phase); READ(phase, r) = n; todo = (1 << N) - 1 }
-        do
-        :: d_step { todo == 0 -> RECEIVED } break
-        DEAD
-        :: d_step { todo & 1 && !dead_rank(r) -> CONSUMED(phase, 0, r) = n; todo = todo & ~1 }
-        :: d_step { todo & 2 && !dead_rank(r) -> CONSUMED(phase, 1, r) = n; todo = todo & ~2 }
-#if N > 2
-        :: d_step { todo & 4 && !dead_rank(r) -> CONSUMED(phase, 2, r) = n; todo = todo & ~4 }
-#endif
-        od
-#else
-    :: d_step { !FAILED && !dead_rank(r) ->
-        assert(!lost); check(phase); READ(phase, r) = n; post_consumed(phase); RECEIVED }
-#ifdef DEATH
-    :: atomic { r == DOOMED && !FAILED && !dead -> READ(phase, r) = n;
-        do
-        :: p < N -> p++
-        :: p < N -> CONSUMED(phase, p, r) = n; p++
-        :: p == N -> p = 0; break
-        od;
-        dead -> goto out }
-#endif
-#endif
-    fi
-}
+/* Every CTA of a launch that sends waits for "consumed", also one that only receives. Combine has no table. */
+#define may_read ((!(KIND & SEND) || every(writable)) && (PHASE == C || every(routed)))
 
-proctype Receive(byte r) {
-    byte round = 1, n, p, i;
+proctype Receive(byte r; byte q) {
+    byte n, p, i;
     short todo;
-    bool lost;
     do
-    :: round <= ROUNDS + AHEAD ->
-        if
-        :: DISPATCHES && round <= ROUNDS ->
-            n = round;
-            LAUNCH(may_receive);
+    :: FINISHED -> break
+    DEAD
+    :: d_step { begun(RECEIVE) && may_receive && !dead_rank(r) ->
+        n = received[PHASE * N + r] + 1;
+        do
+        :: p < N ->
+            i = 1;
+            do
+            :: i <= items(PHASE, r, p) -> todo = todo | (1 << ((i - 1) * N + p)); i++
+            :: else -> i = 0; break
+            od;
+            p++
+        :: else -> break
+        od;
+        p = 0 }
+        do
+        :: d_step { !dead_rank(r) && may_read && (!stale[q] || OPERATION == C * 4 + RECEIVE) ->
             if
-            :: d_step { !dead_rank(r) && every(routed) ->            /* counts give the row bases, headers the chunks */
-                p = 0;
+            :: PHASE == D ->                  /* counts give the row bases, headers the chunks */
                 do
                 :: p < N -> assert(CELL(D, r, n, p, TABLE) == n); p++
-                :: else -> p = 0; break
-                od }
-            :: some(route_late) -> GIVE_UP
-            DEAD
+                :: else -> break
+                od
+            :: else
             fi;
-#if MUTANT == CONSUMED_EARLY
-            d_step { post_consumed(D) };
+            p = 0 } break
+#ifdef TIMEOUTS
+        :: d_step { aborted[r] && !dead_rank(r) && OPERATION != C * 4 + RECEIVE ->
+            failed[q] = true; lost[q] = true; todo = 0 } break
+        :: d_step { !failed[q] && !dead_rank(r) && (KIND & SEND) && some(unwritable) ->
+            aborted[r] = true; failed[q] = true }
+        :: d_step { !failed[q] && !dead_rank(r) && PHASE == D && some(unrouted) ->
+            aborted[r] = true; failed[q] = true }
 #endif
-            take_all(D);
-            finish(D)
-        :: else
-        fi;
-        if
-        :: COMBINES && round > AHEAD ->
-            n = round - AHEAD;
-            LAUNCH(may_receive);
-#if MUTANT == CONSUMED_EARLY
-            d_step { post_consumed(C) };
-#endif
-            take_all(C);
-            finish(C)
-        :: else
-        fi;
-        round++
-    :: else -> break
-    od
+        DEAD
+        od;
+        take_all()
+    od;
 out: skip
 }
 
@@ -475,13 +541,59 @@ out: skip
 active proctype Death() { dead = true }
 #endif
 
+/* ---- the calls of each rank ------------------------------------------------------------------------------------ */
+
+#define fuses(r) (ORDER == ROLES || ORDER == FUSED || ORDER == MIXED && (r) == 0)
+inline call(phase, kind, condition) {
+    if
+    :: condition ->
+        q = r * QUEUES + (QUEUES - 1) * (phase);
+        program[q * LENGTH + launch[q]] = (phase) * 4 + (kind);
+        launch[q]++
+    :: else
+    fi
+}
+
+inline start(queue) {
+    q = r * QUEUES + queue;
+    launch[q] = 0;
+    left[q] = KIND | ACK;
+    run Ack(r, q);
+    run Send(r, q);
+    run Receive(r, q)
+}
+
+#define within(n) ((n) >= 1 && (n) <= ROUNDS)
+
 init {
+    short step;
+    byte r, q;
     atomic {
-        run Send(0); run Receive(0);
-        run Send(1); run Receive(1);
-#if N > 2
-        run Send(2); run Receive(2);
+        do
+        :: r < N ->
+            step = 1;
+            do
+            :: step < 2 * ROUNDS + OUTSTANDING ->
+                if
+                :: fuses(r) ->
+                    call(D, SEND | RECEIVE, DISPATCHES && within(step));
+                    call(C, SEND | RECEIVE, COMBINES && within(step - AHEAD))
+                :: else ->
+                    call(D, SEND, DISPATCHES && within(step));
+                    call(D, RECEIVE, DISPATCHES && within(step + 1 - OUTSTANDING));
+                    call(C, SEND, COMBINES && within(step + 1 - OUTSTANDING));
+                    call(C, RECEIVE, COMBINES && within(step + 2 - 2 * OUTSTANDING))
+                fi;
+                step++
+            :: else -> break
+            od;
+            start(0);
+#if QUEUES > 1
+            start(1);
 #endif
+            r++
+        :: else -> break
+        od
     }
 }
 
@@ -489,136 +601,238 @@ init {
 
 /* ---- the CTAs of one rank ------------------------------------------------------------------------------------- *
  *
- * ROUNDS fused dispatch kernels of one rank, in stream order. With -DORDER=ROLES the first SENDERS CTAs send and the
- * others receive; with -DORDER=FUSED all SENDERS CTAs send and then receive. At most SLOTS CTAs are resident, started
- * in the order of their block index. Peers are left out: they behave like the rank's own sending CTAs.
+ * ROUNDS dispatch rounds of one rank, in stream order, in launches of CTAS CTAs. At most SLOTS of them are resident,
+ * started in the order of their block index. Peers are left out: they behave like the rank itself, its own peer.
  *
- *   every CTA of launch n works on epoch n, however late it starts
- *   route_ready is posted by the CTA that arrives last, after the table stores of all sending CTAs
- *   when the kernel has ended, num_rows is n, or 0 after a timeout (-DSLOW: any wait may time out)
+ *   ORDER=ROLES  fused; the lower half of the CTAs sends, the upper half receives
+ *   ORDER=FUSED  fused; every CTA sends and then receives
+ *   ORDER=SPLIT  async, async, wait, async, wait, wait; every CTA sends or receives
+ *   ROUTERS      the CTAs with the highest indices that push the routing table; 1: no counter
+ *
+ *   every CTA of a launch works on the launch's epoch, however late it starts
+ *   route_ready is posted after the table stores of all route CTAs
+ *   when a receiving launch has ended, num_rows is its epoch, or 0 after a timeout (-DSLOW: any wait may time out)
  */
-#ifndef SENDERS
-#define SENDERS 2
-#endif
-#if ORDER == FUSED
-#define GRIDSIZE SENDERS
-#define RECEIVERS SENDERS
-#define sends(id) true
-#define receives(id) true
-#else
-#define RECEIVERS 2
-#define GRIDSIZE (SENDERS + RECEIVERS)
-#if MUTANT == RECEIVERS_FIRST
-#define sends(id) ((id) >= RECEIVERS)
-#else
-#define sends(id) ((id) < SENDERS)
-#endif
-#define receives(id) (!sends(id))
+#ifndef CTAS
+#define CTAS 4
 #endif
 #ifndef SLOTS
-#define SLOTS GRIDSIZE
+#define SLOTS CTAS
 #endif
+#ifndef ROUTERS
+#define ROUTERS 2
+#endif
+#define routes(id) ((id) + ROUTERS >= CTAS)
+#if ORDER == ROLES
+#define sends(id) ((id) < CTAS / 2)
+#define receives(id) (!sends(id))
+#define ANNOUNCER (3 * CTAS / 4)
+#else
+#define sends(id) true
+#define receives(id) true
+#define ANNOUNCER (CTAS / 2)
+#endif
+#define MESSAGE(n, id) message[((n) & 1) * CTAS + (id)]
+#define FAILED 16
 
 byte send_epoch, receive_epoch, send_done, receive_done, route_done;    /* the state words */
 bool abort_word;
-byte num_rows;                                  /* ghost: the epoch whose rows were announced, 0 for none */
-byte table[GRIDSIZE], message[GRIDSIZE];        /* the share of each sending CTA */
-byte route_ready, message_ready[GRIDSIZE];
+byte consumed;                              /* dispatch_consumed of the own rank */
+byte num_rows, in_flight;                   /* the announcement; UNORDERED: its store may land as late as this one */
+byte table[CTAS];                           /* the share of each CTA */
+byte message[2 * CTAS];                     /* by parity */
+byte route_ready, message_ready[CTAS];
 byte resident;
+byte failures;                              /* ghost: CTAs of the launch that gave up */
 
 #ifdef SLOW
-#define TIMEOUT :: abort_word = true; failed = true
+#define TIMEOUT :: abort_word = true; alive = false
 #else
 #define TIMEOUT
 #endif
 
-proctype Cta(byte id; byte launch) {
-    byte n, i;
-    bool failed, last;
-    failed = abort_word;
+inline leave(counter, ctas, ends) {
+    d_step {
+        counter = counter + (alive -> 1 : 1 + FAILED);          /* one atomic */
+        last = (counter % FAILED == ctas);
+        whole = (counter == ctas || MUTANT == COMPLETE_ANYWAY)
+    };
+    if
+    :: last ->
+        counter = 0;
+        if
+        :: whole && ((ends) & SEND) -> send_epoch = sent + 1
+        :: else
+        fi;
+        if
+        :: whole && ((ends) & RECEIVE) -> receive_epoch = received + 1
+        :: !whole && ((ends) & RECEIVE) -> num_rows = 0              /* withdraw */
+        :: else
+        fi
+    :: else
+    fi
+}
+
+proctype Cta(byte id; byte kind; byte sending; byte receiving) {
+    byte sent, received, i;
+    bool alive = true, last, whole;
+    sent = send_epoch;
+    received = receive_epoch;
+    assert(!(kind & SEND) || sent + 1 == sending);
+    assert(!(kind & RECEIVE) || received + 1 == receiving);
 #if MUTANT == STALE_OUTPUT
     if
-    :: failed -> goto out
-    :: !failed
+    :: abort_word -> goto out
+    :: !abort_word
+    fi;
+#endif
+#if MUTANT != ACK_AFTER_WAIT
+    if
+    :: id == CTAS / 2 -> consumed = received
+    :: else
     fi;
 #endif
     if
-    :: sends(id) ->
-        n = send_epoch + 1;
-        assert(n == launch);
+    :: kind & SEND ->
         if
-        :: !failed ->
-            table[id] = n;
-            d_step { route_done++; last = (route_done == SENDERS) };      /* atomic add, acquire and release */
+        :: abort_word -> alive = false
+        :: !abort_word ->
+            if
+            :: consumed + 1 >= sent
+            TIMEOUT
+            fi
+        fi;
+#if MUTANT == ACK_AFTER_WAIT
+        if
+        :: id == CTAS / 2 -> consumed = received
+        :: else
+        fi;
+#endif
+        if
+        :: alive && routes(id) ->
+            table[id] = sent + 1;
+            d_step { route_done++; last = (route_done == (MUTANT == SHORT_ROUTE -> 1 : ROUTERS)) };   /* arrive_last */
             if
             :: last ->
                 d_step {
                     do
-                    :: i < GRIDSIZE -> assert(!sends(i) || table[i] == n); i++
+                    :: i < CTAS -> assert(!routes(i) || table[i] == sent + 1); i++
                     :: else -> i = 0; break
                     od
                 };
                 route_done = 0;
-                route_ready = n
-            :: !last
-            fi;
-            message[id] = n;
-            message_ready[id] = n
-        :: failed
+                route_ready = sent + 1
+            :: else
+            fi
+        :: else
         fi;
-        d_step { send_done++; last = (send_done == SENDERS) };
         if
-        :: last -> send_done = 0; send_epoch = n
-        :: !last
+        :: alive && sends(id) ->
+            MESSAGE(sent + 1, id) = sent + 1;
+            message_ready[id] = sent + 1
+        :: else
         fi
+    :: else
+    fi;
+#if MUTANT == HALF_COUNTER
+    if
+    :: (kind & SEND) && sends(id) -> leave(send_done, (ORDER == ROLES -> CTAS / 2 : CTAS), SEND)
+    :: else
+    fi;
+#endif
+    if
+    :: alive && (kind & RECEIVE) && receives(id) ->
+        if
+        :: abort_word -> alive = false
+        :: !abort_word ->
+            if
+            :: route_ready >= received + 1
+            TIMEOUT
+            fi
+        fi;
+        if
+        :: alive && id == ANNOUNCER ->
+            num_rows = received + 1;
+#if MUTANT == UNORDERED
+            in_flight = received + 1
+#endif
+        :: else
+        fi;
+        do
+        :: !alive || i == CTAS -> i = 0; break
+        :: alive && i < CTAS && !sends(i) -> i++
+        :: alive && i < CTAS && sends(i) && message_ready[i] >= received + 1 ->
+            assert(MESSAGE(received + 1, i) == received + 1);
+            i++
+        TIMEOUT
+        od
+    :: else
+    fi;
+#if MUTANT == HALF_COUNTER
+    if
+    :: (kind & RECEIVE) && receives(id) -> leave(receive_done, (ORDER == ROLES -> CTAS / 2 : CTAS), RECEIVE)
+    :: else
+    fi;
+#else
+    if
+    :: kind & SEND -> leave(send_done, CTAS, kind)
+    :: else -> leave(receive_done, CTAS, kind)
+    fi;
+#endif
+    d_step { failures = failures + (alive -> 0 : 1); resident-- };
+    goto done;
+out:
+    skip;
+    d_step { failures++; resident-- };
+done:
+    skip
+}
+
+inline launch_grid(kind) {
+    id = 0;
+    do
+    :: id < CTAS -> atomic { resident < SLOTS -> resident++; run Cta(id, kind, sending + 1, receiving + 1); id++ }
+    :: else -> id = 0; break
+    od;
+    resident == 0;
+#if MUTANT == UNORDERED
+    if                                          /* the end of the launch: every store has landed */
+    :: in_flight != 0 -> num_rows = in_flight
+    :: true
+    fi;
+    in_flight = 0;
+#endif
+    if
+    :: failures == 0 && ((kind) & SEND) -> sending++
     :: else
     fi;
     if
-    :: receives(id) ->
-#if MUTANT == OTHER_EPOCH
-        n = send_epoch + 1;
-#else
-        n = receive_epoch + 1;
-#endif
-        assert(n == launch);
-        if
-        :: !failed && route_ready >= n
-        :: failed
-        TIMEOUT
-        fi;
-        do
-        :: failed || i == GRIDSIZE -> i = 0; break
-        :: !failed && i < GRIDSIZE && !sends(i) -> i++
-        :: !failed && i < GRIDSIZE && sends(i) && message_ready[i] >= n -> assert(message[i] == n); i++
-        TIMEOUT
-        od;
-        skip;
-        d_step { receive_done++; last = (receive_done == RECEIVERS) };
-        if
-        :: last ->
-            num_rows = (abort_word -> 0 : n);
-            receive_done = 0;
-            receive_epoch = n
-        :: !last
-        fi
+    :: failures == 0 && ((kind) & RECEIVE) -> receiving++; assert(num_rows == receiving)
+    :: failures != 0 && ((kind) & RECEIVE) -> assert(num_rows == 0)
     :: else
     fi;
-out:
-    resident--
+    assert(send_epoch == sending && receive_epoch == receiving);
+    assert(send_done == 0 && receive_done == 0);
+    failures = 0
 }
 
 init {
-    byte launch = 1, id;
+    byte step = 1, id, sending, receiving;
     do
-    :: launch <= ROUNDS ->
-        do
-        :: id < GRIDSIZE -> atomic { resident < SLOTS -> resident++; run Cta(id, launch); id++ }
-        :: else -> id = 0; break
-        od;
-        resident == 0;
-        assert(num_rows == (abort_word -> 0 : launch));
-        assert(send_done == 0 && receive_done == 0);
-        launch++
+#if ORDER == SPLIT
+    :: step <= ROUNDS + OUTSTANDING - 1 ->
+        if
+        :: step <= ROUNDS -> launch_grid(SEND)
+        :: else
+        fi;
+        if
+        :: step >= OUTSTANDING -> launch_grid(RECEIVE)
+        :: else
+        fi;
+        step++
+#else
+    :: step <= ROUNDS -> launch_grid(SEND | RECEIVE); step++
+#endif
     :: else -> break
     od
 }

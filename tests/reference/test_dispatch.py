@@ -4,8 +4,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from cute_ep.layouts.arena import HeaderWord
-from cute_ep.layouts.scales import scale_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +11,8 @@ from cute_ep import reference
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPInputError
+from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.scales import scale_blocks
 from cute_ep.workloads import ROUTINGS, make_inputs, make_rank_inputs
 from tests.cases import CASES, Case
 from tests.compare import assert_bits
@@ -77,7 +77,9 @@ def check_dispatch(
                 assert_bits(block.flatten()[: want.numel()], want, name + f"scales of row {row}")
                 block.view(-1, 4)[...] = 0
             assert not atoms.any(), "padding must be zero"
-        header = [[x.shape[0], 1, weights is not None, 0] for x, weights in zip(xs, given_weights, strict=True)]
+        header = [
+            [x.shape[0], 1, weights is not None, x.shape[0]] for x, weights in zip(xs, given_weights, strict=True)
+        ]
         assert_bits(batch.headers, torch.tensor(header, dtype=torch.int32), name + "headers")
         assert batch.headers[rank, HeaderWord.CHUNK] == batch.tokens_per_chunk == 1
         if all(weights is None for weights in given_weights):

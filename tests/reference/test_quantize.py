@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cute_ep.layouts.formats import NVFP4
-from cute_ep.layouts.scales import ATOM_BYTES, atom_shape_stride, row_blocks
 
 from cute_ep import reference
 from cute_ep.errors import EPInputError
+from cute_ep.layouts.formats import NVFP4
+from cute_ep.layouts.scales import ATOM_BYTES, atom_shape_stride, row_blocks
 from tests.compare import assert_bits
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
