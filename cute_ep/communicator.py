@@ -324,7 +324,7 @@ class Communicator:
             input_scale = torch.tensor([input_scale], dtype=torch.float32, device=self.device)
         if input_scale is not None:
             check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
-        chunk = tokens_per_chunk(self.cfg, x.shape[0], self.max_ctas)
+        chunk = tokens_per_chunk(self.cfg, x.shape[0])
         arguments = {
             "x": x.data_ptr(),
             "topk_ids": topk_ids.data_ptr(),

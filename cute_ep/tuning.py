@@ -10,14 +10,16 @@ from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
 
 CTAS_PER_SM = 2
 
-SPLIT_FROM_TOKENS = 512
+SPLIT_FROM_TOKENS = 2048
 """From this many tokens on, some CTAs only send and the others only receive; below, every CTA does both."""
 DISPATCH_SENDERS = 64
 COMBINE_SENDERS = 180
 """CTAs that only send in the split shape, of 264 (132 SMs)."""
 REFERENCE_CTAS = 264
-CHUNK_BYTES = 65536
-"""Messages that share a flag make up at most about this much."""
+CHUNK_BYTES = 57344
+MOST_TOKENS_PER_CHUNK = 8
+CHUNKS_WANTED = 64
+"""A chunk grows until one rank has this many, within CHUNK_BYTES of messages and MOST_TOKENS_PER_CHUNK."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Shape:
     receive_from: int
 
 
-def tokens_per_chunk(cfg: EPConfig, tokens: int, max_ctas: int) -> int:
-    """Tokens that share one completion flag: enough bytes a flag, but a chunk for every sending CTA."""
+def tokens_per_chunk(cfg: EPConfig, tokens: int) -> int:
+    """Tokens that share one completion flag."""
     by_bytes = max(1, CHUNK_BYTES // message_bytes(cfg.format, cfg.hidden))
-    by_parallelism = max(1, tokens // max(1, max_ctas))
-    return max(1, min(by_bytes, by_parallelism, MAX_CHUNK_ENTRIES // cfg.top_k))
+    by_number = max(1, tokens // CHUNKS_WANTED)
+    return min(by_bytes, by_number, MOST_TOKENS_PER_CHUNK, MAX_CHUNK_ENTRIES // cfg.top_k)
 
 
 def launch_shape(operation: str, cfg: EPConfig, tokens: int, chunk: int, max_ctas: int) -> Shape:

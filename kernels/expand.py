@@ -49,6 +49,7 @@ class Expand:
         self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
         self.blocks = shared.add("scale_block_starts", 4, MAX_EXPERTS + 1)
         self.rows = shared.add("chunk_rows", 4, MAX_CHUNK_ENTRIES)
+        self.scale_rows = shared.add("chunk_scale_rows", 4, MAX_CHUNK_ENTRIES)
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
 
     @cute.jit
@@ -119,6 +120,8 @@ class Expand:
     def _find_rows(self, group, args, epoch: Int64, source, token, tokens, sHeader, sRow) -> None:
         """Output row of each entry of the chunk, NO_ROW where it is not this rank's; recorded for combine."""
         sBase = shared_array(self.bases, Int32)
+        sBlock = shared_array(self.blocks, Int32)
+        sScaleRow = shared_array(self.scale_rows, Int32)
         first = token * group.top_k
         in_rank = group.max_tokens * group.top_k
         gEntry = array(group.base + group.arena.entries.at(epoch & 1, source), Int32, in_rank)
@@ -138,6 +141,9 @@ class Expand:
                     report(group.status, state, group.ranks, Phase.ROW_CAPACITY, row, args.capacity, row)
                     row = Int32(NO_ROW)
             sRow[index] = row
+            if cutlass.const_expr(self.fmt.scale is not None):
+                if row >= 0:
+                    sScaleRow[index] = row - sBase[local * group.ranks] + sBlock[local] * ATOM_ROWS
             gRowMap[source, first + index] = row
             if row >= 0:
                 slot, owner = group.by_top_k.split(index)
@@ -186,16 +192,12 @@ class Expand:
     @cute.jit
     def _copy_scales(self, group, args, epoch: Int64, source, token, tokens, sRow) -> None:
         """Four scale columns (one word) at a time; columns past the last scale are zero."""
-        sBase = shared_array(self.bases, Int32)
-        sBlock = shared_array(self.blocks, Int32)
+        sScaleRow = shared_array(self.scale_rows, Int32)
         scale_bytes = group.fmt.scale_bytes(group.hidden)
         tiles = scale_columns(scale_bytes)
         messages = group.arena.messages
         _, scales, _ = message_map(group.fmt.payload_bytes(Int64(group.hidden)), Int64(scale_bytes))
         base = group.base + messages.at(epoch & 1, source, token) + scales.offset
-        gEntry = array(
-            group.base + group.arena.entries.at(epoch & 1, source, token), Int32, group.max_tokens * group.top_k
-        )
         gScale = scale_words(args.out_scales, args.capacity, tiles)
         by_tiles = divisor(tiles)
         for item in cutlass.range(group.tid, tiles * tokens, THREADS, unroll=1):
@@ -205,11 +207,9 @@ class Expand:
             if beyond > 0:
                 word = word & (Uint32(0xFFFFFFFF) >> Uint32(8 * beyond))
             for k in cutlass.range(group.top_k, unroll=1):
-                row = sRow[owner * group.top_k + k]
-                if row >= 0:
-                    expert = entry_expert(gEntry[owner * group.top_k + k]) - group.rank * group.local_experts
-                    scale_row = row - sBase[expert * group.ranks] + sBlock[expert] * ATOM_ROWS
-                    gScale[scale_row, tile] = word
+                entry = owner * group.top_k + k
+                if sRow[entry] >= 0:
+                    gScale[sScaleRow[entry], tile] = word
 
     @cute.jit
     def _zero_padding(self, group, args, first: Int32, count: Int32) -> None:

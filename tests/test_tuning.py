@@ -40,8 +40,8 @@ launches = st.builds(
 @given(launches)
 def test_chunk(launch: tuple[EPConfig, int, int]) -> None:
     """A chunk's entries fit the shared-memory tables, and its flag has a place in the arena."""
-    cfg, tokens, max_ctas = launch
-    chunk = tokens_per_chunk(cfg, tokens, max_ctas)
+    cfg, tokens, _ = launch
+    chunk = tokens_per_chunk(cfg, tokens)
     assert chunk >= 1
     assert chunk * cfg.top_k <= MAX_CHUNK_ENTRIES
     assert -(-tokens // chunk) <= cfg.max_tokens_per_rank
@@ -51,7 +51,7 @@ def test_chunk(launch: tuple[EPConfig, int, int]) -> None:
 def test_shape(launch: tuple[EPConfig, int, int], operation: str) -> None:
     """The grid is resident together, and each half that runs has at least one CTA."""
     cfg, tokens, max_ctas = launch
-    shape = launch_shape(operation, cfg, tokens, tokens_per_chunk(cfg, tokens, max_ctas), max_ctas)
+    shape = launch_shape(operation, cfg, tokens, tokens_per_chunk(cfg, tokens), max_ctas)
     sends, receives = not operation.endswith("_wait"), not operation.endswith("_async")
     assert 1 <= shape.grid <= max_ctas
     if sends:
@@ -65,7 +65,7 @@ def test_shape(launch: tuple[EPConfig, int, int], operation: str) -> None:
 @given(launches, st.sampled_from(OPERATIONS))
 def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], operation: str) -> None:
     cfg, tokens, max_ctas = launch
-    chunk = tokens_per_chunk(cfg, tokens, max_ctas)
+    chunk = tokens_per_chunk(cfg, tokens)
     grids = [launch_shape(operation, cfg, tokens, chunk, ctas).grid for ctas in (max_ctas, max_ctas + 1, 2 * max_ctas)]
     assert grids == sorted(grids)
 

@@ -16,13 +16,17 @@ from cute_ep.tuning import CTAS_PER_SM
 
 THREADS = 512
 REGISTER_FILE = 65536
-SHARED_BYTES = 50 * 1024
-"""Half of the smallest SM's shared memory (sm_120: 100 KiB), the carve-out that the launches ask for."""
+SHARED_BYTES = 100 * 1024
+"""Shared memory of the smallest SM (sm_120)."""
 RESERVED_SHARED_BYTES = 1024
 """Shared memory that the system takes from every CTA."""
 
-SPILLED_BYTES = {"sm_90a": 0}
-"""Stack bytes a thread that spills may take. 16, two register pairs, on architectures that we compile for only."""
+SPILLED_BYTES = {
+    ("sm_100a", "cute_ep_dispatch_nvfp4"): 16,
+    ("sm_103a", "cute_ep_dispatch_nvfp4"): 16,
+    ("sm_120a", "cute_ep_combine_exact"): 8,
+}
+"""Stack bytes a thread of the variants that spill: architectures that are compiled only, so nobody has measured it."""
 
 Sass = Callable[[Variant], list[str]]
 
@@ -44,7 +48,7 @@ def test_two_ctas_fit_on_an_sm(library: dict[Variant, LibraryEntry], variant: Va
 
 @ALL
 def test_no_spills(library: dict[Variant, LibraryEntry], sass: Sass, variant: Variant) -> None:
-    allowed = SPILLED_BYTES.get(variant.arch, 16)
+    allowed = SPILLED_BYTES.get((variant.arch, variant.symbol), 0)
     assert library[variant].spill_bytes <= allowed
     local = [line for line in sass(variant) if re.search(r"\b(STL|LDL)\b", line)]
     assert allowed or not local, local

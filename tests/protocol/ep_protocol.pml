@@ -104,7 +104,7 @@
 #define COMPLETE_ANYWAY 10   /* the last CTA out does not look at the verdicts of the others */
 #define STALE_OUTPUT 11      /* GRID: CTAs that find the abort word set leave without being counted */
 #define HALF_COUNTER 12      /* GRID: the sending CTAs have an exit counter, and a last CTA, of their own */
-#define UNORDERED 13         /* GRID: the announcing stores may land after the withdrawing ones */
+#define UNORDERED 13         /* GRID: a CTA that is alive counts out without a fence, also the announcing one */
 #define SHORT_ROUTE 14       /* GRID: the first route CTA in posts route_ready, not the last */
 #ifndef MUTANT
 #define MUTANT NONE
@@ -638,7 +638,7 @@ init {
 byte send_epoch, receive_epoch, send_done, receive_done, route_done;    /* the state words */
 bool abort_word;
 byte consumed;                              /* dispatch_consumed of the own rank */
-byte num_rows, in_flight;                   /* the announcement; UNORDERED: its store may land as late as this one */
+byte num_rows, in_flight;                   /* the announcement; UNORDERED: its store may land at the end */
 byte table[CTAS];                           /* the share of each CTA */
 byte message[2 * CTAS];                     /* by parity */
 byte route_ready, message_ready[CTAS];
@@ -653,6 +653,9 @@ byte failures;                              /* ghost: CTAs of the launch that ga
 
 inline leave(counter, ctas, ends) {
     d_step {
+#if MUTANT == UNORDERED
+        in_flight = (id == ANNOUNCER && !alive -> 0 : in_flight);
+#endif
         counter = counter + (alive -> 1 : 1 + FAILED);          /* one atomic */
         last = (counter % FAILED == ctas);
         whole = (counter == ctas || MUTANT == COMPLETE_ANYWAY)
