@@ -1,3 +1,57 @@
-"""cute_ep: Mixture-of-Experts dispatch and combine between GPUs."""
+"""cute_ep: Mixture-of-Experts dispatch and combine between GPUs.
+
+The public names load on first use, so that `import cute_ep` and `import cute_ep.layouts` need neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cute_ep.communicator import Communicator
+    from cute_ep.config import EPConfig, memory_bytes
+    from cute_ep.connection import connect, connect_local
+    from cute_ep.dispatched import DispatchBuffers, Dispatched
+    from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
+    from cute_ep.local_ops import quantize
 
 __version__ = "0.1.0"
+
+_MODULE_OF = {
+    "Communicator": "communicator",
+    "DispatchBuffers": "dispatched",
+    "Dispatched": "dispatched",
+    "EPConfig": "config",
+    "EPConfigError": "errors",
+    "EPError": "errors",
+    "EPInputError": "errors",
+    "EPTimeout": "errors",
+    "VariantMissing": "errors",
+    "connect": "connection",
+    "connect_local": "connection",
+    "memory_bytes": "config",
+    "quantize": "local_ops",
+}
+
+__all__ = [
+    "Communicator",
+    "DispatchBuffers",
+    "Dispatched",
+    "EPConfig",
+    "EPConfigError",
+    "EPError",
+    "EPInputError",
+    "EPTimeout",
+    "VariantMissing",
+    "connect",
+    "connect_local",
+    "memory_bytes",
+    "quantize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'cute_ep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"cute_ep.{_MODULE_OF[name]}"), name)

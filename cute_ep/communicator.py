@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -17,7 +16,8 @@ from cute_ep.layouts.arena import return_slots
 from cute_ep.layouts.routing import Phase, StatusWord
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS
 from cute_ep.library import Library
-from cute_ep.tuning import CTAS_PER_SM, Shape, launch_shape, tokens_per_chunk
+from cute_ep.rounds import PendingCombine, PendingDispatch, Rounds
+from cute_ep.tuning import Shape, launch_shape, tokens_per_chunk
 from cute_ep.validate import (
     check_buffers,
     check_input_scale,
@@ -27,60 +27,6 @@ from cute_ep.validate import (
     check_tokens,
     combine_weights,
 )
-
-
-@dataclass(frozen=True)
-class PendingDispatch:
-    """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
-
-    number: int
-    topk_ids: torch.Tensor
-    router_weights: torch.Tensor | None
-    tokens_per_chunk: int
-    keep_alive: tuple[torch.Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class PendingCombine:
-    """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
-
-    number: int
-    dispatched: Dispatched
-    mode: str
-    keep_alive: tuple[torch.Tensor, ...]
-
-
-MAX_OUTSTANDING = 2
-"""Sends of one phase before their waits: there are two buffers, and the third send would wait for the first wait."""
-
-
-class Rounds:
-    """Counts the rounds of one phase that were enqueued, and refuses an order that the buffers cannot serve."""
-
-    def __init__(self, phase: str) -> None:
-        self.phase, self.sent, self.received = phase, 0, 0
-
-    def check_send(self) -> None:
-        """EPInputError when MAX_OUTSTANDING sends already wait."""
-        if self.sent - self.received >= MAX_OUTSTANDING:
-            raise EPInputError(
-                f"{self.phase}_async: {MAX_OUTSTANDING} are outstanding; call {self.phase}_wait for the oldest first"
-            )
-
-    def check_wait(self, number: int) -> None:
-        """EPInputError unless round `number` is the oldest that was sent and not received."""
-        if number != self.received + 1 or self.received == self.sent:
-            raise EPInputError(
-                f"{self.phase}_wait: this is round {number}, but the next to receive is {self.received + 1} "
-                f"({self.sent - self.received} outstanding)"
-            )
-
-    def check_fused(self) -> None:
-        """EPInputError when a split round is outstanding: a fused launch would receive that one."""
-        if self.sent != self.received:
-            raise EPInputError(
-                f"{self.phase}: {self.sent - self.received} split round(s) outstanding; call {self.phase}_wait first"
-            )
 
 
 class Communicator:
@@ -488,6 +434,3 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 def _tensors(buffers: DispatchBuffers) -> tuple[torch.Tensor | None, ...]:
     return tuple(vars(buffers).values())
-
-
-__all__ = ["CTAS_PER_SM", "Communicator", "PendingCombine", "PendingDispatch"]

@@ -201,7 +201,7 @@ def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
 
 def test_demo_layer_agrees_with_the_dense_layer() -> None:
     """The layer through dispatch and combine is within bfloat16's and NVFP4's roundings of the float64 layer."""
-    from cute_ep.connect import connect_local
+    from cute_ep.connection import connect_local
     from cute_ep.presets import Preset
 
     shape, devices = Preset("tiny", 128, 128, 8, 2), ["cpu"] * 2

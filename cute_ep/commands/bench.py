@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print every case. Returns 0; EPConfigError where there is no GPU or the shape breaks a rule."""
-    from cute_ep.connect import connect_local
+    from cute_ep.connection import connect_local
     from cute_ep.machine import describe_devices, environment, parse_devices
 
     shape, formats, sizes = chosen_shape(args), format_names(args.format), token_counts(args.tokens)

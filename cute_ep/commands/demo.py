@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console: Console) -> int:
     """`run` once the devices are known."""
     from cute_ep import demo
-    from cute_ep.connect import connect_local
+    from cute_ep.connection import connect_local
     from cute_ep.machine import describe_devices
     from cute_ep.traffic import count_routing
 

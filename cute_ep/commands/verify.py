@@ -107,7 +107,7 @@ class _Group:
 
     def communicators(self, fmt: str) -> Sequence:
         """All ranks."""
-        from cute_ep.connect import connect_local
+        from cute_ep.connection import connect_local
 
         if fmt not in self._open:
             self._open[fmt] = connect_local(self.config(fmt), self.devices, library=self.library)

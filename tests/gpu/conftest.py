@@ -11,7 +11,7 @@ import torch
 
 from cute_ep.communicator import Communicator
 from cute_ep.config import EPConfig
-from cute_ep.connect import connect_local
+from cute_ep.connection import connect_local
 
 LIBRARY = Path(__file__).parents[2] / "build" / "library"
 VIRTUAL_RANKS = 8

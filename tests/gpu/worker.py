@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cute_ep import reference
 from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
-from cute_ep.connect import connect
+from cute_ep.connection import connect
 from cute_ep.errors import EPTimeout
 from cute_ep.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.workloads import make_inputs

@@ -1,0 +1,64 @@
+"""Rounds in flight: what a sending half hands to its receiving half, and in which order the halves may come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cute_ep.dispatched import Dispatched
+from cute_ep.errors import EPInputError
+
+
+@dataclass(frozen=True)
+class PendingDispatch:
+    """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
+
+    number: int
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor | None
+    tokens_per_chunk: int
+    keep_alive: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class PendingCombine:
+    """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
+
+    number: int
+    dispatched: Dispatched
+    mode: str
+    keep_alive: tuple[torch.Tensor, ...]
+
+
+MAX_OUTSTANDING = 2
+"""Sends of one phase before their waits: there are two buffers, and the third send would wait for the first wait."""
+
+
+class Rounds:
+    """Counts the rounds of one phase that were enqueued, and refuses an order that the buffers cannot serve."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase, self.sent, self.received = phase, 0, 0
+
+    def check_send(self) -> None:
+        """EPInputError when MAX_OUTSTANDING sends already wait."""
+        if self.sent - self.received >= MAX_OUTSTANDING:
+            raise EPInputError(
+                f"{self.phase}_async: {MAX_OUTSTANDING} are outstanding; call {self.phase}_wait for the oldest first"
+            )
+
+    def check_wait(self, number: int) -> None:
+        """EPInputError unless round `number` is the oldest that was sent and not received."""
+        if number != self.received + 1 or self.received == self.sent:
+            raise EPInputError(
+                f"{self.phase}_wait: this is round {number}, but the next to receive is {self.received + 1} "
+                f"({self.sent - self.received} outstanding)"
+            )
+
+    def check_fused(self) -> None:
+        """EPInputError when a split round is outstanding: a fused launch would receive that one."""
+        if self.sent != self.received:
+            raise EPInputError(
+                f"{self.phase}: {self.sent - self.received} split round(s) outstanding; call {self.phase}_wait first"
+            )
