@@ -14,7 +14,7 @@ HAS_TORCH := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_availab
 QUIET     := --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu perf lint build wheel clean
+.PHONY: help demo test test-gpu sanitize perf lint build wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -29,6 +29,10 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
 	@$(PY) -c 'import pytest' || $(MAKE) $(VENV)/tools.stamp
 	$(PY) -m pytest tests/gpu
+
+sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memcheck, racecheck) over a small case of every kernel
+	for tool in memcheck racecheck; do \
+	    compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PY) -m tests.gpu.small_case || exit 1; done
 
 perf: $(VENV)/package.stamp  ## measure dispatch and combine on this machine's GPUs
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
