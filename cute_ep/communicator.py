@@ -301,22 +301,13 @@ class Communicator:
             "num_rows": out.num_rows.data_ptr(),
             "row_map": out.row_map.data_ptr(),
             "headers": out.headers.data_ptr(),
-            "weights": out.weights.data_ptr(),
+            "weights": _address(out.weights),
             "capacity": out.tokens.shape[0],
         }
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
         return Dispatched(
-            tokens=out.tokens,
-            scales=out.scales,
-            row_offsets=out.row_offsets,
-            scales_offsets=out.scales_offsets,
-            expert_ids=out.expert_ids,
-            src_info=out.src_info,
-            num_rows=out.num_rows,
-            row_map=out.row_map,
-            headers=out.headers,
-            weights=out.weights,
+            **vars(out),
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
             tokens_per_chunk=sent.tokens_per_chunk,

@@ -12,8 +12,8 @@ from cute_ep.layouts.scales import ATOM_COLUMNS, ATOM_ROWS, scale_blocks, scale_
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    """One rank's share of a dispatched batch, expert-major. N = `num_rows` rows are valid, all on the device.
+class DispatchBuffers:
+    """Memory of one dispatch output, to be reused call after call (see `Communicator.allocate`).
 
     Attributes:
         tokens: [capacity, hidden] bfloat16, or [capacity, payload bytes] uint8 (nvfp4: element 0 in the low nibble).
@@ -29,9 +29,6 @@ class Dispatched:
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.arena.HeaderWord`).
         weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
             source gave weights. None from `reference.dispatch` when no rank gave any.
-        topk_ids: this rank's own [T, K] int32 argument.
-        router_weights: this rank's own [T, K] float32 argument, or None.
-        tokens_per_chunk: tokens that share one completion flag; the same number in this rank's header.
     """
 
     tokens: torch.Tensor
@@ -44,25 +41,6 @@ class Dispatched:
     row_map: torch.Tensor
     headers: torch.Tensor
     weights: torch.Tensor | None
-    topk_ids: torch.Tensor
-    router_weights: torch.Tensor | None
-    tokens_per_chunk: int
-
-
-@dataclass(frozen=True)
-class DispatchBuffers:
-    """Memory for one dispatch output, to be reused call after call (see `Communicator.allocate`)."""
-
-    tokens: torch.Tensor
-    scales: torch.Tensor | None
-    row_offsets: torch.Tensor
-    scales_offsets: torch.Tensor | None
-    expert_ids: torch.Tensor
-    src_info: torch.Tensor
-    num_rows: torch.Tensor
-    row_map: torch.Tensor
-    headers: torch.Tensor
-    weights: torch.Tensor
 
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
@@ -93,3 +71,18 @@ class DispatchBuffers:
             headers=empty(cfg.world_size, len(HeaderWord), dtype=torch.int32),
             weights=empty(*routed, dtype=torch.float32),
         )
+
+
+@dataclass(frozen=True)
+class Dispatched(DispatchBuffers):
+    """One rank's share of a dispatched batch, expert-major. N = `num_rows` rows are valid, all on the device.
+
+    Attributes (besides those of the buffers that hold it):
+        topk_ids: this rank's own [T, K] int32 argument.
+        router_weights: this rank's own [T, K] float32 argument, or None.
+        tokens_per_chunk: tokens that share one completion flag; the same number in this rank's header.
+    """
+
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor | None
+    tokens_per_chunk: int

@@ -16,6 +16,17 @@ CTAS_PER_SM = 2
 """Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
 
 
+def launch_config(grid, shared_bytes: int = 0) -> dict:
+    """Keyword arguments of a kernel's launch: `grid` CTAs of THREADS threads, compiled for CTAS_PER_SM residents."""
+    return {
+        "grid": [grid, 1, 1],
+        "block": [THREADS, 1, 1],
+        "smem": shared_bytes,
+        "min_blocks_per_mp": CTAS_PER_SM,
+        "preferred_smem_carveout": 50,
+    }
+
+
 def shared_array(region: Region, dtype):
     """Tensor over a region of dynamic shared memory."""
     base = cute.arch.get_dyn_smem(Uint8, alignment=VECTOR_BYTES)

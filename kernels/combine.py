@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.block import CTAS_PER_SM, THREADS
+from cute_ep.kernels.block import launch_config
 from cute_ep.kernels.give_back import GiveBack
 from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
 from cute_ep.kernels.reduce import Reduce
@@ -81,13 +81,7 @@ class Combine:
 
     @cute.jit
     def __call__(self, args: CombineArgs, grid: Int32):
-        self.kernel(args).launch(
-            grid=[grid, 1, 1],
-            block=[THREADS, 1, 1],
-            smem=self.shared_bytes,
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=50,
-        )
+        self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
 
     @cute.kernel
     def kernel(self, args: CombineArgs):

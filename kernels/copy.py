@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_ep.kernels.block import CTAS_PER_SM, THREADS, block_memcpy
+from cute_ep.kernels.block import block_memcpy, launch_config
 
 SLICE_BYTES = 32768
 """Bytes that a CTA copies at a time."""
@@ -31,12 +31,7 @@ class Copy:
 
     @cute.jit
     def __call__(self, args: CopyArgs, grid: Int32):
-        self.kernel(args).launch(
-            grid=[grid, 1, 1],
-            block=[THREADS, 1, 1],
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=50,
-        )
+        self.kernel(args).launch(**launch_config(grid))
 
     @cute.kernel
     def kernel(self, args: CopyArgs):

@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.block import CTAS_PER_SM, THREADS, scan_scratch
+from cute_ep.kernels.block import launch_config, scan_scratch
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
 from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
@@ -92,13 +92,7 @@ class Dispatch:
 
     @cute.jit
     def __call__(self, args: DispatchArgs, grid: Int32):
-        self.kernel(args).launch(
-            grid=[grid, 1, 1],
-            block=[THREADS, 1, 1],
-            smem=self.shared_bytes,
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=50,
-        )
+        self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
 
     @cute.kernel
     def kernel(self, args: DispatchArgs):

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 
-from cute_ep.kernels.block import CTAS_PER_SM, THREADS
+from cute_ep.kernels.block import THREADS, launch_config
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import source_vectors, unit_scale_bytes
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
@@ -40,12 +40,7 @@ class Quantize:
 
     @cute.jit
     def __call__(self, args: QuantizeArgs, grid: Int32):
-        self.kernel(args).launch(
-            grid=[grid, 1, 1],
-            block=[THREADS, 1, 1],
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=50,
-        )
+        self.kernel(args).launch(**launch_config(grid))
 
     @cute.kernel
     def kernel(self, args: QuantizeArgs):

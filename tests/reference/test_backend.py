@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.workloads import RankInputs, make_inputs
 from tests.cases import CASES, Case
-from tests.compare import assert_bits, assert_prefix_and_poison
 
 POISON = 0xA5
 FLOAT_POISON = torch.full((4,), POISON, dtype=torch.uint8).view(torch.float32).item()

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPInputError
 from tests.cases import CASES, Case
-from tests.compare import assert_bits
 
 MODES = ["exact", "partial"]
 

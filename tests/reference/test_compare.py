@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.compare import assert_bits, assert_prefix_and_poison
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.uint32])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_ep import reference
+from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPInputError
@@ -15,7 +16,6 @@ from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.scales import scale_blocks
 from cute_ep.workloads import ROUTINGS, make_inputs, make_rank_inputs
 from tests.cases import CASES, Case
-from tests.compare import assert_bits
 
 
 def entries_in_order(cfg: EPConfig, topk_ids: list[torch.Tensor], rank: int) -> list[tuple[int, int, int, int]]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.compare import assert_bits
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import NVFP4
 from cute_ep.layouts.scales import ATOM_BYTES, atom_shape_stride, row_blocks
-from tests.compare import assert_bits
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 GLOBAL_SCALES = [1.0, 2.0**100, 2.0**-100, 1 / 3, 527.3, 2.0**-20, 2688 / 1e33, 2.0**40 * 1.7]
