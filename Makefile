@@ -47,10 +47,8 @@ lint: $(VENV)/tools.stamp  ## ruff and mypy
 
 build: build/library/all.stamp  ## compile the kernels of all architectures into build/library
 
-wheel: build/library/all.stamp  ## the wheel with the kernels of all architectures, in dist
-	rm -rf build/lib cute_ep/library && cp -r build/library cute_ep/library
+wheel: $(VENV)/package.stamp  ## the wheel with the kernels of all architectures, in dist
 	$(PY) -m pip wheel $(QUIET) . --no-deps --wheel-dir dist
-	rm -rf cute_ep/library
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist cute_ep/library cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -65,3 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILURE
     except KeyboardInterrupt:
         return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -155,6 +155,7 @@ def commanded(message: str) -> list[Variant]:
 def empty_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Library:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("cute_ep.library.PACKAGE_FOLDER", tmp_path / "package")
+    monkeypatch.setattr("cute_ep.library.dsl_version", lambda: None)
     return Library()
 
 
@@ -194,3 +195,13 @@ def test_the_most_specialised_variant_wins(library: dict[Variant, LibraryEntry],
 def test_not_a_cubin() -> None:
     with pytest.raises(ValueError, match="ELF"):
         read_resources(b"MZ" + bytes(100))
+
+
+def test_missing_variant_is_built_into_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the DSL is installed, a kernel that no folder has is built on first use, without asking."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "none")
+    entry = Library().find(COPY.kernel, COPY.arch, None, 0, None)
+    assert entry.path == library.cache_folder() / "sm_90a" / f"{COPY.symbol}.cubin"
+    assert entry.read()[:4] == b"\x7fELF"
+    assert Library().find(COPY.kernel, COPY.arch, None, 0, None) == entry
