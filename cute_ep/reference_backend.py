@@ -146,7 +146,7 @@ class ReferenceCommunicator:
     """
 
     def __init__(self, cfg: EPConfig, rank: int, exchange: _Exchange) -> None:
-        self.cfg, self.rank = cfg, rank
+        self.cfg, self.rank, self.device = cfg, rank, torch.device("cpu")
         self._exchange = exchange
         self._failure: EPError | None = None
         self._closed = False

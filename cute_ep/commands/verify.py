@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from cute_ep.errors import EPError
 from cute_ep.layouts.formats import FORMATS
 
 if TYPE_CHECKING:
-    from cute_ep.workloads import RankInputs
+    pass
 
 SHAPES = ((7168, 256, 8), (2880, 128, 4), (96, 12, 3))
 """(hidden, experts, top-k): DeepSeek-V3's; hidden that is no multiple of 128; part of a scale-factor atom."""
@@ -130,7 +130,6 @@ def _check_inputs(group: _Group, tokens: tuple[int, ...], routing: str, console:
     from cute_ep.workloads import make_inputs
 
     inputs = make_inputs(group.config("bf16"), tokens, routing, seed=sum(tokens))
-    check: Callable = check_reference_round if group.devices[0] == "cpu" else check_round
     rows = []
     for fmt in FORMATS:
         communicators = group.communicators(fmt)
@@ -138,7 +137,7 @@ def _check_inputs(group: _Group, tokens: tuple[int, ...], routing: str, console:
             case = Case(fmt, *group.shape, tokens, routing, split)
             start, error = time.perf_counter(), None
             try:
-                check(communicators, inputs, split=split)
+                check_round(communicators, inputs, split=split)
             except (AssertionError, EPError) as failure:
                 error = f"{type(failure).__name__}: {failure}"
                 if isinstance(failure, EPError):
@@ -151,45 +150,3 @@ def _check_inputs(group: _Group, tokens: tuple[int, ...], routing: str, console:
                 console.print(f"     [red]{escape(error)}[/]", highlight=False, soft_wrap=True)
             rows.append(vars(case) | {"seconds": round(seconds, 6), "error": error})
     return rows
-
-
-def check_reference_round(communicators: Sequence, inputs: Sequence[RankInputs], *, split: bool = False) -> None:
-    """`cute_ep.verify.check_round` for the reference backend, whose communicators have neither device nor stream.
-
-    Raises:
-        AssertionError: some byte differs from `cute_ep.reference`.
-    """
-    import torch
-
-    from cute_ep import reference
-    from cute_ep.compare import assert_bits
-    from cute_ep.layouts.variants import COMBINE_MODES
-    from cute_ep.verify import check_dispatched, expert_rows, poisoned_buffers
-
-    cfg = communicators[0].cfg
-    calls = [(one.x, one.topk_ids, one.router_weights) for one in inputs]
-    xs, ids, weights = zip(*calls, strict=True)
-    expected = reference.dispatch(cfg, xs, ids, None, weights)
-    buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
-    if split:
-        pending = [c.dispatch_async(*call) for c, call in zip(communicators, calls, strict=True)]
-        actual = [c.dispatch_wait(one, out) for c, one, out in zip(communicators, pending, buffers, strict=True)]
-    else:
-        actual = [c.dispatch(*call, out=out) for c, call, out in zip(communicators, calls, buffers, strict=True)]
-    for rank, (communicator, got, want) in enumerate(zip(communicators, actual, expected, strict=True)):
-        communicator.synchronize()
-        check_dispatched(got, want, cfg, rank)
-    rows = expert_rows(expected, cfg.hidden, 0)
-    for mode in COMBINE_MODES:
-        outs = [torch.empty_like(x) for x in xs]
-        if split:
-            sent = [c.combine_async(r, d, mode) for c, r, d in zip(communicators, rows, actual, strict=True)]
-            for communicator, one, out in zip(communicators, sent, outs, strict=True):
-                communicator.combine_wait(one, out=out)
-        else:
-            for communicator, row, one, out in zip(communicators, rows, actual, outs, strict=True):
-                communicator.combine(row, one, mode=mode, out=out)
-        wanted = reference.combine(cfg, rows, expected, weights, mode)
-        for rank, (communicator, out, sums) in enumerate(zip(communicators, outs, wanted, strict=True)):
-            communicator.synchronize()
-            assert_bits(out, sums, f"rank {rank} combine {mode}")
