@@ -177,7 +177,8 @@ class Communicator:
             EPInputError, EPTimeout: as `dispatch`.
         """
         self._combines.check_fused()
-        weights, sent = self._prepare_return(rows, dispatched, router_weights, mode)
+        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
+        sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(dispatched, weights, out)
         shape = self._shape("combine", result.shape[0], dispatched.tokens_per_chunk)
         self._launch(f"combine_{mode}", shape, sent | received, (rows, result, weights))
@@ -189,14 +190,13 @@ class Communicator:
         """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
         self._combines.check_send()
         check_mode(mode)
-        weights = None if mode == "exact" else combine_weights(self.cfg, mode, None, dispatched)
-        check_rows(self.cfg, rows, dispatched)
+        if mode == "partial":
+            combine_weights(self.cfg, mode, None, dispatched)
+        sent = self._prepare_return(rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
-        self._launch(
-            f"combine_async_{mode}", shape, self._return_arguments(rows, dispatched) | _NO_COMBINE_OUTPUT, (rows,)
-        )
+        self._launch(f"combine_async_{mode}", shape, sent | _NO_COMBINE_OUTPUT, (rows,))
         self._combines.sent += 1
-        return PendingCombine(self._combines.sent, dispatched, mode, (rows,) if weights is None else (rows, weights))
+        return PendingCombine(self._combines.sent, dispatched, mode, rows)
 
     def combine_wait(
         self,
@@ -249,7 +249,8 @@ class Communicator:
     @property
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out."""
-        return any(record[0] for record in self._records()[:-1])
+        width = len(StatusWord)
+        return any(self._status.words[: width * self.cfg.world_size : width])
 
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
@@ -313,14 +314,8 @@ class Communicator:
             tokens_per_chunk=sent.tokens_per_chunk,
         )
 
-    def _prepare_return(
-        self, rows: torch.Tensor, dispatched: Dispatched, router_weights: torch.Tensor | None, mode: str
-    ) -> tuple[torch.Tensor, dict[str, int]]:
-        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
+    def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
         check_rows(self.cfg, rows, dispatched)
-        return weights, self._return_arguments(rows, dispatched)
-
-    def _return_arguments(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
         return {
             "rows": rows.data_ptr(),
             "row_map": dispatched.row_map.data_ptr(),
@@ -357,8 +352,7 @@ class Communicator:
             raise EPError(f"rank {self.rank}: the communicator is closed")
         self._raise_timeout()
         stream = self._work_stream()
-        current = torch.cuda.current_stream(self.device)
-        if stream != current:
+        if self._shared_device and stream != (current := torch.cuda.current_stream(self.device)):
             stream.wait_stream(current)
             for tensor in tensors:
                 if tensor is not None:
@@ -375,14 +369,15 @@ class Communicator:
         return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]
 
     def _raise_timeout(self) -> None:
+        if not self.failed:
+            return
         missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
-        if missing:
-            details = [
-                f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
-                for peer, (phase, index, expected, seen) in missing.items()
-            ]
-            phases = sorted({Phase(record[0]).name for record in missing.values()})
-            raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
+        details = [
+            f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
+            for peer, (phase, index, expected, seen) in missing.items()
+        ]
+        phases = sorted({Phase(record[0]).name for record in missing.values()})
+        raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
 
     def _raise_input_error(self) -> None:
         """Raise what a kernel found wrong with this rank's input, once."""

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from cute_ep.driver import Kernel, architecture
+from cute_ep.driver import THREADS, Kernel, architecture
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import VECTOR_BYTES, format_named
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL
@@ -70,7 +70,7 @@ def quantize(
     }
     kernel = _kernel(device, QUANTIZE_KERNEL, fmt, library)
     with torch.cuda.device(device):
-        grid = min(_max_ctas(device), -(-units // 512))
+        grid = min(_max_ctas(device), -(-units // THREADS))
         kernel.launch(grid, arguments, torch.cuda.current_stream(device).cuda_stream)
     return payload, scales
 

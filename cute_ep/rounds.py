@@ -28,7 +28,7 @@ class PendingCombine:
     number: int
     dispatched: Dispatched
     mode: str
-    keep_alive: tuple[torch.Tensor, ...]
+    keep_alive: torch.Tensor
 
 
 MAX_OUTSTANDING = 2

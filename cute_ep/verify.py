@@ -24,7 +24,8 @@ SPARE_ROWS = 37
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill every byte of `tensor` with POISON."""
-    tensor.view(torch.uint8).fill_(POISON) if tensor.numel() else None
+    if tensor.numel():
+        tensor.view(torch.uint8).fill_(POISON)
     return tensor
 
 

@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, block_exclusive_scan, shared_array
 from cute_ep.kernels.divide import divisor
-from cute_ep.kernels.sync import block_all, report
+from cute_ep.kernels.sync import block_all
 from cute_ep.layouts.arena import HeaderWord, message_map
 from cute_ep.layouts.device import (
     array,
@@ -137,8 +137,7 @@ class Expand:
             if entry != Int32(MASKED_ENTRY) and local >= 0 and local < group.local_experts:
                 row = sBase[local * group.ranks + source] + entry_position(entry)
                 if row >= args.capacity:
-                    state = group.base + group.arena.state.offset
-                    report(group.status, state, group.ranks, Phase.ROW_CAPACITY, row, args.capacity, row)
+                    group.report_input(Phase.ROW_CAPACITY, row, args.capacity, row)
                     row = Int32(NO_ROW)
             sRow[index] = row
             if cutlass.const_expr(self.fmt.scale is not None):

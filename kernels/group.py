@@ -1,4 +1,4 @@
-"""What every kernel of the group starts from: its arguments, its own and its peers' arenas, its deadline."""
+"""What every kernel of the group starts from: its arguments, its own and its peers' arenas, its timeout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, divisor
-from cute_ep.kernels.sync import acknowledge_reads, block_all, post, wait_at_least
+from cute_ep.kernels.sync import acknowledge_reads, block_all, post, report, wait_at_least
 from cute_ep.layouts.arena import Arena, StateWord
 from cute_ep.layouts.device import array, device_arena, pointer
 from cute_ep.layouts.formats import Format
@@ -101,6 +101,11 @@ class GroupView:
         state = self.base + self.arena.state.offset
         at = index[0] if index else Int32(0)
         return wait_at_least(flag, epoch, self.timeout_ns, self.status, state, peer, phase, at)
+
+    def report_input(self, phase: Phase, index, expected, seen) -> None:
+        """Tell the host what is wrong with this rank's input; the round goes on."""
+        state = self.base + self.arena.state.offset
+        report(self.status, state, self.ranks, phase, index, expected, seen)
 
     @cute.jit
     def post_all_ranks(self, flags: Region, epoch: Int64, *index) -> None:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.block import THREADS, shared_array
-from cute_ep.kernels.sync import arrive_last, report
+from cute_ep.kernels.sync import arrive_last
 from cute_ep.layouts.arena import HeaderWord, StateWord
 from cute_ep.layouts.device import array, region_array
 from cute_ep.layouts.record import RegionMap
@@ -77,8 +77,7 @@ class Route:
             given = array(args.topk_ids, Int32, entries)[index]
             expert = checked_expert(given, group.experts)
             if expert != given:
-                state = group.base + group.arena.state.offset
-                report(group.status, state, group.ranks, Phase.EXPERT_ID, index, group.experts, given)
+                group.report_input(Phase.EXPERT_ID, index, group.experts, given)
             sPacked[index - first] = expert
         return weight
 

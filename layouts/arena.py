@@ -28,7 +28,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.record import Int, Region, RegionMap, align_up
+from cute_ep.layouts.record import Int, Region, RegionMap
 
 ARENA_ALIGNMENT = 256
 PARITIES = 2
@@ -109,15 +109,3 @@ class Arena:
 def return_slots(ranks: int, top_k: int) -> int:
     """Return rows a token: one per top-k slot (exact combine) or one per rank (partial combine)."""
     return max(ranks, top_k)
-
-
-__all__ = [
-    "ARENA_ALIGNMENT",
-    "Arena",
-    "HeaderWord",
-    "StateWord",
-    "align_up",
-    "message_bytes",
-    "message_map",
-    "return_slots",
-]

@@ -17,7 +17,6 @@ class Format:
         bits: bits of one payload element.
         block: elements that share one scale factor (1: the format has none).
         scale: element type of a scale factor ("e4m3"), or None.
-        max_value: largest finite payload magnitude.
         global_scale: whether a float32 scale for the whole tensor multiplies the block scales.
     """
 
@@ -25,7 +24,6 @@ class Format:
     bits: int
     block: int = 1
     scale: str | None = None
-    max_value: float = 0.0
     global_scale: bool = False
 
     def payload_bytes(self, hidden):
@@ -47,8 +45,8 @@ class Format:
             )
 
 
-BF16 = Format("bf16", bits=16, max_value=3.3895313892515355e38)
-NVFP4 = Format("nvfp4", bits=4, block=16, scale="e4m3", max_value=6.0, global_scale=True)
+BF16 = Format("bf16", bits=16)
+NVFP4 = Format("nvfp4", bits=4, block=16, scale="e4m3", global_scale=True)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, NVFP4)}
 

@@ -6,12 +6,12 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.arena import ARENA_ALIGNMENT, Arena, HeaderWord, StateWord, message_bytes
-from cute_ep.layouts.formats import FORMATS
+
+from .strategies import configs
 
 GOOD = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=128, world_size=4)
 
@@ -89,24 +89,6 @@ def bytes_by_hand(cfg: EPConfig) -> int:
         2 * ranks * tokens * message,  # messages
     ]
     return sum(padded(size, 256) for size in sizes)
-
-
-configs = st.builds(
-    lambda blocks, per_rank, world, k, tokens, fmt: EPConfig(
-        hidden=32 * blocks,
-        num_experts=per_rank * world,
-        top_k=min(k, per_rank * world),
-        max_tokens_per_rank=tokens,
-        world_size=world,
-        dispatch_format=fmt,
-    ),
-    st.integers(1, 512),
-    st.integers(1, 32),
-    st.integers(1, 32),
-    st.integers(1, 32),
-    st.integers(1, 32768),
-    st.sampled_from(sorted(FORMATS)),
-)
 
 
 @given(configs)

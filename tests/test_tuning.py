@@ -7,32 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_ep.config import EPConfig
-from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, MAX_RANKS, MAX_TOKENS_PER_RANK
+from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS
 from cute_ep.tuning import CTAS_PER_SM, launch_shape, tokens_per_chunk
+
+from .strategies import configs
 
 OPERATIONS = ("dispatch", "dispatch_async", "dispatch_wait", "combine", "combine_async", "combine_wait")
 
 launches = st.builds(
-    lambda blocks, world, per_rank, k, tokens, share, fmt, ctas: (
-        EPConfig(
-            hidden=32 * blocks,
-            num_experts=per_rank * world,
-            top_k=min(k, per_rank * world),
-            max_tokens_per_rank=tokens,
-            world_size=world,
-            dispatch_format=fmt,
-        ),
-        int(share * tokens),
-        ctas,
-    ),
-    st.integers(1, 1024),
-    st.integers(1, MAX_RANKS),
-    st.integers(1, 32),
-    st.integers(1, 32),
-    st.integers(1, MAX_TOKENS_PER_RANK),
+    lambda cfg, share, ctas: (cfg, int(share * cfg.max_tokens_per_rank), ctas),
+    configs,
     st.floats(0, 1),
-    st.sampled_from(["bf16", "nvfp4"]),
     st.integers(1, 296),
 )
 
