@@ -26,7 +26,7 @@ test: build/library/all.stamp  ## all tests that need no GPU, the kernels of all
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests
 
 test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kernels in build/library
-	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
+	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp build/library/hooks.stamp
 	@$(PY) -c 'import pytest' || $(MAKE) $(VENV)/tools.stamp
 	$(PY) -m pytest tests/gpu
 
@@ -57,6 +57,15 @@ KERNEL_SOURCES := $(shell find kernels layouts -name '*.py') cute_ep/build.py
 
 build/library/all.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES)
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --out build/library
+	@touch $@
+
+# Variants with hooks that tests/gpu/test_hooks.py runs.
+HOOKS := cute_ep.kernels.hooks
+build/library/hooks.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES) tests/gpu/hook_examples.py
+	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch sm_90a --out build/library --epilogue $(HOOKS):residual_add
+	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch sm_90a --out build/library --epilogue $(HOOKS):scale
+	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch sm_90a --out build/library --format bf16,nvfp4 \
+	    --router-weights tests.gpu.hook_examples:bfloat16_weight --input-scale tests.gpu.hook_examples:reciprocal
 	@touch $@
 
 build/library/%.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES)

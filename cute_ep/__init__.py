@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from cute_ep.communicator import Communicator
     from cute_ep.config import EPConfig, memory_bytes
     from cute_ep.connection import connect, connect_local
-    from cute_ep.dispatched import DispatchBuffers, Dispatched
+    from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
     from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
-    from cute_ep.local_ops import quantize
+    from cute_ep.layouts.variants import Hooks
+    from cute_ep.local_ops import fused_silu, quantize
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "Communicator": "communicator",
@@ -27,9 +28,12 @@ _MODULE_OF = {
     "EPError": "errors",
     "EPInputError": "errors",
     "EPTimeout": "errors",
+    "Hooks": "layouts.variants",
+    "QuantizedRows": "dispatched",
     "VariantMissing": "errors",
     "connect": "connection",
     "connect_local": "connection",
+    "fused_silu": "local_ops",
     "memory_bytes": "config",
     "quantize": "local_ops",
 }
@@ -43,9 +47,12 @@ __all__ = [
     "EPError",
     "EPInputError",
     "EPTimeout",
+    "Hooks",
+    "QuantizedRows",
     "VariantMissing",
     "connect",
     "connect_local",
+    "fused_silu",
     "memory_bytes",
     "quantize",
 ]

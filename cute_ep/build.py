@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -20,11 +21,13 @@ from cute_ep.layouts.variants import Variant
 from cute_ep.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
 
 
-def build_one(variant: Variant, folder: Path, digest: str) -> LibraryEntry:
+def build_one(variant: Variant, folder: Path) -> LibraryEntry:
     """Compile one variant and write its cubin (by atomic rename)."""
     from cute_ep.kernels.build import compile_variant
 
+    started = time.perf_counter()
     compiled = compile_variant(variant)
+    seconds = round(time.perf_counter() - started, 2)
     resources = read_resources(compiled.cubin)
     path = folder / variant.arch / f"{variant.symbol}.cubin"
     _write(path, compiled.cubin)
@@ -32,12 +35,13 @@ def build_one(variant: Variant, folder: Path, digest: str) -> LibraryEntry:
         variant=variant,
         path=path,
         sha256=hashlib.sha256(compiled.cubin).hexdigest(),
-        source_hash=digest,
+        source_hash=source_hash(variant.hooks),
         dsl=str(dsl_version()),
         entry=resources.entry,
         registers=resources.registers,
         spill_bytes=resources.spill_bytes,
         smem_bytes=compiled.shared_bytes,
+        seconds=seconds,
         params=compiled.params,
     )
 
@@ -66,12 +70,11 @@ def build(
     wanted = list(wanted)
     if dsl_version() is None:
         raise RuntimeError('the CuTe DSL is not installed: pip install "cute-ep[build]"')
-    digest = source_hash()
     entries = read_manifest(folder)
     fresh = {
         variant
         for variant, entry in entries.items()
-        if (entry.source_hash, entry.dsl) == (digest, dsl_version()) and entry.path.exists()
+        if (entry.source_hash, entry.dsl) == (source_hash(variant.hooks), dsl_version()) and entry.path.exists()
     }
     todo = [variant for variant in wanted if variant not in fresh]
     for variant in wanted:
@@ -82,7 +85,7 @@ def build(
             context = multiprocessing.get_context("spawn")
             workers = min(jobs or os.cpu_count() or 1, len(todo))
             with ProcessPoolExecutor(workers, mp_context=context) as pool:
-                futures = {pool.submit(build_one, variant, folder, digest): variant for variant in todo}
+                futures = {pool.submit(build_one, variant, folder): variant for variant in todo}
                 for future in as_completed(futures):
                     variant = futures[future]
                     try:

@@ -8,25 +8,49 @@ from types import TracebackType
 
 import torch
 
+from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import return_slots
+from cute_ep.layouts.formats import BF16
 from cute_ep.layouts.routing import Phase, StatusWord
-from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
-from cute_ep.rounds import PendingCombine, PendingDispatch, Rounds
+from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.tuning import Shape, launch_shape, tokens_per_chunk
 from cute_ep.validate import (
+    OUTPUT_TYPES,
     check_buffers,
     check_input_scale,
     check_mode,
+    check_output,
     check_rows,
     check_tensor,
     check_tokens,
     combine_weights,
 )
+
+UNENCODED = "_unencoded"
+"""Ends the name under which a communicator keeps the kernel that sends rows as they are."""
+
+
+def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks) -> dict[str, Kernel]:
+    """All kernels that one rank of `cfg` may launch, loaded on its device, by name.
+
+    Raises:
+        VariantMissing: a kernel is not in the library.
+    """
+    arch = architecture(device)
+    entries = {}
+    for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS):
+        entries[name] = library.find(name, arch, cfg.dispatch_format if name in SEND_KERNELS else None, hooks)
+    if cfg.format.scale:
+        entries |= {f"{name}{UNENCODED}": library.find(name, arch, BF16.name, hooks) for name in SEND_KERNELS}
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # the first call on a device makes its context
+        return {name: Kernel(entry) for name, entry in entries.items()}
 
 
 class Communicator:
@@ -51,41 +75,47 @@ class Communicator:
         arena: DeviceMemory,
         peers: list[int],
         *,
-        library: Library,
+        kernels: dict[str, Kernel],
+        hooks: Hooks,
         max_ctas: int,
         shared_device: bool,
         release: Callable[[Communicator], None],
     ) -> None:
         self.cfg, self.rank, self.device = cfg, rank, device
-        self.arena = arena
+        self.arena, self.hooks = arena, hooks
         self.max_ctas = max_ctas
         self.stream = torch.cuda.Stream(device)
         self._shared_device = shared_device
         self._release = release
         self._closed = False
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        self._status = HostMemory(len(StatusWord) * (cfg.world_size + 1))
+        self._status = HostMemory(len(StatusWord) * (cfg.peers + 1))
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
+        alone = cfg.skip_a2a
         self._group = {
             "arena": arena.address,
             "peers": self._peers.data_ptr(),
             "status": self._status.address,
             "timeout_ns": int(cfg.timeout_s * 1e9),
-            "rank": rank,
-            "ranks": cfg.world_size,
-            "experts": cfg.num_experts,
+            "rank": 0 if alone else rank,
+            "ranks": cfg.peers,
+            "experts": cfg.peers * cfg.local_experts,
+            "first_expert": rank * cfg.local_experts if alone else 0,
+            "all_experts": cfg.num_experts,
             "local_experts": cfg.local_experts,
             "top_k": cfg.top_k,
             "max_tokens": cfg.max_tokens_per_rank,
             "hidden": cfg.hidden,
-            "slots": return_slots(cfg.world_size, cfg.top_k),
+            "slots": return_slots(cfg.peers, cfg.top_k),
         }
-        arch = architecture(device)
-        self._kernels: dict[str, Kernel] = {}
-        with torch.cuda.device(device):
-            for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS):
-                fmt = cfg.dispatch_format if name in DISPATCH_KERNELS else None
-                self._kernels[name] = Kernel(library.find(name, arch, fmt, cfg.hidden, cfg.top_k))
+        fmt = cfg.format
+        self._row_sizes = {
+            "payload_bytes": fmt.payload_bytes(cfg.hidden),
+            "scale_bytes": fmt.scale_bytes(cfg.hidden),
+            "row_scale_bytes": fmt.row_scale_bytes,
+            "row_alignment": cfg.alignment,
+        }
+        self._kernels = kernels
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
@@ -99,15 +129,22 @@ class Communicator:
         router_weights: torch.Tensor | None = None,
         input_scale: torch.Tensor | None = None,
         out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
         """Send this rank's tokens to their experts and receive the tokens for its own experts, in one launch.
 
         Args:
-            x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks).
+            x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks); with `scales`, rows
+                that are in the dispatch format already (`QuantizedRows.payload`).
             topk_ids: [T, top_k] int32 expert ids; -1 masks an entry.
-            router_weights: [T, top_k] float32; travel along, so that combine may use them ("partial" must).
-            input_scale: float32[1] on the device, the format's global scale G; None: 1.
+            router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
+                may use them ("partial" must).
+            input_scale: float32[1] on the device, the format's global scale G (any type with the `input_scale` hook);
+                None: 1.
             out: buffers from `allocate`, overwritten; None allocates new ones.
+            scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
 
         Returns:
             The rows for this rank's experts; valid once the stream has run.
@@ -116,14 +153,35 @@ class Communicator:
             EPInputError: an argument breaks its contract. Nothing was launched.
             EPTimeout: an earlier call's wait had timed out.
         """
+        return self.plan_dispatch(
+            x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
+        ).launch()
+
+    def plan_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> Plan[Dispatched]:
+        """All of `dispatch` but the launch; arguments and errors are the same."""
         self._dispatches.check_fused()
-        sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale)
-        buffers, received = self._prepare_receive(out)
+        sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        buffers, received = self._prepare_receive(sent, out)
         shape = self._shape("dispatch", x.shape[0], sent.tokens_per_chunk)
-        self._launch("dispatch", shape, arguments | received, (*sent.keep_alive, *_tensors(buffers)))
-        self._dispatches.sent += 1
-        self._dispatches.received += 1
-        return self._result(sent, buffers)
+        name = self._send_kernel("dispatch", scales)
+        tensors = (*sent.keep_alive, *_tensors(buffers))
+
+        def launch() -> Dispatched:
+            self._launch(name, shape, arguments | received, tensors)
+            self._dispatches.count_fused()
+            return self._result(sent, buffers)
+
+        return Plan(launch)
 
     def dispatch_async(
         self,
@@ -131,12 +189,15 @@ class Communicator:
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
         input_scale: torch.Tensor | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
     ) -> PendingDispatch:
         """The sending half of `dispatch`. At most two may be outstanding before their `dispatch_wait`."""
         self._dispatches.check_send()
-        sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale)
+        sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale, scales, row_scales)
         shape = self._shape("dispatch_async", x.shape[0], sent.tokens_per_chunk)
-        self._launch("dispatch_async", shape, arguments | _NO_DISPATCH_OUTPUT, sent.keep_alive)
+        self._launch(self._send_kernel("dispatch_async", scales), shape, arguments, sent.keep_alive)
         self._dispatches.sent += 1
         return sent
 
@@ -146,9 +207,9 @@ class Communicator:
         Each batch in flight needs buffers of its own.
         """
         self._dispatches.check_wait(pending.number)
-        buffers, received = self._prepare_receive(out)
+        buffers, received = self._prepare_receive(pending, out)
         shape = self._shape("dispatch_wait", pending.topk_ids.shape[0], pending.tokens_per_chunk)
-        self._launch("dispatch_wait", shape, _NO_DISPATCH_INPUT | received, _tensors(buffers))
+        self._launch("dispatch_wait", shape, received, _tensors(buffers))
         self._dispatches.received += 1
         return self._result(pending, buffers)
 
@@ -159,42 +220,70 @@ class Communicator:
         router_weights: torch.Tensor | None = None,
         mode: str = "exact",
         out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring the expert outputs home and sum them with the router weights, in one launch.
+        """Bring expert outputs home and sum them with the router weights, in one launch.
 
         Args:
             rows: [capacity, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`.
             dispatched: what dispatch returned for these rows.
-            router_weights: [T, top_k] float32, in exact mode only; None: the weights that dispatch was given.
+            router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
+                weights that dispatch was given.
             mode: "exact" sums K rows at the source in float32; "partial" sums on the expert's rank first, rounds that
-                sum to bfloat16 and sends one row a rank: fewer bytes, one more rounding a rank.
-            out: [T, hidden] bfloat16, overwritten; None allocates it.
+                sum to bfloat16 and sends one row a rank: fewer bytes, one more rounding a rank; "unweighted" returns
+                the rows themselves.
+            out: [T, hidden], or unweighted [T, top_k, hidden]; overwritten; None allocates it.
+            dtype: bfloat16, float16 or float32, the type of the output when `out` is None.
+            epilogue_data: what the `epilogue` hook reads, on this device.
 
         Returns:
-            [T, hidden] bfloat16; zero where a token has only masked entries.
+            [T, hidden]; zero where a token has only masked entries. Unweighted: [T, top_k, hidden], zero where an entry
+            is masked.
 
         Raises:
             EPInputError, EPTimeout: as `dispatch`.
         """
+        return self.plan_combine(
+            rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
+        ).launch()
+
+    def plan_combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: str = "exact",
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> Plan[torch.Tensor]:
+        """All of `combine` but the launch; arguments and errors are the same."""
         self._combines.check_fused()
-        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
+        weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
-        result, received = self._prepare_sum(dispatched, weights, out)
-        shape = self._shape("combine", result.shape[0], dispatched.tokens_per_chunk)
-        self._launch(f"combine_{mode}", shape, sent | received, (rows, result, weights))
-        self._combines.sent += 1
-        self._combines.received += 1
-        return result
+        result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
+        shape = self._shape("combine", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
+        tensors = (rows, result, weights, epilogue_data)
+
+        def launch() -> torch.Tensor:
+            self._launch(f"combine_{mode}", shape, sent | received, tensors)
+            self._combines.count_fused()
+            return result
+
+        return Plan(launch)
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
         """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
         self._combines.check_send()
         check_mode(mode)
         if mode == "partial":
-            combine_weights(self.cfg, mode, None, dispatched)
+            combine_weights(self.cfg, mode, None, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
-        self._launch(f"combine_async_{mode}", shape, sent | _NO_COMBINE_OUTPUT, (rows,))
+        self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, (rows,))
         self._combines.sent += 1
         return PendingCombine(self._combines.sent, dispatched, mode, rows)
 
@@ -203,14 +292,17 @@ class Communicator:
         pending: PendingCombine,
         router_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The receiving half of `combine`, in the order of sending; same bytes as the fused call."""
         self._combines.check_wait(pending.number)
-        dispatched = pending.dispatched
-        weights = combine_weights(self.cfg, pending.mode, router_weights, dispatched)
-        result, received = self._prepare_sum(dispatched, weights, out)
-        shape = self._shape("combine_wait", result.shape[0], dispatched.tokens_per_chunk)
-        self._launch(f"combine_wait_{pending.mode}", shape, _NO_COMBINE_INPUT | received, (result, weights))
+        dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
+        weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
+        result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
+        shape = self._shape("combine_wait", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
+        self._launch(f"combine_wait_{mode}", shape, received, (rows, result, weights, epilogue_data))
         self._combines.received += 1
         return result
 
@@ -250,7 +342,7 @@ class Communicator:
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out."""
         width = len(StatusWord)
-        return any(self._status.words[: width * self.cfg.world_size : width])
+        return any(self._status.words[: width * self.cfg.peers : width])
 
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
@@ -258,52 +350,79 @@ class Communicator:
     def _shape(self, operation: str, tokens: int, chunk: int) -> Shape:
         return launch_shape(operation, self.cfg, tokens, chunk, self.max_ctas)
 
+    @property
+    def _weights_dtype(self) -> torch.dtype | None:
+        return None if self.hooks.router_weights else torch.float32
+
+    def _send_kernel(self, operation: str, scales: torch.Tensor | None) -> str:
+        """Name of the kernel for rows to encode, or for rows that only move."""
+        return operation if scales is None else f"{operation}{UNENCODED}"
+
     def _prepare_send(
         self,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None,
         input_scale: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
     ) -> tuple[PendingDispatch, dict[str, int]]:
-        check_tokens(self.cfg, x, topk_ids, router_weights, self.device)
-        check_input_scale(self.cfg.format, input_scale)
-        if input_scale is not None and not isinstance(input_scale, torch.Tensor):
-            input_scale = torch.tensor([input_scale], dtype=torch.float32, device=self.device)
-        if input_scale is not None:
-            check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
+        check_tokens(self.cfg, x, topk_ids, router_weights, self.device, scales, row_scales, self._weights_dtype)
+        if self.hooks.input_scale is None:
+            check_input_scale(self.cfg.format, input_scale)
+            if input_scale is not None and not isinstance(input_scale, torch.Tensor):
+                input_scale = torch.tensor([input_scale], dtype=torch.float32, device=self.device)
+            if input_scale is not None:
+                check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
         chunk = tokens_per_chunk(self.cfg, x.shape[0])
         arguments = {
             "x": x.data_ptr(),
+            "scales": address(scales),
+            "given_row_scales": address(row_scales),
             "topk_ids": topk_ids.data_ptr(),
-            "router_weights": _address(router_weights),
-            "global_scale": _address(input_scale),
+            "router_weights": address(router_weights),
+            "global_scale": address(input_scale),
             "tokens": x.shape[0],
             "chunk": chunk,
             "chunks": -(-x.shape[0] // chunk),
+            **self._row_sizes,
+            **self._shared_arguments(x.shape[0]),
         }
-        pending = PendingDispatch(
-            self._dispatches.sent + 1, topk_ids, router_weights, chunk, (x, topk_ids, router_weights, input_scale)
-        )
-        return pending, arguments
+        keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return PendingDispatch(self._dispatches.sent + 1, topk_ids, router_weights, chunk, keep_alive), arguments
 
-    def _prepare_receive(self, out: DispatchBuffers | None) -> tuple[DispatchBuffers, dict[str, int]]:
+    def _shared_arguments(self, tokens: int) -> dict[str, int]:
+        first, count = self.cfg.shared_slice(tokens, self.rank)
+        groups = int(self.cfg.fused_shared_expert)
+        return {"shared_groups": groups, "shared_first": first, "shared_rows": count}
+
+    def _prepare_receive(
+        self, sent: PendingDispatch, out: DispatchBuffers | None
+    ) -> tuple[DispatchBuffers, dict[str, int]]:
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = self.allocate()
         else:
             check_buffers(self.cfg, out, self.device)
+        capacity = out.tokens.shape[0]
         return out, {
             "out_tokens": out.tokens.data_ptr(),
-            "out_scales": _address(out.scales),
+            "out_row_scales": address(out.row_scales),
             "row_offsets": out.row_offsets.data_ptr(),
-            "scales_offsets": _address(out.scales_offsets),
+            "row_counts": out.row_counts.data_ptr(),
+            "scales_offsets": address(out.scales_offsets),
             "expert_ids": out.expert_ids.data_ptr(),
             "src_info": out.src_info.data_ptr(),
             "num_rows": out.num_rows.data_ptr(),
             "row_map": out.row_map.data_ptr(),
             "headers": out.headers.data_ptr(),
-            "weights": _address(out.weights),
-            "capacity": out.tokens.shape[0],
+            "weights": address(out.weights),
+            "capacity": capacity,
+            **self._row_sizes,
+            **self._shared_arguments(sent.topk_ids.shape[0]),
+            **scale_arguments(
+                self.cfg.scales_as, self._row_sizes["scale_bytes"], out.scales, capacity, self.cfg.alignment
+            ),
         }
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
@@ -320,28 +439,38 @@ class Communicator:
             "rows": rows.data_ptr(),
             "row_map": dispatched.row_map.data_ptr(),
             "headers": dispatched.headers.data_ptr(),
-            "weights": _address(dispatched.weights),
+            "weights": address(dispatched.weights),
             "capacity": rows.shape[0],
         }
 
     def _prepare_sum(
-        self, dispatched: Dispatched, weights: torch.Tensor, out: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        weights: torch.Tensor | None,
+        mode: str,
+        out: torch.Tensor | None,
+        dtype: torch.dtype,
+        epilogue_data: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, int]]:
         tokens = dispatched.topk_ids.shape[0]
+        dtype = dtype if out is None else out.dtype
+        shape = check_output(self.cfg, mode, tokens, dtype, out, self.device)
         if out is None:
             with torch.cuda.stream(self._work_stream()):
-                out = torch.empty(tokens, self.cfg.hidden, dtype=torch.bfloat16, device=self.device)
-        else:
-            check_tensor(
-                "out", out, shape=(tokens, self.cfg.hidden), dtype=torch.bfloat16, device=self.device, alignment=16
-            )
+                out = torch.empty(shape, dtype=dtype, device=self.device)
         return out, {
+            "rows": rows.data_ptr(),
+            "capacity": rows.shape[0],
             "out": out.data_ptr(),
+            "out_type": int(OUTPUT_TYPES[dtype]),
             "topk_ids": dispatched.topk_ids.data_ptr(),
-            "router_weights": weights.data_ptr(),
+            "router_weights": address(weights),
+            "epilogue_data": address(epilogue_data),
             "tokens": tokens,
             "chunk": dispatched.tokens_per_chunk,
             "chunks": -(-tokens // dispatched.tokens_per_chunk),
+            **self._shared_arguments(tokens),
         }
 
     def _launch(
@@ -365,7 +494,7 @@ class Communicator:
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of this rank's input."""
         width, words = len(StatusWord), self._status.words
-        starts = range(0, width * (self.cfg.world_size + 1), width)
+        starts = range(0, width * (self.cfg.peers + 1), width)
         return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]
 
     def _raise_timeout(self) -> None:
@@ -384,38 +513,13 @@ class Communicator:
         phase, index, expected, seen = self._records()[-1]
         if not phase:
             return
-        self._status.words[len(StatusWord) * self.cfg.world_size] = Phase.NONE
+        self._status.words[len(StatusWord) * self.cfg.peers] = Phase.NONE
         if phase == Phase.EXPERT_ID:
             signed = seen - (1 << 32) if seen >> 31 else seen
             raise EPInputError(
                 f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
             )
         raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but row {index} arrived")
-
-
-_NO_DISPATCH_OUTPUT = dict.fromkeys(
-    (
-        "out_tokens",
-        "out_scales",
-        "row_offsets",
-        "scales_offsets",
-        "expert_ids",
-        "src_info",
-        "num_rows",
-        "row_map",
-        "headers",
-        "weights",
-        "capacity",
-    ),
-    0,
-)
-_NO_DISPATCH_INPUT = dict.fromkeys(("x", "topk_ids", "router_weights", "global_scale", "tokens", "chunk", "chunks"), 0)
-_NO_COMBINE_OUTPUT = dict.fromkeys(("out", "topk_ids", "router_weights", "tokens", "chunk", "chunks"), 0)
-_NO_COMBINE_INPUT = dict.fromkeys(("rows", "row_map", "headers", "weights", "capacity"), 0)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _tensors(buffers: DispatchBuffers) -> tuple[torch.Tensor | None, ...]:

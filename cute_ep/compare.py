@@ -8,7 +8,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(_BITS[tensor.element_size()])
+    plain = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # a size of 1 may have any stride
+    return plain.view(_BITS[tensor.element_size()])
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:

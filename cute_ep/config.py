@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import Arena, message_bytes, return_slots
 from cute_ep.layouts.formats import FORMATS, Format
-from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, max_rows
+from cute_ep.layouts.routing import (
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_TOKENS_PER_RANK,
+    MAX_TOP_K,
+    ROW_ALIGNMENTS,
+    max_rows,
+    shared_slice,
+)
 
 MAX_HIDDEN = 65536
 
@@ -22,8 +30,15 @@ class EPConfig:
         top_k: experts a token chooses (entries of one row of `topk_ids`).
         max_tokens_per_rank: most tokens of one rank in one call.
         world_size: number of ranks.
-        dispatch_format: name of the wire and output format of dispatched rows ("bf16", "nvfp4").
+        dispatch_format: name of the wire and output format of dispatched rows (`cute_ep.layouts.formats`).
         timeout_s: how long a kernel waits for a peer before it gives up.
+        scale_layout: how the scale factors of the output are laid out (`cute_ep.layouts.scales`); None: the format's
+            default.
+        row_alignment: multiple to which each expert's rows are padded with zeros; None: the format's default.
+        fused_shared_expert: group 0 of every dispatch output is a shared expert with this rank's own tokens, and
+            combine adds its rows.
+        skip_a2a: every rank is given all tokens, serves its own experts only, and combine returns partial sums that
+            the caller adds over the `world_size` ranks. Nothing travels. The shared expert's tokens are shared out.
 
     Raises:
         EPConfigError: a field breaks its rule.
@@ -36,6 +51,10 @@ class EPConfig:
     world_size: int
     dispatch_format: str = "bf16"
     timeout_s: float = 60.0
+    scale_layout: str | None = None
+    row_alignment: int | None = None
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, rule: str) -> None:
@@ -63,6 +82,20 @@ class EPConfig:
             self.format.check_hidden(self.hidden)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
+        layouts = self.format.scale_layouts
+        require(
+            self.scale_layout is None or self.scale_layout in layouts,
+            "scale_layout",
+            f"must be one of {', '.join(layouts)} for {self.dispatch_format}"
+            if layouts
+            else f"must be None, {self.dispatch_format} has no scale factors",
+        )
+        allowed = [alignment for alignment in ROW_ALIGNMENTS if alignment % self.format.row_alignment == 0]
+        require(
+            self.row_alignment is None or self.row_alignment in allowed,
+            "row_alignment",
+            f"must be one of {', '.join(map(str, allowed))} for {self.dispatch_format}",
+        )
 
     @property
     def format(self) -> Format:
@@ -75,21 +108,48 @@ class EPConfig:
         return self.num_experts // self.world_size
 
     @property
+    def groups(self) -> int:
+        """Groups of rows in a dispatch output: the local experts, after the shared one if there is one."""
+        return self.local_experts + self.fused_shared_expert
+
+    @property
+    def alignment(self) -> int:
+        """`row_alignment`, or the format's default."""
+        return self.format.row_alignment if self.row_alignment is None else self.row_alignment
+
+    @property
+    def scales_as(self) -> str | None:
+        """`scale_layout`, or the format's default; None when the format has no scale factors."""
+        return self.scale_layout or next(iter(self.format.scale_layouts), None)
+
+    @property
+    def peers(self) -> int:
+        """Ranks that exchange messages: all, or with `skip_a2a` each one alone."""
+        return 1 if self.skip_a2a else self.world_size
+
+    def shared_slice(self, tokens: int, rank: int) -> tuple[int, int]:
+        """(first, number) of the `tokens` tokens that rank `rank` gives to the shared expert; (0, 0) without one."""
+        if not self.fused_shared_expert:
+            return 0, 0
+        return shared_slice(tokens, rank, self.world_size) if self.skip_a2a else (0, tokens)
+
+    @property
     def max_rows(self) -> int:
         """Rows to allocate for one dispatch output in the worst case."""
-        return max_rows(self.world_size, self.top_k, self.max_tokens_per_rank)
+        shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
+        return max_rows(self.peers, self.top_k, self.max_tokens_per_rank, self.groups, self.alignment, shared)
 
     @property
     def arena(self) -> Arena:
         """Byte map of one rank's symmetric memory."""
         return Arena(
-            ranks=self.world_size,
+            ranks=self.peers,
             local_experts=self.local_experts,
             top_k=self.top_k,
             max_tokens=self.max_tokens_per_rank,
             message=message_bytes(self.format, self.hidden),
             hidden=self.hidden,
-            slots=return_slots(self.world_size, self.top_k),
+            slots=return_slots(self.peers, self.top_k),
         )
 
 

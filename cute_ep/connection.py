@@ -9,17 +9,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cute_ep.communicator import Communicator
+from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.driver import DeviceMemory, close_handle, enable_peer_access, open_handle
 from cute_ep.errors import EPConfigError
+from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.tuning import CTAS_PER_SM
 
 
 def connect_local(
-    cfg: EPConfig, devices: Sequence[str | torch.device], *, sms: int | None = None, library: Path | str | None = None
+    cfg: EPConfig,
+    devices: Sequence[str | torch.device],
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> list[Communicator] | list[ReferenceCommunicator]:
     """One communicator a rank, all in this process.
 
@@ -29,6 +35,7 @@ def connect_local(
             stream with its share of the SMs); or "cpu" everywhere for the reference backend.
         sms: SMs that one rank's kernels may use; default all (shared equally by ranks on one GPU).
         library: folder of compiled kernels to look in first.
+        hooks: functions compiled into the kernels (`cute_ep.kernels.hooks`); none on the reference backend.
 
     Raises:
         EPConfigError: wrong number or mix of devices, or GPUs without a peer path.
@@ -46,7 +53,8 @@ def connect_local(
     for device in sharing:
         for peer in sharing:
             enable_peer_access(device.index, peer.index)
-    kernels = Library(library)
+    found = Library(library)
+    kernels = [load_kernels(cfg, device, found, hooks) for device in chosen]
     arenas = [DeviceMemory(device, memory_bytes(cfg)) for device in chosen]
     addresses = [arena.address for arena in arenas]
     open_ranks: list[Communicator] = []
@@ -71,8 +79,9 @@ def connect_local(
                 rank,
                 device,
                 arenas[rank],
-                addresses,
-                library=kernels,
+                [addresses[rank]] if cfg.skip_a2a else addresses,
+                kernels=kernels[rank],
+                hooks=hooks,
                 max_ctas=_max_ctas(device, sms, sharing[device]),
                 shared_device=sharing[device] > 1,
                 release=release,
@@ -83,7 +92,12 @@ def connect_local(
 
 
 def connect(
-    cfg: EPConfig, group: dist.ProcessGroup | None = None, *, sms: int | None = None, library: Path | str | None = None
+    cfg: EPConfig,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    hooks: Hooks = NO_HOOKS,
 ) -> Communicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
@@ -92,7 +106,7 @@ def connect(
     Args:
         cfg: the group's configuration; must be the same on every rank.
         group: an initialised process group of `world_size` ranks; None: the default group.
-        sms, library: as in `connect_local`.
+        sms, library, hooks: as in `connect_local`.
 
     Raises:
         EPConfigError: the group's size or another rank's configuration differs.
@@ -102,16 +116,18 @@ def connect(
     if world != cfg.world_size:
         raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = Library(library)
-    arena = DeviceMemory(device, memory_bytes(cfg))
     gathered: list = [None] * world
-    dist.all_gather_object(gathered, (cfg, arena.handle()), group)
-    for peer, (other, _) in enumerate(gathered):
+    dist.all_gather_object(gathered, cfg, group)
+    for peer, other in enumerate(gathered):
         if other != cfg:
             raise EPConfigError(f"rank {peer} was configured with {other}, rank {rank} with {cfg}")
-    addresses = [
-        arena.address if peer == rank else open_handle(device, handle) for peer, (_, handle) in enumerate(gathered)
-    ]
+    kernels = load_kernels(cfg, device, Library(library), hooks)
+    arena = DeviceMemory(device, memory_bytes(cfg))
+    handles: list = [None] * world
+    dist.all_gather_object(handles, arena.handle(), group)
+    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
+    mapped = {peer: open_handle(device, handle) for peer, handle in peers.items()}
+    addresses = [arena.address] if cfg.skip_a2a else [mapped.get(peer, arena.address) for peer in range(world)]
 
     def release(communicator: Communicator) -> None:
         """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed."""
@@ -120,9 +136,8 @@ def connect(
         dist.all_gather_object(failed, communicator.failed, group)
         if any(failed):
             return
-        for peer, address in enumerate(addresses):
-            if peer != rank:
-                close_handle(device, address)
+        for address in mapped.values():
+            close_handle(device, address)
         dist.barrier(group)
         communicator.free()
         arena.free()
@@ -133,7 +148,8 @@ def connect(
         device,
         arena,
         addresses,
-        library=kernels,
+        kernels=kernels,
+        hooks=hooks,
         max_ctas=_max_ctas(device, sms, 1),
         shared_device=False,
         release=release,

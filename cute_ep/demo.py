@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import Dispatched
+from cute_ep.dispatched import Dispatched, QuantizedRows
 from cute_ep.errors import EPInputError
+from cute_ep.layouts.scales import ATOM, TRANSPOSED
 from cute_ep.presets import Preset
 
 DEFAULT_MODULE = "turtle"
@@ -167,48 +168,77 @@ def _settle(devices: Sequence[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def decode_rows(cfg: EPConfig, batch: Dispatched, offsets: list[int]) -> Callable[[int], torch.Tensor]:
-    """A function from local expert to its [rows, hidden] bfloat16 input, dequantised where the format needs it."""
-    if batch.scales is None:
-        return lambda expert: batch.tokens[offsets[expert] : offsets[expert + 1]]
-    counts = [after - before for before, after in pairwise(offsets)]
-    scales = reference.unswizzle_scales(batch.scales, counts, cfg.format.scale_bytes(cfg.hidden))
+def row_major_scales(cfg: EPConfig, batch: Dispatched, rows_of_group: Sequence[int]) -> torch.Tensor:
+    """[rows, hidden / block] scale factors of all rows, whatever their layout."""
+    assert batch.scales is not None
+    columns = cfg.hidden // cfg.format.block
+    if cfg.scales_as == ATOM:
+        return reference.unswizzle_scales(batch.scales, rows_of_group, columns)
+    return batch.scales.t() if cfg.scales_as == TRANSPOSED else batch.scales[:, :columns]
 
-    def decode(expert: int) -> torch.Tensor:
-        rows = slice(offsets[expert], offsets[expert + 1])
-        return reference.dequantize(batch.tokens[rows], scales[rows], cfg.format).bfloat16()
+
+def decode_rows(cfg: EPConfig, batch: Dispatched, offsets: list[int]) -> Callable[[slice], torch.Tensor]:
+    """A function from rows to their [rows, hidden] bfloat16 values, dequantised where the format needs it."""
+    if batch.scales is None:
+        return lambda rows: batch.tokens[rows]
+    scales = row_major_scales(cfg, batch, [after - before for before, after in pairwise(offsets)])
+
+    def decode(rows: slice) -> torch.Tensor:
+        own = None if batch.row_scales is None else batch.row_scales[rows]
+        quantized = QuantizedRows(batch.tokens[rows], scales[rows].contiguous(), own)
+        return reference.dequantize(quantized, cfg.format).bfloat16()
 
     return decode
 
 
 def run_experts(
-    cfg: EPConfig, received: Sequence[Dispatched], experts: Sequence[ExpertWeights], times: StageTimes
+    cfg: EPConfig,
+    received: Sequence[Dispatched],
+    experts: Sequence[ExpertWeights],
+    times: StageTimes,
+    library: str | None = None,
 ) -> list[torch.Tensor]:
     """Per rank [num_rows, hidden] bfloat16: down(silu(gate x) * up x) of every received row.
 
     Reads `row_offsets` on the host once a rank. bfloat16 between the stages, on the CPU the products are float32.
     """
-    inputs, inner, outputs = [], [], []
+    slices, inputs, inner, outputs = [], [], [], []
     with times.stage("decode rows"):
         for batch in received:
             offsets = batch.row_offsets.tolist()
+            groups = {g: slice(*ends) for g, ends in enumerate(pairwise(offsets)) if ends[1] > ends[0]}
             decode = decode_rows(cfg, batch, offsets)
-            filled = (expert for expert in range(cfg.local_experts) if offsets[expert + 1] > offsets[expert])
-            inputs.append({expert: decode(expert) for expert in filled})
+            slices.append(groups)
+            inputs.append({expert: decode(rows) for expert, rows in groups.items()})
     with times.stage("gate|up"):
-        for rows, weights in zip(inputs, experts, strict=True):
-            inner.append([_matmul(x, weights.of(expert)[0]) for expert, x in rows.items()])
+        for batch, groups, rows, weights in zip(received, slices, inputs, experts, strict=True):
+            product = _empty(batch, weights.gate_up.shape[1])
+            for expert, x in rows.items():
+                product[groups[expert]] = _matmul(x, weights.of(expert)[0])
+            inner.append(product)
     with times.stage("swiglu"):
-        for products in inner:
-            for index, product in enumerate(products):
-                gate, up = product.chunk(2, dim=1)
-                products[index] = F.silu(gate) * up
+        inner = [_swiglu(product, batch, library) for product, batch in zip(inner, received, strict=True)]
     with times.stage("down"):
-        for rows, products, weights in zip(inputs, inner, experts, strict=True):
-            parts = [_matmul(x, weights.of(expert)[1]) for expert, x in zip(rows, products, strict=True)]
-            empty = torch.empty(0, cfg.hidden, dtype=torch.bfloat16, device=weights.down.device)
-            outputs.append(torch.cat([empty, *parts]))
+        for batch, groups, product, weights in zip(received, slices, inner, experts, strict=True):
+            output = _empty(batch, cfg.hidden)
+            for expert, own in groups.items():
+                output[own] = _matmul(product[own], weights.of(expert)[1])
+            outputs.append(output)
     return outputs
+
+
+def _empty(batch: Dispatched, columns: int) -> torch.Tensor:
+    return torch.empty(int(batch.num_rows), columns, dtype=torch.bfloat16, device=batch.num_rows.device)
+
+
+def _swiglu(product: torch.Tensor, batch: Dispatched, library: str | None) -> torch.Tensor:
+    """silu(gate) * up of [rows, gate | up]: by the kernel where there is a GPU."""
+    if product.device.type == "cuda":
+        from cute_ep.local_ops import fused_silu
+
+        return fused_silu(product, batch.row_offsets, library=library)
+    gate, up = product.chunk(2, dim=1)
+    return F.silu(gate) * up
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -219,7 +249,11 @@ def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def run_layer(
-    communicators: Sequence, batches: Sequence[TextBatch], experts: Sequence[ExpertWeights], modes: Sequence[str]
+    communicators: Sequence,
+    batches: Sequence[TextBatch],
+    experts: Sequence[ExpertWeights],
+    modes: Sequence[str],
+    library: str | None = None,
 ) -> tuple[dict[str, list[torch.Tensor]], StageTimes]:
     """One layer on all ranks of this process, driven from this thread.
 
@@ -227,6 +261,7 @@ def run_layer(
         communicators: all ranks, in order.
         batches: per rank, on the rank's device.
         modes: combine modes to run on the same expert outputs.
+        library: folder of compiled kernels to look in first.
 
     Returns:
         {mode: per rank [T, hidden] bfloat16}, and the times (stage "combine MODE" for each mode).
@@ -241,7 +276,7 @@ def run_layer(
         ]
     for communicator in communicators:
         communicator.synchronize()
-    outputs = run_experts(cfg, received, experts, times)
+    outputs = run_experts(cfg, received, experts, times, library)
     for mode in modes:
         with times.stage(f"combine {mode}"):
             results[mode] = [

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from cute_ep.config import EPConfig
 from cute_ep.layouts.arena import HeaderWord
-from cute_ep.layouts.scales import ATOM_COLUMNS, ATOM_ROWS, scale_blocks, scale_columns
+from cute_ep.layouts.formats import Format
+from cute_ep.layouts.record import align_up
+from cute_ep.layouts.scales import ATOM, scale_shape
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in a token format, scale factors row-major.
+
+    Attributes:
+        payload: [rows, hidden] float8_e4m3fn, or [rows, hidden / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: [rows, hidden / block] uint8 bits or float32.
+        row_scales: [rows] bfloat16, in formats whose rows have a scale of their own.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+    row_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class DispatchBuffers:
     """Memory of one dispatch output, to be reused call after call (see `Communicator.allocate`).
 
+    A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. G is
+    their number. Each group's rows are padded to the configuration's `alignment` with rows of zeros.
+
     Attributes:
-        tokens: [capacity, hidden] bfloat16, or [capacity, payload bytes] uint8 (nvfp4: element 0 in the low nibble).
-        scales: block scale factors in the 128x4 atom layout, [blocks, column tiles, 32, 4, 4] uint8 (bits of the
-            format's scale type); rows that pad an expert's last block are zero. None when the format has none.
-        row_offsets: [L + 1] uint32; local expert e owns rows [row_offsets[e], row_offsets[e + 1]).
-        scales_offsets: [L] uint32; the first 128-row scale block of expert e is
-            row_offsets[e] // 128 + scales_offsets[e]. None when the format has no scales.
-        expert_ids: [L] int32, 0 .. L-1.
-        src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row.
-        num_rows: [1] int32.
-        row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none.
+        tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden / 2] uint8 (4-bit formats: element 0
+            in the low nibble).
+        scales: block scale factors, uint8 bits or float32, in the configuration's scale layout
+            (`cute_ep.layouts.scales` has the shapes); rows that pad a group are zero. None when the format has none.
+        row_scales: [capacity] bfloat16, each row's own scale. None when the format has none.
+        row_offsets: [G + 1] uint32; group g owns rows [row_offsets[g], row_offsets[g + 1]), padding included.
+        row_counts: [G] int32, rows of each group without padding.
+        scales_offsets: [G] uint32; the first 128-row scale block of group g is
+            row_offsets[g] // 128 + scales_offsets[g]. None unless scales are in the 128x4 atom layout.
+        expert_ids: [G] int32, 0 .. G-1.
+        src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row; (token, top_k) for
+            rows of the shared expert, (-1, -1) for padding.
+        num_rows: [1] int32, row_offsets[G].
+        row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none. R is the number
+            of ranks that exchange messages (`EPConfig.peers`).
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.arena.HeaderWord`).
         weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
             source gave weights. None from `reference.dispatch` when no rank gave any.
@@ -33,7 +58,9 @@ class DispatchBuffers:
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
     row_offsets: torch.Tensor
+    row_counts: torch.Tensor
     scales_offsets: torch.Tensor | None
     expert_ids: torch.Tensor
     src_info: torch.Tensor
@@ -44,33 +71,55 @@ class DispatchBuffers:
 
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
-        """Uninitialised buffers for `capacity` rows (default `cfg.max_rows`, which no routing can exceed)."""
-        rows = cfg.max_rows if capacity is None else capacity
-        fmt, experts = cfg.format, cfg.local_experts
-        routed = (cfg.world_size, cfg.max_tokens_per_rank, cfg.top_k)
-
-        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        scales = scales_offsets = None
-        if fmt.scale:
-            tiles = scale_columns(fmt.scale_bytes(cfg.hidden))
-            scales = empty(scale_blocks(rows, experts), tiles, 32, ATOM_ROWS // 32, ATOM_COLUMNS, dtype=torch.uint8)
-            scales_offsets = empty(experts, dtype=torch.uint32)
+        """Uninitialised buffers for `capacity` rows, rounded up to the alignment (default `cfg.max_rows`, which no
+        routing can exceed)."""
+        rows = align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment)
+        shapes = buffer_shapes(cfg, rows)
         return cls(
-            tokens=empty(rows, cfg.hidden, dtype=torch.bfloat16)
-            if fmt.bits == 16
-            else empty(rows, fmt.payload_bytes(cfg.hidden), dtype=torch.uint8),
-            scales=scales,
-            row_offsets=empty(experts + 1, dtype=torch.uint32),
-            scales_offsets=scales_offsets,
-            expert_ids=empty(experts, dtype=torch.int32),
-            src_info=empty(rows, 2, dtype=torch.int32),
-            num_rows=empty(1, dtype=torch.int32),
-            row_map=empty(*routed, dtype=torch.int32),
-            headers=empty(cfg.world_size, len(HeaderWord), dtype=torch.int32),
-            weights=empty(*routed, dtype=torch.float32),
+            **{
+                name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
+                for name, want in shapes.items()
+            }
         )
+
+
+def payload_dtype(fmt: Format) -> torch.dtype:
+    """Element type of a tensor of payload rows; 4-bit elements come two in a uint8."""
+    return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[fmt.element]
+
+
+def payload_columns(fmt: Format, hidden: int) -> int:
+    """Elements of one row of a tensor of payload rows."""
+    return fmt.payload_bytes(hidden) // payload_dtype(fmt).itemsize
+
+
+def scale_dtype(fmt: Format) -> torch.dtype:
+    """Element type of a tensor of scale factors; one-byte numbers are kept as bits."""
+    return torch.float32 if fmt.scale == "f32" else torch.uint8
+
+
+def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+    """(shape, type) of every tensor of `DispatchBuffers` for `rows` rows; None where the configuration has none."""
+    fmt, groups = cfg.format, cfg.groups
+    routed = (cfg.peers, cfg.max_tokens_per_rank, cfg.top_k)
+    scales = None
+    if cfg.scales_as is not None:
+        shape = scale_shape(cfg.scales_as, fmt.scale_bytes(cfg.hidden), fmt.scale_itemsize, rows, groups)
+        scales = (shape, scale_dtype(fmt))
+    return {
+        "tokens": ((rows, payload_columns(fmt, cfg.hidden)), payload_dtype(fmt)),
+        "scales": scales,
+        "row_scales": ((rows,), torch.bfloat16) if fmt.row_scale else None,
+        "row_offsets": ((groups + 1,), torch.uint32),
+        "row_counts": ((groups,), torch.int32),
+        "scales_offsets": ((groups,), torch.uint32) if cfg.scales_as == ATOM else None,
+        "expert_ids": ((groups,), torch.int32),
+        "src_info": ((rows, 2), torch.int32),
+        "num_rows": ((1,), torch.int32),
+        "row_map": (routed, torch.int32),
+        "headers": ((cfg.peers, len(HeaderWord)), torch.int32),
+        "weights": (routed, torch.float32),
+    }
 
 
 @dataclass(frozen=True)

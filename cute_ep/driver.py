@@ -52,10 +52,13 @@ class Kernel:
         self._pointers = (ctypes.c_void_p * count)(*(base + 8 * index for index in range(count)))
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
-        """Launch `grid` CTAs on a stream (a raw handle) of the current device."""
+        """Launch `grid` CTAs on a stream (a raw handle) of the current device.
+
+        Parameters that are not in `arguments` are 0: what a kernel does not read need not be given.
+        """
         values = self._values
         for index, (name, mask) in enumerate(zip(self.names, self._masks, strict=True)):
-            values[index] = arguments[name] & mask
+            values[index] = arguments.get(name, 0) & mask
         address = ctypes.addressof(self._pointers)
         check(
             driver.cuLaunchKernel(self._function, grid, 1, 1, THREADS, 1, 1, self.entry.smem_bytes, stream, address, 0)

@@ -12,12 +12,15 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import cute_ep
 from cute_ep.errors import VariantMissing
-from cute_ep.layouts.variants import ARCHITECTURES, Variant
+from cute_ep.layouts.variants import ARCHITECTURES, NO_HOOKS, Hooks, Variant
 
 PACKAGE_FOLDER = Path(__file__).parent / "library"
 MANIFEST = "manifest.json"
@@ -38,13 +41,19 @@ def source_folders() -> tuple[Path, ...]:
     return tuple(Path(spec.origin).parent for spec in specs if spec and spec.origin)
 
 
-def source_hash() -> str:
-    """Digest of the sources of layouts and kernels: a cubin made from others is never launched."""
+@cache
+def source_hash(hooks: Hooks = NO_HOOKS) -> str:
+    """Digest of the sources of layouts, kernels and hooks: a cubin made from others is never launched."""
     digest = hashlib.sha256()
     for root in source_folders():
         for path in sorted(root.rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode())
             digest.update(path.read_bytes())
+    for name in filter(None, asdict(hooks).values()):
+        with suppress(ModuleNotFoundError):
+            spec = importlib.util.find_spec(name.partition(":")[0])
+            if spec is not None and spec.origin is not None:
+                digest.update(Path(spec.origin).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -58,12 +67,9 @@ def build_arguments(variant: Variant) -> list[str]:
     words = ["build", "--arch", variant.arch]
     if variant.format:
         words += ["--format", variant.format]
-    if variant.hidden:
-        words += ["--hidden", str(variant.hidden)]
-    if variant.top_k:
-        words += ["--top-k", str(variant.top_k)]
-    if variant.hidden or variant.top_k:
-        words.append("--specialise")
+    for field in fields(variant.hooks):
+        if name := getattr(variant.hooks, field.name):
+            words += [f"--{field.name.replace('_', '-')}", name]
     return [*words, "--out", str(cache_folder())]
 
 
@@ -76,7 +82,7 @@ def build_command(variant: Variant) -> str:
 class LibraryEntry:
     """One row of a manifest, with the cubin's path made absolute.
 
-    params: (name, "i32" | "i64") in the order of the kernel's parameter buffer.
+    seconds: time it took to compile. params: (name, "i32" | "i64") in the order of the kernel's parameter buffer.
     """
 
     variant: Variant
@@ -88,6 +94,7 @@ class LibraryEntry:
     registers: int
     spill_bytes: int
     smem_bytes: int
+    seconds: float
     params: tuple[tuple[str, str], ...]
 
     def read(self) -> bytes:
@@ -106,8 +113,7 @@ class LibraryEntry:
             "symbol": variant.symbol,
             "kernel": variant.kernel,
             "format": variant.format,
-            "hidden": variant.hidden,
-            "top_k": variant.top_k,
+            "hooks": asdict(variant.hooks),
             "arch": variant.arch,
             "cubin": f"{variant.arch}/{variant.symbol}.cubin",
             "sha256": self.sha256,
@@ -117,18 +123,22 @@ class LibraryEntry:
             "registers": self.registers,
             "spill_bytes": self.spill_bytes,
             "smem_bytes": self.smem_bytes,
+            "seconds": self.seconds,
             "params": [list(param) for param in self.params],
         }
 
 
 def read_manifest(folder: Path) -> dict[Variant, LibraryEntry]:
-    """Entries of one library folder; empty when it has no manifest."""
+    """Entries of one library folder; empty when it has no manifest, or one of another version of this package."""
     path = folder / MANIFEST
     if not path.exists():
         return {}
+    content = json.loads(path.read_text())
+    if content["version"] != cute_ep.__version__:
+        return {}
     entries = {}
-    for row in json.loads(path.read_text())["variants"]:
-        variant = Variant(row["kernel"], row["arch"], row["format"], row["hidden"], row["top_k"])
+    for row in content["variants"]:
+        variant = Variant(row["kernel"], row["arch"], row["format"], Hooks(**row["hooks"]))
         entries[variant] = LibraryEntry(
             variant=variant,
             path=folder / row["cubin"],
@@ -139,6 +149,7 @@ def read_manifest(folder: Path) -> dict[Variant, LibraryEntry]:
             registers=row["registers"],
             spill_bytes=row["spill_bytes"],
             smem_bytes=row["smem_bytes"],
+            seconds=row["seconds"],
             params=tuple((name, kind) for name, kind in row["params"]),
         )
     return entries
@@ -159,27 +170,26 @@ class Library:
 
     def reload(self) -> None:
         """Read the manifests again (after a build). Entries made from other sources do not count."""
-        current = source_hash()
         self.entries = {}
         for path in reversed(self.folders):
             found = read_manifest(path)
-            self.entries |= {variant: entry for variant, entry in found.items() if entry.source_hash == current}
+            self.entries |= {v: entry for v, entry in found.items() if entry.source_hash == source_hash(v.hooks)}
 
-    def find(self, kernel: str, arch: str, fmt: str | None, hidden: int, top_k: int | None) -> LibraryEntry:
-        """The most specialised variant that serves these sizes; built into the user's cache where the DSL is installed.
+    def find(self, kernel: str, arch: str, fmt: str | None = None, hooks: Hooks = NO_HOOKS) -> LibraryEntry:
+        """The variant of `kernel` with those of the hooks that it calls; built into the user's cache where the DSL is
+        installed.
 
         Raises:
             VariantMissing: there is none, and no DSL (or it failed); the message holds the command that builds it.
         """
-        general = Variant(kernel, arch, fmt)
-        for variant in (Variant(kernel, arch, fmt, hidden, top_k), Variant(kernel, arch, fmt, hidden), general):
-            if variant in self.entries:
-                return self.entries[variant]
+        wanted = Variant(kernel, arch, fmt, hooks.of_kernel(kernel))
+        if wanted in self.entries:
+            return self.entries[wanted]
         if dsl_version() is not None and arch in ARCHITECTURES:
-            sys.stderr.write(f"cute_ep: building {general.symbol} for {arch}\n")
-            subprocess.run([sys.executable, "-m", "cute_ep.cli", *build_arguments(general)], check=False)
+            sys.stderr.write(f"cute_ep: building {wanted.symbol} for {arch}\n")
+            subprocess.run([sys.executable, "-m", "cute_ep.cli", *build_arguments(wanted)], check=False)
             self.reload()
-        if general in self.entries:
-            return self.entries[general]
+        if wanted in self.entries:
+            return self.entries[wanted]
         folders = ", ".join(str(folder) for folder in self.folders)
-        raise VariantMissing(f"no {general.symbol} for {arch} in {folders}; build it: {build_command(general)}")
+        raise VariantMissing(f"no {wanted.symbol} for {arch} in {folders}; build it: {build_command(wanted)}")

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
+from cute_ep.arguments import address, scale_arguments
+from cute_ep.config import MAX_HIDDEN
+from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.driver import THREADS, Kernel, architecture
 from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import VECTOR_BYTES, format_named
-from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL
+from cute_ep.layouts.formats import BF16, FORMATS, VECTOR_BYTES, Format
+from cute_ep.layouts.scales import ATOM, LINEAR, scale_shape
+from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
 from cute_ep.tuning import CTAS_PER_SM
-from cute_ep.validate import check_tensor
+from cute_ep.validate import check_input_scale, check_tensor
+
+MAX_ROWS = 1 << 30
+TILE_ELEMENTS = 1024
+"""Elements of one row that a warp converts at a time (`cute_ep.kernels.rows`)."""
+OFFSET_TYPES = (torch.uint32, torch.int32)
+SIGN_BIT = 1 << 31
+
+
+class SwigluRows(NamedTuple):
+    """Rows after SwiGLU in a format with scales.
+
+    Attributes:
+        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.scales`.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
 
 
 @cache
 def _kernel(device: int, name: str, fmt: str | None, folder: str | None) -> Kernel:
     with torch.cuda.device(device):
         arch = architecture(torch.device("cuda", device))
-        return Kernel(Library(folder).find(name, arch, fmt, 0, None))
+        return Kernel(Library(folder).find(name, arch, fmt))
 
 
 @cache
@@ -29,50 +54,234 @@ def _max_ctas(device: int) -> int:
 
 def quantize(
     x: torch.Tensor, fmt: str, input_scale: torch.Tensor | None = None, *, library: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> QuantizedRows:
     """Quantise rows as dispatch does, on the current stream.
 
     Args:
         x: [T, hidden] bfloat16 on a GPU.
         fmt: name of a format with scales.
-        input_scale: float32[1], the global scale G; None: 1.
+        input_scale: float32[1], the global scale G, for formats that have one; None: 1.
         library: folder of compiled kernels to look in first.
 
     Returns:
-        payload [T, payload bytes] uint8 and scales [T, scale bytes] uint8, row-major.
+        Payload, row-major scales and, where the format has them, row scales. Where a row has a number of one-byte
+        scales that is no multiple of 4, `scales` is a view of rows padded to one (so not contiguous).
 
     Raises:
-        EPInputError: an argument breaks its rule.
+        EPInputError: an argument breaks its rule. Nothing was launched.
         VariantMissing: the kernel is not in the library.
     """
-    record = format_named(fmt)
+    record = _format(fmt)
     if not record.scale:
-        raise EPInputError(f"fmt = {fmt!r}: has no scales, there is nothing to quantise")
-    check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16, alignment=VECTOR_BYTES)
-    tokens, hidden = x.shape
-    try:
-        record.check_hidden(hidden)
-    except ValueError as error:
-        raise EPInputError(str(error)) from None
+        raise EPInputError(f"fmt = {fmt!r}: must have scales, there is nothing to quantise")
+    rows, hidden = _check_rows(record, x, halves=1)
+    check_input_scale(record, input_scale)
     if input_scale is not None:
         check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
-    payload = torch.empty(tokens, record.payload_bytes(hidden), dtype=torch.uint8, device=x.device)
-    scales = torch.empty(tokens, record.scale_bytes(hidden), dtype=torch.uint8, device=x.device)
-    device = x.device.index or 0
-    units = max(1, payload.numel() // VECTOR_BYTES)
-    arguments = {
-        "x": x.data_ptr(),
-        "out": payload.data_ptr(),
-        "scales": scales.data_ptr(),
-        "global_scale": 0 if input_scale is None else input_scale.data_ptr(),
-        "tokens": tokens,
-        "hidden": hidden,
+    _check_gpu(x)
+    payload = torch.empty(rows, payload_columns(record, hidden), dtype=payload_dtype(record), device=x.device)
+    padded = scale_shape(LINEAR, record.scale_bytes(hidden), record.scale_itemsize, rows, 1)
+    scales = torch.empty(padded, dtype=scale_dtype(record), device=x.device)
+    row_scales = torch.empty(rows, dtype=torch.bfloat16, device=x.device) if record.row_scale else None
+    arguments = scale_arguments(LINEAR, record.scale_bytes(hidden), scales, rows, 1) | {
+        "row_scales": address(row_scales),
+        "global_scales": address(input_scale),
     }
-    kernel = _kernel(device, QUANTIZE_KERNEL, fmt, library)
-    with torch.cuda.device(device):
-        grid = min(_max_ctas(device), -(-units // THREADS))
-        kernel.launch(grid, arguments, torch.cuda.current_stream(device).cuda_stream)
+    _launch_rows(QUANTIZE_KERNEL, record, x, payload, hidden, arguments, library)
+    return QuantizedRows(payload, scales[:, : hidden // record.block], row_scales)
+
+
+def fused_silu(
+    x: torch.Tensor,
+    row_offsets: torch.Tensor | None = None,
+    *,
+    fmt: str = BF16.name,
+    interleaved: bool = False,
+    scale_layout: str | None = None,
+    scales_offsets: torch.Tensor | None = None,
+    input_scales: torch.Tensor | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    out: torch.Tensor | SwigluRows | None = None,
+    library: str | None = None,
+) -> torch.Tensor | SwigluRows:
+    """SwiGLU of the rows between two grouped matmuls, quantised for the second, on the current stream.
+
+    y = silu(gate) * up, with `alpha` and `limit` the clamped form (docs/numerics.md), rounded to bfloat16 and then, for
+    a format with scales, quantised as `quantize` does.
+
+    Args:
+        x: [rows, 2 * D] bfloat16 on a GPU: gate columns and then up columns, or with `interleaved` gate 0, up 0,
+            gate 1, up 1, ...
+        row_offsets: [G + 1] uint32 or int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
+            are read, and only theirs are written. None: all rows, one group.
+        fmt: name of a format without row scales.
+        scale_layout: one of the format's; None: its default.
+        scales_offsets: [G] uint32 or int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
+            rows that pad a group to a multiple of 128 are written as zeros.
+        input_scales: float32 [1] or [G], the global scale of all rows or of each group's; None: 1.
+        alpha, limit: both or neither; limit > 0.
+        out: what this function returned, or tensors like it, to be overwritten (CUDA graphs); None allocates them.
+        library: folder of compiled kernels to look in first.
+
+    Returns:
+        [rows, D] bfloat16, or for a format with scales their payload and scales.
+
+    Raises:
+        EPInputError: an argument breaks its rule. Nothing was launched.
+        VariantMissing: the kernel is not in the library.
+    """
+    record = _format(fmt)
+    if record.row_scale:
+        raise EPInputError(f"fmt = {fmt!r}: must be a format without row scales")
+    rows, width = _check_rows(record, x, halves=2)
+    groups = 1
+    if row_offsets is not None:
+        _check_offsets("row_offsets", row_offsets, x)
+        groups = row_offsets.shape[0] - 1
+        if groups < 1:
+            raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must have at least 2 elements")
+    layout = _scale_layout(record, scale_layout)
+    if (scales_offsets is not None) != (layout == ATOM and row_offsets is not None):
+        given = "None" if scales_offsets is None else "tensor"
+        raise EPInputError(f"scales_offsets = {given}: must be given with row_offsets and scales in layout {ATOM}")
+    if scales_offsets is not None:
+        _check_offsets("scales_offsets", scales_offsets, x, groups)
+    if input_scales is not None:
+        if not record.global_scale:
+            raise EPInputError(f"input_scales = tensor: must be None, format {fmt} has no global scale")
+        check_tensor("input_scales", input_scales, shape=(None,), dtype=torch.float32, device=x.device)
+        if input_scales.shape[0] not in (1, groups):
+            raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be (1,) or ({groups},)")
+    if (alpha is None) != (limit is None):
+        raise EPInputError(f"alpha = {alpha!r}, limit = {limit!r}: must be given together, or neither")
+    clamp = {"alpha": _float_bits("alpha", alpha or 0.0), "limit": _float_bits("limit", limit or 0.0)}
+    if limit is not None and not 0 < clamp["limit"] < SIGN_BIT:
+        raise EPInputError(f"limit = {limit!r}: must be positive")
+    if out is not None:
+        payload, scales = _check_out(record, layout, x, width, groups, out)
+    _check_gpu(x)
+    if out is None:
+        payload, scales = _empty_output(record, layout, x, width, groups)
+    arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
+        "global_scales": address(input_scales),
+        "per_group": int(input_scales is not None and input_scales.shape[0] > 1),
+        "row_offsets": address(row_offsets),
+        "scales_offsets": address(scales_offsets),
+        "groups": groups,
+        **clamp,
+    }
+    _launch_rows(SWIGLU_KERNELS[interleaved], record, x, payload, width, arguments, library)
+    return payload if scales is None else SwigluRows(payload, scales)
+
+
+def _format(name: str) -> Format:
+    if name not in FORMATS:
+        raise EPInputError(f"fmt = {name!r}: must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _check_rows(record: Format, x: torch.Tensor, halves: int) -> tuple[int, int]:
+    """(rows, elements of one output row) of a source tensor with `halves` elements for each."""
+    check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16, alignment=VECTOR_BYTES)
+    rows, columns = x.shape
+    if columns % halves:
+        raise EPInputError(f"x.shape[1] = {columns}: must be even, a gate and an up element for each output")
+    try:
+        record.check_hidden(columns // halves)
+    except ValueError as error:
+        raise EPInputError(f"x.shape[1] = {columns}: {error}") from None
+    if rows > MAX_ROWS or columns > halves * MAX_HIDDEN:
+        raise EPInputError(f"x.shape = {(rows, columns)}: must not exceed ({MAX_ROWS}, {halves * MAX_HIDDEN})")
+    return rows, columns // halves
+
+
+def _check_offsets(name: str, tensor: torch.Tensor, x: torch.Tensor, count: int | None = None) -> None:
+    dtype = tensor.dtype if isinstance(tensor, torch.Tensor) and tensor.dtype in OFFSET_TYPES else OFFSET_TYPES[0]
+    check_tensor(name, tensor, shape=(count,), dtype=dtype, device=x.device)
+
+
+def _check_gpu(x: torch.Tensor) -> None:
+    if x.device.type != "cuda":
+        raise EPInputError(f"x.device = {x.device}: must be an NVIDIA GPU")
+
+
+def _scale_layout(record: Format, layout: str | None) -> str | None:
+    if layout is not None and layout not in record.scale_layouts:
+        known = ", ".join(record.scale_layouts)
+        rule = f"one of {known} for {record.name}" if known else f"None, {record.name} has no scale factors"
+        raise EPInputError(f"scale_layout = {layout!r}: must be {rule}")
+    return layout or next(iter(record.scale_layouts), None)
+
+
+def _float_bits(name: str, value: float) -> int:
+    """The bits of a float32 argument."""
+    try:
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    except (struct.error, OverflowError):
+        bits = None
+    if bits is None or not math.isfinite(value):
+        raise EPInputError(f"{name} = {value!r}: must be a finite float32 number")
+    return bits
+
+
+def _output_shapes(
+    record: Format, layout: str | None, rows: int, width: int, groups: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shapes of payload and scales (None without)."""
+    payload = (rows, payload_columns(record, width))
+    if layout is None:
+        return payload, None
+    return payload, scale_shape(layout, record.scale_bytes(width), record.scale_itemsize, rows, groups)
+
+
+def _empty_output(
+    record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    payload, scales = _output_shapes(record, layout, x.shape[0], width, groups)
+    return (
+        torch.empty(payload, dtype=payload_dtype(record), device=x.device),
+        None if scales is None else torch.empty(scales, dtype=scale_dtype(record), device=x.device),
+    )
+
+
+def _check_out(
+    record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int, out: torch.Tensor | SwigluRows
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The caller's payload and scales, checked."""
+    payload_shape, scales_shape = _output_shapes(record, layout, x.shape[0], width, groups)
+    payload, scales, name = out, None, "out"
+    if scales_shape is not None:
+        if not isinstance(out, tuple) or len(out) != len(SwigluRows._fields):
+            raise EPInputError(f"out = {type(out).__name__}: must be a SwigluRows")
+        (payload, scales), name = out, "out.payload"
+        check_tensor("out.scales", scales, shape=scales_shape, dtype=scale_dtype(record), device=x.device, alignment=4)
+    check_tensor(
+        name, payload, shape=payload_shape, dtype=payload_dtype(record), device=x.device, alignment=VECTOR_BYTES
+    )
     return payload, scales
+
+
+def _launch_rows(
+    name: str,
+    record: Format,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    width: int,
+    arguments: dict[str, int],
+    library: str | None,
+) -> None:
+    """Launch a kernel of `cute_ep.kernels.rows` on the current stream."""
+    rows = x.shape[0]
+    kernel = _kernel(x.device.index, name, record.name, library)
+    if not rows:
+        return
+    tiles = 1 if record.row_scale else -(-width // TILE_ELEMENTS)
+    fixed = {"x": x.data_ptr(), "out": out.data_ptr(), "rows": rows, "width": width, "groups": 1}
+    with torch.cuda.device(x.device):
+        grid = min(_max_ctas(x.device.index), -(-rows * tiles // (THREADS // 32)))
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        kernel.launch(grid, fixed | arguments, stream)
 
 
 def copy_bytes(

@@ -3,13 +3,13 @@
 The calls of the ranks are made one after the other, so no call waits. A call returns buffers at once; they
 are filled when the last rank has made its call of the same round, as a GPU's are once its stream has been
 synchronised. Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th
-dispatch, and likewise for combine. Arguments are copied during the call, so they may be overwritten
-afterwards, as on a stream.
+dispatch, and likewise for combine; with `skip_a2a` every rank has rounds of its own. Arguments are copied during
+the call, so they may be overwritten afterwards, as on a stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,15 +17,16 @@ import torch
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.routing import Phase
+from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.validate import (
     check_buffers,
     check_input_scale,
     check_mode,
+    check_output,
     check_rows,
-    check_tensor,
     check_tokens,
     combine_weights,
 )
@@ -35,13 +36,12 @@ DEVICE = "cpu"
 
 @dataclass(eq=False)
 class _Round:
-    """One collective call of all ranks: arguments as they arrive, results as soon as they can be computed."""
+    """One collective call of all its ranks: arguments as they arrive, receivers until they have been called."""
 
     index: int
     arguments: dict[int, Any] = field(default_factory=dict)
     receivers: dict[int, Callable[[_Round], None]] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
-    results: list[Dispatched] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +64,13 @@ class _OwnDispatched(Dispatched):
 
 
 class _Collective:
-    """The rounds of dispatch or of combine, shared by all ranks."""
+    """The rounds of dispatch or of combine, shared by the ranks that exchange messages."""
 
-    def __init__(self, name: str, phase: Phase, ranks: int) -> None:
+    def __init__(self, name: str, phase: Phase, ranks: Sequence[int]) -> None:
         self.name, self.phase, self.ranks = name, phase, ranks
         self.rounds: list[_Round] = []
-        self.sent = [0] * ranks
-        self.received = [0] * ranks
+        self.sent = dict.fromkeys(ranks, 0)
+        self.received = dict.fromkeys(ranks, 0)
 
     def next_round(self, rank: int) -> _Round:
         """The round that the next `send` of `rank` joins."""
@@ -106,13 +106,13 @@ class _Collective:
         self._progress(pending.round)
 
     def _progress(self, current: _Round) -> None:
-        if len(current.arguments) < self.ranks:
+        if len(current.arguments) < len(self.ranks):
             return
         for rank in current.receivers.keys() - current.filled:
             current.receivers[rank](current)
             current.filled.add(rank)
-        if len(current.filled) == self.ranks:  # nobody needs these any more
-            current.arguments, current.receivers, current.results = {}, {}, None
+        if len(current.filled) == len(self.ranks):  # nobody needs these any more
+            current.arguments, current.receivers = {}, {}
 
     def unfilled(self, rank: int) -> _Round | None:
         """The oldest round that `rank` waits for in vain, if any."""
@@ -120,19 +120,24 @@ class _Collective:
         return next((one for one in waited if rank not in one.filled), None)
 
     def missing(self, current: _Round) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.ranks) if self.sent[rank] <= current.index)
+        return tuple(rank for rank in self.ranks if self.sent[rank] <= current.index)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 class _Exchange:
-    def __init__(self, cfg: EPConfig) -> None:
-        self.dispatch = _Collective("dispatch", Phase.ROUTE, cfg.world_size)
-        self.combine = _Collective("combine", Phase.RETURN, cfg.world_size)
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.dispatch = _Collective("dispatch", Phase.ROUTE, ranks)
+        self.combine = _Collective("combine", Phase.RETURN, ranks)
 
 
 def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
     """The communicators of all ranks of `cfg`, joined to each other."""
-    exchange = _Exchange(cfg)
-    return [ReferenceCommunicator(cfg, rank, exchange) for rank in range(cfg.world_size)]
+    everyone = range(cfg.world_size)
+    joint = _Exchange(everyone)
+    return [ReferenceCommunicator(cfg, rank, _Exchange([rank]) if cfg.skip_a2a else joint) for rank in everyone]
 
 
 class ReferenceCommunicator:
@@ -201,12 +206,16 @@ class ReferenceCommunicator:
         router_weights: torch.Tensor | None = None,
         input_scale: float | torch.Tensor | None = None,
         out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
         """`dispatch_async` and `dispatch_wait` in one call; same arguments, result and errors."""
         self._check_usable()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
-        return self.dispatch_wait(self.dispatch_async(x, topk_ids, router_weights, input_scale), out)
+        pending = self.dispatch_async(x, topk_ids, router_weights, input_scale, scales=scales, row_scales=row_scales)
+        return self.dispatch_wait(pending, out)
 
     def dispatch_async(
         self,
@@ -214,36 +223,41 @@ class ReferenceCommunicator:
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
         input_scale: float | torch.Tensor | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
     ) -> Pending:
         """Send this rank's tokens.
 
         Args:
-            x: [T, hidden] bfloat16, T <= max_tokens_per_rank.
+            x: [T, hidden] bfloat16, T <= max_tokens_per_rank; with `scales` the payload of `QuantizedRows`.
             topk_ids: [T, top_k] int32, -1 (masked) or a global expert id.
             router_weights: [T, top_k] float32 or None; partial combine needs them here, on every rank.
             input_scale: global scale of this rank's tokens (formats that have one), a number or a float32
-                tensor of one element; None: 1.0.
+                tensor of one element; None: 1.0. Must be None with `scales`.
+            scales, row_scales: as in `QuantizedRows`, of tokens that are quantised already and travel as they are.
 
         Raises:
             EPInputError: an argument breaks its rule. The round has not been joined then.
         """
         self._check_usable()
-        check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE)
-        reference.check_expert_ids(self.cfg, topk_ids)
-        check_input_scale(self.cfg.format, input_scale)
+        check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
         if isinstance(input_scale, torch.Tensor):
-            input_scale = input_scale.item()
             check_input_scale(self.cfg.format, input_scale)
-        weights = None if router_weights is None else router_weights.clone()
-        joined = self._exchange.dispatch.send(self.rank, (x.clone(), topk_ids.clone(), input_scale, weights))
+            input_scale = input_scale.item()
+        copies = [_copy(one) for one in (x, topk_ids, router_weights, scales, row_scales)]
+        x_now, ids_now, weights_now, scales_now, row_scales_now = copies
+        ready = None if scales is None else QuantizedRows(x_now, scales_now, row_scales_now)
+        source = reference.encode_source(self.cfg, x_now, ids_now, input_scale, weights_now, ready)
+        joined = self._exchange.dispatch.send(self.rank, source)
         return Pending(self.rank, joined, topk_ids=topk_ids, router_weights=router_weights)
 
     def dispatch_wait(self, pending: Pending, out: DispatchBuffers | None = None) -> Dispatched:
         """Receive the rows of this rank's experts into `out` (default: `allocate()`).
 
         Returns:
-            A `Dispatched` over the buffers. Rows, scale blocks and src_info beyond `num_rows` keep what they
-            held. `weights` is 0 where this rank has no row or the source gave none.
+            A `Dispatched` over the buffers. Rows and scale blocks beyond those in use keep what they held. `weights`
+            is 0 where this rank has no row or the source gave none.
 
         Raises:
             EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
@@ -260,10 +274,7 @@ class ReferenceCommunicator:
         return dispatched
 
     def _fill(self, current: _Round, buffers: dict[str, torch.Tensor | None]) -> None:
-        if current.results is None:
-            columns = zip(*(current.arguments[rank] for rank in range(self.cfg.world_size)), strict=True)
-            current.results = reference.dispatch(self.cfg, *columns)
-        result = current.results[self.rank]
+        result = reference.receive(self.cfg, self.rank, current.arguments)
         rows, capacity = result.num_rows.item(), buffers["tokens"].shape[0]
         if rows > capacity:
             self._failure = EPInputError(f"out.tokens.shape[0] = {capacity}: dispatch brought {rows} rows")
@@ -272,6 +283,8 @@ class ReferenceCommunicator:
             value = getattr(result, name)
             if name == "weights" and value is None:
                 buffer.zero_()
+            elif name == "scales" and self.cfg.scales_as == TRANSPOSED:
+                buffer[:, :rows] = value
             elif buffer is not None:
                 buffer[: value.shape[0]] = value
 
@@ -282,14 +295,16 @@ class ReferenceCommunicator:
         router_weights: torch.Tensor | None = None,
         mode: str = "exact",
         out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
         """`combine_async` and `combine_wait` in one call; same arguments, result and errors."""
         self._check_usable()
         check_mode(mode)
         self._check_dispatched(dispatched)
         combine_weights(self.cfg, mode, router_weights, dispatched)
-        self._check_out(out, dispatched)
-        return self.combine_wait(self.combine_async(rows, dispatched, mode), router_weights, out)
+        self._check_output(mode, out, dtype, dispatched)
+        return self.combine_wait(self.combine_async(rows, dispatched, mode), router_weights, out, dtype=dtype)
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> Pending:
         """Send the expert outputs back to the ranks that the tokens came from.
@@ -297,12 +312,13 @@ class ReferenceCommunicator:
         Args:
             rows: [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
             dispatched: what this rank's dispatch returned; must have been filled, since `rows` come from it.
-            mode: "exact" or "partial" (see `cute_ep.reference.combine`), the same on all ranks.
+            mode: one of COMBINE_MODES (see `cute_ep.reference.combine`), the same on all ranks.
 
         Raises:
             EPTimeout: `dispatched` has not been filled yet because a peer has not made its call.
-            EPInputError: an argument breaks its rule, weights are missing in partial mode, or a peer's
-                combine of this round has another mode or dispatch. The round has not been joined then.
+            EPInputError: an argument breaks its rule, weights are missing in partial mode, the mode does not go with
+                the configuration, or a peer's combine of this round has another mode or dispatch. The round has not
+                been joined then.
         """
         self._check_usable()
         check_mode(mode)
@@ -312,7 +328,7 @@ class ReferenceCommunicator:
         need = dispatched.num_rows.item()
         if rows.shape[0] < need:
             raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
-        if mode == "partial":
+        if mode != "exact":
             combine_weights(self.cfg, mode, None, dispatched)
         call = (mode, dispatched.origin.round.index)
         for peer, (_, _, other) in self._exchange.combine.next_round(self.rank).arguments.items():
@@ -327,17 +343,25 @@ class ReferenceCommunicator:
         return Pending(self.rank, joined, mode=mode, dispatched=dispatched)
 
     def combine_wait(
-        self, pending: Pending, router_weights: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        pending: Pending,
+        router_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
         """Add up what came back.
 
         Args:
             pending: what `combine_async` returned.
-            router_weights: [T, top_k] float32; None: those given to dispatch. Must be None in partial mode.
-            out: [T, hidden] bfloat16, overwritten; None: a new tensor.
+            router_weights: [T, top_k] float32; None: those given to dispatch. Must be None in the other modes than
+                exact.
+            out: [T, hidden], unweighted [T, top_k, hidden], bfloat16, float16 or float32, overwritten; None: a new
+                tensor.
+            dtype: element type of the new tensor.
 
         Returns:
-            `out`: [T, hidden] bfloat16.
+            `out`.
 
         Raises:
             EPInputError: an argument breaks its rule, or no weights were given anywhere.
@@ -345,15 +369,19 @@ class ReferenceCommunicator:
         self._check_usable()
         self._exchange.combine.check_receive(self.rank, pending)
         dispatched = pending.dispatched
-        weights = combine_weights(self.cfg, pending.mode, router_weights, dispatched).clone()
-        self._check_out(out, dispatched)
+        weights = _copy(combine_weights(self.cfg, pending.mode, router_weights, dispatched))
+        shape = self._check_output(pending.mode, out, dtype, dispatched)
         if out is None:
-            out = torch.empty(dispatched.topk_ids.shape[0], self.cfg.hidden, dtype=torch.bfloat16, device=DEVICE)
+            out = torch.empty(shape, dtype=dtype, device=DEVICE)
 
         def reduce(current: _Round) -> None:
-            calls = [current.arguments[rank] for rank in range(self.cfg.world_size)]
-            rows, batches, _ = zip(*calls, strict=True)
-            out.copy_(reference.combine_source(self.cfg, self.rank, rows, batches, weights, pending.mode))
+            rows = {rank: given for rank, (given, _, _) in current.arguments.items()}
+            batches = {rank: batch for rank, (_, batch, _) in current.arguments.items()}
+            if pending.mode == "unweighted":
+                made = reference.unweighted_source(self.cfg, self.rank, rows, batches, out.dtype)
+            else:
+                made = reference.combine_source(self.cfg, self.rank, rows, batches, weights, pending.mode, out.dtype)
+            out.copy_(made)
 
         self._exchange.combine.receive(pending, reduce)
         return out
@@ -364,7 +392,8 @@ class ReferenceCommunicator:
             kind = type(dispatched).__name__
             raise EPInputError(f"dispatched = {kind}: must be what a dispatch of rank {self.rank} returned")
 
-    def _check_out(self, out: torch.Tensor | None, dispatched: Dispatched) -> None:
-        if out is not None:
-            shape = (dispatched.topk_ids.shape[0], self.cfg.hidden)
-            check_tensor("out", out, shape=shape, dtype=torch.bfloat16, device=DEVICE)
+    def _check_output(
+        self, mode: str, out: torch.Tensor | None, dtype: torch.dtype, dispatched: Dispatched
+    ) -> tuple[int, ...]:
+        dtype = out.dtype if isinstance(out, torch.Tensor) else dtype
+        return check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)

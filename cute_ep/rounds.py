@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from cute_ep.dispatched import Dispatched
 from cute_ep.errors import EPInputError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,17 @@ class PendingCombine:
     number: int
     dispatched: Dispatched
     mode: str
-    keep_alive: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan(Generic[Result]):
+    """A call whose arguments were checked and prepared: `launch` enqueues it and returns what the call returns.
+
+    For one host thread that drives several ranks: what is left to do between their launches is short.
+    """
+
+    launch: Callable[[], Result]
 
 
 MAX_OUTSTANDING = 2
@@ -62,3 +76,8 @@ class Rounds:
             raise EPInputError(
                 f"{self.phase}: {self.sent - self.received} split round(s) outstanding; call {self.phase}_wait first"
             )
+
+    def count_fused(self) -> None:
+        """A fused launch was enqueued."""
+        self.sent += 1
+        self.received += 1

@@ -9,39 +9,60 @@ import torch
 
 from cute_ep.config import EPConfig
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, message_bytes
+from cute_ep.layouts.record import align_up
 
 OPERATIONS = ("dispatch", "combine_exact", "combine_partial")
 
 
 @dataclass(frozen=True)
 class RoutingCounts:
-    """How often ranks talk to each other in one batch. All are [R, R] int64 on the CPU, indexed [source, owner].
+    """How often ranks talk to each other in one batch. Matrices are [R, R] int64 on the CPU, indexed [source, owner];
+    with `skip_a2a` they are diagonal.
 
     Attributes:
-        entries: (token, slot) pairs of `source` whose expert `owner` has: rows of the owner's output.
-        pairs: tokens of `source` with at least one expert on `owner`: messages that dispatch sends.
+        entries: (token, slot) pairs of `source` whose expert `owner` has.
+        pairs: tokens of `source` with at least one expert on `owner`: rows that a partial combine sends home.
+        messages: tokens that dispatch sends: `pairs`, and on the diagonal those that the shared expert alone takes.
+        shared: per rank the tokens that its shared expert takes.
         tokens: per source rank its tokens.
+        rows: per rank the rows of its dispatch output, those of the shared expert and padding included.
     """
 
     entries: torch.Tensor
     pairs: torch.Tensor
+    messages: torch.Tensor
+    shared: tuple[int, ...]
     tokens: tuple[int, ...]
+    rows: tuple[int, ...]
 
     def rows_received(self, rank: int) -> int:
         """Rows of `rank`'s dispatch output."""
-        return int(self.entries[:, rank].sum())
+        return self.rows[rank]
 
 
 def count_routing(cfg: EPConfig, topk_ids: Sequence[torch.Tensor]) -> RoutingCounts:
     """Counts of one batch; `topk_ids` has one [T_r, top_k] int32 tensor a rank, -1 masks an entry."""
-    ranks = cfg.world_size
-    entries, pairs = torch.zeros(2, ranks, ranks, dtype=torch.int64)
+    ranks, local = cfg.world_size, cfg.local_experts
+    entries, pairs, messages = torch.zeros(3, ranks, ranks, dtype=torch.int64)
+    per_expert = torch.zeros(cfg.num_experts, dtype=torch.int64)
+    shared = []
     for source, ids in enumerate(topk_ids):
-        owner = torch.where(ids >= 0, ids // cfg.local_experts, ranks).cpu()
-        hits = torch.nn.functional.one_hot(owner.long(), ranks + 1)[..., :ranks].sum(dim=1)
-        entries[source] = hits.sum(dim=0)
-        pairs[source] = (hits > 0).sum(dim=0)
-    return RoutingCounts(entries, pairs, tuple(ids.shape[0] for ids in topk_ids))
+        expert = ids.cpu().long()
+        owner = torch.where(expert >= 0, expert // local, ranks)
+        if cfg.skip_a2a:
+            owner[owner != source] = ranks
+        hits = torch.nn.functional.one_hot(owner, ranks + 1)[..., :ranks].sum(dim=1)
+        takes = hits > 0
+        entries[source], pairs[source] = hits.sum(dim=0), takes.sum(dim=0)
+        first, count = cfg.shared_slice(ids.shape[0], source)
+        takes[first : first + count, source] = True
+        messages[source] = takes.sum(dim=0)
+        shared.append(count)
+        per_expert += torch.bincount(expert[owner < ranks], minlength=cfg.num_experts)
+    padded = align_up(per_expert, cfg.alignment).view(ranks, local).sum(dim=1).tolist()
+    rows = (align_up(count, cfg.alignment) + routed for count, routed in zip(shared, padded, strict=True))
+    tokens = (ids.shape[0] for ids in topk_ids)
+    return RoutingCounts(entries, pairs, messages, tuple(shared), tuple(tokens), tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -82,24 +103,23 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     """Bytes of one operation out of OPERATIONS.
 
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every
-    message at its receiver and writes the output rows; combine reads the expert rows, writes and reads what
-    returns to its source and writes the sums. Routing tables (4 bytes a slot) are left out.
+    message at its receiver and writes the output rows, padding included; combine reads the expert rows, writes and
+    reads what returns to its source and writes the sums. Rows of the shared expert do not travel in combine: their
+    source reads them where they are. Routing tables (4 bytes a slot) are left out.
     """
-    message = message_bytes(cfg.format, cfg.hidden)
-    row = cfg.format.payload_bytes(cfg.hidden) + cfg.format.scale_bytes(cfg.hidden)
-    token = cfg.hidden * COMBINE_ITEMSIZE
-    made = counts.entries.sum(dim=0)
+    fmt, token = cfg.format, cfg.hidden * COMBINE_ITEMSIZE
+    message = message_bytes(fmt, cfg.hidden)
+    row = fmt.payload_bytes(cfg.hidden) + fmt.scale_bytes(cfg.hidden) + fmt.row_scale_bytes
+    made = counts.entries.sum(dim=0) + torch.tensor(counts.shared)
     if operation == "dispatch":
-        moved, logical = counts.pairs * message, int(counts.entries.sum()) * message
-        at_owner = 2 * moved.sum(dim=0) + made * row
-        memory = [int(at_owner[rank]) + count * token for rank, count in enumerate(counts.tokens)]
+        moved, logical = counts.messages * message, int(made.sum()) * message
+        at_rank = 2 * moved.sum(dim=0) + torch.tensor(counts.rows) * row
     else:
         returned = counts.entries if operation == "combine_exact" else counts.pairs
         moved, logical = returned.T * token, int(counts.entries.sum()) * token
-        at_source = 2 * moved.sum(dim=0) + made * token
-        memory = [int(at_source[rank]) + count * token for rank, count in enumerate(counts.tokens)]
-    remote = moved - torch.diag(moved.diag())
-    return Traffic(remote, logical, tuple(memory))
+        at_rank = 2 * moved.sum(dim=0) + made * token
+    memory = (int(at_rank[rank]) + count * token for rank, count in enumerate(counts.tokens))
+    return Traffic(moved - torch.diag(moved.diag()), logical, tuple(memory))
 
 
 def add_traffic(first: Traffic, second: Traffic) -> Traffic:

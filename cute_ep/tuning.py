@@ -35,7 +35,8 @@ def tokens_per_chunk(cfg: EPConfig, tokens: int) -> int:
     """Tokens that share one completion flag."""
     by_bytes = max(1, CHUNK_BYTES // message_bytes(cfg.format, cfg.hidden))
     by_number = max(1, tokens // CHUNKS_WANTED)
-    return min(by_bytes, by_number, MOST_TOKENS_PER_CHUNK, MAX_CHUNK_ENTRIES // cfg.top_k)
+    entries = cfg.top_k + cfg.fused_shared_expert
+    return min(by_bytes, by_number, MOST_TOKENS_PER_CHUNK, MAX_CHUNK_ENTRIES // entries)
 
 
 def launch_shape(operation: str, cfg: EPConfig, tokens: int, chunk: int, max_ctas: int) -> Shape:
@@ -48,7 +49,7 @@ def launch_shape(operation: str, cfg: EPConfig, tokens: int, chunk: int, max_cta
         max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
     """
     expected = tokens or cfg.max_tokens_per_rank  # a rank without tokens knows nothing of the others'
-    grid = min(max_ctas, max(32, cfg.world_size * -(-expected // chunk)))
+    grid = min(max_ctas, max(32, cfg.peers * -(-expected // chunk)))
     if operation.endswith("_async"):
         return Shape(grid, grid, grid)
     if operation.endswith("_wait"):

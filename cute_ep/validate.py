@@ -11,17 +11,22 @@ from collections.abc import Sequence
 import torch
 
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.dispatched import (
+    DispatchBuffers,
+    Dispatched,
+    buffer_shapes,
+    payload_columns,
+    payload_dtype,
+    scale_dtype,
+)
 from cute_ep.errors import EPInputError
-from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.scales import ATOM_COLUMNS, ATOM_ROWS, scale_blocks, scale_columns
+from cute_ep.layouts.routing import OutputType
+from cute_ep.layouts.variants import COMBINE_MODES
 
 GLOBAL_SCALE_LIMIT = 2.0**100
 """A global scale lies in [1 / limit, limit]: no intermediate of the quantisation then leaves float32's normal
 range unless its result saturates or rounds to zero anyway."""
-
-COMBINE_MODES = ("exact", "partial")
 
 
 def check_tensor(
@@ -66,40 +71,58 @@ def check_tokens(
     topk_ids: torch.Tensor,
     router_weights: torch.Tensor | None,
     device: torch.device | str | None = None,
+    scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    weights_dtype: torch.dtype | None = torch.float32,
 ) -> None:
     """Check one rank's dispatch arguments against `cfg`; expert ids are not read.
 
     Args:
-        x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank, 16-byte aligned.
+        x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank, 16-byte aligned; with `scales`, rows in the dispatch
+            format instead, as in `QuantizedRows.payload`.
         topk_ids: [T, top_k] int32.
         router_weights: [T, top_k] float32, or None.
         device: where all of them must be; None: where `x` is.
+        scales, row_scales: as in `QuantizedRows`, of rows that are quantised already.
+        weights_dtype: type of `router_weights`; None: any (a hook reads them).
 
     Raises:
         EPInputError: a tensor breaks its rule.
     """
-    check_tensor("x", x, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
+    fmt, columns, dtype = cfg.format, cfg.hidden, torch.bfloat16
+    if scales is not None:
+        if not fmt.scale:
+            raise EPInputError(f"scales = {tuple(scales.shape)} tensor: must be None, {fmt.name} has no scale factors")
+        columns, dtype = payload_columns(fmt, cfg.hidden), payload_dtype(fmt)
+    check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
     tokens = x.shape[0]
+    if scales is not None:
+        shape = (tokens, cfg.hidden // fmt.block)
+        check_tensor("scales", scales, shape=shape, dtype=scale_dtype(fmt), device=x.device)
+    if (row_scales is not None) != (scales is not None and fmt.row_scale):
+        given = "None" if row_scales is None else "tensor"
+        raise EPInputError(f"row_scales = {given}: must be given with quantised rows of formats that have them")
+    if row_scales is not None:
+        check_tensor("row_scales", row_scales, shape=(tokens,), dtype=torch.bfloat16, device=x.device)
     if tokens > cfg.max_tokens_per_rank:
         raise EPInputError(
             f"x.shape[0] = {tokens}: must not exceed max_tokens_per_rank = {cfg.max_tokens_per_rank} tokens"
         )
     check_tensor("topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=torch.int32, device=x.device)
     if router_weights is not None:
-        check_router_weights(cfg, router_weights, tokens, x.device)
+        check_router_weights(cfg, router_weights, tokens, x.device, weights_dtype)
 
 
 def check_router_weights(
-    cfg: EPConfig, router_weights: torch.Tensor, tokens: int, device: torch.device | str | None = None
+    cfg: EPConfig,
+    router_weights: torch.Tensor,
+    tokens: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = torch.float32,
 ) -> None:
     """Check `router_weights`: [tokens, top_k] float32, else EPInputError."""
-    check_tensor(
-        "router_weights",
-        router_weights,
-        shape=(tokens, cfg.top_k),
-        dtype=torch.float32,
-        device=device,
-    )
+    want = router_weights.dtype if dtype is None else dtype
+    check_tensor("router_weights", router_weights, shape=(tokens, cfg.top_k), dtype=want, device=device)
 
 
 def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> None:
@@ -147,53 +170,74 @@ def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> Non
 
 
 def combine_weights(
-    cfg: EPConfig, mode: str, router_weights: torch.Tensor | None, dispatched: Dispatched
-) -> torch.Tensor:
-    """The [T, top_k] float32 weights that a communicator's combine applies.
+    cfg: EPConfig,
+    mode: str,
+    router_weights: torch.Tensor | None,
+    dispatched: Dispatched,
+    weights_dtype: torch.dtype | None = torch.float32,
+) -> torch.Tensor | None:
+    """The [T, top_k] weights that a communicator's combine applies; None in unweighted mode.
 
     Exact: the argument, else what dispatch was given. Partial: what dispatch was given, since the expert
     ranks multiply and only dispatch carries weights to them.
 
     Raises:
-        EPInputError: unknown mode, no weights at all, an argument in partial mode, or a wrong shape or type.
+        EPInputError: unknown mode, no weights at all, an argument in another mode than exact, a shared expert in
+            unweighted mode, or a wrong shape or type.
     """
     check_mode(mode)
+    if mode == "unweighted":
+        if router_weights is not None:
+            raise EPInputError("router_weights = tensor: must be None in unweighted mode")
+        if cfg.fused_shared_expert:
+            raise EPInputError("mode = 'unweighted': has no sum that a fused shared expert could be added to")
+        return None
     if mode == "partial" and router_weights is not None:
         raise EPInputError("router_weights = tensor: must be None in partial mode, give them to dispatch")
     weights = dispatched.router_weights if router_weights is None else router_weights
     if weights is None:
         where = "dispatch" if mode == "partial" else "dispatch or combine"
         raise EPInputError(f"router_weights = None: {mode} combine needs them, give them to {where}")
-    check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device)
+    check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
     return weights
+
+
+OUTPUT_TYPES = {torch.bfloat16: OutputType.BF16, torch.float16: OutputType.FP16, torch.float32: OutputType.F32}
+"""Element types that combine can return."""
+
+
+def check_output(
+    cfg: EPConfig, mode: str, tokens: int, dtype: torch.dtype, out: torch.Tensor | None, device: torch.device | str
+) -> tuple[int, ...]:
+    """The shape of combine's output: [T, hidden], unweighted [T, top_k, hidden].
+
+    Raises:
+        EPInputError: `dtype` is not in OUTPUT_TYPES, or `out` does not have that shape and type.
+    """
+    shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
+    if dtype not in OUTPUT_TYPES:
+        raise EPInputError(f"dtype = {dtype}: must be one of {', '.join(map(str, OUTPUT_TYPES))}")
+    if out is not None:
+        check_tensor("out", out, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    return shape
 
 
 def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | str) -> None:
     """Check caller-owned dispatch buffers; their capacity is `out.tokens.shape[0]` rows.
 
     Raises:
-        EPInputError: a tensor has not the shape, type or device that `DispatchBuffers.allocate` gives it.
+        EPInputError: a tensor has not the shape, type or device that `DispatchBuffers.allocate` gives it, or the
+            capacity is no multiple of the row alignment.
     """
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
-    fmt, experts = cfg.format, cfg.local_experts
-    routed = (cfg.world_size, cfg.max_tokens_per_rank, cfg.top_k)
-    columns, element = (cfg.hidden, torch.bfloat16) if fmt.bits == 16 else (fmt.payload_bytes(cfg.hidden), torch.uint8)
-    check_tensor("out.tokens", out.tokens, shape=(None, columns), dtype=element, device=device, alignment=VECTOR_BYTES)
     capacity = out.tokens.shape[0]
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "row_offsets": ((experts + 1,), torch.uint32),
-        "expert_ids": ((experts,), torch.int32),
-        "src_info": ((capacity, 2), torch.int32),
-        "num_rows": ((1,), torch.int32),
-        "row_map": (routed, torch.int32),
-        "headers": ((cfg.world_size, len(HeaderWord)), torch.int32),
-        "weights": (routed, torch.float32),
-    }
-    if fmt.scale:
-        tiles = scale_columns(fmt.scale_bytes(cfg.hidden))
-        atom = (scale_blocks(capacity, experts), tiles, 32, ATOM_ROWS // 32, ATOM_COLUMNS)
-        expected["scales"] = (atom, torch.uint8)
-        expected["scales_offsets"] = ((experts,), torch.uint32)
-    for name, (shape, dtype) in expected.items():
-        check_tensor(f"out.{name}", getattr(out, name), shape=shape, dtype=dtype, device=device)
+    if capacity % cfg.alignment:
+        raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")
+    for name, want in buffer_shapes(cfg, capacity).items():
+        if want is not None:
+            alignment = VECTOR_BYTES if name == "tokens" else 1
+            shape, dtype = want
+            check_tensor(
+                f"out.{name}", getattr(out, name), shape=shape, dtype=dtype, device=device, alignment=alignment
+            )

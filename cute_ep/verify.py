@@ -7,14 +7,17 @@ stay untouched, and every byte that the contract defines is compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import torch
 
 from cute_ep import reference
 from cute_ep.communicator import Communicator
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.layouts.scales import TRANSPOSED
+from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.workloads import RankInputs
 
 POISON = 0xA5
@@ -39,20 +42,23 @@ def poisoned_buffers(communicator: Communicator, rows: int) -> DispatchBuffers:
     return buffers
 
 
-def check_dispatched(actual: Dispatched, expected: Dispatched, cfg, rank: int) -> None:
+def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, rank: int) -> None:
     """Compare one rank's dispatch output with the reference, byte for byte.
 
     Raises:
         AssertionError: names the field and the first differing coordinate.
     """
     where = f"rank {rank} "
-    for name in ("row_offsets", "scales_offsets", "expert_ids", "num_rows"):
+    for name in ("row_offsets", "row_counts", "scales_offsets", "expert_ids", "num_rows"):
         if getattr(expected, name) is not None:
             assert_bits(getattr(actual, name), getattr(expected, name), where + name)
-    for name in ("tokens", "src_info", "scales"):
-        if getattr(expected, name) is not None:
-            assert_prefix_and_poison(getattr(actual, name), getattr(expected, name), POISON, where + name)
-    for source in range(cfg.world_size):
+    for name in ("tokens", "src_info", "scales", "row_scales"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        if want is not None:
+            if name == "scales" and cfg.scales_as == TRANSPOSED:
+                got, want = got.T, want.T
+            assert_prefix_and_poison(got, want, POISON, where + name)
+    for source in range(cfg.peers):
         tokens = int(expected.headers[source, 0])
         assert_bits(actual.row_map[source, :tokens], expected.row_map[source, :tokens], f"{where}row_map[{source}]")
         assert_bits(actual.headers[source, 0], expected.headers[source, 0], f"{where}headers[{source}].tokens")
@@ -72,23 +78,38 @@ def expert_rows(dispatched: Sequence[Dispatched], hidden: int, seed: int) -> lis
     return made
 
 
+@dataclass(frozen=True)
+class RoundOptions:
+    """What one checked round exercises besides its inputs.
+
+    Attributes:
+        split: use the async + wait halves.
+        modes: combine modes, one combine each; None: all that the configuration allows.
+        dtype: element type of combine's output.
+        input_scales: per rank the global scale; None: none given.
+        prequantized: quantise with the reference and dispatch the quantised rows.
+        seed: of the made-up expert outputs.
+    """
+
+    split: bool = False
+    modes: Sequence[str] | None = None
+    dtype: torch.dtype = torch.bfloat16
+    input_scales: Sequence[float] | None = None
+    prequantized: bool = False
+    seed: int = 0
+
+
 def check_round(
     communicators: Sequence[Communicator],
     inputs: Sequence[RankInputs],
-    *,
-    split: bool = False,
-    modes: Sequence[str] = ("exact", "partial"),
-    input_scales: Sequence[float] | None = None,
-    seed: int = 0,
+    options: RoundOptions = RoundOptions(),
 ) -> None:
     """Run one dispatch and one combine a mode on all ranks of this process and compare everything.
 
     Args:
         communicators: all ranks, in order.
-        inputs: per rank, on the CPU.
-        split: use the async + wait halves.
-        input_scales: per rank the global scale; None: none given.
-        seed: of the made-up expert outputs.
+        inputs: per rank, on the CPU; with `skip_a2a` all the same.
+        options: what to exercise.
 
     Raises:
         AssertionError: some byte differs.
@@ -99,14 +120,21 @@ def check_round(
     xs, ids, weights = (
         [getattr(one, name).to(oracle) for one in inputs] for name in ("x", "topk_ids", "router_weights")
     )
-    expected = reference.dispatch(cfg, xs, ids, input_scales, weights)
-    rows = expert_rows(expected, cfg.hidden, seed)
+    scales = options.input_scales
+    ready = None
+    if options.prequantized:
+        ready = [reference.quantize(x, cfg.format, 1.0 if scales is None else scales[r]) for r, x in enumerate(xs)]
+    expected = reference.dispatch(cfg, xs, ids, None if ready else scales, weights, ready)
+    rows = expert_rows(expected, cfg.hidden, options.seed)
     buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
-    arguments = []
-    for index, communicator in enumerate(communicators):
-        device = communicator.device
-        scale = None if input_scales is None else torch.tensor([input_scales[index]], device=device)
-        arguments.append((xs[index].to(device), ids[index].to(device), weights[index].to(device), scale))
+    arguments: list[dict] = []
+    for rank, communicator in enumerate(communicators):
+        given = {"x": xs[rank], "topk_ids": ids[rank], "router_weights": weights[rank]}
+        if ready is not None:
+            given |= {"x": ready[rank].payload, "scales": ready[rank].scales, "row_scales": ready[rank].row_scales}
+        elif scales is not None:
+            given["input_scale"] = torch.tensor([scales[rank]])
+        arguments.append({name: t if t is None else t.to(communicator.device) for name, t in given.items()})
     returned = [
         poison(torch.empty(int(want.num_rows) + SPARE_ROWS, cfg.hidden, dtype=torch.bfloat16, device=c.device))
         for c, want in zip(communicators, expected, strict=True)
@@ -114,19 +142,22 @@ def check_round(
     for buffer, row in zip(returned, rows, strict=True):
         buffer[: row.shape[0]].copy_(row)
     _synchronize_devices(communicators)
-    if split:
-        pending = [c.dispatch_async(*args) for c, args in zip(communicators, arguments, strict=True)]
+    if options.split:
+        pending = [c.dispatch_async(**args) for c, args in zip(communicators, arguments, strict=True)]
         actual = [c.dispatch_wait(p, b) for c, p, b in zip(communicators, pending, buffers, strict=True)]
     else:
-        actual = [c.dispatch(*args, out=b) for c, args, b in zip(communicators, arguments, buffers, strict=True)]
+        actual = [c.dispatch(**args, out=b) for c, args, b in zip(communicators, arguments, buffers, strict=True)]
     for communicator in communicators:
         communicator.synchronize()
     for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
         check_dispatched(got, want, cfg, rank)
+    modes = options.modes or [mode for mode in COMBINE_MODES if mode != "unweighted" or not cfg.fused_shared_expert]
     for mode in modes:
-        outs = [poison(torch.empty_like(args[0])) for args in arguments]
+        given_weights = None if mode == "unweighted" else weights
+        sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
+        outs = [poison(torch.empty_like(want, device=c.device)) for c, want in zip(communicators, sums, strict=True)]
         _synchronize_devices(communicators)
-        if split:
+        if options.split:
             sent = [c.combine_async(r, d, mode) for c, r, d in zip(communicators, returned, actual, strict=True)]
             for communicator, one, out in zip(communicators, sent, outs, strict=True):
                 communicator.combine_wait(one, out=out)
@@ -135,9 +166,7 @@ def check_round(
                 communicator.combine(r, d, mode=mode, out=out)
         for communicator in communicators:
             communicator.synchronize()
-        for rank, (got, want) in enumerate(
-            zip(outs, reference.combine(cfg, rows, expected, weights, mode), strict=True)
-        ):
+        for rank, (got, want) in enumerate(zip(outs, sums, strict=True)):
             assert_bits(got, want, f"rank {rank} combine {mode}")
 
 

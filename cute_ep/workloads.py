@@ -73,7 +73,8 @@ masked: uniform, then a third of the ids and every fifth token (1, 6, ...) whole
 
 
 def make_rank_inputs(cfg: EPConfig, rank: int, tokens: int, routing: str, seed: int) -> RankInputs:
-    """Inputs of one rank: the same on every machine that calls with the same arguments.
+    """Inputs of one rank: the same on every machine that calls with the same arguments, and with `skip_a2a` the same
+    on all ranks.
 
     Token values are normal times a power of two in [2**-5, 2**4] a group of 16 elements, and one group in 64
     is zero, so that neighbouring scale factors differ.
@@ -85,7 +86,7 @@ def make_rank_inputs(cfg: EPConfig, rank: int, tokens: int, routing: str, seed: 
         raise EPInputError(f"routing = {routing!r}: must be one of {', '.join(ROUTINGS)}")
     if not 0 <= tokens <= cfg.max_tokens_per_rank:
         raise EPInputError(f"tokens = {tokens}: must be in [0, max_tokens_per_rank = {cfg.max_tokens_per_rank}]")
-    generator = torch.Generator().manual_seed(seed * MAX_RANKS + rank)
+    generator = torch.Generator().manual_seed(seed * MAX_RANKS + (0 if cfg.skip_a2a else rank))
     ids = ROUTINGS[routing](cfg, tokens, generator).int()
     weights = torch.randn(tokens, cfg.top_k, generator=generator).softmax(dim=1)
     groups = -(-cfg.hidden // 16)
@@ -96,7 +97,10 @@ def make_rank_inputs(cfg: EPConfig, rank: int, tokens: int, routing: str, seed: 
 
 
 def make_inputs(cfg: EPConfig, tokens_per_rank: Sequence[int], routing: str, seed: int) -> list[RankInputs]:
-    """`make_rank_inputs` of every rank; `tokens_per_rank` has world_size entries, else EPInputError."""
+    """`make_rank_inputs` of every rank; `tokens_per_rank` has world_size entries, with `skip_a2a` all the same, else
+    EPInputError."""
     if len(tokens_per_rank) != cfg.world_size:
         raise EPInputError(f"len(tokens_per_rank) = {len(tokens_per_rank)}: must be world_size = {cfg.world_size}")
+    if cfg.skip_a2a and len(set(tokens_per_rank)) > 1:
+        raise EPInputError(f"tokens_per_rank = {tuple(tokens_per_rank)}: must be the same on all ranks with skip_a2a")
     return [make_rank_inputs(cfg, rank, tokens, routing, seed) for rank, tokens in enumerate(tokens_per_rank)]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Uint32
+from cutlass import Float32, Uint32
 
 VECTOR_ELEMENTS = 8
 """bfloat16 elements in one 16-byte vector."""
+PAIR_MAGNITUDE = 0x7FFF7FFF
+"""All bits of two bfloat16 but their signs."""
+LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
+"""The largest finite bfloat16, 0x7F7F."""
 
 
 def halves(word: Uint32) -> tuple[Float32, Float32]:
@@ -31,6 +35,39 @@ def add(a: Float32, b: Float32) -> Float32:
     return cute.arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
+def unit_amax(rX, words: int, first: int = 0) -> Float32:
+    """The largest |x| of the bfloat16 in `words` words of rX from `first` on, without NaN; +0 if there is none."""
+    pair = rX[first] & Uint32(PAIR_MAGNITUDE)
+    for word in range(first + 1, first + words):
+        pair = cute.arch.inline_ptx(
+            "max.bf16x2 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Uint32],
+            read_only_args=[pair, rX[word] & Uint32(PAIR_MAGNITUDE)],
+        )
+    low, high = halves(pair)
+    return cute.arch.fmax(cute.arch.fmax(low, high), Float32(0.0))
+
+
+def lanes_max(value: Float32, lanes: int) -> Float32:
+    """The maximum over each aligned group of `lanes` (a power of two) lanes, in all of them. By all 32 lanes."""
+    step = 1
+    while step < lanes:
+        value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, step))
+        step *= 2
+    return value
+
+
+def corrected_reciprocal(value: Float32, approximate: Float32) -> Float32:
+    """1 / value rounded to nearest even, from one of the two float32 around it (all mantissa bits set: the nearest)."""
+    rest = cute.math.fma(-value, approximate, Float32(1.0))
+    return cute.math.fma(approximate, rest, approximate)
+
+
+def reciprocal(value: Float32) -> Float32:
+    """1 / value by IEEE division, for 2**-126 <= value < 2**126: what `rcp.rn.f32` becomes for such numbers."""
+    return corrected_reciprocal(value, cute.arch.rcp_approx(value))
+
+
 @cute.jit
 def accumulate(rSum, rX, weight) -> None:
     """rSum[i] += weight * rX[i] for one vector, multiply and add each rounded; weight None: rSum[i] += rX[i]."""
@@ -43,10 +80,10 @@ def accumulate(rSum, rX, weight) -> None:
 
 
 @cute.jit
-def round_to_bf16(rSum, rX) -> None:
-    """rX (4 words) = the eight float32 of rSum in bfloat16, rounded to nearest even."""
-    rHalf = cute.make_rmem_tensor(VECTOR_ELEMENTS, BFloat16)
-    rHalf.store(rSum.load().to(BFloat16))
+def round_vector(rSum, rX, dtype: cutlass.Constexpr) -> None:
+    """rX (4 words) = the eight float32 of rSum in a 16-bit type, rounded to nearest even."""
+    rHalf = cute.make_rmem_tensor(VECTOR_ELEMENTS, dtype)
+    rHalf.store(rSum.load().to(dtype))
     rWords = cute.recast_tensor(rHalf, Uint32)
     for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
         rX[word] = rWords[word]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tempfile
 import typing
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from cute_ep.kernels.codec import codec_for
 from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.dispatch import Dispatch
-from cute_ep.kernels.quantize import Quantize
+from cute_ep.kernels.rows import Rows
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, Variant
+from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
 
 CUTLASS_IN_NAME = ("sm_100a", "sm_103a")
 """Architectures whose dispatch kernels have the word `cutlass` in their name: ptxas 13.4 allocates registers
@@ -38,21 +39,40 @@ class Compiled:
     params: tuple[tuple[str, str], ...]
 
 
-def _halves(kernel: str) -> dict[str, bool]:
-    """Which halves of an operation a kernel of this name runs."""
-    return {"send": "_wait" not in kernel, "receive": "_async" not in kernel}
+def resolve(name: str | None):
+    """The function that "module:function" names, None for None.
+
+    Raises:
+        ValueError: it does not have that form, or names nothing.
+    """
+    if name is None:
+        return None
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-def kernel_of(variant: Variant) -> Dispatch | Combine | Quantize | Copy:
+def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
     """The kernel object that `variant` names."""
-    sizes = {"hidden": variant.hidden, "top_k": variant.top_k}
-    if variant.kernel in DISPATCH_KERNELS:
-        return Dispatch(codec_for(FORMATS[variant.format], variant.arch), **_halves(variant.kernel), **sizes)
-    if variant.kernel in COMBINE_KERNELS:
-        return Combine(partial=variant.kernel.endswith("partial"), **_halves(variant.kernel), **sizes)
-    if variant.kernel == COPY_KERNEL:
+    name, hooks = variant.kernel, variant.hooks
+    codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
+    weights = resolve(hooks.router_weights)
+    if name in DISPATCH_KERNELS:
+        receive = not name.endswith("async")
+        return Dispatch(codec, receive=receive, router_weights=weights, input_scale=resolve(hooks.input_scale))
+    if name in COMBINE_KERNELS:
+        return Combine(
+            mode=name.rpartition("_")[2],
+            send="_wait" not in name,
+            receive="_async" not in name,
+            router_weights=weights,
+            epilogue=resolve(hooks.epilogue),
+        )
+    if name == COPY_KERNEL:
         return Copy()
-    return Quantize(codec_for(FORMATS[variant.format], variant.arch), hidden=variant.hidden)
+    return Rows(codec, None if name == QUANTIZE_KERNEL else name)
 
 
 def compile_variant(variant: Variant) -> Compiled:

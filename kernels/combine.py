@@ -7,14 +7,16 @@
     post return_ready[d][chunk] = m           --->  wait return_ready[all][chunk] >= m, sum, write out
                                               <---  post combine_consumed[s] = m  (start of s's next launch)
 
-Two modes, chosen at compile time:
+Three modes, chosen at compile time:
 
 - exact: every expert row travels to slot k of its token; the source computes  sum over k ascending of  w[k] * row,
   multiply and add each rounded to float32, and rounds once to bfloat16.
 - partial: an expert rank first computes that sum over its own rows of a token and sends one bfloat16 row to slot d;
   the source adds the ranks' rows in ascending order. Fewer bytes for one more bfloat16 rounding a rank.
+- unweighted: rows travel as in exact mode; out[token, k] is the row of slot k itself.
 
-The source knows from its own top-k ids which slots hold data, so nothing but rows travels back. Ordering and reuse as
+The source knows from its own top-k ids which slots hold data, so nothing but rows travels back. It adds the shared
+expert's rows itself. Ordering and reuse as
 in dispatch; the routing facts an expert rank needs were kept with the dispatch output, not in the arena.
 """
 
@@ -28,7 +30,8 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import launch_config
 from cute_ep.kernels.give_back import GiveBack
-from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
+from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.reduce import Reduce
 from cute_ep.kernels.sync import count_out
 from cute_ep.layouts.arena import StateWord
@@ -37,12 +40,13 @@ from cute_ep.layouts.routing import Phase
 
 
 @dataclass(frozen=True)
-class CombineArgs(GroupArgs):
-    """Run-time arguments of the three combine kernels, in parameter order.
+class CombineArgs(GroupArgs, SharedExpertArgs):
+    """Run-time arguments of the combine kernels, in parameter order.
 
     Send: rows [capacity, hidden] bf16; row_map, headers, weights of the dispatch output; CTAs below send_ctas send.
-    Receive: out [T, hidden] bf16, the own topk_ids and router_weights, tokens T, chunk and chunks as dispatched; CTAs
-    from receive_from receive.
+    Receive: out [T, hidden] (unweighted [T, K, hidden]) of out_type (`OutputType`), the own topk_ids and
+    router_weights, tokens T, chunk and chunks as dispatched, rows for the shared expert; CTAs from receive_from
+    receive.
     """
 
     rows: Int64
@@ -54,6 +58,8 @@ class CombineArgs(GroupArgs):
     out: Int64
     topk_ids: Int64
     router_weights: Int64
+    epilogue_data: Int64
+    out_type: Int32
     tokens: Int32
     chunk: Int32
     chunks: Int32
@@ -64,19 +70,19 @@ class Combine:
     """One of combine (send and receive in one launch), combine_async (send), combine_wait (receive).
 
     Args:
-        partial: sum on the expert's rank first.
+        mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
-        hidden, top_k: fixed at compile time when given, else run-time arguments.
+        router_weights, epilogue: the user's hooks, or None.
     """
 
     args_type = CombineArgs
 
-    def __init__(self, *, partial: bool, send: bool, receive: bool, hidden: int | None, top_k: int | None) -> None:
-        self.send, self.receive, self.hidden, self.top_k = send, receive, hidden, top_k
+    def __init__(self, *, mode: str, send: bool, receive: bool, router_weights=None, epilogue=None) -> None:
+        self.send, self.receive = send, receive
         shared = RegionMap(alignment=16)
         self.sPeers = peer_table(shared)
-        self.give_back_role = GiveBack(partial, shared)
-        self.reduce_role = Reduce(partial, shared)
+        self.give_back_role = GiveBack(mode == "partial", shared)
+        self.reduce_role = Reduce(mode, WeightReader(router_weights), epilogue, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -85,7 +91,7 @@ class Combine:
 
     @cute.kernel
     def kernel(self, args: CombineArgs):
-        group = open_group(args, None, self.hidden, self.top_k, self.sPeers)
+        group = open_group(args, None, self.sPeers)
         sent = group.completed(StateWord.COMBINE_SEND_EPOCH)
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
         group.acknowledge(group.arena.combine_consumed, received)
@@ -105,7 +111,7 @@ class Combine:
     def _leave(self, group: GroupView, sent: Int64, received: Int64, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, unless a wait timed out."""
         counter = StateWord.COMBINE_SEND_DONE if self.send else StateWord.COMBINE_RECV_DONE
-        last, complete = count_out(group.state_word(counter), group.ctas, alive, group.tid)
+        last, complete = count_out(group.state_word(counter), group.ctas, alive, Boolean(False), group.tid)
         if last and complete:
             if cutlass.const_expr(self.send):
                 group.complete(StateWord.COMBINE_SEND_EPOCH, sent + 1)

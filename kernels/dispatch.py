@@ -25,29 +25,39 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from cute_ep.kernels.announce import announcer
 from cute_ep.kernels.block import launch_config, scan_scratch
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
-from cute_ep.kernels.group import GroupArgs, GroupView, open_group, peer_table
+from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.route import Route
+from cute_ep.kernels.scale_rows import ScaleArgs
 from cute_ep.kernels.send import Send
 from cute_ep.kernels.sync import count_out
-from cute_ep.layouts.arena import StateWord
+from cute_ep.layouts.arena import StateWord, message_map
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
 
 
 @dataclass(frozen=True)
-class DispatchArgs(GroupArgs):
+class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     """Run-time arguments of the three dispatch kernels, in parameter order.
 
-    Send: x [T, hidden] bf16, topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T,
-    chunk (tokens that share a flag), chunks (of this rank), send_ctas (CTAs below it send).
-    Receive: the outputs of `DispatchBuffers`, capacity (rows of tokens and src_info), receive_from (CTAs from it
-    receive).
+    Rows on the wire and in the output: payload_bytes, scale_bytes, row_scale_bytes (0: none).
+    Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
+    bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, chunk (tokens that
+    share a flag), chunks (of this rank), send_ctas (CTAs below it send).
+    Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
+    receive_from (CTAs from it receive).
     """
 
+    payload_bytes: Int32
+    scale_bytes: Int32
+    row_scale_bytes: Int32
     x: Int64
+    scales: Int64
+    given_row_scales: Int64
     topk_ids: Int64
     router_weights: Int64
     global_scale: Int64
@@ -56,8 +66,9 @@ class DispatchArgs(GroupArgs):
     chunks: Int32
     send_ctas: Int32
     out_tokens: Int64
-    out_scales: Int64
+    out_row_scales: Int64
     row_offsets: Int64
+    row_counts: Int64
     scales_offsets: Int64
     expert_ids: Int64
     src_info: Int64
@@ -65,6 +76,7 @@ class DispatchArgs(GroupArgs):
     row_map: Int64
     headers: Int64
     weights: Int64
+    row_alignment: Int32
     capacity: Int32
     receive_from: Int32
 
@@ -73,21 +85,22 @@ class Dispatch:
     """One of dispatch (send and receive in one launch), dispatch_async (send), dispatch_wait (receive).
 
     Args:
-        codec: device code of the wire format.
-        send, receive: which halves this kernel runs.
-        hidden, top_k: fixed at compile time when given, else run-time arguments.
+        codec: device code of the wire format; None for a kernel that only receives.
+        receive: whether this kernel runs the receiving half.
+        router_weights, input_scale: the user's hooks, or None.
     """
 
     args_type = DispatchArgs
 
-    def __init__(self, codec: Codec, *, send: bool, receive: bool, hidden: int | None, top_k: int | None) -> None:
-        self.codec, self.send, self.receive, self.hidden, self.top_k = codec, send, receive, hidden, top_k
+    def __init__(self, codec: Codec | None, *, receive: bool, router_weights=None, input_scale=None) -> None:
+        self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
         self.sPeers = peer_table(shared)
         scan = scan_scratch(shared)
-        self.route_role = Route(shared)
-        self.send_role = Send(codec, shared)
-        self.expand_role = Expand(codec.fmt, shared, scan)
+        if codec is not None:
+            self.route_role = Route(WeightReader(router_weights), shared)
+            self.send_role = Send(codec, input_scale, shared)
+        self.expand_role = Expand(shared, scan)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -96,7 +109,8 @@ class Dispatch:
 
     @cute.kernel
     def kernel(self, args: DispatchArgs):
-        group = open_group(args, self.codec.fmt, self.hidden, self.top_k, self.sPeers)
+        message = message_map(Int64(args.payload_bytes), Int64(args.scale_bytes), Int64(args.row_scale_bytes))
+        group = open_group(args, message, self.sPeers)
         sent = group.completed(StateWord.DISPATCH_SEND_EPOCH)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
         group.acknowledge(group.arena.dispatch_consumed, received)
@@ -132,7 +146,10 @@ class Dispatch:
     def _leave(self, group: GroupView, args: DispatchArgs, sent: Int64, received: Int64, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, or withdraw the announcement after a timeout."""
         counter = StateWord.DISPATCH_SEND_DONE if self.send else StateWord.DISPATCH_RECV_DONE
-        last, complete = count_out(group.state_word(counter), group.ctas, alive, group.tid)
+        announces = Boolean(False)
+        if cutlass.const_expr(self.receive):
+            announces = group.cta - args.receive_from == announcer(group.ctas - args.receive_from)
+        last, complete = count_out(group.state_word(counter), group.ctas, alive, announces, group.tid)
         if last:
             if complete:
                 if cutlass.const_expr(self.send):
@@ -141,4 +158,4 @@ class Dispatch:
                     group.complete(StateWord.DISPATCH_RECV_EPOCH, received + 1)
             else:
                 if cutlass.const_expr(self.receive):
-                    self.expand_role.withdraw(group, args)
+                    self.expand_role.announce.withdraw(group, args)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_to_bf16
+from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_vector
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array
 from cute_ep.kernels.divide import divisor
 from cute_ep.kernels.sync import post
@@ -156,7 +156,7 @@ class GiveBack:
                         accumulate(rSum, rX[None, turn], sWeight[owner * group.top_k + base_k + turn])
                         present = Boolean(True)
             if present:
-                round_to_bf16(rSum, rX[None, 0])
+                round_vector(rSum, rX[None, 0], BFloat16)
                 cute.copy(vector_atom(), rX[None, 0], gHome[None, vector, owner])
 
     @cute.jit

@@ -11,11 +11,10 @@ from cutlass import Boolean, Int32, Int64
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, divisor
 from cute_ep.kernels.sync import acknowledge_reads, block_all, post, report, wait_at_least
-from cute_ep.layouts.arena import Arena, StateWord
+from cute_ep.layouts.arena import Arena, Message, StateWord
 from cute_ep.layouts.device import array, device_arena, pointer
-from cute_ep.layouts.formats import Format
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import MAX_RANKS, Phase
+from cute_ep.layouts.routing import MASKED_ENTRY, MAX_RANKS, Phase
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,9 @@ class GroupArgs:
 
     arena: this rank's arena. peers: int64[R], every rank's arena as this device maps it. status: host-visible
     records, (R + 1) x 16 bytes. slots: return rows a token (`return_slots`).
+
+    experts: those that the group's ranks own together, ids first_expert .. first_expert + experts - 1 out of
+    all_experts. They are all of them, except with `skip_a2a`, where each rank is a group of its own.
     """
 
     arena: Int64
@@ -33,11 +35,28 @@ class GroupArgs:
     rank: Int32
     ranks: Int32
     experts: Int32
+    first_expert: Int32
+    all_experts: Int32
     local_experts: Int32
     top_k: Int32
     max_tokens: Int32
     hidden: Int32
     slots: Int32
+
+
+@dataclass(frozen=True)
+class SharedExpertArgs:
+    """The shared expert's part of a launch: tokens shared_first .. shared_first + shared_rows - 1 of this rank are the
+    rows of group 0. shared_groups: 1 with a shared expert, else 0 (then shared_rows is 0 too)."""
+
+    shared_groups: Int32
+    shared_first: Int32
+    shared_rows: Int32
+
+
+def owns_shared(args: SharedExpertArgs, token) -> Boolean:
+    """Whether the shared expert takes this token of the own rank."""
+    return (token >= args.shared_first) & (token < args.shared_first + args.shared_rows)
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,8 @@ class GroupView:
     rank: Int32
     ranks: Int32
     experts: Int32
+    first_expert: Int32
+    all_experts: Int32
     local_experts: Int32
     top_k: Int32
     max_tokens: Int32
@@ -58,12 +79,19 @@ class GroupView:
     timeout_ns: Int64
     base: Int64
     peer_base: Int64
-    fmt: Format | None
+    message: Message | None
     arena: Arena
     by_ranks: Divisor
     by_top_k: Divisor
     by_local_experts: Divisor
     sPeers: cute.Tensor
+
+    def expert_of(self, given: Int32) -> Int32:
+        """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
+        that no address is formed from an unchecked id."""
+        index = given - self.first_expert
+        inside = (index >= 0) & (index < self.experts)
+        return cutlass.select_(inside, index, Int32(MASKED_ENTRY))
 
     def state_word(self, word: StateWord) -> Int64:
         """Address of one of this rank's state words."""
@@ -127,18 +155,14 @@ class GroupView:
 
 
 @cute.jit
-def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region) -> GroupView:
+def open_group(args: GroupArgs, message: Message | None, peers: Region) -> GroupView:
     """Start reading the peer table and derive this CTA's view.
 
     peer_base is peer `tid`'s arena in the first R threads; sPeers is filled by `share_peers`, so that its latency
     overlaps with that of the first waits.
 
-    hidden, top_k: compile-time numbers that replace the run-time arguments, or None.
+    message: byte map of a message, None for kernels that carry none.
     """
-    if cutlass.const_expr(hidden is None):
-        hidden = args.hidden
-    if cutlass.const_expr(top_k is None):
-        top_k = args.top_k
     tid = cute.arch.thread_idx()[0]
     sPeers = shared_array(peers, Int64)
     gPeers = array(args.peers, Int64, args.ranks)
@@ -152,26 +176,28 @@ def open_group(args: GroupArgs, fmt: Format | None, hidden, top_k, peers: Region
         rank=args.rank,
         ranks=args.ranks,
         experts=args.experts,
+        first_expert=args.first_expert,
+        all_experts=args.all_experts,
         local_experts=args.local_experts,
-        top_k=top_k,
+        top_k=args.top_k,
         max_tokens=args.max_tokens,
-        hidden=hidden,
+        hidden=args.hidden,
         status=args.status,
         timeout_ns=args.timeout_ns,
         base=args.arena,
         peer_base=peer_base,
-        fmt=fmt,
+        message=message,
         arena=device_arena(
             ranks=args.ranks,
             local_experts=args.local_experts,
-            top_k=top_k,
+            top_k=args.top_k,
             max_tokens=args.max_tokens,
-            hidden=hidden,
+            hidden=args.hidden,
             slots=args.slots,
-            fmt=fmt,
+            message=0 if message is None else message.nbytes,
         ),
         by_ranks=divisor(args.ranks),
-        by_top_k=divisor(top_k),
+        by_top_k=divisor(args.top_k),
         by_local_experts=divisor(args.local_experts),
         sPeers=sPeers,
     )

@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.sync import arrive_last
 from cute_ep.layouts.arena import HeaderWord, StateWord
 from cute_ep.layouts.device import array, region_array
@@ -23,16 +24,11 @@ ROUTE_ENTRIES = 256
 """Entries of one route chunk: one a thread, ranked by one warp in 8 steps."""
 
 
-def checked_expert(expert: Int32, experts: Int32) -> Int32:
-    """The id if it names an expert, else MASKED_ENTRY: no address is formed from an unchecked id."""
-    inside = (expert >= 0) & (expert < experts)
-    return cutlass.select_(inside, expert, Int32(MASKED_ENTRY))
-
-
 class Route:
     """Builds this rank's routing table and pushes it to all peers."""
 
-    def __init__(self, shared: RegionMap) -> None:
+    def __init__(self, weights: WeightReader, shared: RegionMap) -> None:
+        self.weights = weights
         self.histogram = shared.add("histogram", 4, MAX_EXPERTS)
         self.packed = shared.add("packed_entries", 4, ROUTE_ENTRIES)
 
@@ -73,12 +69,11 @@ class Route:
         if index < last:
             entries = args.tokens * group.top_k
             if args.router_weights != Int64(0):
-                weight = array(args.router_weights, Int32, entries)[index]
+                weight = self.weights.read(args.router_weights, index, group).bitcast(Int32)
             given = array(args.topk_ids, Int32, entries)[index]
-            expert = checked_expert(given, group.experts)
-            if expert != given:
-                group.report_input(Phase.EXPERT_ID, index, group.experts, given)
-            sPacked[index - first] = expert
+            if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
+                group.report_input(Phase.EXPERT_ID, index, group.all_experts, given)
+            sPacked[index - first] = group.expert_of(given)
         return weight
 
     @cute.jit
@@ -90,7 +85,7 @@ class Route:
         if first > 0:
             gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
             for index in cutlass.range(group.tid, first, THREADS, unroll=1):
-                expert = checked_expert(gIds[index], group.experts)
+                expert = group.expert_of(gIds[index])
                 if expert >= 0:
                     cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
             cute.arch.sync_threads()

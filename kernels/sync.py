@@ -9,7 +9,7 @@ Flags are 64-bit epochs that only grow, stored by exactly one rank and never res
 | `wait_at_least`     | ld.acquire.sys loop                          | the flag -> all that happens after it           |
 | `block_all`         | barrier.cta.red.and                          | one thread's wait -> the whole CTA, and verdict |
 | `arrive_last`       | fence.acq_rel.sys, atom.relaxed, fence again | every arriving CTA's stores -> the last's posts |
-| `count_out`         | bar.sync, atom.relaxed                       | nothing, unless a wait failed                   |
+| `count_out`         | bar.sync, atom.relaxed                       | announcement -> withdrawal, if a wait failed    |
 
 `post` covers stores of other threads of the CTA when a CTA barrier stands between (causality order is transitive).
 None of these is a proxy fence: data moved by the async proxy needs its own.
@@ -139,26 +139,27 @@ FAILED = 1 << 16
 
 
 @cute.jit
-def count_out(counter: Int64, ctas: Int32, alive: Boolean, tid: Int32):
+def count_out(counter: Int64, ctas: Int32, alive: Boolean, announces: Boolean, tid: Int32):
     """Count this CTA out of the launch; thread 0 of the last one gets (True, whether every CTA was alive).
 
     Orders nothing in a round that succeeds: the end of the launch does that for whatever comes after it on the stream,
-    and the epoch words are read before (their values were used) and written after, by the last CTA only. When a CTA
-    failed, fences order every CTA's announcement before the last one's withdrawal.
+    and the epoch words are read before (their values were used) and written after, by the last CTA only. In a round
+    where some CTA failed, the stores of the CTA that `announces` outputs happen before the last one's withdrawal: that
+    CTA fences before it counts itself out, the last one after.
     """
     cute.arch.sync_threads()
     last = Boolean(False)
     complete = Boolean(False)
     if tid == 0:
-        if not alive:
+        if announces:
             cute.arch.fence_acq_rel_gpu()
         word = pointer(counter, Int32)
         mine = cutlass.select_(alive, Int32(1), Int32(1 + FAILED))
         after = cute.arch.atomic_add(word, mine, sem="relaxed", scope="gpu") + mine
         last = after % FAILED == ctas
         complete = after == ctas
-        if not complete:
-            cute.arch.fence_acq_rel_gpu()
         if last:
+            if not complete:
+                cute.arch.fence_acq_rel_gpu()
             cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
     return last, complete

@@ -25,6 +25,7 @@ Why no write can overtake a read: `docs/protocol.md`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
@@ -60,17 +61,28 @@ class HeaderWord(IntEnum):
     CHUNKS = 3
 
 
-def message_map(payload_bytes: Int, scale_bytes: Int) -> tuple[Region, Region, Int]:
-    """(payload region, scale region, bytes of the message): fields aligned to 16 bytes."""
+@dataclass(frozen=True)
+class Message:
+    """Byte map of one message: payload, scale factors, the row's own scale; each field padded to 16 bytes."""
+
+    payload: Region
+    scales: Region
+    row_scale: Region
+    nbytes: Int
+
+
+def message_map(payload_bytes: Int, scale_bytes: Int, row_scale_bytes: Int) -> Message:
+    """The message of rows with these sizes, which may be Python or device integers; 0: the row has none."""
     fields = RegionMap(VECTOR_BYTES)
     payload = fields.add("payload", 1, payload_bytes)
     scales = fields.add("scales", 1, scale_bytes)
-    return payload, scales, fields.nbytes
+    row_scale = fields.add("row_scale", 1, row_scale_bytes)
+    return Message(payload, scales, row_scale, fields.nbytes)
 
 
-def message_bytes(fmt: Format, hidden: Int) -> Int:
-    """Bytes of one message on the wire: payload and scales, each padded to 16 bytes."""
-    return message_map(fmt.payload_bytes(hidden), fmt.scale_bytes(hidden))[2]
+def message_bytes(fmt: Format, hidden: int) -> int:
+    """Bytes of one message on the wire."""
+    return message_map(fmt.payload_bytes(hidden), fmt.scale_bytes(hidden), fmt.row_scale_bytes).nbytes
 
 
 class Arena:

@@ -9,10 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int64, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
-from cute_ep.layouts.arena import Arena, message_bytes
-from cute_ep.layouts.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.arena import Arena
+from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region
-from cute_ep.layouts.scales import atom_shape_stride
 
 WORDS = VECTOR_BYTES // 4
 
@@ -47,27 +46,24 @@ def vector_tensor(address: Int64, vectors, rows, pitch_bytes=VECTOR_BYTES):
     return cute.make_tensor(pointer(address, Uint32, align=VECTOR_BYTES), layout)
 
 
+def vector_at(address: Int64, index):
+    """The four words of 16-byte vector number `index` behind an address."""
+    return vector_tensor(address + Int64(index) * VECTOR_BYTES, 1, 1)[None, 0, 0]
+
+
 def vector_atom():
     """Copy atom of one 16-byte access."""
     return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
 
 
-def scale_words(address: Int64, blocks, column_tiles):
-    """Scale factors in the 128x4 atom layout, four columns (one 32-bit word) at a time: (row, column tile)."""
-    (rows, columns), (row_stride, column_stride) = atom_shape_stride(blocks, Int64(column_tiles))
-    words = tuple(stride // 4 for stride in row_stride)
-    layout = cute.make_layout((rows, columns[1]), stride=(words, column_stride[1] // 4))
-    return cute.make_tensor(pointer(address, Uint32), layout)
-
-
-def device_arena(*, ranks, local_experts, top_k, max_tokens, hidden, slots, fmt: Format | None) -> Arena:
-    """The arena's byte map in 64-bit device integers; fmt None: for code that never touches `messages`."""
+def device_arena(*, ranks, local_experts, top_k, max_tokens, hidden, slots, message) -> Arena:
+    """The arena's byte map in 64-bit device integers; message 0: for code that never touches `messages`."""
     return Arena(
         ranks=Int64(ranks),
         local_experts=Int64(local_experts),
         top_k=Int64(top_k),
         max_tokens=Int64(max_tokens),
-        message=message_bytes(fmt, Int64(hidden)) if fmt else Int64(0),
+        message=Int64(message),
         hidden=Int64(hidden),
         slots=Int64(slots),
     )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_ep.layouts.record import Int
+
 VECTOR_BYTES = 16
 """Widest access of one thread: payload rows and message fields are multiples of it."""
+ROW_SCALE_BYTES = 2
+"""Bytes of a row's own global scale (bfloat16), in formats that have one."""
 
 
 @dataclass(frozen=True)
@@ -14,25 +18,48 @@ class Format:
 
     Attributes:
         name: key in manifests, test ids and on the command line.
-        bits: bits of one payload element.
+        element: number format of the payload: "bf16", "e4m3" or "e2m1".
         block: elements that share one scale factor (1: the format has none).
-        scale: element type of a scale factor ("e4m3"), or None.
-        global_scale: whether a float32 scale for the whole tensor multiplies the block scales.
+        scale: number format of a scale factor: "f32", "e4m3", "e8m0", or None.
+        power_of_two: whether float32 scale factors are rounded up to powers of two.
+        global_scale: whether a float32 scale given by the caller multiplies the block scales.
+        row_scale: whether each row has a global scale of its own, found from the row and stored beside it.
+        scale_layouts: how the scale factors of an output may be laid out (`layouts.scales`), the default first.
+        row_alignment: default for the multiple to which each expert's rows are padded.
     """
 
     name: str
-    bits: int
+    element: str
     block: int = 1
     scale: str | None = None
+    power_of_two: bool = False
     global_scale: bool = False
+    row_scale: bool = False
+    scale_layouts: tuple[str, ...] = ()
+    row_alignment: int = 1
 
-    def payload_bytes(self, hidden):
+    @property
+    def bits(self) -> int:
+        """Bits of one payload element."""
+        return {"bf16": 16, "e4m3": 8, "e2m1": 4}[self.element]
+
+    @property
+    def scale_itemsize(self) -> int:
+        """Bytes of one scale factor; 0 when the format has none."""
+        return {None: 0, "f32": 4}.get(self.scale, 1)
+
+    @property
+    def row_scale_bytes(self) -> int:
+        """Bytes of the row's own scale: ROW_SCALE_BYTES or 0."""
+        return ROW_SCALE_BYTES if self.row_scale else 0
+
+    def payload_bytes(self, hidden: Int) -> Int:
         """Bytes of one row's payload; `hidden` may be a Python or a device integer."""
         return hidden * self.bits // 8
 
-    def scale_bytes(self, hidden):
-        """Bytes of one row's scale factors, one byte each; 0 when the format has none."""
-        return hidden // self.block if self.scale else hidden * 0
+    def scale_bytes(self, hidden: Int) -> Int:
+        """Bytes of one row's scale factors; 0 when the format has none."""
+        return hidden // self.block * self.scale_itemsize
 
     def check_hidden(self, hidden: int) -> None:
         """Raise ValueError unless rows of `hidden` elements are whole blocks and whole 16-byte vectors."""
@@ -45,10 +72,18 @@ class Format:
             )
 
 
-BF16 = Format("bf16", bits=16)
-NVFP4 = Format("nvfp4", bits=4, block=16, scale="e4m3", global_scale=True)
+_BYTE_SCALES = ("atom128x4", "linear")
+_FLOAT_SCALES = ("transposed", "linear")
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, NVFP4)}
+BF16 = Format("bf16", "bf16")
+FP8 = Format("fp8", "e4m3", 128, "f32", scale_layouts=_FLOAT_SCALES, row_alignment=4)
+FP8_POW2 = Format("fp8_pow2", "e4m3", 128, "f32", power_of_two=True, scale_layouts=_FLOAT_SCALES, row_alignment=4)
+MXFP8 = Format("mxfp8", "e4m3", 32, "e8m0", scale_layouts=_BYTE_SCALES)
+MXFP4 = Format("mxfp4", "e2m1", 32, "e8m0", scale_layouts=_BYTE_SCALES)
+NVFP4 = Format("nvfp4", "e2m1", 16, "e4m3", global_scale=True, scale_layouts=_BYTE_SCALES)
+NVFP4_ROW = Format("nvfp4_row", "e2m1", 16, "e4m3", row_scale=True, scale_layouts=_BYTE_SCALES)
+
+FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, FP8, FP8_POW2, MXFP8, MXFP4, NVFP4, NVFP4_ROW)}
 
 
 def format_named(name: str) -> Format:

@@ -3,14 +3,16 @@
 Row order of a rank's output: local expert ascending, then source rank, then token, then k. The row of entry
 (source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier entries of the
 same source (tokens ascending, then k) that chose e, and  base[source, e]  is the exclusive prefix sum of counts in
-(e, source) order.
+(e, source) order, each expert's rows rounded up to the row alignment.
+
+With a fused shared expert, group 0 of the output holds the rank's own tokens in order, and expert e is group e + 1.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-from cute_ep.layouts.record import Int
+from cute_ep.layouts.record import Int, align_up
 
 MAX_RANKS = 32
 """Ranks of one NVLink domain: a token's destinations are one 32-bit mask."""
@@ -42,9 +44,20 @@ def entry_position(entry: Int) -> Int:
     return entry >> EXPERT_BITS
 
 
-def max_rows(ranks: int, top_k: int, max_tokens: int) -> int:
-    """Most rows that one rank can receive: every entry of every rank."""
-    return ranks * max_tokens * top_k
+ROW_ALIGNMENTS = (1, 4, 8, 16, 64, 128)
+"""Multiples to which an expert's rows may be padded."""
+
+
+def max_rows(ranks: int, top_k: int, max_tokens: int, groups: int, alignment: int, shared_tokens: int) -> int:
+    """Most rows that one rank can have: every entry of every rank, its shared tokens, and each group's padding."""
+    rows = ranks * max_tokens * top_k + shared_tokens + groups * (alignment - 1)
+    return align_up(rows, alignment)
+
+
+def shared_slice(tokens: int, rank: int, world_size: int) -> tuple[int, int]:
+    """(first token, number of tokens) of rank `rank` when `world_size` ranks share out replicated tokens evenly."""
+    share, rest = divmod(tokens, world_size)
+    return rank * share + min(rank, rest), share + (rank < rest)
 
 
 class StatusWord(IntEnum):
@@ -67,3 +80,11 @@ class Phase(IntEnum):
     RETURN = 5
     EXPERT_ID = 6
     ROW_CAPACITY = 7
+
+
+class OutputType(IntEnum):
+    """Element types of combine's output."""
+
+    BF16 = 0
+    FP16 = 1
+    F32 = 2

@@ -1,36 +1,93 @@
-"""The 128x4 scale-factor atom that block-scaled grouped matmuls read.
+"""Where the scale factors of a ragged, expert-major output lie.
 
-A tile of 128 rows by 4 scale columns is 512 contiguous bytes; row r, column c of it is at
-(r % 32) * 16 + (r // 32) * 4 + c. Tiles are row-major: column tiles of one 128-row block, then the next block.
-As a CuTe layout over (row, column): ((32, 4, blocks), (4, k_tiles)) : ((16, 4, 512 * k_tiles), (1, 512)).
+Scale factors move in words of 4 bytes: four one-byte factors or one float32. Word (row, column) of an output is at word
+
+    row % 32 * inner + row % 128 // 32 * middle + row // 128 * outer + column * step
+
+which as a CuTe layout is ((32, 4, blocks), words) : ((inner, middle, outer), step). The three layouts that matmuls
+read are three choices of these strides:
+
+| layout      | strides                               | tensor                       | rows of an expert start at |
+| ----------- | ------------------------------------- | ---------------------------- | -------------------------- |
+| atom128x4   | (4, 1, 128 * words), 128              | [blocks, words, 32, 4, 4] u8 | a multiple of 128          |
+| linear      | (words, 32 * words, 128 * words), 1   | [rows, 4 * words] u8 or      | its first output row       |
+|             |                                       | [rows, words] f32            |                            |
+| transposed  | (1, 32, 128), rows                    | [words, rows] f32            | its first output row       |
+
+In the 128x4 atom, which block-scaled tensor cores read, a tile of 128 rows by 4 one-byte factors is 512 contiguous
+bytes. One-byte factors are padded with zeros to whole words.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from cute_ep.layouts.record import Int
 
 ATOM_ROWS = 128
 ATOM_COLUMNS = 4
 ATOM_BYTES = ATOM_ROWS * ATOM_COLUMNS
+WORD_BYTES = 4
+ATOM = "atom128x4"
+LINEAR = "linear"
+TRANSPOSED = "transposed"
 
 
-def scale_columns(scale_bytes: Int) -> Int:
-    """Column tiles of one row: scale factors rounded up to whole atoms."""
-    return (scale_bytes + (ATOM_COLUMNS - 1)) // ATOM_COLUMNS
+@dataclass(frozen=True)
+class ScaleMap:
+    """Strides in words; `words` is the number of words of one row. Python or device integers."""
+
+    words: Int
+    inner: Int
+    middle: Int
+    outer: Int
+    step: Int
+
+    def at(self, row: Int, column: Int) -> Int:
+        """Word offset of one row's scale word."""
+        in_block = row % ATOM_ROWS
+        return (
+            in_block % 32 * self.inner
+            + in_block // 32 * self.middle
+            + row // ATOM_ROWS * self.outer
+            + (column * self.step)
+        )
 
 
 def atom_shape_stride(blocks: Int, column_tiles: Int) -> tuple[tuple, tuple]:
-    """(shape, stride) of the byte layout over (row, column) of `blocks` 128-row blocks."""
+    """(shape, stride) of the atom's byte layout over (row, column) of `blocks` 128-row blocks."""
     shape = ((32, 4, blocks), (ATOM_COLUMNS, column_tiles))
     stride = ((16, 4, ATOM_BYTES * column_tiles), (1, ATOM_BYTES))
     return shape, stride
 
 
-def row_blocks(rows: Int) -> Int:
-    """128-row blocks that an expert of `rows` rows owns."""
-    return (rows + (ATOM_ROWS - 1)) // ATOM_ROWS
+def scale_words(scale_bytes: Int) -> Int:
+    """Words of one row: its scale bytes rounded up."""
+    return (scale_bytes + (WORD_BYTES - 1)) // WORD_BYTES
 
 
-def scale_blocks(max_rows: int, local_experts: int) -> int:
-    """Blocks to allocate for `max_rows` rows over `local_experts` experts, each of which may end in a part block."""
-    return (max_rows + local_experts * ATOM_ROWS) // ATOM_ROWS
+def scale_map(layout: str, scale_bytes: Int, rows: Int) -> ScaleMap:
+    """The strides of a layout for outputs with room for `rows` rows."""
+    words = scale_words(scale_bytes)
+    if layout == ATOM:
+        _, (rows_stride, (_, tile_stride)) = atom_shape_stride(1, words)
+        return ScaleMap(words, *(stride // WORD_BYTES for stride in (*rows_stride, tile_stride)))
+    if layout == LINEAR:
+        return ScaleMap(words, words, 32 * words, ATOM_ROWS * words, 1)
+    return ScaleMap(words, 1, 32, ATOM_ROWS, rows)
+
+
+def scale_row_alignment(layout: str, row_alignment: int) -> int:
+    """Multiple at which an expert's scale rows start: atoms own whole 128-row blocks, others follow the rows."""
+    return ATOM_ROWS if layout == ATOM else row_alignment
+
+
+def scale_shape(layout: str, scale_bytes: int, itemsize: int, rows: int, groups: int) -> tuple[int, ...]:
+    """Shape of the tensor of scale factors of `itemsize` bytes for `rows` rows of `groups` experts, each of which may
+    end in a part block."""
+    words = scale_words(scale_bytes)
+    if layout == ATOM:
+        return ((rows + groups * ATOM_ROWS) // ATOM_ROWS, words, 32, ATOM_ROWS // 32, WORD_BYTES)
+    if layout == LINEAR:
+        return (rows, words * WORD_BYTES // itemsize)
+    return (words, rows)

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from hypothesis import strategies as st
 
-from cute_ep.config import EPConfig
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K
+from cute_ep.config import MAX_HIDDEN, EPConfig
+from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 
-configs = st.builds(
-    lambda blocks, per_rank, world, k, tokens, fmt: EPConfig(
-        hidden=32 * blocks,
-        num_experts=per_rank * world,
-        top_k=min(k, per_rank * world),
-        max_tokens_per_rank=tokens,
+
+@st.composite
+def deployments(
+    draw: st.DrawFn,
+    *,
+    hidden: int = MAX_HIDDEN,
+    per_rank: int = 32,
+    ranks: int = MAX_RANKS,
+    top_k: int = MAX_TOP_K,
+    tokens: int = MAX_TOKENS_PER_RANK,
+) -> EPConfig:
+    """Configurations in every format with every option; the arguments are the largest values of their fields."""
+    fmt = FORMATS[draw(st.sampled_from(sorted(FORMATS)))]
+    world, local = draw(st.integers(1, ranks)), draw(st.integers(1, per_rank))
+    unit = lcm(fmt.block, VECTOR_BYTES * 8 // fmt.bits)
+    return EPConfig(
+        hidden=unit * draw(st.integers(1, hidden // unit)),
+        num_experts=local * world,
+        top_k=draw(st.integers(1, min(top_k, local * world))),
+        max_tokens_per_rank=draw(st.integers(1, tokens)),
         world_size=world,
-        dispatch_format=fmt,
-    ),
-    st.integers(1, 1024),
-    st.integers(1, 32),
-    st.integers(1, MAX_RANKS),
-    st.integers(1, MAX_TOP_K),
-    st.integers(1, MAX_TOKENS_PER_RANK),
-    st.sampled_from(sorted(FORMATS)),
-)
-"""Deployments over the whole range of every field, in every format."""
+        dispatch_format=fmt.name,
+        scale_layout=draw(st.sampled_from([None, *fmt.scale_layouts])),
+        row_alignment=draw(st.sampled_from([None, *(n for n in ROW_ALIGNMENTS if n % fmt.row_alignment == 0)])),
+        fused_shared_expert=draw(st.booleans()),
+        skip_a2a=draw(st.booleans()),
+    )
+
+
+configs = deployments()
+"""Deployments over the whole range of every field, in every format, with every option."""

@@ -10,14 +10,15 @@ import sys
 import pytest
 import torch
 
-from cute_ep import demo
+from cute_ep import demo, library
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
-from cute_ep.commands.common import bytes_text, seconds_text
+from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text
 from cute_ep.commands.layout import parse_extents
 from cute_ep.errors import EPConfigError, EPInputError
-from cute_ep.layouts.variants import Variant, variants
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.variants import Hooks, Variant, variants
 from cute_ep.library import build_command, read_manifest
 from cute_ep.machine import parse_devices
 
@@ -49,30 +50,40 @@ def test_unknown_command_is_an_argument_error() -> None:
 
 
 @needs_dsl
-def test_build_is_incremental(tmp_path, capsys: pytest.CaptureFixture) -> None:
-    command = ["build", "--preset", "deepseek-v3", "--kernel", "copy", "--arch", "sm_90a", "--out", str(tmp_path)]
+def test_build_is_incremental(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "library"
+    command = ["build", "--preset", "gpt-oss-120b", "--kernel", "copy", "--arch", "sm_90a", "--out", str(folder)]
     assert main(command) == 0
     first = capsys.readouterr().out
-    assert "served by 1 general variants (sm_90a)" in first and "1 built, 0 up to date" in first
-    (entry,) = read_manifest(tmp_path).values()
+    assert "(hidden 2880, top-k 4) is served in bf16, mxfp8, mxfp4, nvfp4, nvfp4_row\n" in first
+    assert "1 built, 0 up to date" in first
+    (entry,) = read_manifest(folder).values()
     assert entry.variant == Variant("copy", "sm_90a") and str(entry.registers) in first
     before = entry.path.stat().st_mtime_ns
     assert main(command) == 0
     assert "0 built, 1 up to date" in capsys.readouterr().out
     assert entry.path.stat().st_mtime_ns == before
+    monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "package")
+    assert main(["info", "--library", str(folder)]) == 0
+    known = [line for line in capsys.readouterr().out.splitlines() if "copy" in line or "library" in line]
+    size, seconds = bytes_text(entry.path.stat().st_size), seconds_text(entry.seconds)
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in known]
+    assert cells == [[str(folder), "1", "0", size, seconds, entry.dsl], ["copy", "1", size, seconds]]
 
 
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["--hidden", "100"], "hidden = 100: a bf16 row takes 200 bytes, which must be a multiple of 16"),
-        (["--hidden", "8", "--format", "nvfp4"], "must be a positive multiple of the nvfp4 block 16"),
-        (["--hidden", "64", "--top-k", "40"], r"top_k = 40: must be an integer in \[1, 32\]"),
+        (
+            ["--preset", "gpt-oss-120b", "--format", "fp8,fp8_pow2"],
+            "hidden = 2880 fits none of the formats fp8, fp8_pow2",
+        ),
+        (["--preset", "gpt-2"], "preset = 'gpt-2': must be one of deepseek-v3"),
         (["--arch", "sm_80"], "arch = 'sm_80': must be one of sm_90a"),
-        (["--format", "fp7"], "format = 'fp7': must be one of bf16, nvfp4"),
+        (["--format", "fp7"], "format = 'fp7': must be one of bf16, fp8, fp8_pow2, mxfp8, mxfp4, nvfp4, nvfp4_row"),
         (["--kernel", "fly"], "kernel = 'fly': must be one of"),
-        (["--specialise"], "specialise: needs --preset"),
-        (["--preset", "mixtral-8x7b", "--hidden", "64"], "cannot go together"),
+        (["--kernel", "copy", "--epilogue", "a:b"], "kernel = 'copy': must be one of combine_exact, combine_partial"),
         (["--jobs", "0"], "jobs = 0: must be at least 1"),
     ],
 )
@@ -85,20 +96,31 @@ def test_build_names_the_broken_rule(words: list[str], rule: str, capsys: pytest
 
 
 def test_every_build_command_builds_its_variant() -> None:
-    shapes = [(None, None), (7168, None), (2880, 4)]
-    for variant in {one for hidden, top_k in shapes for one in variants(hidden=hidden, top_k=top_k)}:
+    hooks = [Hooks(), Hooks("a:one"), Hooks(None, "a.b:two", "c:three"), Hooks("a:one", "a.b:two", "c:three")]
+    for variant in {one for some in hooks for one in variants(hooks=some)}:
         program, *words = shlex.split(build_command(variant))
         args = make_parser().parse_args(words)
         assert program == "cute-ep" and args.out is not None
         assert variant in build_module.wanted_variants(args), build_command(variant)
 
 
-def test_build_serves_all_presets_with_the_general_variants() -> None:
+def test_build_serves_all_presets_with_the_same_variants() -> None:
     args = make_parser().parse_args(["build", "--preset", "all", "--arch", "sm_90a"])
     assert build_module.wanted_variants(args) == variants(("sm_90a",))
-    args = make_parser().parse_args(["build", "--preset", "kimi-k2,gpt-oss-120b", "--arch", "sm_90a", "--specialise"])
-    made = build_module.wanted_variants(args)
-    assert len(made) == len(set(made)) and {(v.hidden, v.top_k) for v in made} >= {(7168, 8), (2880, 4)}
+
+
+def test_build_with_hooks_makes_the_kernels_that_call_them() -> None:
+    words = ["build", "--arch", "sm_90a", "--format", "fp8", "--epilogue", "a:one", "--input-scale", "b:two"]
+    made = build_module.wanted_variants(make_parser().parse_args(words))
+    assert made == variants(("sm_90a",), ("fp8",), Hooks("a:one", None, "b:two")) and len(made) == 6
+
+
+@needs_dsl
+def test_build_says_what_is_wrong_with_a_hook(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--arch", "sm_90a", "--kernel", "combine_wait_exact", "--epilogue", "math:fly", "--out", str(tmp_path)]
+    assert main(["build", *words]) == 2
+    error = capsys.readouterr().err
+    assert "hook = 'math:fly': must be module:function" in error and "Traceback" not in error
 
 
 def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -139,27 +161,51 @@ def test_bench_refuses_the_cpu(capsys: pytest.CaptureFixture) -> None:
 def test_verify_on_the_reference_backend(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
     from cute_ep.commands import verify
 
-    monkeypatch.setattr(verify, "QUICK_SHAPES", ((96, 12, 3),))
+    monkeypatch.setattr(verify, "QUICK_SHAPES", ((128, 12, 3), (96, 12, 3)))
     monkeypatch.setattr(verify, "QUICK_TOKENS", (0, 7))
+    monkeypatch.setattr(verify, "OPTION_TOKENS", 9)
     report = tmp_path / "verify.json"
     assert main(["verify", "--devices", "cpu:3", "--json", str(report)]) == 0
-    assert "all 16 cases are bit-exact" in capsys.readouterr().out
+    # 7 and 5 formats: 2 sizes by 2 routings; 5 options but 3 for bf16, fused and split
+    wanted = (7 + 5) * 4 + 2 * (6 * 5 + 3 + 4 * 5 + 3)
+    assert f"all {wanted} cases are bit-exact" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    assert len(content["cases"]) == 16 and content["machine"]["devices"] == ["cpu"] * 3
+    assert len(content["cases"]) == wanted and content["machine"]["devices"] == ["cpu"] * 3
     assert content["machine"]["command"].startswith("cute-ep verify")
+    assert {(case["fmt"], case["options"]) for case in content["cases"] if case["hidden"] == 128} == {
+        (fmt, name)
+        for fmt, one in FORMATS.items()
+        for name, some in verify.OPTIONS.items()
+        if one.scale or not some.scaled
+    }
+
+
+def test_verify_covers_every_format_size_and_routing() -> None:
+    """Without --quick: each in every format; the largest batch has one routing a format, a different one each."""
+    from cute_ep.commands import verify
+
+    cases = list(verify.cases_of(verify.SHAPES[0], 4, verify.TOKENS, verify.ROUTINGS))
+    assert len(cases) == len(set(cases)) and {case.split for case in cases} == {False, True}
+    small = {(case.fmt, case.tokens[0], case.routing) for case in cases if case.tokens[0] < verify.LARGEST}
+    sizes = [size for size in (*verify.TOKENS, verify.OPTION_TOKENS) if size < verify.LARGEST]
+    assert small >= {(fmt, size, routing) for fmt in FORMATS for size in sizes[:-1] for routing in verify.ROUTINGS}
+    large = [case.routing for case in cases if case.tokens[0] >= verify.LARGEST]
+    assert len(large) == len(FORMATS) and set(large) == set(verify.ROUTINGS)
+    assert verify.formats_of(2880) == [fmt for fmt in FORMATS if FORMATS[fmt].block < 128]
 
 
 def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture) -> None:
     from cute_ep import reference
     from cute_ep.commands import verify
 
-    monkeypatch.setattr(verify, "QUICK_SHAPES", ((96, 12, 3),))
+    monkeypatch.setattr(verify, "QUICK_SHAPES", ((128, 12, 3),))
     monkeypatch.setattr(verify, "QUICK_TOKENS", (5,))
+    monkeypatch.setattr(verify, "OPTIONS", {verify.PLAIN: verify.Options()})
     truth = reference.combine
     monkeypatch.setattr(reference, "combine", lambda *args: [out * 2 for out in truth(*args)])
     assert main(["verify", "--devices", "cpu:2"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL" in out and "rank 0 combine exact" in out and "8 of 8 cases differ" in out
+    assert "FAIL" in out and "rank 0 combine exact" in out and "14 of 14 cases differ" in out
 
 
 def test_devices() -> None:
@@ -194,7 +240,7 @@ def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert main(["demo", str(text), "--devices", "cpu:2", "--preset", "qwen3-30b", "--tokens", "64"]) == 0
     out = capsys.readouterr().out
     assert "2 x 64 bytes" in out and "1024 (token, expert) pairs" in out
-    for word in ("gate|up", "swiglu", "combine partial", "nvfp4", "expert weights", "widths, experts and tokens are"):
+    for word in ("gate|up", "swiglu", "combine partial", *FORMATS, "expert weights", "widths, experts and tokens are"):
         assert word in out
     assert main(["demo", str(tmp_path / "missing.txt"), "--devices", "cpu:2"]) == 2
 
@@ -208,12 +254,14 @@ def test_demo_layer_agrees_with_the_dense_layer() -> None:
     batches = demo.text_batches(b"To be, or not to be, that is the question. " * 4, shape, 2, 48, seed=3)
     assert len({tuple(row.tolist()) for row in batches[0].topk_ids}) > 4
     assert torch.allclose(batches[0].router_weights.sum(dim=1), torch.ones(48))
-    for fmt, limit in (("bf16", 0.01), ("nvfp4", 0.2)):
+    limits = dict.fromkeys(FORMATS, 0.2) | {"bf16": 0.01} | dict.fromkeys(("fp8", "fp8_pow2", "mxfp8"), 0.05)
+    for fmt, limit in limits.items():
         cfg = demo.EPConfig(128, 8, 2, 48, 2, fmt)
         experts = demo.make_experts(cfg, shape, devices, seed=0)
         wanted = demo.dense_layer(cfg, batches, experts)
         assert 0.2 < torch.cat(wanted).std() < 2
-        results, times = demo.run_layer(connect_local(cfg, devices), batches, experts, ("exact", "partial"))
+        with one_thread_on_a_cpu(devices):
+            results, times = demo.run_layer(connect_local(cfg, devices), batches, experts, ("exact", "partial"))
         assert set(times.seconds) == {
             "dispatch",
             "decode rows",

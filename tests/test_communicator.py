@@ -1,39 +1,92 @@
 """The CUDA communicator's host side without a GPU: what it launches, with which arguments, and what it raises.
 
 The driver and torch.cuda are replaced by recorders; tensors live on the CPU. Argument names are compared with the
-parameters in the manifest of the compiled kernels, so a kernel and its caller cannot drift apart.
+parameters of the kernels' sources, so a kernel and its caller cannot drift apart.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cute_ep import communicator as module
-from cute_ep.communicator import Communicator
+from cute_ep import reference
+from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
-from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.routing import Phase
-from cute_ep.library import Library, LibraryEntry
+from cute_ep.distributed import (
+    DistributedEPCombine,
+    DistributedEPDispatch,
+    DistributedEPDispatchFP8,
+    DistributedEPDispatchMXFP4,
+    DistributedEPDispatchNVFP4,
+)
+from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
+from cute_ep.layouts.arena import return_slots
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.routing import OutputType, Phase
+from cute_ep.layouts.scales import ATOM, scale_map
+from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
 
-LIBRARY = Path(__file__).parents[1] / "build" / "library"
-CFG = EPConfig(hidden=64, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
-LAUNCHES: list[tuple[str, int, dict[str, int]]] = []
+CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
+SHARED = replace(CFG, fused_shared_expert=True)
+ALONE = replace(CFG, skip_a2a=True)
+HOOKS = Hooks("a:epilogue", "a:weights", "a:scale")
+
+SEND_ONLY = {"x", "scales", "given_row_scales", "topk_ids", "router_weights", "global_scale", "tokens", "chunk"}
+SEND_ONLY |= {"chunks"}
+RECEIVE_ONLY = {"out_tokens", "out_row_scales", "row_offsets", "row_counts", "scales_offsets", "expert_ids"}
+RECEIVE_ONLY |= {"src_info", "num_rows", "row_map", "headers", "weights", "capacity"}
+SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "scale_step", "scale_words"}
+SCALE_ARGUMENTS |= {"scale_alignment"}
+GIVE_BACK_ONLY = {"row_map", "headers", "weights"}
+REDUCE_ONLY = {"out", "out_type", "topk_ids", "router_weights", "epilogue_data", "tokens", "chunk", "chunks"}
+REDUCE_ONLY |= {"shared_groups", "shared_first", "shared_rows"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One recorded launch."""
+
+    variant: Variant
+    grid: int
+    arguments: dict[str, int]
+    names: frozenset[str]
+
+    @property
+    def missing(self) -> set[str]:
+        """Parameters that the caller left to be 0."""
+        return set(self.names) - set(self.arguments)
+
+
+LAUNCHES: list[Launch] = []
+
+
+@cache
+def parameters(kernel: str) -> frozenset[str]:
+    """Names of the parameters of a kernel of the group, from its source."""
+    from cute_ep.kernels.combine import CombineArgs
+    from cute_ep.kernels.dispatch import DispatchArgs
+
+    return frozenset(field.name for field in dataclasses.fields(CombineArgs if "combine" in kernel else DispatchArgs))
 
 
 class RecordingKernel:
-    def __init__(self, entry: LibraryEntry) -> None:
-        self.entry = entry
+    def __init__(self, entry: SimpleNamespace) -> None:
+        self.variant: Variant = entry.variant
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
-        LAUNCHES.append((self.entry.variant.kernel, grid, dict(arguments)))
-        assert set(arguments) == {name for name, _ in self.entry.params}, self.entry.variant.symbol
+        names = parameters(self.variant.kernel)
+        assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
+        assert all(type(value) is int for value in arguments.values())
+        LAUNCHES.append(Launch(self.variant, grid, dict(arguments), names))
 
     def unload(self) -> None:
         pass
@@ -48,17 +101,26 @@ class PlainHostMemory:
         pass
 
 
+class EveryVariant:
+    """A library that has whatever is asked for, as `Library.find` names it."""
+
+    def find(self, kernel: str, arch: str, fmt: str | None = None, hooks: Hooks = NO_HOOKS) -> SimpleNamespace:
+        return SimpleNamespace(variant=Variant(kernel, arch, fmt, hooks.of_kernel(kernel)))
+
+
+Make = Callable[..., Communicator]
+
+
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Communicator:
-    """Rank 0 of two, its peers absent."""
-    if not (LIBRARY / "manifest.json").exists():
-        pytest.skip("no compiled kernels; `make build` makes them")
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes rank `rank` of a configuration, its peers absent."""
+    pytest.importorskip("cutlass")
     stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
     cuda = SimpleNamespace(
         Stream=lambda device: stream,
         current_stream=lambda device: stream,
         current_device=lambda: None,
-        synchronize=lambda device: None,
+        synchronize=lambda device=None: None,
         device=lambda device: nullcontext(),
         stream=lambda stream: nullcontext(),
     )
@@ -67,22 +129,49 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Communicator:
     monkeypatch.setattr(module, "HostMemory", PlainHostMemory)
     monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
     LAUNCHES.clear()
-    return Communicator(
-        CFG,
-        0,
-        torch.device("cpu"),
-        SimpleNamespace(address=4096),
-        [4096, 8192],
-        library=Library(LIBRARY),
-        max_ctas=64,
-        shared_device=False,
-        release=lambda communicator: communicator.free(),
-    )
+
+    def one(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS) -> Communicator:
+        device = torch.device("cpu")
+        return Communicator(
+            cfg,
+            rank,
+            device,
+            SimpleNamespace(address=4096 * (1 + rank)),
+            [4096 * (1 + rank)] if cfg.skip_a2a else [4096 * (1 + peer) for peer in range(cfg.world_size)],
+            kernels=load_kernels(cfg, device, EveryVariant(), hooks),
+            hooks=hooks,
+            max_ctas=64,
+            shared_device=False,
+            release=lambda communicator: communicator.free(),
+        )
+
+    yield one
+
+
+@pytest.fixture
+def rank(make: Make) -> Communicator:
+    """Rank 0 of two in NVFP4."""
+    return make()
 
 
 def arguments(tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.randint(0, 8, (tokens, 2), dtype=torch.int32)
-    return torch.randn(tokens, 64).bfloat16(), ids, torch.rand(tokens, 2)
+    return torch.randn(tokens, 128).bfloat16(), ids, torch.rand(tokens, 2)
+
+
+def expert_rows(batch) -> torch.Tensor:
+    return torch.zeros(batch.src_info.shape[0], 128, dtype=torch.bfloat16)
+
+
+def launched() -> list[str]:
+    return [launch.variant.kernel for launch in LAUNCHES]
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# ---- what is launched
 
 
 def test_fused_calls(rank: Communicator) -> None:
@@ -90,19 +179,33 @@ def test_fused_calls(rank: Communicator) -> None:
     scale = torch.tensor([2.0])
     out = rank.allocate()
     dispatched = rank.dispatch(x, ids, weights, scale, out)
-    rows = torch.zeros(out.tokens.shape[0], 64, dtype=torch.bfloat16)
+    rows = expert_rows(out)
     for mode in ("exact", "partial"):
         result = rank.combine(rows, dispatched, mode=mode)
         assert result.shape == x.shape
-    assert [name for name, _, _ in LAUNCHES] == ["dispatch", "combine_exact", "combine_partial"]
-    sent = LAUNCHES[0][2]
+    assert launched() == ["dispatch", "combine_exact", "combine_partial"]
+    assert [launch.missing for launch in LAUNCHES] == [set()] * 3, "a fused launch sets every parameter"
+    sent = LAUNCHES[0].arguments
     assert (sent["tokens"], sent["chunk"], sent["chunks"]) == (5, 1, 5)
     assert (sent["x"], sent["global_scale"]) == (x.data_ptr(), scale.data_ptr())
+    assert (sent["scales"], sent["given_row_scales"]) == (0, 0)
     assert sent["out_scales"] == out.scales.data_ptr()
     assert sent["capacity"] == out.tokens.shape[0] == CFG.max_rows
-    combined = LAUNCHES[2][2]
+    combined = LAUNCHES[2].arguments
     assert (combined["row_map"], combined["chunks"]) == (out.row_map.data_ptr(), 5)
     assert combined["router_weights"] == weights.data_ptr()
+    assert (combined["rows"], combined["out"]) == (rows.data_ptr(), result.data_ptr())
+
+
+def test_group_arguments(make: Make) -> None:
+    """All ranks are one group."""
+    make(rank=1).dispatch(*arguments())
+    given = LAUNCHES[0].arguments
+    assert (given["rank"], given["ranks"]) == (1, 2)
+    assert (given["experts"], given["first_expert"], given["all_experts"], given["local_experts"]) == (8, 0, 8, 4)
+    assert (given["top_k"], given["max_tokens"], given["hidden"]) == (2, 16, 128)
+    assert (given["slots"], given["arena"]) == (return_slots(2, 2), 8192)
+    assert given["timeout_ns"] == 60_000_000_000
 
 
 def test_split_calls_pass_both_halves_everything_once(rank: Communicator) -> None:
@@ -110,18 +213,253 @@ def test_split_calls_pass_both_halves_everything_once(rank: Communicator) -> Non
     first = rank.dispatch_async(x, ids, weights)
     second = rank.dispatch_async(x, ids, weights)
     dispatched = rank.dispatch_wait(first)
-    pending = rank.combine_async(torch.zeros(64, 64, dtype=torch.bfloat16), dispatched, "partial")
+    pending = rank.combine_async(torch.zeros(64, 128, dtype=torch.bfloat16), dispatched, "partial")
     rank.combine_wait(pending)
     rank.dispatch_wait(second)
     names = ["dispatch_async"] * 2 + ["dispatch_wait", "combine_async_partial", "combine_wait_partial", "dispatch_wait"]
-    assert [name for name, _, _ in LAUNCHES] == names
-    assert LAUNCHES[0][2]["out_tokens"] == 0 and LAUNCHES[2][2]["x"] == 0
+    assert launched() == names
+    assert LAUNCHES[0].missing == RECEIVE_ONLY | SCALE_ARGUMENTS
+    assert LAUNCHES[2].missing == SEND_ONLY
+    assert LAUNCHES[3].missing == REDUCE_ONLY
+    assert LAUNCHES[4].missing == GIVE_BACK_ONLY
 
 
 def test_no_tokens(rank: Communicator) -> None:
     dispatched = rank.dispatch(*arguments(0))
-    assert rank.combine(torch.zeros(8, 64, dtype=torch.bfloat16), dispatched).shape == (0, 64)
-    assert LAUNCHES[0][2]["chunks"] == 0 and LAUNCHES[0][1] >= 1
+    assert rank.combine(torch.zeros(8, 128, dtype=torch.bfloat16), dispatched).shape == (0, 128)
+    assert LAUNCHES[0].arguments["chunks"] == 0 and LAUNCHES[0].grid >= 1
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout"), [(f, l) for f, one in FORMATS.items() for l in one.scale_layouts or (None,)]
+)
+def test_sizes_and_strides_of_every_format(make: Make, fmt: str, layout: str | None) -> None:
+    """The kernels know sizes and strides, not formats; each send kernel is the one of its format."""
+    cfg, record = replace(CFG, dispatch_format=fmt, scale_layout=layout, row_alignment=16), FORMATS[fmt]
+    rank = make(cfg)
+    batch = rank.dispatch(*arguments())
+    pending = rank.dispatch_async(*arguments())
+    rank.dispatch_wait(pending)
+    assert [launch.variant.format for launch in LAUNCHES] == [fmt, fmt, None]
+    for launch in LAUNCHES:
+        given = launch.arguments
+        assert (given["payload_bytes"], given["scale_bytes"]) == (record.payload_bytes(128), record.scale_bytes(128))
+        assert (given["row_scale_bytes"], given["row_alignment"]) == (record.row_scale_bytes, 16)
+    for launch in (LAUNCHES[0], LAUNCHES[2]):
+        given = launch.arguments
+        if layout is None:
+            assert launch.missing >= SCALE_ARGUMENTS
+            continue
+        places = scale_map(layout, record.scale_bytes(128), given["capacity"])
+        strides = ("inner", "middle", "outer", "step", "words")
+        assert [given[f"scale_{name}"] for name in strides] == [getattr(places, name) for name in strides]
+        assert given["scale_alignment"] == (128 if layout == ATOM else 16)
+        assert (given["scales_offsets"] != 0) == (layout == ATOM)
+    given = LAUNCHES[0].arguments
+    for name, tensor in (
+        ("out_scales", batch.scales),
+        ("out_row_scales", batch.row_scales),
+        ("out_tokens", batch.tokens),
+    ):
+        assert given.get(name, 0) == address(tensor)
+    assert given["row_counts"] == batch.row_counts.data_ptr()
+
+
+@pytest.mark.parametrize("fmt", [name for name, record in FORMATS.items() if record.scale])
+def test_quantised_rows_travel_through_the_kernels_that_only_move(make: Make, fmt: str) -> None:
+    rank = make(replace(CFG, dispatch_format=fmt))
+    x, ids, weights = arguments()
+    ready = reference.quantize(x, fmt)
+    given = {"x": ready.payload, "scales": ready.scales, "row_scales": ready.row_scales}
+    rank.dispatch(topk_ids=ids, router_weights=weights, **given)
+    rank.dispatch_wait(rank.dispatch_async(topk_ids=ids, **given))
+    assert [(v.kernel, v.format) for v in (launch.variant for launch in LAUNCHES)] == [
+        ("dispatch", "bf16"),
+        ("dispatch_async", "bf16"),
+        ("dispatch_wait", None),
+    ]
+    for launch in LAUNCHES[:2]:
+        sent = launch.arguments
+        assert (sent["x"], sent["scales"]) == (ready.payload.data_ptr(), ready.scales.data_ptr())
+        assert sent["given_row_scales"] == address(ready.row_scales)
+        assert sent["payload_bytes"] == FORMATS[fmt].payload_bytes(128)
+    with pytest.raises(EPInputError, match="x"):
+        rank.dispatch(x, ids, scales=ready.scales, row_scales=ready.row_scales)
+    with pytest.raises(EPInputError, match=r"scales\.shape"):
+        rank.dispatch(ready.payload, ids, scales=ready.scales[:4], row_scales=ready.row_scales)
+    wrong = None if FORMATS[fmt].row_scale else torch.ones(5).bfloat16()
+    with pytest.raises(EPInputError, match="row_scales = "):
+        rank.dispatch(ready.payload, ids, scales=ready.scales, row_scales=wrong)
+
+
+def test_bf16_rows_need_no_second_kernel(make: Make) -> None:
+    loaded = load_kernels(replace(CFG, dispatch_format="bf16"), torch.device("cpu"), EveryVariant(), NO_HOOKS)
+    assert set(loaded) == {*DISPATCH_KERNELS, *COMBINE_KERNELS}
+    with pytest.raises(EPInputError, match="bf16 has no scale factors"):
+        make(replace(CFG, dispatch_format="bf16")).dispatch(*arguments()[:2], scales=torch.ones(5, 8))
+
+
+def test_types_of_sums(rank: Communicator) -> None:
+    batch = rank.dispatch(*arguments())
+    rows = expert_rows(batch)
+    types = {torch.bfloat16: OutputType.BF16, torch.float16: OutputType.FP16, torch.float32: OutputType.F32}
+    for dtype, number in types.items():
+        assert rank.combine(rows, batch, dtype=dtype).dtype == dtype
+        assert LAUNCHES[-1].arguments["out_type"] == number
+        out = torch.empty(5, 128, dtype=dtype)
+        assert rank.combine_wait(rank.combine_async(rows, batch), out=out) is out
+        assert LAUNCHES[-1].arguments["out_type"] == number
+        assert LAUNCHES[-1].arguments["out"] == out.data_ptr()
+    with pytest.raises(EPInputError, match=r"dtype = torch.int32: must be one of torch.bfloat16, torch.float16"):
+        rank.combine(rows, batch, dtype=torch.int32)
+    with pytest.raises(EPInputError, match=r"out\.shape"):
+        rank.combine(rows, batch, out=torch.empty(5, 64))
+
+
+def test_rows_themselves(rank: Communicator) -> None:
+    """Unweighted: one row an entry, sent as in exact mode; nobody needs weights."""
+    x, ids, _ = arguments()
+    batch = rank.dispatch(x, ids)
+    rows = expert_rows(batch)
+    assert rank.combine(rows, batch, mode="unweighted").shape == (5, 2, 128)
+    out = rank.combine_wait(rank.combine_async(rows, batch, "unweighted"), dtype=torch.float32)
+    assert (out.shape, out.dtype) == ((5, 2, 128), torch.float32)
+    assert launched()[1:] == ["combine_unweighted", "combine_async_exact", "combine_wait_unweighted"]
+    assert all(LAUNCHES[index].arguments["router_weights"] == 0 for index in (1, 3))
+    with pytest.raises(EPInputError, match="must be None in unweighted mode"):
+        rank.combine(rows, batch, torch.ones(5, 2), "unweighted")
+    with pytest.raises(EPInputError, match="exact combine needs them, give them to dispatch or combine"):
+        rank.combine(rows, batch)
+
+
+def test_shared_expert(make: Make) -> None:
+    rank = make(SHARED)
+    batch = rank.dispatch(*arguments())
+    rank.combine(expert_rows(batch), batch)
+    later = rank.dispatch_wait(rank.dispatch_async(*arguments(3)))
+    rank.combine_wait(rank.combine_async(expert_rows(later), later))
+    shared = [[launch.arguments.get(f"shared_{name}") for name in ("groups", "first", "rows")] for launch in LAUNCHES]
+    assert shared == [[1, 0, 5]] * 2 + [[1, 0, 3]] * 2 + [[None] * 3, [1, 0, 3]], "give-back has no shared row"
+    assert batch.row_counts.shape == (5,) and batch.row_offsets.shape == (6,)
+    with pytest.raises(EPInputError, match="no sum that a fused shared expert could be added to"):
+        rank.combine(expert_rows(batch), batch, mode="unweighted")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_skip_a2a(make: Make, number: int) -> None:
+    """Every rank is a group of its own: one peer, its own experts, its share of the shared expert's tokens."""
+    rank = make(replace(ALONE, fused_shared_expert=True), number)
+    batch = rank.dispatch(*arguments(5))
+    given = LAUNCHES[0].arguments
+    assert (given["rank"], given["ranks"], given["slots"]) == (0, 1, 2)
+    assert (given["experts"], given["first_expert"], given["all_experts"], given["local_experts"]) == (
+        4,
+        4 * number,
+        8,
+        4,
+    )
+    first, count = ((0, 3), (3, 2))[number]
+    assert (given["shared_groups"], given["shared_first"], given["shared_rows"]) == (1, first, count)
+    assert batch.row_map.shape == (1, 16, 2) and batch.headers.shape == (1, 4)
+    assert rank._peers.tolist() == [given["arena"]] and len(rank._status.words) == 8
+    rank._status.words[4:8] = [Phase.EXPERT_ID, 3, 8, 9]
+    assert not rank.failed
+    with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = 9: must be -1 or in \[0, 8\)"):
+        rank.synchronize()
+
+
+# ---- plans, lists, hooks
+
+
+def test_a_plan_checks_now_and_launches_later(rank: Communicator) -> None:
+    x, ids, weights = arguments()
+    with pytest.raises(EPInputError, match="topk_ids"):
+        rank.plan_dispatch(x, ids[:2])
+    plan = rank.plan_dispatch(x, ids, weights)
+    assert not LAUNCHES
+    batch = plan.launch()
+    assert launched() == ["dispatch"]
+    with pytest.raises(EPInputError, match="mode = 'sum'"):
+        rank.plan_combine(expert_rows(batch), batch, mode="sum")
+    combine = rank.plan_combine(expert_rows(batch), batch, mode="partial")
+    assert len(LAUNCHES) == 1
+    assert combine.launch().shape == (5, 128)
+    assert launched() == ["dispatch", "combine_partial"]
+    rank.dispatch_async(x, ids)
+    with pytest.raises(EPInputError, match="1 split round"):
+        rank.plan_dispatch(x, ids)
+
+
+def test_lists_launch_when_all_arguments_are_good(make: Make) -> None:
+    ranks = [make(rank=0), make(rank=1)]
+    columns = [list(column) for column in zip(arguments(), arguments(3), strict=True)]
+    operation, combine = DistributedEPDispatchNVFP4(ranks), DistributedEPCombine(ranks)
+    for bad, rule in (
+        ({"topk_ids": columns[1][:1]}, r"len\(topk_ids\) = 1: must be the number of ranks, 2"),
+        ({"topk_ids": [columns[1][0]] * 2}, r"topk_ids\.shape"),
+        ({"outs": [None]}, r"len\(out\) = 1"),
+    ):
+        names = dict(zip(("input_tokens", "topk_ids", "router_weights"), columns, strict=True))
+        with pytest.raises(EPInputError, match=rule):
+            operation(**names | bad)
+    assert not LAUNCHES
+    outs = [one.allocate() for one in ranks]
+    scales = [torch.tensor([2.0]), torch.tensor([3.0])]
+    batches = operation(*columns, scales, outs)
+    assert [launch.arguments["rank"] for launch in LAUNCHES] == [0, 1]
+    assert [launch.arguments["global_scale"] for launch in LAUNCHES] == [scale.data_ptr() for scale in scales]
+    assert [batch.tokens is out.tokens for batch, out in zip(batches, outs, strict=True)] == [True] * 2
+    sums = combine([expert_rows(batch) for batch in batches], batches, dtype=torch.float32)
+    assert [one.shape for one in sums] == [(5, 128), (3, 128)] and launched()[2:] == ["combine_exact"] * 2
+
+
+def test_lists_are_of_one_format_and_all_ranks(make: Make) -> None:
+    served = {
+        DistributedEPDispatch: {"bf16"},
+        DistributedEPDispatchFP8: {"fp8", "fp8_pow2"},
+        DistributedEPDispatchMXFP4: {"mxfp4", "mxfp8"},
+        DistributedEPDispatchNVFP4: {"nvfp4", "nvfp4_row", "mxfp4", "mxfp8"},
+    }
+    for fmt in FORMATS:
+        ranks = [make(replace(CFG, dispatch_format=fmt), rank) for rank in range(2)]
+        for operation, formats in served.items():
+            if fmt in formats:
+                operation(ranks)
+            else:
+                with pytest.raises(EPConfigError, match=f"dispatch_format = '{fmt}': {operation.__name__} serves"):
+                    operation(ranks)
+        with pytest.raises(EPConfigError, match="communicators = 1: must be world_size = 2"):
+            DistributedEPCombine(ranks[:1])
+
+
+def test_hooks_choose_kernels_and_open_types(make: Make) -> None:
+    rank = make(hooks=HOOKS)
+    x, ids, weights = arguments()
+    scale, residual = torch.tensor([7], dtype=torch.int64), torch.ones(5, 128)
+    batch = rank.dispatch(x, ids, weights.bfloat16(), scale)
+    rank.combine(expert_rows(batch), batch, mode="partial", epilogue_data=residual)
+    rank.combine(expert_rows(batch), batch, mode="unweighted")
+    hooks = [launch.variant.hooks for launch in LAUNCHES]
+    assert hooks == [replace(HOOKS, epilogue=None), replace(HOOKS, input_scale=None), NO_HOOKS]
+    assert LAUNCHES[0].arguments["router_weights"] == LAUNCHES[1].arguments["router_weights"] != 0
+    assert LAUNCHES[0].arguments["global_scale"] == scale.data_ptr()
+    assert LAUNCHES[1].arguments["epilogue_data"] == residual.data_ptr()
+    plain = make()
+    with pytest.raises(EPInputError, match=r"router_weights\.dtype = torch.bfloat16: must be torch.float32"):
+        plain.dispatch(x, ids, weights.bfloat16())
+    with pytest.raises(EPInputError, match=r"input_scale = torch.int64 tensor"):
+        plain.dispatch(x, ids, weights, scale)
+
+
+def test_a_number_as_global_scale(rank: Communicator) -> None:
+    rank.dispatch(*arguments(), 2.0)
+    assert LAUNCHES[0].arguments["global_scale"] != 0
+    for value in (0.0, -1.0, float("nan"), 2.0**101):
+        with pytest.raises(EPInputError, match="global_scale = "):
+            rank.dispatch(*arguments(), value)
+
+
+# ---- what is raised
 
 
 def test_order_of_halves(rank: Communicator) -> None:
@@ -138,6 +476,17 @@ def test_order_of_halves(rank: Communicator) -> None:
     rank.dispatch_wait(first)
     with pytest.raises(EPInputError, match="next to receive is 2"):
         rank.dispatch_wait(first)
+
+
+def test_buffers_have_whole_groups(make: Make) -> None:
+    rank = make(replace(CFG, row_alignment=16))
+    out = rank.allocate(100)
+    assert out.tokens.shape[0] == 112
+    cut = replace(out, tokens=out.tokens[:100], src_info=out.src_info[:100])
+    with pytest.raises(EPInputError, match=r"out.tokens.shape\[0\] = 100: must be a multiple of row_alignment = 16"):
+        rank.dispatch(*arguments(), out=cut)
+    with pytest.raises(EPInputError, match=r"out\.row_counts"):
+        rank.dispatch(*arguments(), out=replace(out, row_counts=out.row_counts[:-1]))
 
 
 def test_timeout_is_raised_by_every_later_call(rank: Communicator) -> None:
@@ -163,7 +512,9 @@ def test_input_error_is_raised_once_and_stops_nothing(rank: Communicator) -> Non
 
 
 def test_closed(rank: Communicator) -> None:
+    plan = rank.plan_dispatch(*arguments())
     rank.close()
     rank.close()
-    with pytest.raises(EPError, match="closed"):
-        rank.dispatch(*arguments())
+    for call in (plan.launch, lambda: rank.dispatch(*arguments())):
+        with pytest.raises(EPError, match="closed"):
+            call()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from random import Random
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.arena import ARENA_ALIGNMENT, Arena, HeaderWord, StateWord, message_bytes
+from cute_ep.layouts.formats import FORMATS
 
 from .strategies import configs
 
@@ -41,7 +44,19 @@ GOOD = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=128, 
         ({"hidden": 7172}, "7172", "multiple of 16"),
         ({"hidden": 40, "dispatch_format": "nvfp4"}, "40", "multiple of the nvfp4 block 16"),
         ({"hidden": 48, "dispatch_format": "nvfp4"}, "48", "multiple of 16"),
-        ({"dispatch_format": "fp3"}, "'fp3'", "must be one of bf16, nvfp4"),
+        ({"hidden": 7232, "dispatch_format": "fp8"}, "7232", "multiple of the fp8 block 128"),
+        ({"hidden": 7184, "dispatch_format": "mxfp8"}, "7184", "multiple of the mxfp8 block 32"),
+        ({"dispatch_format": "fp3"}, "'fp3'", "must be one of bf16, fp8, fp8_pow2, mxfp8, mxfp4, nvfp4, nvfp4_row"),
+        ({"scale_layout": "linear"}, "'linear'", "must be None, bf16 has no scale factors"),
+        (
+            {"scale_layout": "transposed", "dispatch_format": "nvfp4"},
+            "'transposed'",
+            "one of atom128x4, linear for nvfp4",
+        ),
+        ({"scale_layout": "atom128x4", "dispatch_format": "fp8"}, "'atom128x4'", "one of transposed, linear for fp8"),
+        ({"row_alignment": 0}, "0", "must be one of 1, 4, 8, 16, 64, 128 for bf16"),
+        ({"row_alignment": 32}, "32", "must be one of 1, 4, 8, 16, 64, 128 for bf16"),
+        ({"row_alignment": 1, "dispatch_format": "fp8"}, "1", "must be one of 4, 8, 16, 64, 128 for fp8"),
     ],
     ids=str,
 )
@@ -50,7 +65,7 @@ def test_rule_is_named(change: dict, value: str, rule: str) -> None:
     with pytest.raises(EPConfigError) as caught:
         replace(GOOD, **change)
     message = str(caught.value)
-    name = "format" if "dispatch_format" in change and "hidden" not in change else next(iter(change))
+    name = "format" if set(change) == {"dispatch_format"} else next(iter(change))
     assert name in message.split("=")[0]
     assert f"= {value}:" in message
     assert rule in message
@@ -67,13 +82,26 @@ def padded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def message_by_hand(cfg: EPConfig) -> int:
+    """Bytes of one token on the wire: payload, scale factors, row scale, each padded to 16."""
+    h = cfg.hidden
+    fields = {
+        "bf16": (2 * h,),
+        "fp8": (h, h // 128 * 4),
+        "fp8_pow2": (h, h // 128 * 4),
+        "mxfp8": (h, h // 32),
+        "mxfp4": (h // 2, h // 32),
+        "nvfp4": (h // 2, h // 16),
+        "nvfp4_row": (h // 2, h // 16, 2),
+    }
+    return sum(padded(field, 16) for field in fields[cfg.dispatch_format])
+
+
 def bytes_by_hand(cfg: EPConfig) -> int:
     """Symmetric memory of one rank, written out from the table in `layouts/arena.py`."""
-    ranks, tokens, k, experts = cfg.world_size, cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
-    if cfg.dispatch_format == "bf16":
-        message = 2 * cfg.hidden
-    else:
-        message = padded(cfg.hidden // 2, 16) + padded(cfg.hidden // 16, 16)
+    ranks = 1 if cfg.skip_a2a else cfg.world_size
+    tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
+    message = message_by_hand(cfg)
     sizes = [
         8 * 10,  # state
         8 * ranks,  # dispatch_consumed
@@ -93,15 +121,78 @@ def bytes_by_hand(cfg: EPConfig) -> int:
 
 @given(configs)
 def test_memory_bytes_by_hand(cfg: EPConfig) -> None:
+    assert message_bytes(cfg.format, cfg.hidden) == message_by_hand(cfg)
     assert memory_bytes(cfg) == bytes_by_hand(cfg)
+
+
+@given(configs)
+def test_shape_of_the_output_costs_no_symmetric_memory(cfg: EPConfig) -> None:
+    """Alignment, scale layout and shared expert change output buffers only."""
+    for layout in cfg.format.scale_layouts:
+        shaped = replace(cfg, scale_layout=layout, row_alignment=128, fused_shared_expert=not cfg.fused_shared_expert)
+        assert memory_bytes(shaped) == memory_bytes(cfg)
+
+
+@given(configs)
+def test_memory_of_ranks_alone(cfg: EPConfig) -> None:
+    """With skip_a2a the arena is that of a group of one, whatever the number of ranks."""
+    alone = replace(cfg, skip_a2a=True)
+    assert alone.peers == 1 and replace(cfg, skip_a2a=False).peers == cfg.world_size
+    assert alone.arena.counts.shape == (2, 1, cfg.num_experts // cfg.world_size)
+    assert memory_bytes(alone) <= memory_bytes(replace(cfg, skip_a2a=False))
 
 
 def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in ("bf16", "nvfp4")] == [1346, 1024]
-    decode = replace(prefill, max_tokens_per_rank=128)
-    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in ("bf16", "nvfp4")] == [42, 32]
+    decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1346, 1129, 1024]
+    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 35, 32]
+
+
+def test_defaults_come_from_the_format() -> None:
+    assert [(cfg.alignment, cfg.scales_as) for cfg in (replace(GOOD, dispatch_format=f) for f in FORMATS)] == [
+        (1, None),
+        (4, "transposed"),
+        (4, "transposed"),
+        (1, "atom128x4"),
+        (1, "atom128x4"),
+        (1, "atom128x4"),
+        (1, "atom128x4"),
+    ]
+    chosen = replace(GOOD, dispatch_format="mxfp8", row_alignment=16, scale_layout="linear")
+    assert (chosen.alignment, chosen.scales_as) == (16, "linear")
+
+
+@given(configs, st.integers(0, 32768))
+def test_tokens_of_the_shared_expert(cfg: EPConfig, tokens: int) -> None:
+    """All of a rank's own tokens; with replicated ones every token has exactly one rank, in even shares."""
+    none, shared = replace(cfg, fused_shared_expert=False), replace(cfg, fused_shared_expert=True)
+    assert (none.groups, shared.groups) == (cfg.local_experts, cfg.local_experts + 1)
+    assert none.shared_slice(tokens, 0) == (0, 0)
+    slices = [shared.shared_slice(tokens, rank) for rank in range(cfg.world_size)]
+    if not cfg.skip_a2a:
+        assert slices == [(0, tokens)] * cfg.world_size
+        return
+    end = 0
+    for first, count in slices:
+        assert first == end
+        end += count
+    counts = [count for _, count in slices]
+    assert end == tokens and max(counts) - min(counts) <= 1
+
+
+@given(configs, st.randoms(use_true_random=False))
+def test_max_rows_hold_every_routing(cfg: EPConfig, random: Random) -> None:
+    """Random counts of entries, each group padded, never exceed it, and it is not far above the worst of them."""
+    entries = (1 if cfg.skip_a2a else cfg.world_size) * cfg.max_tokens_per_rank * cfg.top_k
+    tokens = cfg.shared_slice(cfg.max_tokens_per_rank, 0)[1]
+    cuts = sorted(random.randint(0, entries) for _ in range(cfg.local_experts - 1))
+    counts = [after - before for before, after in zip([0, *cuts], [*cuts, entries], strict=True)]
+    alignment = cfg.alignment
+    assert padded(tokens, alignment) + sum(padded(count, alignment) for count in counts) <= cfg.max_rows
+    assert cfg.max_rows % alignment == 0
+    assert cfg.max_rows < entries + tokens + (cfg.local_experts + 2) * alignment
 
 
 @given(configs)
@@ -121,8 +212,8 @@ def test_regions_are_aligned_disjoint_and_inside(cfg: EPConfig) -> None:
 def test_combine_needs_no_format(cfg: EPConfig) -> None:
     """Kernels that never touch `messages` compute every other offset without knowing the format."""
     arena = cfg.arena
-    sizes = {"ranks": cfg.world_size, "local_experts": cfg.local_experts, "top_k": cfg.top_k, "hidden": cfg.hidden}
-    blind = Arena(**sizes, max_tokens=cfg.max_tokens_per_rank, slots=max(cfg.world_size, cfg.top_k), message=0)
+    sizes = {"ranks": cfg.peers, "local_experts": cfg.local_experts, "top_k": cfg.top_k, "hidden": cfg.hidden}
+    blind = Arena(**sizes, max_tokens=cfg.max_tokens_per_rank, slots=max(cfg.peers, cfg.top_k), message=0)
     for name, region in arena.regions.items():
         assert blind.regions[name].offset == region.offset
 
@@ -133,8 +224,8 @@ def test_messages_and_rows_keep_16_byte_alignment(cfg: EPConfig) -> None:
     arena = cfg.arena
     message = message_bytes(cfg.format, cfg.hidden)
     assert message % 16 == 0
-    assert arena.messages.at(1, cfg.world_size - 1, cfg.max_tokens_per_rank - 1) % 16 == 0
-    assert arena.returns.at(1, cfg.max_tokens_per_rank - 1, max(cfg.world_size, cfg.top_k) - 1) % 16 == 0
+    assert arena.messages.at(1, cfg.peers - 1, cfg.max_tokens_per_rank - 1) % 16 == 0
+    assert arena.returns.at(1, cfg.max_tokens_per_rank - 1, max(cfg.peers, cfg.top_k) - 1) % 16 == 0
 
 
 def test_words_have_distinct_places() -> None:

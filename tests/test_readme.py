@@ -1,17 +1,23 @@
-"""The README's code runs as printed, and what it states as numbers is what the code computes."""
+"""The README's code runs as printed, what it states as numbers is what the code computes, and tests that documents name
+exist."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import cute_ep
+from cute_ep import local_ops
 from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.layouts.arena import message_bytes
+from cute_ep.dispatched import Dispatched
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import ARCHITECTURES
 
@@ -40,16 +46,72 @@ def test_example_runs(tmp_path: Path) -> None:
 def test_memory_formula(fmt: str, ranks: int, experts: int, top_k: int, tokens: int, hidden: int) -> None:
     names: dict[str, Any] = {}
     exec(block("def arena_bytes"), names)
-    cfg = EPConfig(hidden, experts, top_k, tokens, ranks, fmt)
-    message = message_bytes(cfg.format, hidden)
-    printed = names["arena_bytes"](R=ranks, L=experts // ranks, K=top_k, T=tokens, H=hidden, message=message)
-    assert printed == memory_bytes(cfg)
+    record = FORMATS[fmt]
+    hidden = -(-hidden // 128) * 128 if record.block == 128 else hidden
+    row = (record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes)
+    for alone in (False, True):
+        cfg = EPConfig(hidden, experts, top_k, tokens, ranks, fmt, skip_a2a=alone)
+        assert names["arena_bytes"](cfg.peers, experts // ranks, top_k, tokens, hidden, *row) == memory_bytes(cfg)
 
 
-def test_table_names_every_format_and_architecture() -> None:
-    header, *rows = [line for line in TEXT.splitlines() if (line.startswith("|") and "sm_90a" in line) or "| `" in line]
-    assert all(arch in header for arch in ARCHITECTURES)
-    assert {fmt for fmt in FORMATS if any(row.startswith(f"| `{fmt}`") for row in rows)} == set(FORMATS)
+def test_swiglu_example_calls_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel needs a GPU; here each call is bound to the function's parameters."""
+    signature, calls = inspect.signature(local_ops.fused_silu), []
+
+    def record(*args: Any, **options: Any) -> tuple[int, int]:
+        calls.append(signature.bind(*args, **options))
+        return 1, 2
+
+    monkeypatch.setattr(cute_ep, "fused_silu", record, raising=False)
+    batch = SimpleNamespace(**{field.name: None for field in fields(Dispatched)})
+    exec(block("fused_silu"), {"gate_up": None, "batch": batch})
+    assert len(calls) == 2
+    for name in ("interleaved", "alpha", "limit"):
+        assert name in signature.parameters and f"`{name}=" in TEXT
+
+
+def test_table_says_what_each_format_is() -> None:
+    section = TEXT[TEXT.index("## Formats") : TEXT.index("## More of a layer")]
+    rows = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
+    assert list(rows)[1:] == list(FORMATS)
+    element = {"bf16": "bfloat16", "e4m3": "8-bit e4m3", "e2m1": "4-bit e2m1"}
+    layouts = {"atom128x4": "128x4 atom"}
+    for fmt in FORMATS.values():
+        _, _, payload, scales, places, alignment, _ = (cell.strip() for cell in rows[fmt.name].split("|"))
+        assert payload == element[fmt.element]
+        assert places == ", ".join(layouts.get(name, name) for name in fmt.scale_layouts)
+        assert alignment == str(fmt.row_alignment)
+        assert (scales == "none") == (fmt.scale is None)
+        assert ("for the tensor" in scales, "for the row" in scales) == (fmt.global_scale, fmt.row_scale)
+    for fmt, multiple in {"bf16": 8, "fp8": 128, "nvfp4": 32, "mxfp4": 32, "mxfp8": 32}.items():
+        FORMATS[fmt].check_hidden(multiple)
+        for less in range(1, multiple):
+            with pytest.raises(ValueError, match="hidden = "):
+                FORMATS[fmt].check_hidden(less)
+    assert all(arch in section for arch in ARCHITECTURES)
+
+
+@pytest.mark.parametrize("page", ["docs/seed_map.md", "docs/protocol.md", "README.md"])
+def test_named_tests_exist(page: str) -> None:
+    for name in re.findall(r"`(tests/[^`\s]*)`", (ROOT / page).read_text()):
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), name
+        if function:
+            assert f"def {function}(" in (ROOT / path).read_text(), name
+
+
+def test_only_transport_across_nodes_is_left_for_later() -> None:
+    """Each row of the map has a state with a meaning, and a test unless it is not taken."""
+    tables = [line for line in (ROOT / "docs/seed_map.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables if "| --- |" not in line]
+    rows = [row for row in rows if row[0] not in ("`ep_comm`", "region")]
+    assert len(rows) > 80 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
+    later = [name for name, _, _, state in rows if state.startswith("later")]
+    assert later == ["`use_shmem`, NVSHMEM, RC mapping, `n_nodes`"]
+    for name, _, shown_by, state in rows:
+        kind = re.match(r"works|replaced|not taken|new|later", state)
+        assert kind, name
+        assert "tests/" in shown_by or kind[0] in ("not taken", "later"), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/seed_map.md", "docs/protocol.md"])

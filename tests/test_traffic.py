@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
-from cute_ep.traffic import add_traffic, count_routing, per_expert_receive_bytes, traffic
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.traffic import OPERATIONS, add_traffic, count_routing, per_expert_receive_bytes, traffic
 from tests.cases import CASES
 
 
@@ -33,6 +36,56 @@ def test_by_hand() -> None:
     assert per_expert_receive_bytes(cfg) == 4 * 2 * row
 
 
+def test_shared_expert_by_hand() -> None:
+    """A token that no expert of its rank takes still makes one local message; nothing more leaves the rank."""
+    cfg = EPConfig(64, 4, 3, 2, 2, fused_shared_expert=True, row_alignment=4)
+    ids = [torch.tensor([[0, 1, 2], [-1, -1, 3]], dtype=torch.int32), torch.tensor([[2, 3, -1]], dtype=torch.int32)]
+    plain, counts = count_routing(replace(cfg, fused_shared_expert=False), ids), count_routing(cfg, ids)
+    assert counts.messages.tolist() == [[2, 2], [0, 1]] and plain.messages.tolist() == [[1, 2], [0, 1]]
+    assert counts.pairs.tolist() == plain.pairs.tolist() and counts.shared == (2, 1)
+    # rank 0: 2 shared rows, experts 0 and 1 with a row each; rank 1: 1 shared row, 2 rows for each expert
+    assert counts.rows == (12, 12) and plain.rows == (8, 8)
+    row = 128
+    sent = traffic(cfg, counts, "dispatch")
+    assert sent.remote.tolist() == traffic(cfg, plain, "dispatch").remote.tolist() == [[0, 2 * row], [0, 0]]
+    assert sent.logical == (6 + 3) * row
+    assert sent.memory == ((2 + 2 * 2 + 12) * row, (1 + 2 * 3 + 12) * row)
+    exact = traffic(cfg, counts, "combine_exact")
+    assert exact.remote.tolist() == [[0, 0], [2 * row, 0]] and exact.logical == 6 * row
+    assert exact.memory == ((2 + 2 + 2 * 4 + 2) * row, (4 + 1 + 2 * 2 + 1) * row)
+
+
+def test_replicated_tokens_stay_at_home() -> None:
+    cfg = EPConfig(64, 4, 3, 3, 2, fused_shared_expert=True, skip_a2a=True)
+    ids = torch.tensor([[0, 1, 2], [-1, -1, 3], [2, 3, -1]], dtype=torch.int32)
+    counts = count_routing(cfg, [ids, ids])
+    assert counts.entries.tolist() == [[2, 0], [0, 4]] and counts.pairs.tolist() == [[1, 0], [0, 3]]
+    assert counts.shared == (2, 1) and counts.messages.tolist() == [[2, 0], [0, 3]]
+    assert counts.rows == (2 + 2, 1 + 4)
+    for operation in OPERATIONS:
+        moved = traffic(cfg, counts, operation)
+        assert moved.remote_bytes == 0 and min(moved.memory) > 0
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_message_has_all_that_its_row_has(fmt: str) -> None:
+    """Payload, scale factors and row scale, each padded to 16 bytes on the wire and packed in the output."""
+    cfg = EPConfig(128, 2, 1, 1, 2, fmt, row_alignment=FORMATS[fmt].row_alignment)
+    sent = traffic(cfg, count_routing(cfg, [torch.tensor([[1]]), torch.tensor([[-1]])]), "dispatch")
+    payload, scales, row_scale = {
+        "bf16": (256, 0, 0),
+        "fp8": (128, 4, 0),
+        "fp8_pow2": (128, 4, 0),
+        "mxfp8": (128, 4, 0),
+        "mxfp4": (64, 4, 0),
+        "nvfp4": (64, 8, 0),
+        "nvfp4_row": (64, 8, 2),
+    }[fmt]
+    message = payload + 16 * (scales > 0) + 16 * (row_scale > 0)
+    assert sent.remote.tolist() == [[0, message], [0, 0]]
+    assert sent.memory[1] == 256 + 2 * message + FORMATS[fmt].row_alignment * (payload + scales + row_scale)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.hidden <= 256], ids=lambda case: case.id)
 def test_counts_agree_with_the_reference(case) -> None:
     inputs = case.inputs()
@@ -41,4 +94,9 @@ def test_counts_agree_with_the_reference(case) -> None:
     counts = count_routing(case.cfg, ids)
     for rank, batch in enumerate(received):
         assert counts.rows_received(rank) == batch.num_rows.item()
-        assert counts.pairs[:, rank].tolist() == (batch.row_map >= 0).any(dim=2).sum(dim=1).tolist()
+        sources = [rank] if case.skip else range(len(ids))
+        arrived = (batch.row_map >= 0).any(dim=2).sum(dim=1).tolist()
+        assert counts.pairs[sources, rank].tolist() == arrived and counts.pairs[:, rank].sum() == sum(arrived)
+        own = {token for token, slot in batch.src_info.tolist() if slot == case.top_k}
+        own |= set((batch.row_map[0 if case.skip else rank] >= 0).any(dim=1).nonzero().flatten().tolist())
+        assert counts.messages[rank, rank] == len(own)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_ep.config import EPConfig
 from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES
-from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.layouts.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
 from cute_ep.tuning import CTAS_PER_SM, launch_shape, tokens_per_chunk
 
 from .strategies import configs
@@ -29,7 +31,7 @@ def test_chunk(launch: tuple[EPConfig, int, int]) -> None:
     cfg, tokens, _ = launch
     chunk = tokens_per_chunk(cfg, tokens)
     assert chunk >= 1
-    assert chunk * cfg.top_k <= MAX_CHUNK_ENTRIES
+    assert chunk * (cfg.top_k + cfg.fused_shared_expert) <= MAX_CHUNK_ENTRIES
     assert -(-tokens // chunk) <= cfg.max_tokens_per_rank
 
 
@@ -57,9 +59,8 @@ def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], oper
 
 
 def test_operations_cover_the_kernels() -> None:
-    modes = ("_exact", "_partial")
-    kernels = {name.removesuffix(modes[0]).removesuffix(modes[1]) for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS)}
-    assert kernels == set(OPERATIONS)
+    ends = "|".join(f"_{mode}" for mode in COMBINE_MODES)
+    assert {re.sub(f"({ends})$", "", name) for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS)} == set(OPERATIONS)
 
 
 def test_residency_agrees_with_the_kernels() -> None:

@@ -16,12 +16,14 @@ from cute_ep.commands.common import (
     config,
     format_names,
     print_table,
+    served_formats,
     token_counts,
     write_json,
 )
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.formats import BF16, FP8, NVFP4
 
+DEFAULT_FORMATS = (BF16.name, FP8.name, NVFP4.name)
 SETS = 4
 TIMEOUT_S = 30.0
 ROUTINGS = ("uniform", "zipf", "one_rank")
@@ -32,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_arguments(parser)
     add_shape_arguments(parser)
     parser.add_argument("--tokens", default="1,16,128,512,4096", metavar="T[,T]", help="tokens of every rank")
-    parser.add_argument("--format", default=",".join(FORMATS), metavar="F[,F]", help="token formats (default all)")
+    parser.add_argument(
+        "--format",
+        metavar="F[,F]",
+        help=f"token formats (default those of {', '.join(DEFAULT_FORMATS)} that hold the shape)",
+    )
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS, help="how tokens choose experts")
     parser.add_argument("--iterations", type=int, default=100, metavar="N", help="measured rounds (default 100)")
     parser.add_argument("--json", metavar="FILE", help="write machine, ceilings and all results")
@@ -43,7 +49,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from cute_ep.connection import connect_local
     from cute_ep.machine import describe_devices, environment, parse_devices
 
-    shape, formats, sizes = chosen_shape(args), format_names(args.format), token_counts(args.tokens)
+    shape, sizes = chosen_shape(args), token_counts(args.tokens)
+    formats = format_names(args.format) if args.format else served_formats(shape, DEFAULT_FORMATS) or DEFAULT_FORMATS
     if args.iterations < 1:
         raise EPConfigError(f"iterations = {args.iterations}: must be at least 1")
     devices = parse_devices(args.devices, shape.num_experts)

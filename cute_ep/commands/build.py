@@ -1,10 +1,11 @@
-"""Compile kernels into a library folder. Rows' hidden size and top-k are run-time arguments, so the general kernels
-serve every model; --specialise compiles them in."""
+"""Compile kernels into a library folder. Shapes are run-time arguments, so one set of kernels serves every model; hooks
+("module:function", see cute_ep.kernels.hooks) make further variants of the kernels that call them."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,26 +14,30 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ep.commands.common import bytes_text, config, format_names, print_table, seconds_text
+from cute_ep.commands.common import bytes_text, format_names, print_table, seconds_text, served_formats
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import MAX_EXPERTS
-from cute_ep.layouts.variants import ARCHITECTURES, Variant, variants
+from cute_ep.layouts.variants import ARCHITECTURES, Hooks, Variant, variants
 from cute_ep.library import LibraryEntry, cache_folder
-from cute_ep.presets import PRESETS, Preset, presets_named
+from cute_ep.presets import PRESETS, presets_named
+
+HOOK_HELP = {
+    "epilogue": "changes combine's sums before they are rounded",
+    "router_weights": "reads router weights that are not float32",
+    "input_scale": "reads the tokens' global scale",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `cute-ep build`."""
     parser.add_argument("--preset", metavar="NAME[,NAME]|all", help=f"models to serve: {', '.join(PRESETS)}")
-    parser.add_argument("--hidden", type=int, metavar="N", help="elements of a token row to serve")
-    parser.add_argument("--top-k", type=int, metavar="K", help="experts a token to serve")
     parser.add_argument("--format", default=",".join(FORMATS), metavar="F[,F]", help="token formats (default all)")
     parser.add_argument(
         "--arch", default=",".join(ARCHITECTURES), metavar="A[,A]", help=f"targets (default {','.join(ARCHITECTURES)})"
     )
     parser.add_argument("--kernel", metavar="K[,K]", help="only these kernels, e.g. dispatch,combine_exact")
-    parser.add_argument("--specialise", action="store_true", help="compile hidden and top-k in")
+    for hook, does in HOOK_HELP.items():
+        parser.add_argument(f"--{hook.replace('_', '-')}", metavar="M:F", help=f"module:function that {does}")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"library folder (default {_short(cache_folder())})")
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at work at a time (default one a core)")
 
@@ -50,20 +55,10 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
             raise EPConfigError(f"arch = {arch!r}: must be one of {', '.join(ARCHITECTURES)}")
     if args.jobs is not None and args.jobs < 1:
         raise EPConfigError(f"jobs = {args.jobs}: must be at least 1")
-    shapes = served_shapes(args)
-    for shape in shapes:
-        for fmt in formats:
-            check_shape(shape, fmt)
-    if args.specialise:
-        if not shapes:
-            raise EPConfigError("specialise: needs --preset, --hidden or --top-k to compile in")
-        sizes = [(shape.hidden, shape.top_k) for shape in shapes]
-        if not args.preset:
-            sizes = [(args.hidden, args.top_k)]
-        made = [variant for hidden, top_k in sizes for variant in variants(archs, formats, hidden, top_k)]
-    else:
-        made = variants(archs, formats)
-    made = list(dict.fromkeys(made))
+    for shape in presets_named(args.preset) if args.preset else ():
+        if not served_formats(shape, formats):
+            raise EPConfigError(f"{shape.name}: hidden = {shape.hidden} fits none of the formats {', '.join(formats)}")
+    made = variants(archs, formats, Hooks(**{hook: getattr(args, hook) for hook in HOOK_HELP}))
     if args.kernel:
         known = {variant.kernel for variant in made}
         names = [name.strip() for name in args.kernel.split(",")]
@@ -74,28 +69,6 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
     return made
 
 
-def served_shapes(args: argparse.Namespace) -> list[Preset]:
-    """The shapes named by --preset, or the one given by --hidden and --top-k; empty when none is."""
-    if args.preset:
-        if args.hidden is not None or args.top_k is not None:
-            raise EPConfigError("preset: cannot go together with --hidden or --top-k")
-        return presets_named(args.preset)
-    if args.hidden is None and args.top_k is None:
-        return []
-    hidden = 128 if args.hidden is None else args.hidden
-    top_k = 1 if args.top_k is None else args.top_k
-    named = f"hidden {args.hidden or 'any'}, top-k {args.top_k or 'any'}"
-    return [Preset(named, hidden, 0, MAX_EXPERTS, top_k)]
-
-
-def check_shape(shape: Preset, fmt: str) -> None:
-    """EPConfigError, which names the rule, unless dispatch and combine support `shape` in format `fmt`."""
-    try:
-        config(shape, 1, 1, fmt)
-    except EPConfigError as error:
-        raise EPConfigError(f"{shape.name}: {error}") from None
-
-
 def run(args: argparse.Namespace, console: Console) -> int:
     """Compile what is missing or stale. Returns 0; EPError when the DSL is missing or a kernel does not compile."""
     from cute_ep.build import build
@@ -103,8 +76,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     made = wanted_variants(args)
     folder = args.out or cache_folder()
     jobs = min(args.jobs or os.cpu_count() or 1, len(made))
-    for shape in served_shapes(args):
-        print_served(shape, made, console)
+    sys.path.insert(0, os.getcwd())  # where hooks are, beside what is installed
+    for shape in presets_named(args.preset) if args.preset else ():
+        served = ", ".join(served_formats(shape, format_names(args.format)))
+        console.print(
+            f"{shape.name} (hidden {shape.hidden}, top-k {shape.top_k}) is served in {served}", highlight=False
+        )
     started = time.perf_counter()
     finished: dict[Variant, float | None] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -127,20 +104,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         f"{compiled} built, {len(entries) - compiled} up to date, {size} in {_short(folder)}, {took}", soft_wrap=True
     )
     return 0
-
-
-def print_served(shape: Preset, made: Sequence[Variant], console: Console) -> None:
-    """One line: which of the variants serve a shape."""
-    fits = [v for v in made if v.hidden in (None, shape.hidden) and v.top_k in (None, shape.top_k)]
-    special = sum(v.hidden is not None or v.top_k is not None for v in fits)
-    archs = ", ".join(dict.fromkeys(variant.arch for variant in fits))
-    kinds = f"{len(fits) - special} general" + (f" and {special} specialised" if special else "")
-    console.print(
-        f"{shape.name} (hidden {shape.hidden}, top-k {shape.top_k}) is served by {kinds} variants ({archs})"
-        if shape.moe_hidden
-        else f"{shape.name}: served by {kinds} variants ({archs})",
-        highlight=False,
-    )
 
 
 def build_table(entries: Sequence[LibraryEntry], finished: dict[Variant, float | None]) -> Table:

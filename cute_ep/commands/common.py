@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -48,6 +50,21 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
 
 
+@contextmanager
+def one_thread_on_a_cpu(devices: Sequence[str]) -> Iterator[None]:
+    """Let torch use one thread where the ranks are on the CPU: on a busy machine, small sums that wait for a second
+    thread take seconds."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        if devices[0] == "cpu":
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def format_names(text: str) -> tuple[str, ...]:
     """Names of a comma-separated list of formats; EPConfigError lists the known ones."""
     names = tuple(name.strip() for name in text.split(","))
@@ -68,6 +85,16 @@ def token_counts(text: str) -> list[int]:
 def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 60.0) -> EPConfig:
     """The deployment of a shape; EPConfigError names the rule that it breaks."""
     return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, fmt, timeout_s)
+
+
+def served_formats(shape: Preset, formats: Iterable[str] = FORMATS) -> list[str]:
+    """Those of the formats that can hold the rows of a shape."""
+    served = []
+    for fmt in formats:
+        with suppress(EPConfigError):
+            config(shape, 1, 1, fmt)
+            served.append(fmt)
+    return served
 
 
 def print_table(console: Console, table: Table) -> None:

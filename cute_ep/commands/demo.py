@@ -16,18 +16,22 @@ from cute_ep.commands.common import (
     bytes_text,
     chosen_shape,
     config,
+    one_thread_on_a_cpu,
     print_table,
     seconds_text,
+    served_formats,
 )
 from cute_ep.config import EPConfig, memory_bytes
+from cute_ep.layouts.arena import message_bytes
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.presets import Preset
 
 if TYPE_CHECKING:
     from cute_ep.demo import ExpertWeights, TextBatch
     from cute_ep.traffic import RoutingCounts
 
+MODES = ("exact", "partial")
+"""Combine modes that sum."""
 CPU_TOKENS = 512
 GPU_TOKENS = 2048
 CPU_RANKS = 4
@@ -54,13 +58,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     shape = chosen_shape(args)
     no_gpu = args.devices == "auto" and not torch.cuda.device_count()
     devices = parse_devices(f"cpu:{CPU_RANKS}" if no_gpu else args.devices, shape.num_experts)
-    threads = torch.get_num_threads()
-    try:
-        if devices[0] == "cpu":  # these sums are small: on a busy machine, waiting for a second thread takes seconds
-            torch.set_num_threads(1)
+    with one_thread_on_a_cpu(devices):
         return run_on(devices, shape, args, console)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console: Console) -> int:
@@ -76,7 +75,7 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
         shape = demo.cpu_preset(shape)
     tokens = args.tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)
     name, text = demo.read_text(args.text)
-    configs = {fmt: config(shape, len(devices), tokens, fmt) for fmt in FORMATS}
+    configs = {fmt: config(shape, len(devices), tokens, fmt) for fmt in served_formats(shape) or [next(iter(FORMATS))]}
     batches = demo.text_batches(text, shape, len(devices), tokens, args.seed)
     cfg = next(iter(configs.values()))
     each = batches[0].x.shape[0]
@@ -110,12 +109,12 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
             communicators = connect_local(cfg, devices, library=args.library)
             try:
                 if not on_cpu:
-                    demo.run_layer(communicators, placed, experts, COMBINE_MODES)
-                results, times = demo.run_layer(communicators, placed, experts, COMBINE_MODES)
+                    demo.run_layer(communicators, placed, experts, MODES, args.library)
+                results, times = demo.run_layer(communicators, placed, experts, MODES, args.library)
             finally:
                 for communicator in communicators:
                     communicator.close()
-        outcomes[fmt] = (times, {mode: demo.relative_errors(results[mode], wanted) for mode in COMBINE_MODES})
+        outcomes[fmt] = (times, {mode: demo.relative_errors(results[mode], wanted) for mode in MODES})
     print_table(console, time_table(outcomes, on_cpu))
     print_table(console, error_table(outcomes))
     console.print(f"demo took {seconds_text(time.perf_counter() - started)}")
@@ -149,7 +148,7 @@ def load_table(cfg: EPConfig, batches: list[TextBatch]) -> Table:
 
 def print_rank_loads(cfg: EPConfig, counts: RoutingCounts, console: Console) -> None:
     """Rows that each rank's experts get, and how many distinct ranks a token goes to."""
-    messages = counts.pairs.sum(dim=0).tolist()
+    messages = counts.messages.sum(dim=0).tolist()
     parts = (f"{rank}: {counts.rows_received(rank)} from {messages[rank]}" for rank in range(cfg.world_size))
     console.print(f"rows from messages, rank by rank: {'; '.join(parts)}", highlight=False, soft_wrap=True)
     tokens = max(1, sum(counts.tokens))
@@ -164,6 +163,7 @@ def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
     table = Table(title="bytes between ranks and memory of one rank")
     table.add_column("format")
     for name in (
+        "one message",
         "dispatch",
         "one message an expert",
         "combine exact",
@@ -179,7 +179,8 @@ def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
         pairs = int(counts.pairs.sum() - counts.pairs.diag().sum())
         per_expert = sent[0] * entries // max(pairs, 1)
         receive = cfg.arena.regions["messages"].nbytes
-        cells = (sent[0], per_expert, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
+        token = message_bytes(cfg.format, cfg.hidden)
+        cells = (token, sent[0], per_expert, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
         table.add_row(fmt, *map(bytes_text, cells))
     return table
 
@@ -213,9 +214,9 @@ def error_table(outcomes: dict) -> Table:
         title="error against the dense float64 layer: max |difference| / max |value|, and of root mean squares",
     )
     table.add_column("dispatch format")
-    for mode in COMBINE_MODES:
+    for mode in MODES:
         table.add_column(f"{mode}: max", justify="right")
         table.add_column(f"{mode}: rms", justify="right")
     for fmt, (_, errors) in outcomes.items():
-        table.add_row(fmt, *(f"{100 * value:.3f} %" for mode in COMBINE_MODES for value in errors[mode]))
+        table.add_row(fmt, *(f"{100 * value:.3f} %" for mode in MODES for value in errors[mode]))
     return table

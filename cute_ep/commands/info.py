@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections import Counter
-from pathlib import Path
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
 
-from cute_ep.commands.common import add_shape_arguments, bytes_text, chosen_shape, config, format_names, print_table
+from cute_ep.commands.common import (
+    add_shape_arguments,
+    bytes_text,
+    chosen_shape,
+    config,
+    format_names,
+    print_table,
+    seconds_text,
+)
 from cute_ep.config import memory_bytes
 from cute_ep.errors import EPConfigError
-from cute_ep.library import MANIFEST, Library, read_manifest
+from cute_ep.layouts.variants import ARCHITECTURES
+from cute_ep.library import Library, LibraryEntry, read_manifest, source_hash
 from cute_ep.presets import Preset
 
 RANK_COUNTS = (1, 2, 4, 8)
@@ -36,7 +43,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     (fmt,) = format_names(args.format)[:1]
     memory = memory_table(shape, fmt, args.max_tokens)
     print_devices(console)
-    print_table(console, library_table(args.library))
+    library = Library(args.library)
+    print_table(console, library_table(library))
+    if library.entries:
+        print_table(console, kernel_table(library.entries.values()))
     print_table(console, memory)
     return 0
 
@@ -82,26 +92,45 @@ def print_devices(console: Console) -> None:
     print_table(console, table)
 
 
-def library_table(folder: str | None) -> Table:
+def library_table(library: Library) -> Table:
     """Every library folder in search order with what it holds."""
-    table = Table(title="compiled kernels, in search order")
-    for name in ("folder", "variants", "size", "architectures", "CuTe DSL"):
-        table.add_column(name, justify="right" if name in ("variants", "size") else "left", overflow="fold")
-    for path in Library(folder).folders:
+    table = Table(title="compiled kernels, in search order", caption="stale: made from other sources, never launched")
+    table.add_column("folder", overflow="fold")
+    for name in ("variants", "stale", "size", "compile time"):
+        table.add_column(name, justify="right")
+    table.add_column("CuTe DSL")
+    for path in library.folders:
         entries = [entry for entry in read_manifest(path).values() if entry.path.exists()]
-        if not entries:
-            table.add_row(str(path), "0", "0 B", "-", "-")
-            continue
-        counts = Counter(entry.variant.arch for entry in entries)
-        size = sum(entry.path.stat().st_size for entry in entries)
-        archs = ", ".join(f"{arch} ({number})" for arch, number in sorted(counts.items()))
-        table.add_row(str(path), str(len(entries)), bytes_text(size), archs, dsl_of(path))
+        stale = sum(entry.source_hash != source_hash(entry.variant.hooks) for entry in entries)
+        versions = ", ".join(sorted({entry.dsl for entry in entries})) or "-"
+        table.add_row(str(path), str(len(entries)), str(stale), *size_and_time(entries), versions)
     return table
 
 
-def dsl_of(folder: Path) -> str:
-    """Version of the CuTe DSL that a manifest was built with."""
-    return json.loads((folder / MANIFEST).read_text()).get("dsl") or "unknown"
+def kernel_table(entries: Iterable[LibraryEntry]) -> Table:
+    """How many variants of each kernel can be launched on each architecture."""
+    found = [entry for entry in entries if entry.path.exists()]
+    archs = [arch for arch in ARCHITECTURES if any(entry.variant.arch == arch for entry in found)]
+    table = Table(title="variants by kernel: one a format where it encodes rows, and those with hooks")
+    table.add_column("kernel")
+    for name in (*archs, "size", "compile time"):
+        table.add_column(name, justify="right")
+
+    def add(name: str, some: list[LibraryEntry], style: str | None = None) -> None:
+        counts = (sum(entry.variant.arch == arch for entry in some) for arch in archs)
+        table.add_row(name, *map(str, counts), *size_and_time(some), style=style)
+
+    for kernel in dict.fromkeys(entry.variant.kernel for entry in found):
+        add(kernel, [entry for entry in found if entry.variant.kernel == kernel])
+    table.add_section()
+    add("all", found, "bold")
+    return table
+
+
+def size_and_time(entries: list[LibraryEntry]) -> tuple[str, str]:
+    """Bytes of the cubins, and seconds of one core that it took to compile them."""
+    size = sum(entry.path.stat().st_size for entry in entries)
+    return bytes_text(size), seconds_text(sum(entry.seconds for entry in entries)) if entries else "-"
 
 
 def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:

@@ -1,15 +1,25 @@
-"""Codecs: the device code of every token format, found by the format's name."""
+"""Codecs: the device code of every token format, found by its number formats."""
 
 from __future__ import annotations
 
 from cute_ep.kernels.codec.base import Codec
 from cute_ep.kernels.codec.bf16 import Bf16Codec
+from cute_ep.kernels.codec.fp8 import Fp8Codec
+from cute_ep.kernels.codec.mx import Mxfp4Codec, Mxfp8Codec
 from cute_ep.kernels.codec.nvfp4 import Nvfp4Codec
-from cute_ep.layouts.formats import BF16, NVFP4, Format
+from cute_ep.layouts.formats import Format
+
+_CODECS = {
+    ("bf16", None): Bf16Codec,
+    ("e4m3", "f32"): Fp8Codec,
+    ("e4m3", "e8m0"): Mxfp8Codec,
+    ("e2m1", "e8m0"): Mxfp4Codec,
+    ("e2m1", "e4m3"): Nvfp4Codec,
+}
+"""By the number formats of elements and scale factors."""
 
 
 def codec_for(fmt: Format, arch: str) -> Codec:
-    """The codec of `fmt` for a compilation target such as "sm_90a"."""
+    """The codec of `fmt` for a compilation target such as "sm_90a": from sm_100 on with the e2m1 instruction."""
     hardware_fp4 = int(arch.removeprefix("sm_").rstrip("af")) >= 100
-    codecs = {BF16: lambda: Bf16Codec(), NVFP4: lambda: Nvfp4Codec(hardware_fp4)}
-    return codecs[fmt]()
+    return _CODECS[fmt.element, fmt.scale](fmt, hardware_fp4)

@@ -1,14 +1,20 @@
-"""What a kernel asks of a codec: one unit of bfloat16 in, one 16-byte payload vector and its scales out.
+"""What a kernel asks of a codec: one unit of bfloat16 in, one 16-byte payload vector and its scale bits out.
 
-A unit is the source of one payload vector (16 bytes): 8 elements of BF16, 32 of a 4-bit format. Kernels move units and
-never ask which format they carry.
+A unit is the source of one payload vector (16 bytes): 8 elements of BF16, 16 of an 8-bit format, 32 of a 4-bit one. A
+warp encodes 32 consecutive units of one row, lane l the l-th of them, so lanes that share a block find each other by
+shuffles and the scale factors of neighbouring lanes join into words. Kernels never ask which format they carry.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.scales import WORD_BYTES
 
 SOURCE_BITS = 16
 """Bits of a source element (bfloat16)."""
@@ -19,22 +25,37 @@ class Codec(Protocol):
 
     fmt: Format
 
-    def prepare(self, global_scale: Any) -> Any:
-        """Per-thread state of `encode`, from the address of the float32 global scale (0: none)."""
-        ...
-
-    def encode(self, rX: Any, rQ: Any, state: Any) -> Any:
-        """Encode one unit.
+    def state(self, scale: Float32) -> Any:
+        """What `encode` needs besides the unit, from the scale that the caller or the row gives.
 
         Args:
-            rX: (4 * source_vectors) Uint32, bfloat16 pairs, lower half first.
-            rQ: (4) Uint32, overwritten with the payload.
-            state: what `prepare` returned.
-
-        Returns:
-            The unit's scale bytes in an integer of that width, or None when the format has none.
+            scale: the tensor's global scale G (formats with `global_scale`), the row's own scale (formats with
+                `row_scale`); without meaning to the others.
         """
         ...
+
+    def row_scale(self, amax: Float32) -> Float32:
+        """The row's own scale, a bfloat16 value, from the largest magnitude in the row (formats with `row_scale`)."""
+        ...
+
+    def encode(self, rX: Any, rQ: Any, state: Any) -> Uint32:
+        """Encode one unit; called by all 32 lanes together, since lanes that share a block exchange their maxima.
+
+        Args:
+            rX: (4 * source_vectors) Uint32, bfloat16 pairs, lower half first; zeros beyond the end of the row.
+            rQ: (4) Uint32, overwritten with the payload.
+            state: what `state` returned.
+
+        Returns:
+            The scale bits of the unit's blocks, first block lowest; lanes that share a block return the same bits.
+            Zero when the format has no scales.
+        """
+        ...
+
+
+def unit_elements(fmt: Format) -> int:
+    """Elements of one unit."""
+    return VECTOR_BYTES * 8 // fmt.bits
 
 
 def source_vectors(fmt: Format) -> int:
@@ -42,6 +63,23 @@ def source_vectors(fmt: Format) -> int:
     return SOURCE_BITS // fmt.bits
 
 
-def unit_scale_bytes(fmt: Format) -> int:
-    """Scale bytes that one unit writes (0: the format has no scales)."""
-    return fmt.scale_bytes(VECTOR_BYTES * 8 // fmt.bits)
+def block_lanes(fmt: Format) -> int:
+    """Lanes that share one block: units of a block, 1 when a unit holds whole blocks."""
+    return max(1, fmt.block // unit_elements(fmt))
+
+
+def word_lanes(fmt: Format) -> int:
+    """Lanes whose scale factors make up one scale word."""
+    return WORD_BYTES // fmt.scale_itemsize * fmt.block // unit_elements(fmt)
+
+
+@cute.jit
+def join_scale_word(fmt: cutlass.Constexpr, bits: Uint32) -> Uint32:
+    """In lanes that are multiples of `word_lanes`: the scale word of it and the lanes after it. By all 32 lanes."""
+    word = bits
+    width = 8 * fmt.scale_itemsize * max(1, unit_elements(fmt) // fmt.block)
+    stride = block_lanes(fmt)
+    while cutlass.const_expr(width < 8 * WORD_BYTES):
+        word = word | (cute.arch.shuffle_sync_down(word, stride) << width)
+        width, stride = 2 * width, 2 * stride
+    return word

@@ -1,71 +1,78 @@
-"""NVFP4: e2m1 payload, one e4m3 scale for 16 elements, one float32 global scale G for the tensor.
+"""nvfp4 and nvfp4_row: e2m1 payload, one e4m3 scale for 16 elements, a global scale for the tensor or for the row.
 
-    scale   = e4m3(G * (amax * (1/6)))              round to nearest even, saturating at 448
-    inverse = 1 / (scale * (1/G)), 0 if scale is 0  IEEE divisions, where others use the approximate reciprocal
+    scale   = e4m3(G * (amax * (1/6)))
+    inverse = 1 / (scale * R), 0 if scale is 0      IEEE division
     code    = e2m1(x * inverse)
 
-amax ignores NaN elements. A consumer dequantises as  code * scale / G.
+nvfp4:     G is the caller's and R = 1 / G.
+nvfp4_row: R = r is the row's and G = 1 / r.
+
+Both are in [2**-100, 2**100], so every inverse is a normal number, also times `prescale`.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int64, Uint8, Uint16, Uint32
+from cutlass import BFloat16, Float32, Uint32
 
-from cute_ep.kernels.arith import halves, magnitude
-from cute_ep.kernels.codec.e2m1 import pack_e2m1
-from cute_ep.layouts.device import pointer
-from cute_ep.layouts.formats import NVFP4
+from cute_ep.kernels.arith import reciprocal, unit_amax
+from cute_ep.kernels.codec.e2m1 import encode_e2m1, prescale
+from cute_ep.kernels.codec.e4m3 import pack_e4m3, unpack_e4m3
+from cute_ep.layouts.formats import Format
 
-BLOCK_WORDS = NVFP4.block // 2
 BLOCKS = 2
 """Blocks in one unit of 32 elements."""
+BLOCK_WORDS = 8
+LARGEST_CODES = 6.0 * 448.0
+SMALLEST_ROW_SCALE, LARGEST_ROW_SCALE = 2.0**-100, 2.0**100
+
+
+@cute.jit
+def row_scale(amax: Float32) -> Float32:
+    """bfloat16(min(max(amax / 2688, 2**-100), 2**100)), 1 for amax = 0."""
+    scale = cute.math.min(amax / Float32(LARGEST_CODES), Float32(LARGEST_ROW_SCALE))
+    scale = cute.math.max(scale, Float32(SMALLEST_ROW_SCALE)).to(BFloat16).to(Float32)
+    if amax == Float32(0.0):
+        scale = Float32(1.0)
+    return scale
 
 
 class Nvfp4Codec:
-    """Encodes 32 elements into 16 payload bytes and 2 scale bytes.
+    """Encodes 32 elements, two blocks.
 
     Args:
-        hardware: use the e2m1 conversion instruction (sm_100 and later) instead of integer code.
+        hardware_fp4: the target has the e2m1 conversion (sm_100 and later).
     """
 
-    fmt = NVFP4
-
-    def __init__(self, hardware: bool) -> None:
-        self.hardware = hardware
+    def __init__(self, fmt: Format, hardware_fp4: bool) -> None:
+        self.fmt, self.hardware = fmt, hardware_fp4
 
     @cute.jit
-    def prepare(self, global_scale: Int64):
-        scale = Float32(1.0)
-        if global_scale != Int64(0):
-            scale = cute.arch.load(pointer(global_scale, Float32), Float32)
-        return scale, Float32(1.0) / scale
+    def state(self, scale: Float32):
+        """(G, R / `prescale`)."""
+        inverse = reciprocal(scale)
+        multiplier, divisor = scale, inverse
+        if cutlass.const_expr(self.fmt.row_scale):
+            multiplier, divisor = inverse, scale
+        return multiplier, divisor * Float32(1 / prescale(self.hardware))
+
+    def row_scale(self, amax: Float32) -> Float32:
+        return row_scale(amax)
 
     @cute.jit
-    def encode(self, rX, rQ, state):
-        global_scale, inverse_global = state
-        rScale = cute.make_rmem_tensor(4, Float32)
-        rScale.fill(0.0)
+    def encode(self, rX, rQ, state) -> Uint32:
+        multiplier, divisor = state
+        targets = [
+            multiplier * (unit_amax(rX, BLOCK_WORDS, block * BLOCK_WORDS) * Float32(1 / 6)) for block in range(BLOCKS)
+        ]
+        bits = pack_e4m3(*targets, Float32(0.0), Float32(0.0))
+        rScale = unpack_e4m3(bits)
         for block in cutlass.range_constexpr(BLOCKS):
-            amax = Float32(0.0)
-            for word in cutlass.range_constexpr(BLOCK_WORDS):
-                low, high = halves(rX[block * BLOCK_WORDS + word])
-                amax = cute.arch.fmax(cute.arch.fmax(magnitude(low), magnitude(high)), amax)
-            rScale[block] = global_scale * (amax * Float32(1.0 / 6.0))
-        rScale8 = cute.make_rmem_tensor(4, Float8E4M3FN)
-        rScale8.store(rScale.load().to(Float8E4M3FN))
-        rScale.store(rScale8.load().to(Float32))
-        rY = cute.make_rmem_tensor(8, Float32)
-        for block in cutlass.range_constexpr(BLOCKS):
-            inverse = Float32(0.0)
-            if rScale[block] != Float32(0.0):
-                inverse = Float32(1.0) / (rScale[block] * inverse_global)
+            inverse = reciprocal(rScale[block] * divisor)
+            if rScale[block] == Float32(0.0):
+                inverse = Float32(0.0)
             for half in cutlass.range_constexpr(2):
-                for pair in cutlass.range_constexpr(4):
-                    low, high = halves(rX[block * BLOCK_WORDS + half * 4 + pair])
-                    rY[2 * pair] = low * inverse
-                    rY[2 * pair + 1] = high * inverse
-                rQ[2 * block + half] = pack_e2m1(rY, self.hardware)
-        rBytes = cute.recast_tensor(rScale8, Uint8)
-        return Uint16(Uint32(rBytes[0]) | (Uint32(rBytes[1]) << 8))
+                first = block * BLOCK_WORDS + half * BLOCK_WORDS // 2
+                rQ[2 * block + half] = encode_e2m1(rX, first, inverse, self.hardware)
+        return bits

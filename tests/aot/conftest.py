@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from cute_ep.build import build
-from cute_ep.layouts.variants import Variant, variants
+from cute_ep.layouts.variants import Hooks, Variant, variants
 from cute_ep.library import LibraryEntry
 
 FOLDER = Path(__file__).parents[2] / "build" / "library"
 DISASSEMBLER = "nvidia-cuda-nvdisasm"
+RESIDUAL = Hooks(epilogue="cute_ep.kernels.hooks:residual_add")
+WANTED = (*variants(), *variants(("sm_90a",), hooks=RESIDUAL))
+"""All kernels of all architectures, and those with a hook on one of them."""
 
 
 @contextmanager
@@ -31,10 +34,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def library() -> dict[Variant, LibraryEntry]:
-    """Every variant for every architecture, built where `make` has not."""
+    """Every variant of WANTED, built where `make` has not."""
     pytest.importorskip("cutlass")
     with _locked(FOLDER.parent / "library.lock"):
-        return {entry.variant: entry for entry in build(variants(), FOLDER)}
+        return {entry.variant: entry for entry in build(WANTED, FOLDER)}
 
 
 @cache

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
-import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import cute_ep
 from cute_ep import library
 from cute_ep.build import build
 from cute_ep.cubin import read_resources
 from cute_ep.errors import VariantMissing
-from cute_ep.layouts.variants import ARCHITECTURES, Variant, variants
-from cute_ep.library import MANIFEST, Library, LibraryEntry, build_command, dsl_version, read_manifest, source_hash
+from cute_ep.layouts.variants import (
+    ARCHITECTURES,
+    COMBINE_KERNELS,
+    DISPATCH_KERNELS,
+    HOOKED_KERNELS,
+    NO_HOOKS,
+    SEND_KERNELS,
+    Hooks,
+    Variant,
+    variants,
+)
+from cute_ep.library import MANIFEST, Library, LibraryEntry, build_command, read_manifest, source_hash
 
-from .conftest import FOLDER
+from .conftest import FOLDER, WANTED
 
 COPY = Variant("copy", "sm_90a")
 """The variant that compiles fastest."""
+SCALE = Hooks(epilogue="cute_ep.kernels.hooks:scale")
+ALL_HOOKS = Hooks("cute_ep.kernels.hooks:scale", "package.one:read", "package.two:read")
 
 
 def check_unique(wanted: Iterable[Variant]) -> None:
@@ -41,34 +54,54 @@ def private(library: dict[Variant, LibraryEntry], tmp_path: Path) -> Path:
     target = tmp_path / entry.path.relative_to(FOLDER)
     target.parent.mkdir(parents=True)
     shutil.copy(entry.path, target)
-    manifest = {"version": "0", "dsl": dsl_version(), "variants": [entry.to_json()]}
+    manifest = {"version": cute_ep.__version__, "variants": [entry.to_json()]}
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     return tmp_path
 
 
+@pytest.fixture
+def fresh_hash() -> Iterator[None]:
+    """`source_hash` remembers what it read: forget it before and after a test that changes the sources."""
+    source_hash.cache_clear()
+    yield
+    source_hash.cache_clear()
+
+
 def test_symbols_are_unique() -> None:
-    special = [v for hidden in (7168, 2880) for top_k in (4, 8) for v in variants(hidden=hidden, top_k=top_k)]
-    check_unique([*variants(), *special])
+    """Also with hooks: the same function in another place, or one of the same name in another module."""
+    names = ("cute_ep.kernels.hooks:scale", "package.one:read", "package.two:read", None)
+    hooks = {Hooks(*choice) for first in names for choice in ((first, None), (None, first), (None, None, first))}
+    hooks |= {ALL_HOOKS, Hooks("package.one:read", "package.two:read"), Hooks("package.two:read", "package.one:read")}
+    check_unique([*variants(), *(variant for one in hooks for variant in variants(hooks=one))])
 
 
-@pytest.mark.parametrize("forgotten", ["format", "hidden", "top_k"])
-def test_a_shared_symbol_is_noticed(monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+@pytest.mark.parametrize("forgotten", [{"format": None}, {"hooks": NO_HOOKS}], ids=["format", "hooks"])
+def test_a_shared_symbol_is_noticed(monkeypatch: pytest.MonkeyPatch, forgotten: dict) -> None:
     """The check above fails as soon as the symbol leaves one field of the key out."""
     complete = Variant.symbol.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Variant, "symbol", property(lambda one: complete(replace(one, **{forgotten: None}))))
+    monkeypatch.setattr(Variant, "symbol", property(lambda one: complete(replace(one, **forgotten))))
     with pytest.raises(AssertionError, match="variants share"):
         test_symbols_are_unique()
 
 
+def test_kernels_have_the_hooks_that_they_call() -> None:
+    """Sends read weights and the scale, sums read weights and end in the epilogue; no other kernel has a variant."""
+    made = {(variant.kernel, variant.hooks) for variant in variants(hooks=ALL_HOOKS)}
+    sends = {(kernel, replace(ALL_HOOKS, epilogue=None)) for kernel in SEND_KERNELS}
+    assert made == sends | {(kernel, replace(ALL_HOOKS, input_scale=None)) for kernel in HOOKED_KERNELS}
+    assert {v.kernel for v in variants(hooks=SCALE)} == set(HOOKED_KERNELS) <= set(COMBINE_KERNELS)
+    assert {v.kernel for v in variants(hooks=Hooks(input_scale="a:b"))} == set(SEND_KERNELS) <= set(DISPATCH_KERNELS)
+
+
 def test_every_variant_is_a_file_of_its_own(library: dict[Variant, LibraryEntry]) -> None:
-    assert set(library) == set(variants())
+    assert set(library) == set(WANTED) >= set(variants())
     assert {v.arch for v in library} == set(ARCHITECTURES)
     paths = {entry.path for entry in library.values()}
     assert len(paths) == len(library)
     for variant, entry in library.items():
         assert entry.path == FOLDER / variant.arch / f"{variant.symbol}.cubin"
         assert entry.entry.startswith(variant.symbol)
-        assert entry.source_hash == source_hash()
+        assert entry.source_hash == source_hash(variant.hooks)
 
 
 def test_manifest_round_trip(library: dict[Variant, LibraryEntry]) -> None:
@@ -86,13 +119,28 @@ def test_manifest_round_trip(library: dict[Variant, LibraryEntry]) -> None:
 
 
 def test_parameters_are_those_of_the_kernel(library: dict[Variant, LibraryEntry]) -> None:
-    """Names are unique, and split and fused kernels of one operation take the same arguments."""
+    """Names are unique, and all kernels of one operation take the same arguments in every format."""
+    taken: dict[str, set] = {}
     for variant, entry in library.items():
         names = [name for name, _ in entry.params]
         assert len(set(names)) == len(names)
         assert {kind for _, kind in entry.params} <= {"i32", "i64"}
-        fused = replace(variant, kernel=re.sub(r"_(async|wait)\b|_(async|wait)(?=_)", "", variant.kernel))
-        assert library[fused].params == entry.params
+        operation = variant.kernel.split("_")[0].replace("swiglu", "quantize")
+        taken.setdefault(operation, set()).add(entry.params)
+    assert set(taken) == {"dispatch", "combine", "quantize", "copy"}
+    assert {operation: len(params) for operation, params in taken.items()} == dict.fromkeys(taken, 1)
+
+
+def test_manifest_says_how_long_it_took(library: dict[Variant, LibraryEntry]) -> None:
+    assert all(0 < entry.seconds < 600 for entry in library.values())
+
+
+def test_manifest_of_another_version_does_not_count(private: Path) -> None:
+    manifest = private / MANIFEST
+    content = json.loads(manifest.read_text())
+    assert set(read_manifest(private)) == {COPY}
+    manifest.write_text(json.dumps(content | {"version": "0.0"}))
+    assert not read_manifest(private)
 
 
 def test_build_is_incremental(private: Path) -> None:
@@ -122,15 +170,63 @@ def test_stale_or_missing_is_rebuilt(private: Path, harm: str) -> None:
     assert entry.read() == good, "compilation is deterministic"
 
 
-def test_source_hash_covers_every_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_source_hash_covers_every_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_hash: None) -> None:
     original = source_hash()
     layouts, kernels = library.source_folders()
     shutil.copytree(kernels, tmp_path / "kernels")
     monkeypatch.setattr(library, "source_folders", lambda: (layouts, tmp_path / "kernels"))
+    source_hash.cache_clear()
     assert source_hash() == original
     changed = tmp_path / "kernels" / "codec" / "e2m1.py"
     changed.write_bytes(changed.read_bytes() + b"\n")
+    source_hash.cache_clear()
     assert source_hash() != original
+
+
+def test_source_hash_covers_the_hooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_hash: None) -> None:
+    """A changed hook makes its own variants stale and no others; one whose source is not found adds nothing."""
+    package = tmp_path / "hooks_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    source = package / "inner.py"
+    source.write_text("def double(coords, value, context): return value * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plain, hooks = source_hash(), Hooks(epilogue="hooks_of_a_test.inner:double")
+    first = source_hash(hooks)
+    source.write_text("# another\n")
+    source_hash.cache_clear()
+    assert len({plain, first, source_hash(hooks)}) == 3 and source_hash() == plain
+    source.unlink()
+    importlib.invalidate_caches()
+    source_hash.cache_clear()
+    assert source_hash(hooks) == source_hash(Hooks(epilogue="no_such_package.inner:double")) == plain
+
+
+def test_hooked_variant(library: dict[Variant, LibraryEntry], tmp_path: Path) -> None:
+    """Built beside the plain one under another name, kept in the manifest, and found by its hooks only."""
+    plain = Variant("combine_wait_exact", "sm_90a")
+    (entry,) = build([replace(plain, hooks=SCALE)], tmp_path)
+    assert read_manifest(tmp_path) == {entry.variant: entry}
+    assert entry.to_json()["hooks"] == {"epilogue": SCALE.epilogue, "router_weights": None, "input_scale": None}
+    assert "scale" in entry.path.name and entry.entry.startswith(entry.variant.symbol) != plain.symbol
+    assert entry.sha256 != library[plain].sha256 and entry.params == library[plain].params
+    (tmp_path / MANIFEST).write_text(
+        json.dumps({"version": cute_ep.__version__, "variants": [entry.to_json(), library[plain].to_json()]})
+    )
+    found = Library(tmp_path)
+    assert found.find("combine_wait_exact", "sm_90a", hooks=SCALE).variant == entry.variant
+    assert found.find("combine_wait_exact", "sm_90a").variant == plain
+    assert found.find("combine_wait_exact", "sm_90a", hooks=Hooks(input_scale="a:b")).variant == plain
+
+
+@pytest.mark.parametrize("name", ["nothing", "no.such.module:function", "math:no_such_function", ":sin", "math:"])
+def test_hook_that_names_nothing(name: str) -> None:
+    pytest.importorskip("cutlass")
+    from cute_ep.kernels.build import resolve
+
+    with pytest.raises(ValueError, match=f"hook = '{name}': must be module:function"):
+        resolve(name)
+    assert resolve(None) is None and resolve("math:sin")(0) == 0
 
 
 def test_corrupt_cubin_is_refused(private: Path) -> None:
@@ -139,7 +235,7 @@ def test_corrupt_cubin_is_refused(private: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(VariantMissing, match="does not match the manifest"):
-        Library(private).find("copy", "sm_90a", None, 0, None).read()
+        Library(private).find("copy", "sm_90a").read()
 
 
 def commanded(message: str) -> list[Variant]:
@@ -159,14 +255,15 @@ def empty_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Library:
     return Library()
 
 
-@pytest.mark.parametrize("variant", variants(("sm_90a", "sm_120a")), ids=lambda v: f"{v.arch}-{v.symbol}")
-def test_missing_variant_names_the_command(empty_library: Library, variant: Variant) -> None:
+@pytest.mark.parametrize("hooks", [NO_HOOKS, SCALE, ALL_HOOKS], ids=["none", "scale", "all"])
+def test_missing_variant_names_the_command(empty_library: Library, hooks: Hooks) -> None:
     """The message ends in a command line that the program accepts and that builds what is missing."""
-    with pytest.raises(VariantMissing) as caught:
-        empty_library.find(variant.kernel, variant.arch, variant.format, 7168, 8)
-    assert variant.symbol in str(caught.value)
-    assert variant in commanded(str(caught.value))
-    assert variant in commanded(build_command(variant))
+    for variant in variants(("sm_90a", "sm_120a"), hooks=hooks):
+        with pytest.raises(VariantMissing) as caught:
+            empty_library.find(variant.kernel, variant.arch, variant.format, hooks)
+        assert f"no {variant.symbol} for {variant.arch}" in str(caught.value)
+        assert variant in commanded(str(caught.value))
+        assert variant in commanded(build_command(variant))
 
 
 @pytest.mark.slow
@@ -174,22 +271,22 @@ def test_the_command_works(empty_library: Library) -> None:
     from cute_ep.cli import main
 
     with pytest.raises(VariantMissing) as caught:
-        empty_library.find("combine_wait_exact", "sm_90a", None, 7168, 8)
+        empty_library.find("combine_wait_exact", "sm_90a", hooks=SCALE)
     message = str(caught.value)
     words = shlex.split(message[message.index("cute-ep build") :])
     assert main([*words[1:], "--kernel", "combine_wait_exact"]) == 0
     empty_library.reload()
-    assert empty_library.find("combine_wait_exact", "sm_90a", None, 7168, 8).read()[:4] == b"\x7fELF"
+    assert empty_library.find("combine_wait_exact", "sm_90a", hooks=SCALE).read()[:4] == b"\x7fELF"
 
 
-def test_the_most_specialised_variant_wins(library: dict[Variant, LibraryEntry], tmp_path: Path) -> None:
-    general = Variant("dispatch", "sm_90a", "bf16")
-    rows = [general, replace(general, hidden=7168), replace(general, hidden=7168, top_k=8)]
-    written = [replace(library[general], variant=row).to_json() for row in rows]
-    (tmp_path / MANIFEST).write_text(json.dumps({"variants": written}))
-    found = Library(tmp_path)
-    for hidden, top_k, expected in ((7168, 8, rows[2]), (7168, 4, rows[1]), (4096, 8, rows[0])):
-        assert found.find("dispatch", "sm_90a", "bf16", hidden, top_k).variant == expected
+def test_the_given_folder_comes_first(empty_library: Library, private: Path) -> None:
+    """And what was made from other sources is not found anywhere."""
+    entry = Library(private).find(COPY.kernel, COPY.arch)
+    assert entry.path.is_relative_to(private)
+    stale = replace(entry, source_hash="0" * 16).to_json()
+    (private / MANIFEST).write_text(json.dumps({"version": cute_ep.__version__, "variants": [stale]}))
+    with pytest.raises(VariantMissing, match="no cute_ep_copy for sm_90a"):
+        Library(private).find(COPY.kernel, COPY.arch)
 
 
 def test_not_a_cubin() -> None:
@@ -201,7 +298,9 @@ def test_missing_variant_is_built_into_the_cache(monkeypatch: pytest.MonkeyPatch
     """Where the DSL is installed, a kernel that no folder has is built on first use, without asking."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "none")
-    entry = Library().find(COPY.kernel, COPY.arch, None, 0, None)
-    assert entry.path == library.cache_folder() / "sm_90a" / f"{COPY.symbol}.cubin"
+    wanted = Variant("swiglu", "sm_90a", "bf16")
+    entry = Library().find(wanted.kernel, wanted.arch, wanted.format)
+    assert entry.path == library.cache_folder() / "sm_90a" / f"{wanted.symbol}.cubin"
     assert entry.read()[:4] == b"\x7fELF"
-    assert Library().find(COPY.kernel, COPY.arch, None, 0, None) == entry
+    assert Library().find(wanted.kernel, wanted.arch, wanted.format) == entry
+    assert {variant.arch for variant in read_manifest(library.cache_folder())} == {"sm_90a"}

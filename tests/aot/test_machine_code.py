@@ -9,10 +9,21 @@ from multiprocessing import get_context
 
 import pytest
 
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant, variants
+from cute_ep.layouts.formats import FORMATS, Format
+from cute_ep.layouts.variants import (
+    COMBINE_KERNELS,
+    COPY_KERNEL,
+    DISPATCH_KERNELS,
+    QUANTIZE_KERNEL,
+    SEND_KERNELS,
+    SWIGLU_KERNELS,
+    Variant,
+    variants,
+)
 from cute_ep.library import LibraryEntry
 from cute_ep.tuning import CTAS_PER_SM
+
+from .conftest import WANTED
 
 THREADS = 512
 REGISTER_FILE = 65536
@@ -23,10 +34,10 @@ RESERVED_SHARED_BYTES = 1024
 
 Sass = Callable[[Variant], list[str]]
 
-ALL = pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.arch}-{v.symbol}")
+ALL = pytest.mark.parametrize("variant", WANTED, ids=lambda v: f"{v.arch}-{v.symbol}")
 GROUP = pytest.mark.parametrize(
     "variant",
-    [v for v in variants() if v.kernel in (*DISPATCH_KERNELS, *COMBINE_KERNELS)],
+    [v for v in WANTED if v.kernel in (*DISPATCH_KERNELS, *COMBINE_KERNELS)],
     ids=lambda v: f"{v.arch}-{v.symbol}",
 )
 
@@ -59,22 +70,37 @@ def test_peer_written_memory_is_read_coherently(sass: Sass, variant: Variant) ->
     assert not [line for line in sass(variant) if re.search(r"\bLDG\S*\.(CONSTANT|NC)\b", line)]
 
 
-def encodes(variant: Variant) -> bool:
-    """Whether a variant quantises to 4 bits."""
-    sends = variant.kernel in ("dispatch", "dispatch_async", QUANTIZE_KERNEL)
-    return sends and variant.format is not None and FORMATS[variant.format].bits == 4
+def encoded_format(variant: Variant) -> Format | None:
+    """The format to which a variant encodes rows, None when it does not."""
+    return FORMATS[variant.format] if variant.format else None
+
+
+def has_fp4_instruction(variant: Variant) -> bool:
+    return variant.arch != "sm_90a"
 
 
 @ALL
 def test_e2m1_instruction(sass: Sass, variant: Variant) -> None:
-    """The hardware conversion where it exists (sm_100 and later), integer code on Hopper."""
-    hardware = any("E2M1" in line for line in sass(variant))
-    assert hardware == (encodes(variant) and variant.arch != "sm_90a")
+    """The hardware conversion where 4-bit rows are made and where it exists (sm_100 and later)."""
+    fmt = encoded_format(variant)
+    wanted = fmt is not None and fmt.element == "e2m1" and has_fp4_instruction(variant)
+    assert any("E2M1" in line for line in sass(variant)) == wanted
 
 
 @ALL
 def test_e4m3_instruction(sass: Sass, variant: Variant) -> None:
-    assert any(re.search(r"F2FP\S*\.E4M3\.F32", line) for line in sass(variant)) == encodes(variant)
+    """For e4m3 elements and e4m3 scale factors, and for the e2m1 elements of Hopper, which are made from e4m3 codes."""
+    fmt = encoded_format(variant)
+    wanted = fmt is not None and (
+        "e4m3" in (fmt.element, fmt.scale) or (fmt.element == "e2m1" and not has_fp4_instruction(variant))
+    )
+    assert any(re.search(r"F2FP\S*\.E4M3\.F32", line) for line in sass(variant)) == wanted
+
+
+@ALL
+def test_exponential_is_the_approximate_instruction(sass: Sass, variant: Variant) -> None:
+    """`reference.swiglu_bound` promises its error; no other kernel has one."""
+    assert any("MUFU.EX2" in line for line in sass(variant)) == (variant.kernel in SWIGLU_KERNELS)
 
 
 def fenced_posts(code: list[str]) -> tuple[int, list[str]]:
@@ -115,6 +141,26 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
         assert not bad
 
 
+def exit_fences(code: list[str]) -> tuple[bool, bool]:
+    """Whether a device-scope fence stands directly before, and whether one stands after, the last atomic add: the one
+    with which a CTA counts itself out."""
+    last = max(index for index, line in enumerate(code) if re.search(r"\bATOMG\.E\.ADD\b", line))
+    before = False
+    for line in reversed(code[:last]):
+        if re.search(r"\bMEMBAR\.\S*GPU\b", line):
+            before = True
+        if before or re.search(r"\b(STG|ST|RED|ATOMG|BAR)\b", line):
+            break
+    return before, any(re.search(r"\bMEMBAR\.\S*GPU\b", line) for line in code[last:])
+
+
+@GROUP
+def test_announcement_is_ordered_before_its_withdrawal(sass: Sass, variant: Variant) -> None:
+    """Kernels that announce fence before they count themselves out, the others do not pay for it."""
+    announces = variant.kernel in ("dispatch", "dispatch_wait")
+    assert exit_fences(sass(variant)) == (announces, True)
+
+
 def test_the_checks_see_a_missing_fence() -> None:
     post, store, fence = "STG.E.64.STRONG.SYS [R2], R4", "STG.E.128 [R8], R12", "MEMBAR.ALL.SYS"
     assert fenced_posts([store, fence, post]) == (1, [])
@@ -122,6 +168,9 @@ def test_the_checks_see_a_missing_fence() -> None:
     poll, load, acquire = "LDG.E.64.STRONG.SYS R4, [R2]", "LDG.E.128 R8, [R10]", "CCTL.IVALL"
     assert fenced_waits([poll, poll, acquire, load]) == (2, [])
     assert fenced_waits([poll, load, acquire]) == (1, [poll])
+    leave, narrow = "ATOMG.E.ADD.STRONG.GPU PT, R0, [R2], R11", "MEMBAR.ALL.GPU"
+    assert exit_fences([store, narrow, leave, narrow]) == (True, True)
+    assert exit_fences([narrow, store, leave]) == (False, False)
 
 
 def _ptx(variant: Variant) -> str:
@@ -149,4 +198,8 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
 
 
 def test_kernel_names_are_covered() -> None:
-    assert {v.kernel for v in variants()} == {*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, COPY_KERNEL}
+    """And every kernel that has formats is one that encodes."""
+    encoding = {*SEND_KERNELS, QUANTIZE_KERNEL, *SWIGLU_KERNELS}
+    assert {v.kernel for v in variants()} == encoding | {*DISPATCH_KERNELS, *COMBINE_KERNELS, COPY_KERNEL}
+    assert {v.kernel for v in variants() if v.format} == encoding
+    assert {v.format for v in variants()} == {None, *FORMATS}

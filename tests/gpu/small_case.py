@@ -1,4 +1,4 @@
-"""A small case for compute-sanitizer (`make sanitize`): one rank, eight CTAs, all kernels, both formats.
+"""A small case for compute-sanitizer (`make sanitize`): one rank, eight CTAs, all kernels, every format.
 
 One rank, because the sanitizer may run kernels one after the other, and ranks that wait for each other would time out.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 import sys
 
 from cute_ep.config import EPConfig
-from cute_ep.verify import check_round
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.verify import RoundOptions, check_round
 from cute_ep.workloads import make_inputs
 
 from .conftest import connected
 
 
 def main() -> None:
-    for fmt in ("bf16", "nvfp4"):
-        cfg = EPConfig(2048, 16, 2, 24, 1, fmt, timeout_s=100)
+    for fmt in FORMATS:
+        cfg = EPConfig(2048, 16, 2, 24, 1, fmt, timeout_s=100, row_alignment=16, fused_shared_expert=True)
         with connected(cfg, ["cuda:0"], sms=4) as communicators:
             for split in (False, True):
-                check_round(communicators, make_inputs(cfg, [20], "uniform", 1), split=split)
+                check_round(communicators, make_inputs(cfg, [20], "uniform", 1), RoundOptions(split))
     sys.stdout.write("rounds ok\n")
 
 

@@ -1,4 +1,5 @@
-"""Quantisation on the GPU: every bfloat16 value, every block maximum, and dispatch equal to the local kernel."""
+"""Quantisation on the GPU: every bfloat16 value, every block maximum, every tie, and dispatch equal to the local
+kernel."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ from cute_ep import reference
 from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.local_ops import copy_bytes, quantize
 
 from .conftest import LIBRARY, connected
 
 SCALED = [name for name, fmt in FORMATS.items() if fmt.scale]
-GLOBAL_SCALES = (1.0, 0.37, 2688.0, 2.0**-30, 2.0**40)
+GLOBAL_SCALES = (1.0, 0.37, 2688.0, 2.0**-30, 2.0**40, 2.0**-100, 2.0**100)
+CASES = [(name, scale) for name in SCALED for scale in (GLOBAL_SCALES if FORMATS[name].global_scale else (None,))]
+HIDDEN = (32, 96, 128, 896, 1056, 2048, 2880, 2944, 4096, 7168)
+"""Parts of a segment of 32 units, part tiles of 1024 elements, and the widths of models."""
 
 
 def every_bf16() -> torch.Tensor:
@@ -23,76 +27,97 @@ def every_bf16() -> torch.Tensor:
     return torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def check_quantized(x: torch.Tensor, fmt: str, scale: float) -> None:
-    payload, scales = quantize(x.cuda(), fmt, torch.tensor([scale], device="cuda"), library=str(LIBRARY))
-    expected_payload, expected_scales = reference.quantize(x.cuda(), fmt, scale)
-    assert_bits(scales, expected_scales, f"scales, G = {scale}")
-    assert_bits(payload, expected_payload, f"payload, G = {scale}")
+def holds(fmt: Format, hidden: int) -> bool:
+    return hidden % fmt.block == 0 and fmt.payload_bytes(hidden) % VECTOR_BYTES == 0
 
 
-@pytest.mark.parametrize("scale", GLOBAL_SCALES)
-@pytest.mark.parametrize("fmt", SCALED)
+def check_quantized(rows: torch.Tensor, fmt: str, scale: float | None) -> None:
+    """`rows` [T, n] whole blocks; joined where n is less than a 16-byte vector of payload."""
+    x = rows.bfloat16().cuda()
+    if not holds(FORMATS[fmt], x.shape[1]):
+        x = x[: x.shape[0] // 8 * 8].reshape(-1, x.shape[1] * 8)
+    given = None if scale is None else torch.tensor([scale], device="cuda")
+    actual = quantize(x.contiguous(), fmt, given, library=str(LIBRARY))
+    expected = reference.quantize(x, fmt, 1.0 if scale is None else scale)
+    for name, is_a, should_be in zip(actual._fields, actual, expected, strict=True):
+        if should_be is None:
+            assert is_a is None, name
+        else:
+            assert_bits(is_a, should_be, f"{name} of {tuple(x.shape)}, G = {scale}")
+
+
+@pytest.mark.parametrize(("fmt", "scale"), CASES)
 class TestQuantize:
-    def test_every_value_as_block_maximum(self, fmt: str, scale: float) -> None:
+    def test_every_value_as_block_maximum(self, fmt: str, scale: float | None) -> None:
         """Value v leads its block; the others are smaller multiples of it, so that every code appears."""
-        block = FORMATS[fmt].block
-        fractions = torch.linspace(1, 0, block)
-        self._check(every_bf16().float()[:, None] * fractions, fmt, scale)
+        fractions = torch.linspace(1, 0, FORMATS[fmt].block)
+        check_quantized(every_bf16().float()[:, None] * fractions, fmt, scale)
 
-    def test_every_value_beside_a_fixed_maximum(self, fmt: str, scale: float) -> None:
+    def test_every_value_as_row_maximum(self, fmt: str, scale: float | None) -> None:
+        """Rows of two blocks, or one where that is a vector; the second has smaller numbers than the first."""
+        block = FORMATS[fmt].block
+        fractions = torch.linspace(1, -0.01, max(32, block))
+        check_quantized(every_bf16().float()[:, None] * fractions, fmt, scale)
+
+    def test_every_value_beside_a_fixed_maximum(self, fmt: str, scale: float | None) -> None:
         """Each value as an element of a block with maximum 6, 448 or 1e30: NaN and infinity spoil only their block."""
-        block = FORMATS[fmt].block
+        half = FORMATS[fmt].block // 2
         for maximum in (6.0, 448.0, 1e30):
-            values = every_bf16().float().view(-1, block - 1 if 65536 % (block - 1) == 0 else block // 2)
-            rows = torch.cat([values, torch.full((values.shape[0], block - values.shape[1]), maximum)], dim=1)
-            self._check(rows, fmt, scale)
+            values = every_bf16().float().view(-1, half)
+            check_quantized(torch.cat([values, torch.full((values.shape[0], half), maximum)], dim=1), fmt, scale)
 
-    def test_ties(self, fmt: str, scale: float) -> None:
-        """Elements at, just below and just above every rounding boundary of the payload."""
-        boundaries = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-        near = torch.stack(
-            [boundaries, torch.nextafter(boundaries, boundaries * 0), torch.nextafter(boundaries, boundaries * 9)]
-        )
-        values = torch.cat([near.flatten(), -near.flatten()]).repeat(16)
-        block = FORMATS[fmt].block
-        rows = torch.cat(
-            [values.view(-1, block // 2), torch.full((values.numel() * 2 // block, block // 2), 6.0)], dim=1
-        )
-        for exponent in range(-20, 21):
-            self._check(rows * 2.0**exponent, fmt, scale)
+    def test_ties(self, fmt: str, scale: float | None) -> None:
+        """Elements at every rounding boundary of the payload, and the bfloat16 numbers beside it."""
+        four_bits = FORMATS[fmt].bits == 4
+        decode, codes = (reference.decode_e2m1, 8) if four_bits else (reference.decode_e4m3, 127)
+        numbers = decode(torch.arange(codes, dtype=torch.uint8))
+        bits = ((numbers[1:] + numbers[:-1]) / 2).bfloat16().view(torch.int16)
+        near = torch.cat([bits - 1, bits, bits + 1]).view(torch.bfloat16).float()
+        values = torch.cat([near, -near])
+        half = FORMATS[fmt].block // 2
+        values = values.repeat(8 * half).view(-1, half)
+        rows = torch.cat([values, torch.full_like(values, numbers[-1].item())], dim=1)
+        for exponent in (-40, -20, -7, -1, 0, 1, 5, 20, 60):
+            check_quantized(rows * 2.0**exponent, fmt, scale)
 
-    def test_random_rows_of_many_sizes(self, fmt: str, scale: float) -> None:
+    def test_random_rows_of_many_sizes(self, fmt: str, scale: float | None) -> None:
         generator = torch.Generator().manual_seed(7)
-        for tokens, hidden in ((1, 32), (3, 96), (17, 2880), (129, 7168), (1000, 2048)):
-            self._check(torch.randn(tokens, hidden, generator=generator) * 3, fmt, scale)
+        for hidden in HIDDEN:
+            if holds(FORMATS[fmt], hidden):
+                for tokens in (0, 1, 3, 17, 129, 1000):
+                    magnitudes = 2.0 ** torch.randint(-20, 20, (tokens, 1), generator=generator)
+                    check_quantized(torch.randn(tokens, hidden, generator=generator) * magnitudes, fmt, scale)
 
-    def _check(self, rows: torch.Tensor, fmt: str, scale: float) -> None:
-        x = rows.bfloat16()
-        if x.shape[1] * FORMATS[fmt].bits // 8 % 16:  # join blocks until a row is whole 16-byte vectors
-            x = x[: x.shape[0] // 8 * 8].reshape(-1, x.shape[1] * 8)
-        check_quantized(x.contiguous(), fmt, scale)
+    def test_more_rows_than_warps(self, fmt: str, scale: float | None) -> None:
+        """Each warp takes several tiles, so that what it loads ahead belongs to other rows."""
+        hidden = next(size for size in (1056, 1152) if holds(FORMATS[fmt], size))
+        generator = torch.Generator().manual_seed(8)
+        check_quantized(torch.randn(20011, hidden, generator=generator), fmt, scale)
 
 
 @pytest.mark.parametrize("fmt", SCALED)
 def test_dispatch_quantises_like_the_local_kernel(fmt: str) -> None:
-    cfg = EPConfig(2880, 8, 1, 512, 1, fmt, timeout_s=20)
-    x = torch.randn(500, 2880).bfloat16().cuda()
+    record = FORMATS[fmt]
+    hidden = 2944 if record.block == 128 else 2880
+    cfg = EPConfig(hidden, 8, 1, 512, 1, fmt, timeout_s=20, scale_layout="linear")
+    x = torch.randn(500, hidden).bfloat16().cuda()
     ids = torch.zeros(500, 1, dtype=torch.int32, device="cuda")  # one expert: rows keep the order of the tokens
-    scale = torch.tensor([0.7], device="cuda")
+    scale = torch.tensor([0.7], device="cuda") if record.global_scale else None
     with connected(cfg, ["cuda:0"]) as (communicator,):
         dispatched = communicator.dispatch(x, ids, input_scale=scale)
         communicator.synchronize()
-        payload, scales = quantize(x, fmt, scale, library=str(LIBRARY))
-        assert_bits(dispatched.tokens[:500], payload, "payload")
-        atoms = reference.swizzle_scales(scales, [500])
-        assert_bits(dispatched.scales[: atoms.shape[0]], atoms, "scales")
+        rows = quantize(x, fmt, scale, library=str(LIBRARY))
+        assert_bits(dispatched.tokens[:500], rows.payload, "payload")
+        assert_bits(dispatched.scales[:500, : rows.scales.shape[1]], rows.scales, "scales")
+        if record.row_scale:
+            assert_bits(dispatched.row_scales[:500], rows.row_scales, "row scales")
 
 
 def test_quantize_refuses_bad_input() -> None:
-    with pytest.raises(EPInputError, match="hidden = 24"):
-        quantize(torch.zeros(2, 24, dtype=torch.bfloat16, device="cuda"), "nvfp4", library=str(LIBRARY))
-    with pytest.raises(EPInputError, match="dtype"):
-        quantize(torch.zeros(2, 32, device="cuda"), "nvfp4", library=str(LIBRARY))
+    """What the host checks is in tests/test_local_ops.py."""
+    with pytest.raises(EPInputError, match=r"input_scale\.device"):
+        x = torch.zeros(2, 32, dtype=torch.bfloat16, device="cuda")
+        quantize(x, "nvfp4", torch.ones(1), library=str(LIBRARY))
 
 
 @pytest.mark.parametrize("num_bytes", [16, 496, 32768, 32784, 7_340_032 + 48])

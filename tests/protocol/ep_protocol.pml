@@ -104,8 +104,9 @@
 #define COMPLETE_ANYWAY 10   /* the last CTA out does not look at the verdicts of the others */
 #define STALE_OUTPUT 11      /* GRID: CTAs that find the abort word set leave without being counted */
 #define HALF_COUNTER 12      /* GRID: the sending CTAs have an exit counter, and a last CTA, of their own */
-#define UNORDERED 13         /* GRID: a CTA that is alive counts out without a fence, also the announcing one */
+#define UNORDERED 13         /* GRID: the announcing CTA counts itself out without a fence */
 #define SHORT_ROUTE 14       /* GRID: the first route CTA in posts route_ready, not the last */
+#define LATE_FENCE 15        /* GRID: the last CTA out withdraws without a fence after its add */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -612,6 +613,9 @@ init {
  *   every CTA of a launch works on the launch's epoch, however late it starts
  *   route_ready is posted after the table stores of all route CTAs
  *   when a receiving launch has ended, num_rows is its epoch, or 0 after a timeout (-DSLOW: any wait may time out)
+ *
+ * The announcement is a weak store. Until the launch has ended it may land after the withdrawal, another CTA's store to
+ * the same word, unless the announcing CTA fences before its add on the exit counter and the last one after its own.
  */
 #ifndef CTAS
 #define CTAS 4
@@ -638,7 +642,8 @@ init {
 byte send_epoch, receive_epoch, send_done, receive_done, route_done;    /* the state words */
 bool abort_word;
 byte consumed;                              /* dispatch_consumed of the own rank */
-byte num_rows, in_flight;                   /* the announcement; UNORDERED: its store may land at the end */
+byte num_rows, in_flight;                   /* the announcement; 0, or what may still land on it */
+bool fenced;                                /* the announcing CTA has counted itself out after a fence */
 byte table[CTAS];                           /* the share of each CTA */
 byte message[2 * CTAS];                     /* by parity */
 byte route_ready, message_ready[CTAS];
@@ -653,12 +658,14 @@ byte failures;                              /* ghost: CTAs of the launch that ga
 
 inline leave(counter, ctas, ends) {
     d_step {
-#if MUTANT == UNORDERED
-        in_flight = (id == ANNOUNCER && !alive -> 0 : in_flight);
-#endif
+        fenced = fenced || (id == ANNOUNCER && MUTANT != UNORDERED);
         counter = counter + (alive -> 1 : 1 + FAILED);          /* one atomic */
         last = (counter % FAILED == ctas);
-        whole = (counter == ctas || MUTANT == COMPLETE_ANYWAY)
+        whole = (counter == ctas || MUTANT == COMPLETE_ANYWAY);
+        if
+        :: last && !whole && (id == ANNOUNCER || fenced && MUTANT != LATE_FENCE) -> in_flight = 0
+        :: else
+        fi
     };
     if
     :: last ->
@@ -754,11 +761,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
             fi
         fi;
         if
-        :: alive && id == ANNOUNCER ->
-            num_rows = received + 1;
-#if MUTANT == UNORDERED
-            in_flight = received + 1
-#endif
+        :: alive && id == ANNOUNCER -> d_step { num_rows = received + 1; in_flight = received + 1 }
         :: else
         fi;
         do
@@ -798,13 +801,11 @@ inline launch_grid(kind) {
     :: else -> id = 0; break
     od;
     resident == 0;
-#if MUTANT == UNORDERED
     if                                          /* the end of the launch: every store has landed */
     :: in_flight != 0 -> num_rows = in_flight
     :: true
     fi;
-    in_flight = 0;
-#endif
+    d_step { in_flight = 0; fenced = false };
     if
     :: failures == 0 && ((kind) & SEND) -> sending++
     :: else

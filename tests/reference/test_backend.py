@@ -40,10 +40,18 @@ def expected(cfg: EPConfig, inputs: list[RankInputs], *, weights: bool = True, s
     return reference.dispatch(cfg, xs, ids, scales, [one.router_weights for one in inputs] if weights else None)
 
 
-def check_filled(got: Dispatched, want: Dispatched, name: str) -> None:
+def assert_columns_and_poison(actual: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    """Transposed scale factors: [words, rows] within [words, capacity]."""
+    assert_bits(actual[:, : want.shape[1]], want, name)
+    assert is_poison(actual[:, want.shape[1] :]), name
+
+
+def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) -> None:
     for one in fields(DispatchBuffers):
         value = getattr(want, one.name)
-        if value is not None:
+        if one.name == "scales" and cfg.scales_as == "transposed":
+            assert_columns_and_poison(got.scales, value, f"{name} scales")
+        elif value is not None:
             assert_prefix_and_poison(getattr(got, one.name), value, POISON, f"{name} {one.name}")
         elif one.name == "weights":
             assert not got.weights.any()
@@ -95,13 +103,16 @@ def test_cases(case: Case, split: bool):
         else:
             batches = [one.dispatch(*call, out=o) for one, call, o in zip(communicators, calls, outs, strict=True)]
         for rank, batch in enumerate(batches):
-            check_filled(batch, want[rank], f"rank {rank}")
+            check_filled(cfg, batch, want[rank], f"rank {rank}")
             assert isinstance(batch, Dispatched) and batch.tokens is outs[rank].tokens
             assert batch.topk_ids is inputs[rank].topk_ids
             assert batch.router_weights is inputs[rank].router_weights
         rows = rows_for(batches, cfg)
-        for mode in ("exact", "partial"):
-            results = [torch.empty_like(given.x) for given in inputs]
+        for mode, dtype in [("exact", torch.bfloat16), ("partial", torch.float16), ("unweighted", torch.float32)]:
+            if mode == "unweighted" and case.shared:
+                continue
+            sums = reference.combine(cfg, rows, want, mode=mode, dtype=dtype)
+            results = [torch.empty_like(value) for value in sums]
             if split:
                 sent = [c.combine_async(r, b, mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
                 got = [c.combine_wait(p, out=out) for c, p, out in zip(communicators, sent, results, strict=True)]
@@ -110,9 +121,13 @@ def test_cases(case: Case, split: bool):
                     c.combine(r, b, mode=mode, out=out)
                     for c, r, b, out in zip(communicators, rows, batches, results, strict=True)
                 ]
-            for rank, value in enumerate(reference.combine(cfg, rows, want, mode=mode)):
+            made = [
+                c.combine(r, b, mode=mode, dtype=dtype) for c, r, b in zip(communicators, rows, batches, strict=True)
+            ]
+            for rank, value in enumerate(sums):
                 assert got[rank] is results[rank]
                 assert_bits(got[rank], value, f"{mode} rank {rank}")
+                assert_bits(made[rank], value, f"{mode} rank {rank}, allocated")
         for one in communicators:
             one.synchronize()
 
@@ -152,10 +167,11 @@ def test_a_sent_round_is_enough_for_the_others():
     out = poisoned(communicators[1])
     batch = communicators[1].dispatch_wait(pending[1], out)
     communicators[1].synchronize()
-    check_filled(batch, expected(cfg, inputs, weights=False)[1], "rank 1")
+    check_filled(cfg, batch, expected(cfg, inputs, weights=False)[1], "rank 1")
     for rank in (0, 2):
         communicators[rank].synchronize()  # has sent, waits for nothing
         check_filled(
+            cfg,
             communicators[rank].dispatch_wait(pending[rank], poisoned(communicators[rank])),
             expected(cfg, inputs, weights=False)[rank],
             f"rank {rank}",
@@ -179,7 +195,7 @@ def test_many_rounds_in_reused_buffers_and_ranks_that_run_ahead():
         ]
         want = expected(cfg, inputs)
         for rank, batch in enumerate(batches):
-            check_filled(batch, want[rank], f"round {index} rank {rank}")
+            check_filled(cfg, batch, want[rank], f"round {index} rank {rank}")
         rows = rows_for(batches, cfg, index)
         mode = "partial" if index % 3 else "exact"
         got = [c.combine(r, b, mode=mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
@@ -193,7 +209,7 @@ def test_many_rounds_in_reused_buffers_and_ranks_that_run_ahead():
         communicator = communicators[rank]
         batches[rank, index] = communicator.dispatch(given.x, given.topk_ids, out=poisoned(communicator))
     for (rank, index), batch in batches.items():
-        check_filled(batch, expected(cfg, rounds[index], weights=False)[rank], f"round {index} rank {rank}")
+        check_filled(cfg, batch, expected(cfg, rounds[index], weights=False)[rank], f"round {index} rank {rank}")
 
 
 def test_arguments_may_be_overwritten_after_the_call():
@@ -207,7 +223,7 @@ def test_arguments_may_be_overwritten_after_the_call():
         batches.append(communicator.dispatch(x, ids, weights, out=poisoned(communicator)))
         x.zero_(), weights.zero_()
     for rank in range(3):
-        check_filled(batches[rank], want[rank], f"rank {rank}")
+        check_filled(cfg, batches[rank], want[rank], f"rank {rank}")
     rows = rows_for(batches, cfg)
     sums = reference.combine(cfg, rows, want)
     got = []
@@ -241,6 +257,53 @@ def test_exact_weights_at_either_call_and_only_on_some_ranks():
     for rank in range(3):
         assert_bits(got[rank], sums[rank], "one argument")
         assert_bits(got_other[rank], sums_other[rank], "argument wins")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.fmt != "bf16" and case.hidden <= 384], ids=lambda c: c.id
+)
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+def test_prequantized_tokens(case: Case, split: bool):
+    cfg, inputs = case.cfg, case.inputs()
+    ready = [reference.quantize(one.x, cfg.format) for one in inputs]
+    communicators = connect_reference(cfg)
+    outs = [poisoned(one) for one in communicators]
+    batches = []
+    for communicator, given, rows, out in zip(communicators, inputs, ready, outs, strict=True):
+        copies = [None if one is None else one.clone() for one in rows]
+        call = (copies[0], given.topk_ids, given.router_weights)
+        named = {"scales": copies[1], "row_scales": copies[2]}
+        if split:
+            batches.append(communicator.dispatch_wait(communicator.dispatch_async(*call, **named), out))
+        else:
+            batches.append(communicator.dispatch(*call, out=out, **named))
+        for one in copies:
+            poison(one)
+    for rank, want in enumerate(expected(cfg, inputs)):
+        check_filled(cfg, batches[rank], want, f"rank {rank}")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_skip_a2a_waits_for_nobody(shared):
+    """Rank 1 makes two whole rounds alone; the other ranks' calls change nothing."""
+    cfg = small(skip_a2a=True, fused_shared_expert=shared)
+    communicators = connect_reference(cfg)
+    for seed in range(2):
+        inputs = make_inputs(cfg, [4, 4, 4], "uniform", seed)
+        want = expected(cfg, inputs)
+        given = inputs[1]
+        batch = communicators[1].dispatch(given.x, given.topk_ids, given.router_weights, out=poisoned(communicators[1]))
+        communicators[1].synchronize()
+        check_filled(cfg, batch, want[1], f"round {seed}")
+        rows = rows_for(want, cfg, seed)
+        got = communicators[1].combine(rows[1], batch, dtype=torch.float32)
+        communicators[1].synchronize()
+        assert_bits(got, reference.combine(cfg, rows, want, dtype=torch.float32)[1], f"round {seed}")
+    batch = communicators[0].dispatch(inputs[0].x, inputs[0].topk_ids, inputs[0].router_weights)
+    communicators[0].synchronize()
+    assert batch.num_rows.item() == want[0].num_rows.item()
+    with pytest.raises(EPInputError, match="must be what a dispatch of rank 0 returned"):
+        communicators[0].combine(rows[1], communicators[1].dispatch(given.x, given.topk_ids))
 
 
 # ---- errors
@@ -299,7 +362,7 @@ def test_too_small_buffers_fail_their_rank_alone():
     ]
     for rank in (1, 2):
         communicators[rank].synchronize()
-        check_filled(batches[rank], expected(cfg, inputs)[rank], f"rank {rank}")
+        check_filled(cfg, batches[rank], expected(cfg, inputs)[rank], f"rank {rank}")
     assert is_poison(outs[0].tokens)
     for call in (communicators[0].synchronize, lambda: communicators[0].combine(None, batches[0])):
         with pytest.raises(EPInputError, match="= 14: dispatch brought 15 rows"):
@@ -317,7 +380,7 @@ def test_exactly_enough_capacity():
     ]
     for rank, batch in enumerate(batches):
         communicators[rank].synchronize()
-        check_filled(batch, expected(cfg, inputs, weights=False)[rank], f"rank {rank}")
+        check_filled(cfg, batch, expected(cfg, inputs, weights=False)[rank], f"rank {rank}")
 
 
 def test_weights_rules():
@@ -342,6 +405,14 @@ def test_weights_rules():
     got = [c.combine(r, b, i.router_weights) for c, r, b, i in zip(communicators, rows, bare, inputs, strict=True)]
     for rank, value in enumerate(reference.combine(cfg, rows, expected(cfg, inputs))):
         assert_bits(got[rank], value, f"rank {rank}")
+    for match, call in (
+        ("must be None in unweighted mode", lambda: first.combine(rows[0], bare[0], weights, "unweighted")),
+        ("dtype = torch.float64: must be one of", lambda: first.combine(rows[0], full[0], dtype=torch.float64)),
+        ("out.shape", lambda: first.combine(rows[0], bare[0], mode="unweighted", out=torch.empty(5, 32))),
+        ("dtype = torch.int16", lambda: first.combine(rows[0], full[0], out=torch.empty(5, 32, dtype=torch.int16))),
+    ):
+        with pytest.raises(EPInputError, match=match):
+            call()
     # a wait that was refused may be repeated
     sent = [c.combine_async(r, b) for c, r, b in zip(communicators, rows, bare, strict=True)]
     with pytest.raises(EPInputError, match="exact combine needs them"):
@@ -360,10 +431,18 @@ def test_refused_arguments_do_not_join_the_round():
     wrong_ids = given.topk_ids.clone()
     wrong_ids[4, 1] = 6
     buffers = first.allocate(3)
+    ready = reference.quantize(given.x, "nvfp4")
     for match, call in (
         ("topk_ids.4, 1. = 6", lambda: first.dispatch(given.x, wrong_ids)),
         ("x.dtype", lambda: first.dispatch(given.x.float(), given.topk_ids)),
         ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=0.0)),
+        ("x.shape", lambda: first.dispatch(given.x, given.topk_ids, scales=torch.zeros(5, 2, dtype=torch.uint8))),
+        (
+            "scales.shape",
+            lambda: first.dispatch(ready.payload, given.topk_ids, scales=torch.zeros(5, 3, dtype=torch.uint8)),
+        ),
+        ("must be None", lambda: first.dispatch(ready.payload, given.topk_ids, None, 2.0, scales=ready.scales)),
+        ("row_scales", lambda: first.dispatch(ready.payload, given.topk_ids, scales=ready.scales, row_scales=given.x)),
         ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(1))),
         ("input_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(2))),
         ("out = tuple", lambda: first.dispatch(given.x, given.topk_ids, out=(1,))),
@@ -392,7 +471,7 @@ def test_refused_arguments_do_not_join_the_round():
         for one, i in zip(communicators, inputs, strict=True)
     ]
     for rank, batch in enumerate(batches):
-        check_filled(batch, expected(cfg, inputs)[rank], f"rank {rank}")
+        check_filled(cfg, batch, expected(cfg, inputs)[rank], f"rank {rank}")
     rows = rows_for(batches, cfg)
     need = batches[0].num_rows.item()
     for match, call in (
@@ -474,3 +553,13 @@ def test_bf16_refuses_a_global_scale():
     first = connect_reference(small(dispatch_format="bf16"))[0]
     with pytest.raises(EPInputError, match="no global scale"):
         first.dispatch(torch.zeros(1, 32).bfloat16(), torch.zeros(1, 2).int(), input_scale=1.0)
+
+
+def test_a_shared_expert_has_no_unweighted_rows():
+    cfg = small(fused_shared_expert=True)
+    communicators, batches, _ = dispatch_all(cfg)
+    rows = rows_for(batches, cfg)
+    for call in (communicators[0].combine, communicators[0].combine_async):
+        with pytest.raises(EPInputError, match="shared expert"):
+            call(rows[0], batches[0], mode="unweighted")
+    communicators[0].synchronize()

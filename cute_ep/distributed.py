@@ -1,0 +1,127 @@
+"""All ranks of one process at once, under the names of the `ep_comm` graph operations.
+
+One call takes a list with one tensor a rank, checks and prepares all of them, then launches on all devices, so that
+the first rank's kernel waits for the last one's launch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cute_ep.communicator import Communicator
+from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.layouts.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
+from cute_ep.reference_backend import ReferenceCommunicator
+
+Communicators = Sequence[Communicator] | Sequence[ReferenceCommunicator]
+
+
+def _lists(communicators: Communicators, **arguments: Sequence | None) -> list[dict]:
+    """One rank's arguments after the other's; EPInputError unless every list has one entry a rank."""
+    ranks = len(communicators)
+    for name, values in arguments.items():
+        if values is not None and len(values) != ranks:
+            raise EPInputError(f"len({name}) = {len(values)}: must be the number of ranks, {ranks}")
+    return [{name: None if v is None else v[rank] for name, v in arguments.items()} for rank in range(ranks)]
+
+
+class _Operation:
+    def __init__(self, communicators: Communicators) -> None:
+        cfg = communicators[0].cfg
+        if len(communicators) != cfg.world_size:
+            raise EPConfigError(f"communicators = {len(communicators)}: must be world_size = {cfg.world_size}")
+        self.communicators = communicators
+
+
+class DistributedEPDispatch(_Operation):
+    """`mo.distributed.ep.dispatch`: fused dispatch of bfloat16 rows on all ranks.
+
+    Args:
+        communicators: all ranks, from `connect_local`.
+
+    Raises:
+        EPConfigError: their number is not the world size, or their format is not one of `formats`.
+    """
+
+    formats: tuple[Format, ...] = (BF16,)
+
+    def __init__(self, communicators: Communicators) -> None:
+        super().__init__(communicators)
+        fmt = communicators[0].cfg.format
+        if fmt not in self.formats:
+            names = ", ".join(known.name for known in self.formats)
+            raise EPConfigError(f"dispatch_format = {fmt.name!r}: {type(self).__name__} serves {names}")
+
+    def __call__(
+        self,
+        input_tokens: Sequence[torch.Tensor],
+        topk_ids: Sequence[torch.Tensor],
+        router_weights: Sequence[torch.Tensor] | None = None,
+        input_scales: Sequence[torch.Tensor] | None = None,
+        outs: Sequence[DispatchBuffers] | None = None,
+    ) -> list[Dispatched]:
+        """Launch on all ranks; the lists have one entry a rank, each as an argument of `Communicator.dispatch`.
+
+        Raises:
+            EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
+        """
+        given = _lists(
+            self.communicators,
+            x=input_tokens,
+            topk_ids=topk_ids,
+            router_weights=router_weights,
+            input_scale=input_scales,
+            out=outs,
+        )
+        plans = [rank.plan_dispatch(**own) for rank, own in zip(self.communicators, given, strict=True)]
+        return [plan.launch() for plan in plans]
+
+
+class DistributedEPDispatchFP8(DistributedEPDispatch):
+    """`mo.distributed.ep.dispatch.fp8`: e4m3 with float32 block scales."""
+
+    formats = (FP8, FP8_POW2)
+
+
+class DistributedEPDispatchMXFP4(DistributedEPDispatch):
+    """`mo.distributed.ep.dispatch.mxfp4`: the MX formats."""
+
+    formats = (MXFP4, MXFP8)
+
+
+class DistributedEPDispatchNVFP4(DistributedEPDispatch):
+    """`mo.distributed.ep.dispatch.nvfp4`, later `.block.scaled.nv`: what block-scaled matmuls read."""
+
+    formats = (NVFP4, NVFP4_ROW, MXFP8, MXFP4)
+
+
+class DistributedEPCombine(_Operation):
+    """`mo.distributed.ep.combine`: fused combine on all ranks.
+
+    Args and Raises: as `DistributedEPDispatch`.
+    """
+
+    def __call__(
+        self,
+        rows: Sequence[torch.Tensor],
+        dispatched: Sequence[Dispatched],
+        router_weights: Sequence[torch.Tensor] | None = None,
+        mode: str = "exact",
+        outs: Sequence[torch.Tensor] | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> list[torch.Tensor]:
+        """Launch on all ranks; arguments as of `Communicator.combine`, in lists with one entry a rank.
+
+        Raises:
+            EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
+        """
+        given = _lists(self.communicators, rows=rows, dispatched=dispatched, router_weights=router_weights, out=outs)
+        plans = [
+            rank.plan_combine(mode=mode, dtype=dtype, **own)
+            for rank, own in zip(self.communicators, given, strict=True)
+        ]
+        return [plan.launch() for plan in plans]

@@ -1,0 +1,189 @@
+"""Bit-exact model of combine: every byte of every rank's sums, in plain torch, slow and obvious on purpose.
+
+Every multiplication and every addition is its own torch call, so products are rounded before they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import Dispatched
+from cute_ep.errors import EPInputError
+from cute_ep.reference_dispatch import per_rank
+from cute_ep.reference_formats import round_to, row_chunks
+from cute_ep.validate import check_mode, check_output, check_router_weights, check_rows, combine_weights
+
+Epilogue = Callable[[int, torch.Tensor], torch.Tensor]
+"""(rank, [T, hidden] float32 sums of its tokens) -> what is rounded instead."""
+Owned = Iterator[tuple[torch.Tensor, int, torch.Tensor]]
+"""(tokens within a part, slot, their [n, hidden] bfloat16 rows)."""
+
+
+def chosen_weights(
+    cfg: EPConfig,
+    dispatched: Sequence[Dispatched],
+    router_weights: Sequence[torch.Tensor | None] | None,
+    mode: str,
+) -> list[torch.Tensor | None]:
+    """Per rank the weights that apply: the argument's, else those of dispatch; None in unweighted mode."""
+    given = per_rank("router_weights", router_weights, cfg.world_size)
+    if mode == "unweighted":
+        return [combine_weights(cfg, mode, None, batch) for batch in dispatched]
+    chosen = []
+    for rank, (batch, argument) in enumerate(zip(dispatched, given, strict=True)):
+        weights = batch.router_weights if argument is None else argument
+        if weights is None:
+            raise EPInputError(f"router_weights[{rank}] = None: must be given to dispatch or to combine")
+        check_router_weights(cfg, weights, batch.topk_ids.shape[0])
+        chosen.append(weights)
+    return chosen
+
+
+def check_combine(
+    cfg: EPConfig, rows: Sequence[torch.Tensor], dispatched: Sequence[Dispatched], mode: str, dtype: torch.dtype
+) -> None:
+    """EPInputError unless mode and type are known, both lists have an entry a rank, and `rows` covers `num_rows`."""
+    check_mode(mode)
+    per_rank("rows", rows, cfg.world_size)
+    per_rank("dispatched", dispatched, cfg.world_size)
+    for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
+        check_rows(cfg, outputs, batch)
+        check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
+        if outputs.shape[0] < (need := batch.num_rows.item()):
+            raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
+
+
+def combine(
+    cfg: EPConfig,
+    rows: Sequence[torch.Tensor],
+    dispatched: Sequence[Dispatched],
+    router_weights: Sequence[torch.Tensor | None] | None = None,
+    mode: str = "exact",
+    dtype: torch.dtype = torch.bfloat16,
+    epilogue: Epilogue | None = None,
+) -> list[torch.Tensor]:
+    """Expert outputs of every token, back in token order: their weighted sums, or the rows themselves.
+
+    All sums are float32, start at +0 and round after each multiplication and each addition:
+    exact: over the unmasked slots k ascending, acc += w[t, k] * f32(row).
+    partial: every rank sums the slots that it owns as above and casts to bfloat16; the source rank adds these
+    over the ranks that own any of the token's experts, ascending.
+    Then acc += f32(row) of the shared expert, for the tokens that it has (`EPConfig.shared_slice`); then the
+    epilogue; then one cast to `dtype`. A token without unmasked slots gives +0. A NaN result is the type's
+    `CANONICAL_NAN`.
+    unweighted: slot k's row, cast to `dtype`; +0 where the slot is masked. Only the cast to float16 makes NaNs
+    canonical: bfloat16 keeps a row's bits, float32 widens them with zeros.
+
+    With `skip_a2a` a rank adds its own rows only, and slots of other ranks' experts count as masked.
+
+    Args:
+        rows: per rank [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
+        dispatched: what `dispatch` returned (or a communicator's outputs of the same round).
+        router_weights: per rank [T_r, top_k] float32; None (list or entry): those that dispatch was given. Not read
+            in unweighted mode.
+        mode: one of COMBINE_MODES; "unweighted" not with a fused shared expert.
+        dtype: bfloat16, float16 or float32.
+        epilogue: not in unweighted mode.
+
+    Returns:
+        Per rank [T_r, hidden], unweighted [T_r, top_k, hidden], of `dtype`.
+
+    Raises:
+        EPInputError: unknown mode or type, a rank without weights, or a wrong shape, type or list length.
+    """
+    check_combine(cfg, rows, dispatched, mode, dtype)
+    chosen = chosen_weights(cfg, dispatched, router_weights, mode)
+    if mode == "unweighted":
+        if epilogue is not None:
+            raise EPInputError("epilogue = function: must be None in unweighted mode, which has no sum")
+        return [unweighted_source(cfg, source, rows, dispatched, dtype) for source in range(cfg.world_size)]
+    return [
+        combine_source(cfg, source, rows, dispatched, weights, mode, dtype, epilogue)
+        for source, weights in enumerate(chosen)
+    ]
+
+
+def owned_rows(
+    cfg: EPConfig,
+    ranks: Sequence[int],
+    source: int,
+    rows: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+    dispatched: Sequence[Dispatched] | Mapping[int, Dispatched],
+    part: slice,
+) -> Owned:
+    """The rows that `ranks` hold of the tokens `part` of rank `source`, slots ascending."""
+    ids = dispatched[source].topk_ids
+    index = 0 if cfg.skip_a2a else source
+    for slot in range(cfg.top_k):
+        expert = ids[part, slot]
+        for rank in ranks:
+            token = ((expert >= 0) & (expert // cfg.local_experts == rank)).nonzero()[:, 0]
+            if token.numel():
+                row = dispatched[rank].row_map[index, part, slot][token].long()
+                yield token, slot, rows[rank][row]
+
+
+def serving_ranks(cfg: EPConfig, source: int) -> list[int]:
+    """The ranks whose rows come home to `source`, ascending."""
+    return [source] if cfg.skip_a2a else list(range(cfg.world_size))
+
+
+def shared_rows(cfg: EPConfig, source: int, rows: torch.Tensor, tokens: int) -> tuple[slice, torch.Tensor]:
+    """(tokens that the shared expert served, their rows) of one rank; both empty without a shared expert."""
+    first, count = cfg.shared_slice(tokens, source)
+    return slice(first, first + count), rows[:count]
+
+
+def combine_source(
+    cfg: EPConfig,
+    source: int,
+    rows: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+    dispatched: Sequence[Dispatched] | Mapping[int, Dispatched],
+    weights: torch.Tensor,
+    mode: str,
+    dtype: torch.dtype = torch.bfloat16,
+    epilogue: Epilogue | None = None,
+) -> torch.Tensor:
+    """`combine` for the tokens of rank `source` alone, with its [T, top_k] weights; checks nothing."""
+    ids, everyone = dispatched[source].topk_ids, serving_ranks(cfg, source)
+    result = torch.zeros(ids.shape[0], cfg.hidden, dtype=torch.float32, device=ids.device)
+
+    def add_products(total: torch.Tensor, ranks: Sequence[int], part: slice) -> None:
+        for token, slot, row in owned_rows(cfg, ranks, source, rows, dispatched, part):
+            product = weights[part, slot][token, None] * row.float()
+            total[token] = total[token] + product
+
+    for part in row_chunks(*result.shape):
+        total = result[part]
+        if mode == "exact":
+            add_products(total, everyone, part)
+        for rank in everyone if mode == "partial" else ():
+            partial = torch.zeros_like(total)
+            add_products(partial, [rank], part)
+            token = ((ids[part] >= 0) & (ids[part] // cfg.local_experts == rank)).any(dim=1)
+            total[token] = total[token] + round_to(partial[token], torch.bfloat16).float()
+    shared, outputs = shared_rows(cfg, source, rows[source], ids.shape[0])
+    result[shared] = result[shared] + outputs.float()
+    return round_to(result if epilogue is None else epilogue(source, result), dtype)
+
+
+def unweighted_source(
+    cfg: EPConfig,
+    source: int,
+    rows: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+    dispatched: Sequence[Dispatched] | Mapping[int, Dispatched],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Unweighted `combine` for the tokens of rank `source` alone: [T, top_k, hidden]; checks nothing."""
+    tokens = dispatched[source].topk_ids.shape[0]
+    home = rows[source]
+    result = torch.zeros(tokens, cfg.top_k, cfg.hidden, dtype=home.dtype, device=home.device)
+    for token, slot, row in owned_rows(cfg, serving_ranks(cfg, source), source, rows, dispatched, slice(0, tokens)):
+        result[token, slot] = row
+    if dtype == torch.bfloat16:
+        return result
+    widened = (result.view(torch.int16).int() << 16).view(torch.float32)
+    return widened if dtype == torch.float32 else round_to(widened, dtype)

@@ -1,0 +1,145 @@
+"""Announce role: what a receiving rank knows once the routes are in: offsets, counts, and zeros in the padding."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint16, Uint32
+
+from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.scale_rows import zero_scale_rows
+from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
+from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.record import Region
+from cute_ep.layouts.scales import ATOM_ROWS
+
+PADDING_JOBS = 8
+"""Pieces into which the zeroing of one group's padding is cut, so that few groups keep many CTAs busy."""
+
+
+def announcer(count):
+    """Which of `count` receiving CTAs writes the offsets: one away from those that carry the first messages."""
+    return count // 2
+
+
+class Announce:
+    """Writes the small outputs from the tables that `Expand._read_routes` left in shared memory."""
+
+    def __init__(self, bases: Region, row_starts: Region, scale_starts: Region, headers: Region) -> None:
+        self.bases, self.row_starts, self.scale_starts, self.headers = bases, row_starts, scale_starts, headers
+
+    @cute.jit
+    def run(self, group, args, first: Int32, count: Int32) -> None:
+        """CTA `first` of `count` receiving CTAs."""
+        if first == announcer(count):
+            self._announce(group, args)
+        if (args.scale_words != 0) | (args.row_alignment != 1):
+            jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
+            for job in cutlass.range(count - 1 - first, jobs, count):  # the last CTAs have the fewest chunks
+                part, place = item_coord(job, PADDING_JOBS)
+                self._zero_padding(group, args, place - args.shared_groups, part)
+
+    @cute.jit
+    def _announce(self, group, args) -> None:
+        """No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers."""
+        sBase = shared_array(self.bases, Int32)
+        sStart = shared_array(self.row_starts, Int32)
+        sScaleStart = shared_array(self.scale_starts, Int32)
+        sHeader = shared_array(self.headers, Int32)
+        groups = group.local_experts + args.shared_groups
+        gRowOffset = array(args.row_offsets, Int32, groups + 1)
+        gRowCount = array(args.row_counts, Int32, groups)
+        gExpertId = array(args.expert_ids, Int32, groups)
+        gScaleOffset = array(args.scales_offsets, Int32, groups)
+        gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
+        gNumRows = array(args.num_rows, Int32, 1)
+        fits = sStart[group.local_experts] <= args.capacity
+        for place in cutlass.range(group.tid, groups + 1, THREADS, unroll=1):
+            expert = place - args.shared_groups
+            start = Int32(0)
+            rows = args.shared_rows
+            scale_start = Int32(0)
+            if expert >= 0:
+                start = sStart[expert]
+                rows = Int32(0)
+                if expert < group.local_experts:
+                    rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+                    scale_start = sScaleStart[expert]
+            if not fits:
+                start = Int32(0)
+                rows = Int32(0)
+                scale_start = Int32(0)
+            gRowOffset[place] = start
+            if expert < group.local_experts:
+                gRowCount[place] = rows
+                gExpertId[place] = place
+                if args.scales_offsets != Int64(0):
+                    if args.scale_alignment == args.row_alignment:
+                        scale_start = start
+                    gScaleOffset[place] = scale_start // ATOM_ROWS - start // ATOM_ROWS
+            else:
+                gNumRows[0] = start
+        for index in cutlass.range(group.tid, group.ranks * len(HeaderWord), THREADS, unroll=1):
+            word, source = item_coord(index, len(HeaderWord))
+            gHeader[source, word] = sHeader[source, word]
+
+    @cute.jit
+    def _zero_padding(self, group, args, expert: Int32, part: Int32) -> None:
+        """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
+        sBase = shared_array(self.bases, Int32)
+        sStart = shared_array(self.row_starts, Int32)
+        sScaleStart = shared_array(self.scale_starts, Int32)
+        start = Int32(0)
+        rows = args.shared_rows
+        scale_start = Int32(0)
+        if expert >= 0:
+            start = sStart[expert]
+            rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+            scale_start = sScaleStart[expert]
+        end = start + ((rows + args.row_alignment - 1) & -args.row_alignment)
+        if end <= args.capacity:
+            if args.scale_words != 0:
+                if args.scale_alignment == args.row_alignment:
+                    scale_start = start
+                scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)
+                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.tid)
+            if start + rows < end:
+                self._zero_rows(group, args, start + rows, end, part)
+
+    @cute.jit
+    def _zero_rows(self, group, args, first: Int32, end: Int32, part: Int32) -> None:
+        """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
+        units = args.payload_bytes // VECTOR_BYTES
+        vectors = (end - first) * units
+        gOut = vector_tensor(args.out_tokens + Int64(first) * args.payload_bytes, vectors, 1)
+        rZero = cute.make_rmem_tensor(4, Uint32)
+        rZero.fill(0)
+        for vector in cutlass.range(
+            part * THREADS + group.tid, (end - first) * units, THREADS * PADDING_JOBS, unroll=1
+        ):
+            cute.copy(vector_atom(), rZero, gOut[None, vector, 0])
+        if part == 0:
+            gSource = array(args.src_info, Int32, args.capacity, 2)
+            gRowScale = array(args.out_row_scales, Uint16, args.capacity)
+            for row in cutlass.range(first + group.tid, end, THREADS, unroll=1):
+                gSource[row, 0] = Int32(-1)
+                gSource[row, 1] = Int32(-1)
+                if args.row_scale_bytes != 0:
+                    gRowScale[row] = Uint16(0)
+
+    @cute.jit
+    def withdraw(self, group, args) -> None:
+        """One thread, after a timeout: no rows, no tokens."""
+        groups = group.local_experts + args.shared_groups
+        gRowOffset = array(args.row_offsets, Int32, groups + 1)
+        gRowCount = array(args.row_counts, Int32, groups)
+        gHeader = array(args.headers, Int32, group.ranks * len(HeaderWord))
+        gNumRows = array(args.num_rows, Int32, 1)
+        gNumRows[0] = 0
+        gRowOffset[groups] = 0
+        for place in cutlass.range(groups, unroll=1):
+            gRowOffset[place] = 0
+            gRowCount[place] = 0
+        for index in cutlass.range(group.ranks * len(HeaderWord), unroll=1):
+            gHeader[index] = 0

@@ -1,0 +1,68 @@
+"""Functions that users compile into the kernels: `cute-ep build --epilogue module:function`, and two to start from.
+
+| hook           | called as                     | by                                      | returns       |
+| -------------- | ----------------------------- | --------------------------------------- | ------------- |
+| epilogue       | (coords, value, context)      | combine, before it rounds a sum         | the new value |
+| router_weights | (address, token, k, top_k)    | dispatch (weights travel) and combine   | Float32       |
+| input_scale    | (address, expert)             | dispatch, with expert 0                 | Float32       |
+
+Each is a `@cute.jit` function. `coords` is (token, column) of the first of eight neighbouring elements, `value` holds
+those eight in float32. `address` is that of the tensor which the caller gave as `router_weights` or `input_scale`,
+whatever its type then is. A hook that reads other memory finds its address in `context.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
+from cute_ep.layouts.formats import VECTOR_BYTES
+
+VECTOR_ELEMENTS = 8
+
+
+@dataclass(frozen=True)
+class EpilogueContext:
+    """data: address of the tensor that combine was given as `epilogue_data` (0: none); its output is
+    [tokens, hidden]."""
+
+    data: Int64
+    tokens: Int32
+    hidden: Int32
+
+
+@cute.jit
+def residual_add(coords, value, context: EpilogueContext):
+    """Add a residual; context.data: [tokens, hidden] bfloat16."""
+    token, column = coords
+    vectors = context.hidden // VECTOR_ELEMENTS
+    gResidual = vector_tensor(context.data, vectors, context.tokens, Int64(vectors) * VECTOR_BYTES)
+    rResidual = cute.make_rmem_tensor(VECTOR_BYTES // 4, Uint32)
+    cute.copy(vector_atom(), gResidual[None, column // VECTOR_ELEMENTS, token], rResidual)
+    return value + cute.recast_tensor(rResidual, BFloat16).load().to(Float32)
+
+
+@cute.jit
+def scale(coords, value, context: EpilogueContext):
+    """Multiply by one number; context.data: float32[1]."""
+    return value * cute.arch.load(pointer(context.data, Float32), Float32)
+
+
+class WeightReader:
+    """Reads router weights, with the user's function if there is one."""
+
+    def __init__(self, hook: Callable | None) -> None:
+        self.hook = hook
+
+    @cute.jit
+    def read(self, address: Int64, index, group) -> Float32:
+        """Weight of entry `index` = token * top_k + k."""
+        if cutlass.const_expr(self.hook is None):
+            return Float32(array(address, Float32, index + 1)[index])
+        k, token = group.by_top_k.split(index)
+        return Float32(self.hook(address, token, k, group.top_k))

@@ -1,0 +1,75 @@
+"""Scale factors of an output, whatever their layout: one set of strides, and zeros where a group is padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_ep.kernels.block import THREADS
+from cute_ep.layouts.device import item_coord, pointer, vector_at, vector_atom
+from cute_ep.layouts.scales import ATOM_ROWS
+
+ATOM_LINE_ROWS = ATOM_ROWS // 32
+"""Rows whose words of one column share 16 bytes of an atom."""
+
+
+@dataclass(frozen=True)
+class ScaleArgs:
+    """Where a launch writes scale factors: `layouts.scales.ScaleMap` over the tensor at `out_scales` (0: none).
+
+    scale_words: 4-byte words of one row. scale_alignment: multiple at which a group's scale rows start.
+    """
+
+    out_scales: Int64
+    scale_inner: Int64
+    scale_middle: Int64
+    scale_outer: Int64
+    scale_step: Int64
+    scale_words: Int32
+    scale_alignment: Int32
+
+
+def scale_tensor(args: ScaleArgs, rows):
+    """The scale words as a tensor over (row, word), rows as ((32, 4, blocks))."""
+    layout = cute.make_layout(
+        ((32, ATOM_ROWS // 32, Int64(rows)), Int64(args.scale_words)),
+        stride=((args.scale_inner, args.scale_middle, args.scale_outer), args.scale_step),
+    )
+    return cute.make_tensor(pointer(args.out_scales, Uint32), layout)
+
+
+@cute.jit
+def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, tid: Int32) -> None:
+    """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one CTA.
+
+    The rows lie in one 128-row block, and end there when it is an atom: then rows line, line + 32, ... of a column are
+    16 contiguous bytes, which one store zeroes where all four are padding.
+    """
+    gScale = scale_tensor(args, end)
+    columns = (args.scale_words - part + parts - 1) // parts
+    if args.scale_middle == Int64(1):
+        in_block = first % ATOM_ROWS
+        block = first - in_block
+        rZero = cute.make_rmem_tensor(ATOM_LINE_ROWS, Uint32)
+        rZero.fill(0)
+        items = 32 * columns
+        if first == end:
+            items = Int32(0)
+        for item in cutlass.range(tid, items, THREADS, unroll=1):
+            line, turn = item_coord(item, 32)
+            column = part + turn * parts
+            if line >= in_block:
+                offset = 4 * (Int64(block) // ATOM_ROWS * args.scale_outer + column * args.scale_step)
+                cute.copy(vector_atom(), rZero, vector_at(args.out_scales + offset, line))
+            else:
+                for row in cutlass.range(line + 32, ATOM_ROWS, 32, unroll=1):
+                    if row >= in_block:
+                        gScale[block + row, column] = Uint32(0)
+    else:
+        rows = end - first
+        for item in cutlass.range(tid, rows * columns, THREADS, unroll=1):
+            row, turn = item_coord(item, rows)
+            gScale[first + row, part + turn * parts] = Uint32(0)

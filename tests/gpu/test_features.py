@@ -1,0 +1,162 @@
+"""Every format and every option of dispatch and combine against the reference, bit for bit."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from cute_ep.config import EPConfig
+from cute_ep.distributed import (
+    DistributedEPCombine,
+    DistributedEPDispatch,
+    DistributedEPDispatchFP8,
+    DistributedEPDispatchMXFP4,
+    DistributedEPDispatchNVFP4,
+)
+from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.routing import ROW_ALIGNMENTS
+from cute_ep.verify import RoundOptions, check_dispatched, check_round
+from cute_ep.workloads import make_inputs
+
+from .conftest import connected
+
+HIDDEN = (2048, 2880, 4096, 7168)
+TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (128, "uniform"), (300, "one_expert"), (513, "zipf"))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def counts_of(tokens: int, ranks: int, turn: int) -> list[int]:
+    """Token counts a rank: different ones, some of them 0."""
+    return [max(0, tokens - (tokens + 2) * ((rank + turn) % 3) // 2) for rank in range(ranks)]
+
+
+def holds(fmt: str, hidden: int) -> bool:
+    return hidden % FORMATS[fmt].block == 0
+
+
+@pytest.mark.parametrize(("fmt", "hidden"), [pair for pair in product(FORMATS, HIDDEN) if holds(*pair)])
+def test_every_format(devices: list[str], fmt: str, hidden: int) -> None:
+    """Fused and split, plain and pre-quantised rows, all output types and combine modes, in every scale layout."""
+    ranks, record = len(devices), FORMATS[fmt]
+    turn = hidden
+    for layout in record.scale_layouts or (None,):
+        cfg = EPConfig(hidden, 16 * ranks, 4, 520, ranks, fmt, 20, layout)
+        with connected(cfg, devices) as communicators:
+            for tokens, routing in TOKENS:
+                for split in (False, True):
+                    turn += 1
+                    scales = [0.5 * (rank + 1) for rank in range(ranks)] if record.global_scale and turn % 3 else None
+                    options = RoundOptions(
+                        split,
+                        dtype=DTYPES[turn % 3],
+                        input_scales=scales,
+                        prequantized=bool(record.scale) and turn % 4 == 3,
+                        seed=turn,
+                    )
+                    inputs = make_inputs(cfg, counts_of(tokens, ranks, turn), routing, turn)
+                    try:
+                        check_round(communicators, inputs, options)
+                    except AssertionError as error:
+                        raise AssertionError(f"{layout}, {tokens} tokens, {routing}, {options}: {error}") from error
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_padded_to_an_alignment(devices: list[str], fmt: str) -> None:
+    record = FORMATS[fmt]
+    for turn, (alignment, layout) in enumerate(product(ROW_ALIGNMENTS, record.scale_layouts or (None,))):
+        if alignment % record.row_alignment:
+            with pytest.raises(EPConfigError, match="row_alignment"):
+                EPConfig(2048, 32, 4, 130, len(devices), fmt, row_alignment=alignment)
+            continue
+        cfg = EPConfig(
+            2048, 8 * len(devices), 3, 130, len(devices), fmt, 20, layout, alignment, fused_shared_expert=turn % 2 == 1
+        )
+        with connected(cfg, devices) as communicators:
+            for tokens, routing in ((0, "uniform"), (1, "zipf"), (130, "masked"), (129, "one_rank")):
+                inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
+                check_round(communicators, inputs, RoundOptions(split=turn % 2 == 0, seed=turn))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_fused_shared_expert(devices: list[str], fmt: str) -> None:
+    """Group 0 holds the own tokens; their rows are added in the float32 accumulator."""
+    cfg = EPConfig(4096, 16 * len(devices), 8, 300, len(devices), fmt, 20, fused_shared_expert=True)
+    with connected(cfg, devices) as communicators:
+        for turn, (tokens, routing) in enumerate(TOKENS[:-1]):
+            inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
+            for split in (False, True):
+                check_round(communicators, inputs, RoundOptions(split, dtype=DTYPES[turn % 3], seed=turn))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_skip_a2a(devices: list[str], fmt: str, shared: bool) -> None:
+    """Replicated tokens: every rank serves its own experts and returns its part of the sums."""
+    ranks = len(devices)
+    cfg = EPConfig(2048, 48 * ranks, 8, 200, ranks, fmt, 20, fused_shared_expert=shared, skip_a2a=True)
+    with connected(cfg, devices) as communicators:
+        for turn, tokens in enumerate((0, 1, 32, 200)):
+            one = make_inputs(cfg, [tokens] * ranks, ("uniform", "masked")[turn % 2], turn)[0]
+            for split in (False, True):
+                check_round(communicators, [one] * ranks, RoundOptions(split, dtype=DTYPES[turn % 3], seed=turn))
+
+
+def test_partial_sums_of_skip_a2a_add_up_to_the_layer() -> None:
+    """The ranks' float32 results add up to what one rank with all experts returns, to rounding."""
+    sums = []
+    for alone in (True, False):
+        ranks = 4 if alone else 1
+        cfg = EPConfig(2048, 64, 4, 64, ranks, "bf16", 20, fused_shared_expert=True, skip_a2a=alone)
+        inputs = make_inputs(cfg, [64] * ranks, "uniform", 3)[0]
+        x, ids, weights = inputs.x.cuda(), inputs.topk_ids.cuda(), inputs.router_weights.cuda()
+        total = torch.zeros(64, 2048, device="cuda")
+        with connected(cfg, ["cuda:0"] * ranks) as communicators:
+            for communicator in communicators:
+                batch = communicator.dispatch(x, ids, weights)
+                total += communicator.combine(batch.tokens, batch, dtype=torch.float32)
+                communicator.synchronize()
+        sums.append(total)
+    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
+
+
+def test_distributed_operations(devices: list[str]) -> None:
+    """The list forms launch on all ranks and give what the reference gives."""
+    from cute_ep import reference
+
+    for fmt, operation in (
+        ("bf16", DistributedEPDispatch),
+        ("fp8", DistributedEPDispatchFP8),
+        ("mxfp4", DistributedEPDispatchMXFP4),
+        ("nvfp4", DistributedEPDispatchNVFP4),
+    ):
+        cfg = EPConfig(2048, 64, 4, 64, len(devices), fmt, 20)
+        inputs = make_inputs(cfg, [64] * len(devices), "uniform", 1)
+        with connected(cfg, devices) as communicators:
+            xs, ids, weights = (
+                [getattr(one, name).to(c.device) for one, c in zip(inputs, communicators, strict=True)]
+                for name in ("x", "topk_ids", "router_weights")
+            )
+            with pytest.raises(EPInputError, match="topk_ids"):
+                operation(communicators)(xs, ids[:-1], weights)
+            outs = [communicator.allocate() for communicator in communicators]
+            for out in outs:
+                for tensor in vars(out).values():
+                    if tensor is not None:
+                        tensor.view(torch.uint8).fill_(0xA5)
+            batches = operation(communicators)(xs, ids, weights, outs=outs)
+            for communicator in communicators:
+                communicator.synchronize()
+            on_one = [[tensor.to(xs[0].device) for tensor in column] for column in (xs, ids, weights)]
+            expected = reference.dispatch(cfg, on_one[0], on_one[1], None, on_one[2])
+            for rank, (got, want) in enumerate(zip(batches, expected, strict=True)):
+                check_dispatched(got, want, cfg, rank)
+            rows = [torch.ones(int(b.num_rows), 2048, device=b.tokens.device).bfloat16() for b in batches]
+            sums = DistributedEPCombine(communicators)(rows, batches, dtype=torch.float32)
+            for communicator, got, weight in zip(communicators, sums, weights, strict=True):
+                communicator.synchronize()
+                torch.testing.assert_close(got, weight.sum(dim=1, keepdim=True).expand_as(got), rtol=1e-6, atol=0)
+    with pytest.raises(EPConfigError, match="serves bf16"):
+        DistributedEPDispatch(communicators)

@@ -1,0 +1,148 @@
+"""SwiGLU in float64 against numpy, and its bound against float32 evaluations with the worst errors that are allowed."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cute_ep import reference
+from cute_ep.compare import assert_bits
+from cute_ep.errors import EPInputError
+
+from .oracle import ALL_BF16
+
+FLOAT = np.float32
+UPS = (1.0, -1.0, 0.0, 3.3895313892515355e38, -(2.0**-133), 1.7, -300.0, torch.inf, torch.nan)
+OPTIONS = [(None, None), (1.702, 7.0), (1.0, 1e38), (-0.5, 0.25), (100.0, 3.0)]
+
+
+def every_gate(up: float) -> torch.Tensor:
+    """[64, 2 * 1024]: every bfloat16 as gate beside one up projection."""
+    gate = ALL_BF16.reshape(64, 1024)
+    return torch.cat([gate, torch.full_like(gate, up)], dim=1)
+
+
+def flush(value: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(value) < FLOAT(2.0**-126), np.copysign(FLOAT(0), value), value)
+
+
+def in_float32(x: torch.Tensor, alpha: float | None, limit: float | None, errors: tuple[float, int]) -> torch.Tensor:
+    """The kernels' order of float32 operations; `errors` are the relative error of ex2 in units of 2**-22 and that of
+    rcp in units in the last place."""
+    gate, up = (half.float().numpy() for half in x.chunk(2, dim=1))
+    z = gate
+    with np.errstate(all="ignore"):
+        if alpha is not None:
+            gate, up = np.minimum(gate, FLOAT(limit)), np.clip(up, FLOAT(-limit), FLOAT(limit)) + FLOAT(1)
+            z = FLOAT(alpha) * gate
+        power = flush(-z * FLOAT(1.4426950408889634))
+        exponential = flush((np.exp2(power.astype(np.float64)) * (1 + errors[0] * 2.0**-22 * 0.999)).astype(FLOAT))
+        denominator = FLOAT(1) + exponential
+        reciprocal = FLOAT(1) / denominator
+        for _ in range(abs(errors[1])):
+            towards = FLOAT(math.copysign(math.inf, errors[1]))
+            # an infinite denominator, and a reciprocal of exactly 1, are exact
+            reciprocal = np.where(np.isinf(denominator), reciprocal, np.nextafter(reciprocal, towards))
+        y = gate * flush(reciprocal).astype(FLOAT) * up
+    return torch.from_numpy(y.astype(FLOAT))
+
+
+@pytest.mark.parametrize("alpha, limit", OPTIONS)
+def test_values(alpha, limit):
+    for up in UPS:
+        x = every_gate(up)
+        gate, ups = (half.double().numpy() for half in x.chunk(2, dim=1))
+        with np.errstate(all="ignore"):
+            if alpha is None:
+                want = gate / (1 + np.exp(-gate)) * ups
+            else:
+                a, bound = np.float64(FLOAT(alpha)), np.float64(FLOAT(limit))
+                gate = np.minimum(gate, bound)
+                want = gate / (1 + np.exp(-a * gate)) * (np.clip(ups, -bound, bound) + 1)
+        got = reference.swiglu(x, alpha=alpha, limit=limit)
+        assert got.dtype == torch.float64 and got.shape == (64, 1024)
+        finite = np.isfinite(want)
+        assert np.allclose(got.numpy()[finite], want[finite], rtol=1e-12, atol=0)
+        assert np.array_equal(got.isnan().numpy(), np.isnan(want))
+
+
+def test_by_hand():
+    x = torch.tensor([[1.0, -2.0, 0.0, 3.0, 0.5, 7.0]]).bfloat16()
+    want = [1 / (1 + math.exp(-1)) * 3, -2 / (1 + math.exp(2)) * 0.5, 0.0]
+    assert reference.swiglu(x)[0].tolist() == pytest.approx(want, rel=1e-15)
+    mixed = x.view(1, 2, 3).transpose(1, 2).reshape(1, 6).contiguous()
+    assert mixed.tolist() == [[1.0, 3.0, -2.0, 0.5, 0.0, 7.0]]
+    assert_bits(reference.swiglu(mixed, interleaved=True), reference.swiglu(x), "interleaved")
+    assert_bits(reference.swiglu_bound(mixed, interleaved=True), reference.swiglu_bound(x), "interleaved bound")
+    clamped = reference.swiglu(torch.tensor([[9.0, 1.0, -50.0, 2.0]]).bfloat16(), alpha=0.5, limit=4.0)
+    assert clamped[0].tolist() == pytest.approx([-3 * 4 / (1 + math.exp(-2)), 3 / (1 + math.exp(-0.5))], rel=1e-15)
+
+
+@pytest.mark.parametrize("gate, up, want", [
+    (torch.inf, 2.0, torch.inf), (torch.inf, -2.0, -torch.inf), (torch.inf, 0.0, torch.nan),
+    (-torch.inf, 1.0, torch.nan), (torch.nan, 0.0, torch.nan), (0.0, torch.nan, torch.nan),
+    (0.0, torch.inf, torch.nan), (2.0, torch.inf, torch.inf), (-2.0, torch.inf, -torch.inf), (-1e30, 1e30, 0.0),
+])  # fmt: skip
+def test_special_values(gate, up, want):
+    x = torch.tensor([[gate, up]]).bfloat16()
+    value, bound = reference.swiglu(x), reference.swiglu_bound(x)
+    assert value.item() == want or (value.isnan() and want != want)
+    assert bound.item() == 0 or math.isfinite(want)
+
+
+def test_clamp_lets_nan_through():
+    for gate, up in ((torch.nan, 1.0), (1.0, torch.nan)):
+        assert reference.swiglu(torch.tensor([[gate, up]]).bfloat16(), alpha=1.0, limit=1.0).isnan()
+
+
+@pytest.mark.parametrize("alpha, limit", OPTIONS)
+@pytest.mark.parametrize("errors", [(0.0, 0), (1.0, -1), (-1.0, 1), (1.0, 1)])
+def test_bound_covers_float32(alpha, limit, errors):
+    for up in UPS:
+        x = every_gate(up)
+        y = in_float32(x, alpha, limit, errors)
+        value = reference.swiglu(x, alpha=alpha, limit=limit)
+        for dtype in (torch.float32, torch.bfloat16):
+            got = reference.round_to(y, dtype)
+            bound = reference.swiglu_bound(x, alpha=alpha, limit=limit, dtype=dtype)
+            assert not bound.isnan().any() and (bound >= 0).all()
+            ok = reference.within(got, value, bound)
+            assert ok.all(), (up, x[~torch.cat([ok, ok], dim=1)][0], got[~ok][0], value[~ok][0], bound[~ok][0])
+
+
+def test_bound_is_tight():
+    """Little more than one bfloat16 rounding, and before that little more than what float32 does in the worst case."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(256, 2048, generator=generator) * 4).bfloat16()
+    value, bound = reference.swiglu(x), reference.swiglu_bound(x)
+    rounded = reference.round_to(in_float32(x, None, None, (0.0, 0)), torch.bfloat16)
+    assert (bound <= 2.0**-8 * 1.001 * value.abs() + 2.0**-130).all()
+    assert ((rounded.double() - value).abs() / bound).max() > 0.99
+    broken = (rounded.view(torch.int16) + 1).view(torch.bfloat16)
+    assert (~reference.within(broken, value, bound)).double().mean() > 0.4
+    precise = reference.swiglu_bound(x, dtype=torch.float32)
+    worst = [(in_float32(x, None, None, errors).double() - value).abs() for errors in ((1.0, -1), (-1.0, 1))]
+    assert (torch.maximum(*worst) / precise).max() > 0.7
+
+
+@pytest.mark.parametrize("gate", [-87.5, -88.0, -88.5, -89.0, -100.0, -127.5, -129.0, -1000.0])
+def test_overflow_of_the_exponential(gate):
+    """The sigmoid becomes 0 and y a zero; the exact y, up to 60, is within the bound."""
+    x = torch.tensor([[gate, 3e38], [gate, -3e38]]).bfloat16()
+    value, bound = reference.swiglu(x), reference.swiglu_bound(x)
+    for zero in (0.0, -0.0):
+        assert reference.within(torch.full((2, 1), zero), value, bound).all()
+    assert (value[0] <= 0).all() and (bound < 1e4).all()
+
+
+@pytest.mark.parametrize("x, options, match", [
+    (torch.zeros(2, 4), {}, "x.dtype"), (torch.zeros(4).bfloat16(), {}, "x.shape"),
+    (torch.zeros(2, 3).bfloat16(), {}, r"x\.shape\[1\] = 3: must be even"),
+    (torch.zeros(2, 4).bfloat16(), {"alpha": 1.0}, "alpha = 1.0, limit = None: must be given together"),
+    (torch.zeros(2, 4).bfloat16(), {"limit": 1.0}, "alpha = None, limit = 1.0: must be given together"),
+])  # fmt: skip
+def test_bad_arguments(x, options, match):
+    for function in (reference.swiglu, reference.swiglu_bound):
+        with pytest.raises(EPInputError, match=match):
+            function(x, **options)

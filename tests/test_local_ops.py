@@ -1,0 +1,202 @@
+"""The host side of the local kernels without a GPU: which arguments they refuse, and what they launch.
+
+Every argument is checked before the device is touched, so tensors on the CPU get as far as the rule that they break.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep import local_ops
+from cute_ep.errors import EPInputError
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.scales import scale_map
+from cute_ep.local_ops import SwigluRows, fused_silu, quantize
+
+ROWS, WIDTH, GROUPS = 6, 256, 3
+SMS = 4
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def offsets(count: int, dtype: torch.dtype = torch.uint32) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32).view(dtype)
+
+
+X = bf16(ROWS, 2 * WIDTH)
+ROW_OFFSETS, SCALES_OFFSETS = offsets(GROUPS + 1), offsets(GROUPS)
+FP8_OUT = SwigluRows(torch.zeros(ROWS, WIDTH).to(torch.float8_e4m3fn), torch.zeros(2, ROWS))
+
+BAD_QUANTIZE: tuple[tuple[str, Callable[[], Any]], ...] = (
+    (r"fmt = 'fp7': must be one of", lambda: quantize(X, "fp7")),
+    (r"fmt = 'bf16': must have scales", lambda: quantize(X, "bf16")),
+    (r"x = list: must be", lambda: quantize([1.0], "nvfp4")),
+    (r"x\.shape = \(512,\)", lambda: quantize(X[0], "nvfp4")),
+    (r"x\.dtype = torch.float32: must be torch.bfloat16", lambda: quantize(X.float(), "nvfp4")),
+    (r"x\.stride\(\) = ", lambda: quantize(X.t(), "nvfp4")),
+    (r"x\.data_ptr\(\) = .*: must be a multiple of 16", lambda: quantize(bf16(33)[1:].view(1, 32), "nvfp4")),
+    (r"x\.shape\[1\] = 24: .*block 16", lambda: quantize(bf16(2, 24), "nvfp4")),
+    (r"x\.shape\[1\] = 16: .*takes 8 bytes", lambda: quantize(bf16(2, 16), "nvfp4")),
+    (r"x\.shape\[1\] = 64: .*block 128", lambda: quantize(bf16(2, 64), "fp8")),
+    (r"x\.shape = \(1, 65568\): must not exceed", lambda: quantize(bf16(1, 65568), "nvfp4")),
+    (r"input_scale = .*mxfp8 has no global scale", lambda: quantize(X, "mxfp8", torch.ones(1))),
+    (r"input_scale.*float32", lambda: quantize(X, "nvfp4", torch.ones(1).double())),
+    (r"input_scale", lambda: quantize(X, "nvfp4", torch.ones(2))),
+    (r"x\.device = cpu: must be an NVIDIA GPU", lambda: quantize(X, "nvfp4", torch.ones(1))),
+)
+BAD_SILU: tuple[tuple[str, tuple, dict[str, Any]], ...] = (
+    (r"fmt = 'fp7': must be one of", (X,), {"fmt": "fp7"}),
+    (r"fmt = 'nvfp4_row': must be a format without row scales", (X,), {"fmt": "nvfp4_row"}),
+    (r"x\.shape\[1\] = 33: must be even", (bf16(2, 33),), {}),
+    (r"x\.shape\[1\] = 24: .*takes 24 bytes", (bf16(2, 24),), {}),
+    (r"x\.shape\[1\] = 128: .*block 128", (bf16(2, 128),), {"fmt": "fp8"}),
+    (r"row_offsets\.shape = \(2, 2\)", (X, offsets(4).view(2, 2)), {}),
+    (r"row_offsets\.shape = \(1,\): must have at least 2", (X, offsets(1)), {}),
+    (r"row_offsets\.dtype = torch.int64", (X, torch.zeros(4, dtype=torch.int64)), {}),
+    (r"scale_layout = 'linear': must be None, bf16", (X,), {"scale_layout": "linear"}),
+    (r"scale_layout = 'transposed': must be one of atom128x4", (X,), {"fmt": "nvfp4", "scale_layout": "transposed"}),
+    (r"scale_layout = 'atom128x4': must be one of transposed", (X,), {"fmt": "fp8", "scale_layout": "atom128x4"}),
+    (r"scales_offsets = None: must be given", (X, ROW_OFFSETS), {"fmt": "nvfp4"}),
+    (r"scales_offsets = tensor: must be given", (X,), {"fmt": "nvfp4", "scales_offsets": SCALES_OFFSETS}),
+    (r"scales_offsets = tensor: must be given", (X, ROW_OFFSETS), {"fmt": "fp8", "scales_offsets": SCALES_OFFSETS}),
+    (r"scales_offsets\.shape = \(4,\)", (X, ROW_OFFSETS), {"fmt": "nvfp4", "scales_offsets": ROW_OFFSETS}),
+    (r"input_scales = tensor: must be None", (X,), {"fmt": "fp8", "input_scales": torch.ones(1)}),
+    (r"input_scales\.shape = \(3,\): must be \(1,\) or \(1,\)", (X,), {"fmt": "nvfp4", "input_scales": torch.ones(3)}),
+    (r"input_scales\.dtype", (X,), {"fmt": "nvfp4", "input_scales": torch.ones(1).half()}),
+    (r"alpha = 1.7, limit = None: must be given together", (X,), {"alpha": 1.7}),
+    (r"alpha = None, limit = 7: must be given together", (X,), {"limit": 7}),
+    (r"limit = 0: must be positive", (X,), {"alpha": 1.0, "limit": 0}),
+    (r"limit = -1\.0: must be positive", (X,), {"alpha": 1.0, "limit": -1.0}),
+    (r"limit = 1e-60: must be positive", (X,), {"alpha": 1.0, "limit": 1e-60}),
+    (r"limit = inf: must be a finite float32", (X,), {"alpha": 1.0, "limit": float("inf")}),
+    (r"alpha = nan: must be a finite float32", (X,), {"alpha": float("nan"), "limit": 1.0}),
+    (r"alpha = 1e\+60: must be a finite float32", (X,), {"alpha": 1e60, "limit": 1.0}),
+    (r"out\.shape = \(6, 128\)", (X,), {"out": bf16(ROWS, 128)}),
+    (r"out = Tensor: must be a SwigluRows", (X,), {"fmt": "fp8", "out": bf16(ROWS, WIDTH)}),
+    (r"out\.scales\.shape = \(2, 6\)", (X,), {"fmt": "fp8", "scale_layout": "linear", "out": FP8_OUT}),
+    (r"out\.payload\.dtype", (X,), {"fmt": "fp8", "out": FP8_OUT._replace(payload=bf16(ROWS, WIDTH))}),
+    (r"x\.device = cpu: must be an NVIDIA GPU", (X,), {"fmt": "fp8", "out": FP8_OUT}),
+)
+
+
+@pytest.mark.parametrize(("message", "call"), BAD_QUANTIZE, ids=[message for message, _ in BAD_QUANTIZE])
+def test_quantize_refuses(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(EPInputError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("message", "args", "options"), BAD_SILU, ids=[message for message, *_ in BAD_SILU])
+def test_fused_silu_refuses(message: str, args: tuple, options: dict[str, Any]) -> None:
+    with pytest.raises(EPInputError, match=message):
+        fused_silu(*args, **options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, dict[str, int]]]:
+    """(kernel, format, grid, arguments) of every launch; the CPU stands for a GPU with SMS multiprocessors."""
+    found: list[tuple[str, str, int, dict[str, int]]] = []
+
+    def kernel(device: int, name: str, fmt: str, folder: str | None) -> SimpleNamespace:
+        return SimpleNamespace(launch=lambda grid, arguments, stream: found.append((name, fmt, grid, arguments)))
+
+    cuda = SimpleNamespace(
+        device=lambda device: nullcontext(), current_stream=lambda device: SimpleNamespace(cuda_stream=0)
+    )
+    monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(local_ops, "_kernel", kernel)
+    monkeypatch.setattr(local_ops, "_max_ctas", lambda device: 2 * SMS)
+    monkeypatch.setattr(local_ops, "_check_gpu", lambda x: None)
+    return found
+
+
+@pytest.mark.parametrize("fmt", [name for name, record in FORMATS.items() if record.scale])
+def test_quantize_launch(launches: list, fmt: str) -> None:
+    record = FORMATS[fmt]
+    scale = torch.ones(1) if record.global_scale else None
+    rows = quantize(bf16(40, 1152), fmt, scale)
+    assert rows.payload.nbytes == 40 * record.payload_bytes(1152)
+    assert rows.scales.shape == (40, 1152 // record.block)
+    assert (rows.row_scales is not None) == record.row_scale
+    ((kernel, name, grid, arguments),) = launches
+    assert (kernel, name) == ("quantize", fmt)
+    assert grid == (3 if record.row_scale else 5)  # 40 rows, or 80 tiles, of 16 warps a CTA
+    assert arguments["out_scales"] == rows.scales.data_ptr()
+    assert arguments["scale_alignment"] == 1
+
+
+def test_scales_are_padded_to_words(launches: list) -> None:
+    rows = quantize(bf16(3, 32 * 5), "mxfp4")
+    assert rows.scales.shape == (3, 5) and rows.scales.stride() == (8, 1)
+    assert launches[0][3]["scale_words"] == 2
+
+
+def test_fused_silu_launch(launches: list) -> None:
+    scales = torch.ones(GROUPS)
+    out = fused_silu(
+        X,
+        ROW_OFFSETS,
+        fmt="nvfp4",
+        interleaved=True,
+        scales_offsets=SCALES_OFFSETS,
+        input_scales=scales,
+        alpha=1.5,
+        limit=7,
+    )
+    assert out.payload.shape == (ROWS, WIDTH // 2) and out.scales.shape == (3, 4, 32, 4, 4)
+    ((kernel, fmt, grid, arguments),) = launches
+    assert (kernel, fmt, grid) == ("swiglu_interleaved", "nvfp4", 1)
+    places = scale_map("atom128x4", WIDTH // 16, ROWS)
+    assert arguments == {
+        "x": X.data_ptr(),
+        "out": out.payload.data_ptr(),
+        "rows": ROWS,
+        "width": WIDTH,
+        "out_scales": out.scales.data_ptr(),
+        **{f"scale_{name}": getattr(places, name) for name in ("inner", "middle", "outer", "step", "words")},
+        "scale_alignment": 128,
+        "global_scales": scales.data_ptr(),
+        "per_group": 1,
+        "row_offsets": ROW_OFFSETS.data_ptr(),
+        "scales_offsets": SCALES_OFFSETS.data_ptr(),
+        "groups": GROUPS,
+        "alpha": struct.unpack("<I", struct.pack("<f", 1.5))[0],
+        "limit": struct.unpack("<I", struct.pack("<f", 7.0))[0],
+    }
+
+
+def test_fused_silu_returns_what_it_was_given(launches: list) -> None:
+    values = bf16(ROWS, WIDTH)
+    assert fused_silu(X, out=values) is values
+    assert fused_silu(X, fmt="fp8", out=FP8_OUT) == FP8_OUT
+    assert [arguments["out"] for *_, arguments in launches] == [values.data_ptr(), FP8_OUT.payload.data_ptr()]
+
+
+def test_grid_is_bounded_and_nothing_is_launched_without_rows(launches: list) -> None:
+    fused_silu(bf16(10000, 64))
+    assert launches.pop()[2] == 2 * SMS
+    assert fused_silu(bf16(0, 64)).shape == (0, 32)
+    assert quantize(bf16(0, 64), "nvfp4").scales.shape == (0, 4)
+    assert not launches
+
+
+def test_arguments_are_parameters_of_the_kernel(launches: list) -> None:
+    pytest.importorskip("cutlass")
+    from cute_ep.kernels.rows import TILE_ELEMENTS, RowsArgs
+
+    quantize(X, "nvfp4_row")
+    fused_silu(X, fmt="mxfp8")
+    fused_silu(X)
+    names = {field.name for field in fields(RowsArgs)}
+    for *_, arguments in launches:
+        assert set(arguments) <= names
+    assert local_ops.TILE_ELEMENTS == TILE_ELEMENTS
