@@ -34,9 +34,9 @@ sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memcheck, racecheck) over
 	for tool in memcheck racecheck; do \
 	    compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PY) -m tests.gpu.small_case || exit 1; done
 
-perf: $(VENV)/package.stamp  ## measure dispatch and combine on this machine's GPUs
+perf: $(VENV)/package.stamp  ## measure everything on this machine's GPUs into perf/results (PERF=--quick: a minute)
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
-	$(VENV)/bin/cute-ep bench --library build/library
+	$(PY) -m perf.suite --library build/library $(PERF)
 
 lint: $(VENV)/tools.stamp  ## ruff and mypy
 	$(PY) -m ruff check .

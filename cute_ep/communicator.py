@@ -13,13 +13,13 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import return_slots
+from cute_ep.layouts.arena import return_slots, segment_words
 from cute_ep.layouts.formats import BF16
 from cute_ep.layouts.routing import Phase, StatusWord
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
-from cute_ep.tuning import Shape, launch_shape, tokens_per_chunk
+from cute_ep.tuning import Shape, launch_shape, pieces_log2
 from cute_ep.validate import (
     OUTPUT_TYPES,
     check_buffers,
@@ -114,6 +114,7 @@ class Communicator:
             "scale_bytes": fmt.scale_bytes(cfg.hidden),
             "row_scale_bytes": fmt.row_scale_bytes,
             "row_alignment": cfg.alignment,
+            "segment_words": segment_words(fmt),
         }
         self._kernels = kernels
         torch.cuda.synchronize(device)
@@ -172,7 +173,7 @@ class Communicator:
         self._dispatches.check_fused()
         sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale, scales, row_scales)
         buffers, received = self._prepare_receive(sent, out)
-        shape = self._shape("dispatch", x.shape[0], sent.tokens_per_chunk)
+        shape = self._shape("dispatch", x.shape[0])
         name = self._send_kernel("dispatch", scales)
         tensors = (*sent.keep_alive, *_tensors(buffers))
 
@@ -196,7 +197,7 @@ class Communicator:
         """The sending half of `dispatch`. At most two may be outstanding before their `dispatch_wait`."""
         self._dispatches.check_send()
         sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        shape = self._shape("dispatch_async", x.shape[0], sent.tokens_per_chunk)
+        shape = self._shape("dispatch_async", x.shape[0])
         self._launch(self._send_kernel("dispatch_async", scales), shape, arguments, sent.keep_alive)
         self._dispatches.sent += 1
         return sent
@@ -208,7 +209,7 @@ class Communicator:
         """
         self._dispatches.check_wait(pending.number)
         buffers, received = self._prepare_receive(pending, out)
-        shape = self._shape("dispatch_wait", pending.topk_ids.shape[0], pending.tokens_per_chunk)
+        shape = self._shape("dispatch_wait", pending.topk_ids.shape[0])
         self._launch("dispatch_wait", shape, received, _tensors(buffers))
         self._dispatches.received += 1
         return self._result(pending, buffers)
@@ -265,7 +266,7 @@ class Communicator:
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
-        shape = self._shape("combine", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
+        shape = self._shape("combine", dispatched.topk_ids.shape[0])
         tensors = (rows, result, weights, epilogue_data)
 
         def launch() -> torch.Tensor:
@@ -282,7 +283,7 @@ class Communicator:
         if mode == "partial":
             combine_weights(self.cfg, mode, None, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
-        shape = self._shape("combine_async", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
+        shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
         self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, (rows,))
         self._combines.sent += 1
         return PendingCombine(self._combines.sent, dispatched, mode, rows)
@@ -301,7 +302,7 @@ class Communicator:
         dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
-        shape = self._shape("combine_wait", dispatched.topk_ids.shape[0], dispatched.tokens_per_chunk)
+        shape = self._shape("combine_wait", dispatched.topk_ids.shape[0])
         self._launch(f"combine_wait_{mode}", shape, received, (rows, result, weights, epilogue_data))
         self._combines.received += 1
         return result
@@ -347,8 +348,8 @@ class Communicator:
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
 
-    def _shape(self, operation: str, tokens: int, chunk: int) -> Shape:
-        return launch_shape(operation, self.cfg, tokens, chunk, self.max_ctas)
+    def _shape(self, operation: str, tokens: int) -> Shape:
+        return launch_shape(operation, self.cfg, tokens, self.max_ctas)
 
     @property
     def _weights_dtype(self) -> torch.dtype | None:
@@ -374,7 +375,7 @@ class Communicator:
                 input_scale = torch.tensor([input_scale], dtype=torch.float32, device=self.device)
             if input_scale is not None:
                 check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
-        chunk = tokens_per_chunk(self.cfg, x.shape[0])
+        message_pieces, return_pieces = pieces_log2(self.cfg, x.shape[0])
         arguments = {
             "x": x.data_ptr(),
             "scales": address(scales),
@@ -383,13 +384,15 @@ class Communicator:
             "router_weights": address(router_weights),
             "global_scale": address(input_scale),
             "tokens": x.shape[0],
-            "chunk": chunk,
-            "chunks": -(-x.shape[0] // chunk),
+            "message_pieces": message_pieces,
+            "return_pieces": return_pieces,
             **self._row_sizes,
             **self._shared_arguments(x.shape[0]),
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return PendingDispatch(self._dispatches.sent + 1, topk_ids, router_weights, chunk, keep_alive), arguments
+        return PendingDispatch(
+            self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
+        ), arguments
 
     def _shared_arguments(self, tokens: int) -> dict[str, int]:
         first, count = self.cfg.shared_slice(tokens, self.rank)
@@ -430,7 +433,7 @@ class Communicator:
             **vars(out),
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
-            tokens_per_chunk=sent.tokens_per_chunk,
+            return_pieces=sent.return_pieces,
         )
 
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
@@ -468,8 +471,7 @@ class Communicator:
             "router_weights": address(weights),
             "epilogue_data": address(epilogue_data),
             "tokens": tokens,
-            "chunk": dispatched.tokens_per_chunk,
-            "chunks": -(-tokens // dispatched.tokens_per_chunk),
+            "return_pieces": dispatched.return_pieces,
             **self._shared_arguments(tokens),
         }
 

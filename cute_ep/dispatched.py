@@ -129,9 +129,10 @@ class Dispatched(DispatchBuffers):
     Attributes (besides those of the buffers that hold it):
         topk_ids: this rank's own [T, K] int32 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.
-        tokens_per_chunk: tokens that share one completion flag; the same number in this rank's header.
+        return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
+            header.
     """
 
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
-    tokens_per_chunk: int
+    return_pieces: int

@@ -16,7 +16,7 @@ from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
 from cute_ep.reference_backend import ReferenceCommunicator
 
-Communicators = Sequence[Communicator] | Sequence[ReferenceCommunicator]
+Communicators = Sequence[Communicator | ReferenceCommunicator]
 
 
 def _lists(communicators: Communicators, **arguments: Sequence | None) -> list[dict]:

@@ -68,6 +68,13 @@ def describe_devices(devices: Sequence[str]) -> str:
     return f"{ranks} on {len(distinct)} GPU{'s' * (len(distinct) > 1)} ({names})"
 
 
+def machine_name(devices: Sequence[str]) -> str:
+    """GPU and number of GPUs as a part of a file name, "h200x4"."""
+    distinct = list(dict.fromkeys(devices))
+    name = torch.cuda.get_device_name(distinct[0]).removeprefix("NVIDIA ").split()[0]
+    return f"{name.lower()}x{len(distinct)}"
+
+
 def driver_version() -> str | None:
     """Version of the NVIDIA driver, None where none can be asked."""
     text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

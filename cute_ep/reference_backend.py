@@ -21,6 +21,7 @@ from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.routing import Phase
 from cute_ep.layouts.scales import TRANSPOSED
+from cute_ep.rounds import Plan
 from cute_ep.validate import (
     check_buffers,
     check_input_scale,
@@ -217,6 +218,14 @@ class ReferenceCommunicator:
         pending = self.dispatch_async(x, topk_ids, router_weights, input_scale, scales=scales, row_scales=row_scales)
         return self.dispatch_wait(pending, out)
 
+    def plan_dispatch(self, *arguments: Any, **options: Any) -> Plan[Dispatched]:
+        """`dispatch`, to be made by the plan's `launch`, which also checks the arguments."""
+        return Plan(lambda: self.dispatch(*arguments, **options))
+
+    def plan_combine(self, *arguments: Any, **options: Any) -> Plan[torch.Tensor]:
+        """`combine`, to be made by the plan's `launch`, which also checks the arguments."""
+        return Plan(lambda: self.combine(*arguments, **options))
+
     def dispatch_async(
         self,
         x: torch.Tensor,
@@ -269,7 +278,7 @@ class ReferenceCommunicator:
         check_buffers(self.cfg, out, DEVICE)
         buffers = {one.name: getattr(out, one.name) for one in fields(out)}
         given = {"topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
-        dispatched = _OwnDispatched(**buffers, **given, tokens_per_chunk=1, origin=pending)
+        dispatched = _OwnDispatched(**buffers, **given, return_pieces=0, origin=pending)
         self._exchange.dispatch.receive(pending, lambda current: self._fill(current, buffers))
         return dispatched
 

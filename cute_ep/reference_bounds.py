@@ -159,7 +159,7 @@ def quantization_bound(x: torch.Tensor, fmt: Format | str, global_scale: float |
     scale = as_global_scale(global_scale, x.device).double()
     if fmt == BF16:
         return torch.where(x.isfinite(), 0.0, torch.inf).double()
-    element_error, largest = ELEMENT_ERRORS[fmt.element]
+    element_error, _ = ELEMENT_ERRORS[fmt.element]
     bounds = []
     for part in row_chunks(*x.shape):
         values = x[part].double().abs().unflatten(1, (-1, fmt.block))

@@ -164,7 +164,7 @@ def dispatch(
 
     Returns:
         One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
-        `tokens_per_chunk` 1. `weights` is None when none of the rank's sources gave any, else 0 where this rank has no
+        `return_pieces` 0. `weights` is None when none of the rank's sources gave any, else 0 where this rank has no
         row or the source gave none.
 
     Raises:
@@ -245,7 +245,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
 
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
-    header = [[one.tokens, 1, int(one.router_weights is not None), one.tokens] for one in peers]
+    header = [[one.tokens, 0, int(one.router_weights is not None), 0] for one in peers]
     return Dispatched(
         tokens=padded_rows(joined.payload),
         scales=None if scales is None or layout is None else arrange_scales(scales, layout, padded.tolist()),
@@ -261,5 +261,5 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         weights=weights,
         topk_ids=own.topk_ids,
         router_weights=own.router_weights,
-        tokens_per_chunk=1,
+        return_pieces=0,
     )

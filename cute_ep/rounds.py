@@ -21,7 +21,7 @@ class PendingDispatch:
     number: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
-    tokens_per_chunk: int
+    return_pieces: int
     keep_alive: tuple[torch.Tensor | None, ...]
 
 

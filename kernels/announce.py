@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import zero_scale_rows
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
@@ -14,8 +15,8 @@ from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region
 from cute_ep.layouts.scales import ATOM_ROWS
 
-PADDING_JOBS = 8
-"""Pieces into which the zeroing of one group's padding is cut, so that few groups keep many CTAs busy."""
+PADDING_JOBS = 16
+"""Pieces, a warp each, into which the zeroing of one group's padding is cut."""
 
 
 def announcer(count):
@@ -30,19 +31,21 @@ class Announce:
         self.bases, self.row_starts, self.scale_starts, self.headers = bases, row_starts, scale_starts, headers
 
     @cute.jit
-    def run(self, group, args, first: Int32, count: Int32) -> None:
-        """CTA `first` of `count` receiving CTAs."""
-        if first == announcer(count):
-            self._announce(group, args)
+    def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
+        """CTA `first` of `count` receiving CTAs. Jobs are dealt from the last warp down: those have the fewest rows."""
         if (args.scale_words != 0) | (args.row_alignment != 1):
             jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
-            for job in cutlass.range(count - 1 - first, jobs, count):  # the last CTAs have the fewest chunks
+            last_first = item_stride(count) - 1 - first_item(first, count, group.tid // 32)
+            for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
                 part, place = item_coord(job, PADDING_JOBS)
-                self._zero_padding(group, args, place - args.shared_groups, part)
+                self._zero_group(group, args, place - args.shared_groups, part)
 
     @cute.jit
-    def _announce(self, group, args) -> None:
-        """No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers."""
+    def run(self, group, args) -> None:
+        """Offsets, counts and headers, by one CTA.
+
+        No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
+        """
         sBase = shared_array(self.bases, Int32)
         sStart = shared_array(self.row_starts, Int32)
         sScaleStart = shared_array(self.scale_starts, Int32)
@@ -85,7 +88,7 @@ class Announce:
             gHeader[source, word] = sHeader[source, word]
 
     @cute.jit
-    def _zero_padding(self, group, args, expert: Int32, part: Int32) -> None:
+    def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
         sBase = shared_array(self.bases, Int32)
         sStart = shared_array(self.row_starts, Int32)
@@ -103,26 +106,25 @@ class Announce:
                 if args.scale_alignment == args.row_alignment:
                     scale_start = start
                 scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)
-                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.tid)
+                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.tid % 32)
             if start + rows < end:
                 self._zero_rows(group, args, start + rows, end, part)
 
     @cute.jit
     def _zero_rows(self, group, args, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
+        lane = group.tid % 32
         units = args.payload_bytes // VECTOR_BYTES
         vectors = (end - first) * units
         gOut = vector_tensor(args.out_tokens + Int64(first) * args.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
-        for vector in cutlass.range(
-            part * THREADS + group.tid, (end - first) * units, THREADS * PADDING_JOBS, unroll=1
-        ):
+        for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_JOBS, unroll=1):
             cute.copy(vector_atom(), rZero, gOut[None, vector, 0])
         if part == 0:
             gSource = array(args.src_info, Int32, args.capacity, 2)
             gRowScale = array(args.out_row_scales, Uint16, args.capacity)
-            for row in cutlass.range(first + group.tid, end, THREADS, unroll=1):
+            for row in cutlass.range(first + lane, end, 32, unroll=1):
                 gSource[row, 0] = Int32(-1)
                 gSource[row, 1] = Int32(-1)
                 if args.row_scale_bytes != 0:

@@ -20,12 +20,8 @@ from cute_ep.kernels.rows import Rows
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
 
-CUTLASS_IN_NAME = ("sm_100a", "sm_103a")
-"""Architectures whose dispatch kernels have the word `cutlass` in their name: ptxas 13.4 allocates registers
-differently by that word. The fused NVFP4 dispatch takes 54 registers with it, and 64 and 16 bytes of stack without;
-the combines are the other way round; sm_90a was measured without."""
-PTXAS_OPTIONS = {"sm_120a": "--register-usage-level=0"}
-"""Without it the fused exact combine spills 8 bytes on sm_120a."""
+PTXAS_OPTIONS = dict.fromkeys(("sm_100a", "sm_103a", "sm_120a"), "--register-usage-level=0")
+"""Without it ptxas 13.4 spills in some kernels for these targets; for sm_90a it is the other way round."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,7 @@ def compile_variant(variant: Variant) -> Compiled:
     kernel = kernel_of(variant)
     hints = typing.get_type_hints(kernel.args_type)
     fields = [(field.name, hints[field.name]) for field in dataclasses.fields(kernel.args_type)]
-    plain = variant.arch not in CUTLASS_IN_NAME or variant.kernel not in DISPATCH_KERNELS
-    type(kernel).kernel.set_name_prefix(variant.symbol, remove_cutlass_symbol=plain, keep_mangled_name=False)
+    type(kernel).kernel.set_name_prefix(variant.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
     placeholder = kernel.args_type(**{name: dtype(1) for name, dtype in fields})
     with tempfile.TemporaryDirectory() as scratch:  # KeepCUBIN and KeepPTX also write files
         options = (cute.KeepCUBIN, cute.KeepPTX, cute.GPUArch(variant.arch), DumpDir(scratch))

@@ -3,8 +3,8 @@
     expert rank d                                   source rank s
     -------------                                   -------------
     wait combine_consumed[all] >= m-2
-    give back chunk of s's tokens             --->  arena.returns[m & 1][token][slot]
-    post return_ready[d][chunk] = m           --->  wait return_ready[all][chunk] >= m, sum, write out
+    give back piece of a token of s           --->  arena.returns[m & 1][token][slot]
+    post return_ready[d][piece] = m           --->  wait return_ready[owners][piece] >= m, sum, write out
                                               <---  post combine_consumed[s] = m  (start of s's next launch)
 
 Three modes, chosen at compile time:
@@ -33,7 +33,7 @@ from cute_ep.kernels.give_back import GiveBack
 from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.reduce import Reduce
-from cute_ep.kernels.sync import count_out
+from cute_ep.kernels.sync import block_all, count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import Phase
@@ -45,8 +45,8 @@ class CombineArgs(GroupArgs, SharedExpertArgs):
 
     Send: rows [capacity, hidden] bf16; row_map, headers, weights of the dispatch output; CTAs below send_ctas send.
     Receive: out [T, hidden] (unweighted [T, K, hidden]) of out_type (`OutputType`), the own topk_ids and
-    router_weights, tokens T, chunk and chunks as dispatched, rows for the shared expert; CTAs from receive_from
-    receive.
+    router_weights, tokens T, log2 of the pieces of a returned row, as dispatched, rows for the shared expert; CTAs
+    from receive_from receive.
     """
 
     rows: Int64
@@ -61,8 +61,7 @@ class CombineArgs(GroupArgs, SharedExpertArgs):
     epilogue_data: Int64
     out_type: Int32
     tokens: Int32
-    chunk: Int32
-    chunks: Int32
+    return_pieces: Int32
     receive_from: Int32
 
 
@@ -82,7 +81,7 @@ class Combine:
         shared = RegionMap(alignment=16)
         self.sPeers = peer_table(shared)
         self.give_back_role = GiveBack(mode == "partial", shared)
-        self.reduce_role = Reduce(mode, WeightReader(router_weights), epilogue, shared)
+        self.reduce_role = Reduce(mode, WeightReader(router_weights), epilogue)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -92,28 +91,31 @@ class Combine:
     @cute.kernel
     def kernel(self, args: CombineArgs):
         group = open_group(args, None, self.sPeers)
-        sent = group.completed(StateWord.COMBINE_SEND_EPOCH)
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
+        completed = received  # a fused launch finds as many rounds sent as received
+        if cutlass.const_expr(self.send and not self.receive):
+            completed = group.completed(StateWord.COMBINE_SEND_EPOCH)
+        epoch = completed + 1
         group.acknowledge(group.arena.combine_consumed, received)
         group.share_peers()
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
-            alive = group.wait_all_ranks(group.arena.combine_consumed, sent - 1, Phase.COMBINE_CONSUMED)
+            alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
             if group.cta < args.send_ctas and alive:
-                self.give_back_role.run(group, args, sent + 1)
+                self.give_back_role.run(group, args, epoch)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first = group.cta - args.receive_from
-                alive = self.reduce_role.run(group, args, received + 1, first, group.ctas - args.receive_from)
-        self._leave(group, sent, received, alive)
+                alive = self.reduce_role.run(group, args, epoch, first, group.ctas - args.receive_from)
+        self._leave(group, epoch, alive)
 
     @cute.jit
-    def _leave(self, group: GroupView, sent: Int64, received: Int64, alive: Boolean) -> None:
+    def _leave(self, group: GroupView, epoch: Int64, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, unless a wait timed out."""
         counter = StateWord.COMBINE_SEND_DONE if self.send else StateWord.COMBINE_RECV_DONE
-        last, complete = count_out(group.state_word(counter), group.ctas, alive, Boolean(False), group.tid)
+        last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), Boolean(False), group.tid)
         if last and complete:
             if cutlass.const_expr(self.send):
-                group.complete(StateWord.COMBINE_SEND_EPOCH, sent + 1)
+                group.complete(StateWord.COMBINE_SEND_EPOCH, epoch)
             if cutlass.const_expr(self.receive):
-                group.complete(StateWord.COMBINE_RECV_EPOCH, received + 1)
+                group.complete(StateWord.COMBINE_RECV_EPOCH, epoch)

@@ -3,15 +3,15 @@
     source rank s                                   expert rank d
     -------------                                   -------------
     wait dispatch_consumed[all] >= n-2
-    route:  entries, weights, counts, header  --->  arena.entries/weights/counts/header[n & 1][s]
-            post route_ready[s] = n           --->  wait route_ready[all] >= n, scan counts to row bases
-    send:   encode chunk of tokens            --->  arena.messages[n & 1][s][token]
-            post message_ready[s][chunk] = n  --->  wait message_ready[s][chunk] >= n, copy to expert rows
+    route:  entries, weights, counts, header  --->  arena.entries/weights/counts/header[n & 1][s], dated n:
+                                                    wait for each word, scan counts to row bases
+    send:   encode piece of a token           --->  arena.messages[n & 1][s][token]
+            post message_ready[s][piece] = n  --->  wait message_ready[s][piece] >= n, copy to expert rows
                                               <---  post dispatch_consumed[d] = n  (start of d's next launch)
 
-Ordering: a post follows a CTA barrier that follows the CTA's stores, so the stores are visible to whoever sees the
-flag; route_ready is posted by the last route CTA in, after it acquired the others' arrivals. Nothing of round n + 2
-can land on round n because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
+Ordering: a post follows a warp barrier that follows the warp's stores, so the stores are visible to whoever sees the
+flag; routing words carry their own epoch. Nothing of round n + 2 can land on round n because its stores wait for
+dispatch_consumed. `docs/protocol.md` has the full argument.
 
 The output's row order needs no atomics: see `layouts/routing.py`. One CTA writes offsets and `num_rows`; when any wait
 of the launch timed out, the last CTA out overwrites them with zeros.
@@ -29,15 +29,14 @@ from cute_ep.kernels.announce import announcer
 from cute_ep.kernels.block import launch_config, scan_scratch
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
-from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, afresh, open_group, peer_table
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.route import Route
 from cute_ep.kernels.scale_rows import ScaleArgs
 from cute_ep.kernels.send import Send
-from cute_ep.kernels.sync import count_out
-from cute_ep.layouts.arena import StateWord, message_map
+from cute_ep.kernels.sync import block_all, count_out
+from cute_ep.layouts.arena import Message, StateWord, message_map
 from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import Phase
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
 
     Rows on the wire and in the output: payload_bytes, scale_bytes, row_scale_bytes (0: none).
     Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
-    bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, chunk (tokens that
-    share a flag), chunks (of this rank), send_ctas (CTAs below it send).
+    bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
+    pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send).
     Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
     receive_from (CTAs from it receive).
     """
@@ -62,8 +61,9 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     router_weights: Int64
     global_scale: Int64
     tokens: Int32
-    chunk: Int32
-    chunks: Int32
+    message_pieces: Int32
+    return_pieces: Int32
+    segment_words: Int32
     send_ctas: Int32
     out_tokens: Int64
     out_row_scales: Int64
@@ -111,51 +111,50 @@ class Dispatch:
     def kernel(self, args: DispatchArgs):
         message = message_map(Int64(args.payload_bytes), Int64(args.scale_bytes), Int64(args.row_scale_bytes))
         group = open_group(args, message, self.sPeers)
-        sent = group.completed(StateWord.DISPATCH_SEND_EPOCH)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
+        completed = received  # a fused launch finds as many rounds sent as received
+        if cutlass.const_expr(self.send and not self.receive):
+            completed = group.completed(StateWord.DISPATCH_SEND_EPOCH)
+        epoch = completed + 1
         group.acknowledge(group.arena.dispatch_consumed, received)
         group.share_peers()
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
-            alive = self._send_half(group, args, sent + 1)
+            alive = self._send_half(group, args, epoch)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
-                alive = self._receive_half(group, args, received + 1)
-        self._leave(group, args, sent, received, alive)
+                alive = self._receive_half(args, message, epoch)
+        self._leave(group, args, epoch, alive)
 
     @cute.jit
     def _send_half(self, group: GroupView, args: DispatchArgs, epoch: Int64) -> Boolean:
         """Route and send; returns whether to go on."""
-        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
-        if alive:
-            self.route_role.run(group, args, epoch)
-            if group.cta < args.send_ctas:
-                self.send_role.run(group, args, epoch)
+        alive = self.route_role.run(group, args, epoch)
+        if group.cta < args.send_ctas and alive:
+            self.send_role.run(group, args, epoch)
         return alive
 
     @cute.jit
-    def _receive_half(self, group: GroupView, args: DispatchArgs, epoch: Int64) -> Boolean:
+    def _receive_half(self, args: DispatchArgs, message: Message, epoch: Int64) -> Boolean:
         """Expand what arrives; returns whether all of it arrived."""
-        alive = group.wait_all_ranks(group.arena.route_ready, epoch, Phase.ROUTE)
-        if alive:
-            first = group.cta - args.receive_from
-            alive = self.expand_role.run(group, args, epoch, first, group.ctas - args.receive_from)
-        return alive
+        group = open_group(afresh(args), message, self.sPeers)
+        first = group.cta - args.receive_from
+        return self.expand_role.run(group, args, epoch, first, group.ctas - args.receive_from)
 
     @cute.jit
-    def _leave(self, group: GroupView, args: DispatchArgs, sent: Int64, received: Int64, alive: Boolean) -> None:
+    def _leave(self, group: GroupView, args: DispatchArgs, epoch: Int64, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, or withdraw the announcement after a timeout."""
         counter = StateWord.DISPATCH_SEND_DONE if self.send else StateWord.DISPATCH_RECV_DONE
         announces = Boolean(False)
         if cutlass.const_expr(self.receive):
             announces = group.cta - args.receive_from == announcer(group.ctas - args.receive_from)
-        last, complete = count_out(group.state_word(counter), group.ctas, alive, announces, group.tid)
+        last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), announces, group.tid)
         if last:
             if complete:
                 if cutlass.const_expr(self.send):
-                    group.complete(StateWord.DISPATCH_SEND_EPOCH, sent + 1)
+                    group.complete(StateWord.DISPATCH_SEND_EPOCH, epoch)
                 if cutlass.const_expr(self.receive):
-                    group.complete(StateWord.DISPATCH_RECV_EPOCH, received + 1)
+                    group.complete(StateWord.DISPATCH_RECV_EPOCH, epoch)
             else:
                 if cutlass.const_expr(self.receive):
                     self.expand_role.announce.withdraw(group, args)

@@ -1,23 +1,23 @@
-"""Give-back role: an expert rank returns its rows of each chunk of each source's tokens.
+"""Give-back role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
-Items are (source, chunk) with the source varying fastest, starting after the own rank, so all links work at once.
+Each warp takes pieces (`pieces`), with the source varying fastest, starting after the own rank, so all links work at
+once; lane k holds the row and the weight of entry k. A token without rows here is passed over: its source knows.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_vector
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array
-from cute_ep.kernels.divide import divisor
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
+from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, piece_of
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
 from cute_ep.layouts.device import array, vector_atom, vector_tensor
-from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, MAX_RANKS, NO_ROW
+from cute_ep.layouts.routing import MAX_RANKS, NO_ROW
 
 ROWS_IN_FLIGHT = 4
 """Rows of one vector that a thread loads before it adds the first (partial mode)."""
@@ -28,10 +28,7 @@ class GiveBack:
 
     def __init__(self, partial: bool, shared: RegionMap) -> None:
         self.partial = partial
-        self.rows = shared.add("give_back_rows", 4, MAX_CHUNK_ENTRIES)
-        self.weights = shared.add("give_back_weights", 4, MAX_CHUNK_ENTRIES)
         self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
-        self.entries = shared.add("give_back_entries", 4, MAX_CHUNK_ENTRIES + 1)
 
     @cute.jit
     def run(self, group, args, epoch: Int64) -> None:
@@ -43,125 +40,100 @@ class GiveBack:
             for word in cutlass.range_constexpr(len(HeaderWord)):
                 sHeader[group.tid, word] = Int32(rHeader[word])
         cute.arch.sync_threads()
-        most_chunks = Int32(0)
+        most = Int32(0)
         for source in cutlass.range(group.ranks, unroll=1):
-            most_chunks = cutlass.max(most_chunks, sHeader[source, int(HeaderWord.CHUNKS)])
-        for item in cutlass.range(group.cta, most_chunks * group.ranks, args.send_ctas):
-            turn, chunk = group.by_ranks.split(item)
+            tokens = sHeader[source, int(HeaderWord.TOKENS)]
+            most = cutlass.max(most, tokens << sHeader[source, int(HeaderWord.RETURN_PIECES)])
+        start = first_item(group.cta, args.send_ctas, group.tid // 32)
+        for item in cutlass.range(start, most * group.ranks, item_stride(args.send_ctas), unroll=1):
+            turn, index = group.by_ranks.split(item)
             source = group.rank + 1 + turn
             if source >= group.ranks:
                 source -= group.ranks
-            if chunk < sHeader[source, int(HeaderWord.CHUNKS)]:
-                tokens_per_chunk = sHeader[source, int(HeaderWord.CHUNK)]
-                token = chunk * tokens_per_chunk
-                tokens = cutlass.min(tokens_per_chunk, sHeader[source, int(HeaderWord.TOKENS)] - token)
-                self._find_rows(group, args, source, token, tokens)
-                if cutlass.const_expr(self.partial):
-                    self._push_sums(group, args, epoch, source, token, tokens)
-                else:
-                    self._push_rows(group, args, epoch, source, token)
-                cute.arch.sync_threads()
-                if group.tid == 0:
-                    post(group.sPeers[source] + group.arena.return_ready.at(group.rank, chunk), epoch)
+            piece = piece_of(index, sHeader[source, int(HeaderWord.RETURN_PIECES)], row_units(group))
+            if piece.token < sHeader[source, int(HeaderWord.TOKENS)] and piece.first < piece.last:
+                self._give_back(group, args, epoch, source, piece)
 
     @cute.jit
-    def _find_rows(self, group, args, source, token, tokens) -> None:
-        """sRow[entry of the chunk]; exact mode also lists the entries that have a row, in order."""
-        sRow = shared_array(self.rows, Int32)
-        sEntry = shared_array(self.entries, Int32)
-        sWeight = shared_array(self.weights, Float32)
+    def _give_back(self, group, args, epoch: Int64, source, piece) -> None:
+        lane = group.tid % 32
         in_rank = group.max_tokens * group.top_k
-        gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
-        gWeight = array(args.weights, Float32, group.ranks, in_rank)
-        first = token * group.top_k
-        entries = tokens * group.top_k
-        for index in cutlass.range(group.tid, entries, THREADS, unroll=1):
-            row = gRowMap[source, first + index]
+        index = piece.token * group.top_k + lane
+        row = Int32(NO_ROW)
+        weight = Float32(0.0)
+        if lane < group.top_k:
+            row = array(args.row_map, Int32, group.ranks, in_rank)[source, index]
             if row >= args.capacity:
                 row = Int32(NO_ROW)
-            sRow[index] = row
             if cutlass.const_expr(self.partial):
-                if row >= 0:
-                    sWeight[index] = gWeight[source, first + index]
-        cute.arch.sync_threads()
-        if cutlass.const_expr(not self.partial):
-            if group.tid < 32:
-                listed = Int32(0)
-                for step in cutlass.range(0, entries, 32, unroll=1):
-                    index = step + group.tid
-                    present = Boolean(False)
-                    if index < entries:
-                        present = sRow[index] >= 0
-                    votes = Uint32(cute.arch.vote_ballot_sync(present))
-                    if present:
-                        sEntry[listed + Int32(cute.arch.popc(votes & Uint32(cute.arch.lanemask_lt())))] = index
-                    listed += Int32(cute.arch.popc(votes))
-                if group.tid == 0:
-                    sEntry[MAX_CHUNK_ENTRIES] = listed
-            cute.arch.sync_threads()
+                weight = Float32(array(args.weights, Float32, group.ranks, in_rank)[source, index])
+        wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+        if wanted != Uint32(0):
+            if cutlass.const_expr(self.partial):
+                self._push_sum(group, args, epoch, source, piece, row, weight, wanted)
+            else:
+                self._push_rows(group, args, epoch, source, piece, row, wanted)
+            cute.arch.sync_warp()
+            if lane == 0:
+                post(group.sPeers[source] + group.arena.return_ready.at(group.rank, piece.index), epoch)
 
     def _rows_tensor(self, group, args):
-        """(word, vector, row) of the expert outputs, and the vectors of one row."""
-        row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
-        vectors = group.hidden * COMBINE_ITEMSIZE // VECTOR_BYTES
-        return vector_tensor(args.rows, vectors, args.capacity, row_bytes), vectors
+        """(word, vector, row) of the expert outputs."""
+        return vector_tensor(args.rows, row_units(group), args.capacity, Int64(group.hidden) * COMBINE_ITEMSIZE)
 
     @cute.jit
-    def _push_rows(self, group, args, epoch: Int64, source, token) -> None:
-        sRow = shared_array(self.rows, Int32)
-        sEntry = shared_array(self.entries, Int32)
-        gRow, vectors = self._rows_tensor(group, args)
-        returns = group.arena.returns
-        base = group.sPeers[source] + returns.at(epoch & 1, token)
-        items = sEntry[MAX_CHUNK_ENTRIES] * vectors
-        by_vectors = divisor(vectors)
+    def _push_rows(self, group, args, epoch: Int64, source, piece, row, wanted: Uint32) -> None:
+        lane = group.tid % 32
+        units = row_units(group)
+        gRow = self._rows_tensor(group, args)
+        home = group.sPeers[source] + group.arena.returns.at(epoch & 1, piece.token)
         rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-        for first in cutlass.range(group.tid, items, THREADS * LOADS_IN_FLIGHT, unroll=1):
-            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                item = first + slot * THREADS
-                if item < items:
-                    vector, listed = by_vectors.split(item)
-                    cute.copy(vector_atom(), gRow[None, vector, sRow[sEntry[listed]]], rX[None, slot])
-            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                item = first + slot * THREADS
-                if item < items:
-                    vector, listed = by_vectors.split(item)
-                    k, owner = group.by_top_k.split(sEntry[listed])
-                    home = base + owner * returns.stride[1] + k * returns.stride[2]
-                    gHome = vector_tensor(home, vectors, 1)
-                    cute.copy(vector_atom(), rX[None, slot], gHome[None, vector, 0])
+        left = wanted
+        for _ in cutlass.range(Int32(cute.arch.popc(wanted)), unroll=1):
+            k = lowest(left)
+            left = left & (left - Uint32(1))
+            one = from_lane(row, k)
+            gHome = vector_tensor(home + k * group.arena.returns.stride[2], units, 1)
+            for base in cutlass.range(piece.first, piece.last, LOADS_IN_FLIGHT, unroll=1):
+                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    unit = (base + slot) * SEGMENT + lane
+                    if (base + slot < piece.last) & (unit < units):
+                        cute.copy(vector_atom(), gRow[None, unit, one], rX[None, slot])
+                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    unit = (base + slot) * SEGMENT + lane
+                    if (base + slot < piece.last) & (unit < units):
+                        cute.copy(vector_atom(), rX[None, slot], gHome[None, unit, 0])
 
     @cute.jit
-    def _push_sums(self, group, args, epoch: Int64, source, token, tokens) -> None:
-        sRow = shared_array(self.rows, Int32)
-        sWeight = shared_array(self.weights, Float32)
-        gRow, vectors = self._rows_tensor(group, args)
-        returns = group.arena.returns
-        base = group.sPeers[source] + returns.at(epoch & 1, token, group.rank)
-        gHome = vector_tensor(base, vectors, tokens, returns.stride[1])
+    def _push_sum(self, group, args, epoch: Int64, source, piece, row, weight, wanted: Uint32) -> None:
+        lane = group.tid % 32
+        units = row_units(group)
+        gRow = self._rows_tensor(group, args)
+        home = group.sPeers[source] + group.arena.returns.at(epoch & 1, piece.token, group.rank)
+        gHome = vector_tensor(home, units, 1)
         rX = cute.make_rmem_tensor((4, ROWS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        by_vectors = divisor(vectors)
-        for item in cutlass.range(group.tid, tokens * vectors, THREADS, unroll=1):
-            vector, owner = by_vectors.split(item)
+        for segment in cutlass.range(piece.first, piece.last, unroll=1):
+            unit = segment * SEGMENT + lane
             rSum.fill(0.0)
-            present = Boolean(False)
-            for base_k in cutlass.range(0, group.top_k, ROWS_IN_FLIGHT, unroll=1):
+            left = wanted
+            while left != Uint32(0):
+                again = left
                 for turn in cutlass.range_constexpr(ROWS_IN_FLIGHT):
-                    row = self._row_of(group, sRow, owner, base_k + turn)
-                    if row >= 0:
-                        cute.copy(vector_atom(), gRow[None, vector, row], rX[None, turn])
+                    if left != Uint32(0):
+                        one = from_lane(row, lowest(left))
+                        left = left & (left - Uint32(1))
+                        if unit < units:
+                            cute.copy(vector_atom(), gRow[None, unit, one], rX[None, turn])
                 for turn in cutlass.range_constexpr(ROWS_IN_FLIGHT):
-                    if self._row_of(group, sRow, owner, base_k + turn) >= 0:
-                        accumulate(rSum, rX[None, turn], sWeight[owner * group.top_k + base_k + turn])
-                        present = Boolean(True)
-            if present:
+                    if again != Uint32(0):
+                        accumulate(rSum, rX[None, turn], from_lane(weight, lowest(again)))
+                        again = again & (again - Uint32(1))
+            if unit < units:
                 round_vector(rSum, rX[None, 0], BFloat16)
-                cute.copy(vector_atom(), rX[None, 0], gHome[None, vector, owner])
+                cute.copy(vector_atom(), rX[None, 0], gHome[None, unit, 0])
 
-    @cute.jit
-    def _row_of(self, group, sRow, owner, k) -> Int32:
-        row = Int32(NO_ROW)
-        if k < group.top_k:
-            row = sRow[owner * group.top_k + k]
-        return row
+
+def row_units(group) -> Int32:
+    """16-byte units of a returned row."""
+    return group.hidden // VECTOR_ELEMENTS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, divisor
-from cute_ep.kernels.sync import acknowledge_reads, block_all, post, report, wait_at_least
+from cute_ep.kernels.sync import acknowledge_reads, block_all, report, wait_at_least, wait_dated
 from cute_ep.layouts.arena import Arena, Message, StateWord
 from cute_ep.layouts.device import array, device_arena, pointer
 from cute_ep.layouts.record import Region, RegionMap
@@ -130,17 +130,15 @@ class GroupView:
         at = index[0] if index else Int32(0)
         return wait_at_least(flag, epoch, self.timeout_ns, self.status, state, peer, phase, at)
 
+    def read_dated(self, word: Int64, epoch: Int64, peer: Int32, phase: Phase, index):
+        """One thread's bounded wait for a dated word of `peer`: (value, whether it came)."""
+        state = self.base + self.arena.state.offset
+        return wait_dated(word, epoch, self.timeout_ns, self.status, state, peer, phase, index)
+
     def report_input(self, phase: Phase, index, expected, seen) -> None:
         """Tell the host what is wrong with this rank's input; the round goes on."""
         state = self.base + self.arena.state.offset
         report(self.status, state, self.ranks, phase, index, expected, seen)
-
-    @cute.jit
-    def post_all_ranks(self, flags: Region, epoch: Int64, *index) -> None:
-        """Post `epoch` into word (own rank, *index) of every peer's `flags`; after a CTA barrier."""
-        tid = self.tid
-        if tid < self.ranks:
-            post(self.sPeers[tid] + flags.at(self.rank, *index), epoch)
 
     @cute.jit
     def acknowledge(self, consumed: Region, received: Int64) -> None:
@@ -201,6 +199,19 @@ def open_group(args: GroupArgs, message: Message | None, peers: Region) -> Group
         by_local_experts=divisor(args.local_experts),
         sPeers=sPeers,
     )
+
+
+def afresh(args: GroupArgs):
+    """The same arguments, opaque to the compiler: what the second half of a fused kernel derives from them is computed
+    again instead of being kept in registers through the first half."""
+    names = ("ranks", "local_experts", "top_k", "max_tokens", "hidden", "slots")
+    values = {
+        name: cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[getattr(args, name)]
+        )
+        for name in names
+    }
+    return replace(args, **values)
 
 
 def peer_table(regions: RegionMap) -> Region:

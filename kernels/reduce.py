@@ -1,8 +1,9 @@
-"""Reduce role: a source rank waits for each chunk of its own tokens and sums what came home.
+"""Reduce role: a source rank waits for what comes home of each of its tokens and sums it.
 
-A token's slots that hold data are one bit mask from its own top-k ids: bit k where every expert row came home, bit d
-where rank d sent a sum. Slots are added in ascending order, then the shared expert's row, so the result does not
-depend on arrival. The sum is float32; the epilogue sees it before it is rounded, once, to the type of the output.
+Each warp takes pieces (`pieces`). A token's slots that hold data are one bit mask from its own top-k ids: bit k where
+every expert row came home, bit d where rank d sent a sum. Slots are added in ascending order, then the shared expert's
+row, so the result does not depend on arrival. The sum is float32; the epilogue sees it before it is rounded, once, to
+the type of the output.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, halves, round_vector
-from cute_ep.kernels.block import THREADS, shared_array
-from cute_ep.kernels.divide import divisor
+from cute_ep.kernels.give_back import row_units
 from cute_ep.kernels.group import owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
+from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, piece_of
+from cute_ep.kernels.sync import warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
-from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import MAX_CHUNK_ENTRIES, OutputType, Phase
+from cute_ep.layouts.routing import MASKED_ENTRY, OutputType, Phase
 
 SLOTS_IN_FLIGHT = 4
 """Slots of one vector that a thread loads before it adds the first."""
@@ -28,85 +29,86 @@ SLOTS_IN_FLIGHT = 4
 class Reduce:
     """Sums returned rows into the output, or (mode "unweighted") hands them out slot by slot."""
 
-    def __init__(self, mode: str, weights: WeightReader, epilogue, shared: RegionMap) -> None:
+    def __init__(self, mode: str, weights: WeightReader, epilogue) -> None:
         self.mode, self.weights, self.epilogue = mode, weights, epilogue
-        self.masks = shared.add("filled_slots", 4, MAX_CHUNK_ENTRIES)
-        self.slot_weights = shared.add("slot_weights", 4, MAX_CHUNK_ENTRIES)
 
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
         alive = Boolean(True)
-        chunk = first
-        while alive and chunk < args.chunks:
-            token = chunk * args.chunk
-            tokens = cutlass.min(args.chunk, args.tokens - token)
-            self._find_slots(group, args, token, tokens)
-            alive = group.wait_all_ranks(group.arena.return_ready, epoch, Phase.RETURN, chunk)  # from GiveBack.run
-            if alive:
-                if cutlass.const_expr(self.mode == "unweighted"):
-                    self._hand_out(group, args, epoch, token, tokens)
-                else:
-                    self._sum(group, args, epoch, token, tokens)
-            cute.arch.sync_threads()
-            chunk += count
+        item = first_item(first, count, group.tid // 32)
+        while alive and item < args.tokens << args.return_pieces:
+            piece = piece_of(item, args.return_pieces, row_units(group))
+            if piece.first < piece.last:
+                alive = self._take(group, args, epoch, piece)
+            item += item_stride(count)
         return alive
 
     @cute.jit
-    def _find_slots(self, group, args, token, tokens) -> None:
-        sMask = shared_array(self.masks, Uint32)
-        sWeight = shared_array(self.slot_weights, Float32)
-        for owner in cutlass.range(group.tid, tokens, THREADS, unroll=1):
-            sMask[owner] = Uint32(0)
-        cute.arch.sync_threads()
-        first = token * group.top_k
-        gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-        for index in cutlass.range(group.tid, tokens * group.top_k, THREADS, unroll=1):
-            k, owner = group.by_top_k.split(index)
-            expert = group.expert_of(gIds[first + index])
-            if expert >= 0:
-                slot = k
-                if cutlass.const_expr(self.mode == "partial"):
-                    _, slot = group.by_local_experts.split(expert)
-                cute.arch.atomic_or(sMask.iterator + owner, Uint32(1) << Uint32(slot))
+    def _take(self, group, args, epoch: Int64, piece) -> Boolean:
+        """Wait for the ranks that own experts of the token, then sum. False after a timeout."""
+        lane = group.tid % 32
+        index = piece.token * group.top_k + lane
+        expert = Int32(MASKED_ENTRY)
+        weight = Float32(0.0)
+        if lane < group.top_k:
+            expert = group.expert_of(array(args.topk_ids, Int32, args.tokens * group.top_k)[index])
             if cutlass.const_expr(self.mode == "exact"):
-                sWeight[index] = self.weights.read(args.router_weights, first + index, group)
+                weight = self.weights.read(args.router_weights, index, group)
+        bit = Uint32(0)
+        if expert >= 0:
+            _, owner = group.by_local_experts.split(expert)
+            bit = Uint32(1) << Uint32(owner)
+        owners = cute.arch.warp_redux_sync(bit, "or")
+        filled = owners
+        if cutlass.const_expr(self.mode != "partial"):
+            filled = Uint32(cute.arch.vote_ballot_sync(expert >= 0))
+        arrived = Boolean(True)
+        if (owners >> Uint32(lane)) & Uint32(1) != Uint32(0):
+            flag = group.base + group.arena.return_ready.at(lane, piece.index)  # from GiveBack on rank `lane`
+            arrived = group.wait_one(flag, epoch, lane, Phase.RETURN, piece.index)
+        alive = warp_all(arrived)
+        if alive:
+            if cutlass.const_expr(self.mode == "unweighted"):
+                self._hand_out(group, args, epoch, piece, filled)
+            else:
+                self._sum(group, args, epoch, piece, filled, weight)
+        return alive
 
     @cute.jit
-    def _sum(self, group, args, epoch: Int64, token, tokens) -> None:
-        sMask = shared_array(self.masks, Uint32)
-        sWeight = shared_array(self.slot_weights, Float32)
-        vectors = group.hidden // VECTOR_ELEMENTS
+    def _sum(self, group, args, epoch: Int64, piece, filled: Uint32, weight: Float32) -> None:
+        lane = group.tid % 32
+        units = row_units(group)
         returns = group.arena.returns
-        base = group.base + returns.at(epoch & 1, token)
-        slots = group.top_k
-        if cutlass.const_expr(self.mode == "partial"):
-            slots = group.ranks
+        base = group.base + returns.at(epoch & 1, piece.token)
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        by_vectors = divisor(vectors)
-        for item in cutlass.range(group.tid, tokens * vectors, THREADS, unroll=1):
-            vector, owner = by_vectors.split(item)
-            filled = Uint32(sMask[owner])
+        for segment in cutlass.range(piece.first, piece.last, unroll=1):
+            unit = segment * SEGMENT + lane
             rSum.fill(0.0)
-            for base_slot in cutlass.range(0, slots, SLOTS_IN_FLIGHT, unroll=1):
+            left = filled
+            while left != Uint32(0):
+                again = left
                 for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                    if (filled >> Uint32(base_slot + turn)) & Uint32(1) != Uint32(0):
-                        slot_base = base + (base_slot + turn) * returns.stride[2]
-                        gSlot = vector_tensor(slot_base, vectors, tokens, returns.stride[1])
-                        cute.copy(vector_atom(), gSlot[None, vector, owner], rX[None, turn])
+                    if left != Uint32(0):
+                        gSlot = vector_tensor(base + lowest(left) * returns.stride[2], units, 1)
+                        left = left & (left - Uint32(1))
+                        if unit < units:
+                            cute.copy(vector_atom(), gSlot[None, unit, 0], rX[None, turn])
                 for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                    if (filled >> Uint32(base_slot + turn)) & Uint32(1) != Uint32(0):
+                    if again != Uint32(0):
                         if cutlass.const_expr(self.mode == "partial"):
                             accumulate(rSum, rX[None, turn], None)
                         else:
-                            accumulate(rSum, rX[None, turn], sWeight[owner * group.top_k + base_slot + turn])
-            self._add_shared(group, args, token + owner, vector, rX[None, 0], rSum)
-            if cutlass.const_expr(self.epilogue is not None):
-                context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
-                value = self.epilogue((token + owner, vector * VECTOR_ELEMENTS), rSum.load(), context)
-                rSum.store(value)
-            self._store(args, rSum, (Int64(token) + owner) * vectors + vector)
+                            accumulate(rSum, rX[None, turn], from_lane(weight, lowest(again)))
+                        again = again & (again - Uint32(1))
+            if unit < units:
+                self._add_shared(group, args, piece.token, unit, rX[None, 0], rSum)
+                if cutlass.const_expr(self.epilogue is not None):
+                    context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
+                    value = self.epilogue((piece.token, unit * VECTOR_ELEMENTS), rSum.load(), context)
+                    rSum.store(value)
+                self._store(args, rSum, Int64(piece.token) * units + unit)
 
     @cute.jit
     def _add_shared(self, group, args, token, vector, rX, rSum) -> None:
@@ -119,31 +121,31 @@ class Reduce:
             accumulate(rSum, rX, None)
 
     @cute.jit
-    def _hand_out(self, group, args, epoch: Int64, token, tokens) -> None:
+    def _hand_out(self, group, args, epoch: Int64, piece, filled: Uint32) -> None:
         """out[token, k] = the row of slot k, zeros where it is masked."""
-        sMask = shared_array(self.masks, Uint32)
-        vectors = group.hidden // VECTOR_ELEMENTS
+        lane = group.tid % 32
+        units = row_units(group)
         returns = group.arena.returns
-        base = group.base + returns.at(epoch & 1, token)
+        base = group.base + returns.at(epoch & 1, piece.token)
         rX = cute.make_rmem_tensor(4, Uint32)
         rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        by_vectors = divisor(vectors)
-        for item in cutlass.range(group.tid, tokens * group.top_k * vectors, THREADS, unroll=1):
-            vector, entry = by_vectors.split(item)
-            slot, owner = group.by_top_k.split(entry)
-            rX.fill(0)
-            if (Uint32(sMask[owner]) >> Uint32(slot)) & Uint32(1) != Uint32(0):
-                gSlot = vector_tensor(base + slot * returns.stride[2], vectors, tokens, returns.stride[1])
-                cute.copy(vector_atom(), gSlot[None, vector, owner], rX)
-            index = (Int64(token) * group.top_k + entry) * vectors + vector
-            if args.out_type == int(OutputType.BF16):
-                cute.copy(vector_atom(), rX, vector_at(args.out, index))
-            else:
-                for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
-                    low, high = halves(rX[word])
-                    rRow[2 * word] = low
-                    rRow[2 * word + 1] = high
-                self._store(args, rRow, index)
+        for slot in cutlass.range(group.top_k, unroll=1):
+            gSlot = vector_tensor(base + slot * returns.stride[2], units, 1)
+            for segment in cutlass.range(piece.first, piece.last, unroll=1):
+                unit = segment * SEGMENT + lane
+                if unit < units:
+                    rX.fill(0)
+                    if (filled >> Uint32(slot)) & Uint32(1) != Uint32(0):
+                        cute.copy(vector_atom(), gSlot[None, unit, 0], rX)
+                    index = (Int64(piece.token) * group.top_k + slot) * units + unit
+                    if args.out_type == int(OutputType.BF16):
+                        cute.copy(vector_atom(), rX, vector_at(args.out, index))
+                    else:
+                        for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
+                            low, high = halves(rX[word])
+                            rRow[2 * word] = low
+                            rRow[2 * word + 1] = high
+                        self._store(args, rRow, index)
 
     @cute.jit
     def _store(self, args, rSum, index: Int64) -> None:

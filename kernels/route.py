@@ -3,23 +3,26 @@
 The position of entry (token, k) inside its expert counts the earlier entries of the same rank. A route CTA takes
 chunks of ROUTE_ENTRIES entries; for each it histograms all entries before the chunk in shared memory (integer adds:
 order does not matter) and ranks its own entries warp by warp in order. So there is no exchange between CTAs, and the
-result does not depend on timing.
+result does not depend on timing. All that it tells is dated words, which need no flag: a table travels ahead of the
+rows on the links instead of waiting for a fence behind them.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.block import THREADS, shared_array
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.kernels.sync import arrive_last
-from cute_ep.layouts.arena import HeaderWord, StateWord
-from cute_ep.layouts.device import array, region_array
+from cute_ep.kernels.sync import post_dated
+from cute_ep.layouts.arena import DATED_BYTES, HeaderWord
+from cute_ep.layouts.device import array, item_coord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
 
+IDS_IN_FLIGHT = 8
+"""Expert ids that a thread loads before it counts the first."""
 ROUTE_ENTRIES = 256
 """Entries of one route chunk: one a thread, ranked by one warp in 8 steps."""
 
@@ -33,33 +36,39 @@ class Route:
         self.packed = shared.add("packed_entries", 4, ROUTE_ENTRIES)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64) -> None:
-        """Chunks are taken from the highest CTA down: those have the least to send."""
+    def run(self, group, args, epoch: Int64) -> Boolean:
+        """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout.
+
+        Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. A chunk is ranked
+        before the wait.
+        """
         entries = args.tokens * group.top_k
         chunks = cutlass.max((entries + (ROUTE_ENTRIES - 1)) // ROUTE_ENTRIES, Int32(1))
-        route_ctas = cutlass.min(chunks, group.ctas)
-        first_chunk = group.ctas - 1 - group.cta
-        if first_chunk < route_ctas:
-            sHistogram = shared_array(self.histogram, Int32)
-            sPacked = shared_array(self.packed, Int32)
-            chunk = first_chunk
-            while chunk < chunks:
-                first = chunk * ROUTE_ENTRIES
-                last = cutlass.min(first + ROUTE_ENTRIES, entries)
+        sHistogram = shared_array(self.histogram, Int32)
+        sPacked = shared_array(self.packed, Int32)
+        chunk = group.ctas - 1 - group.cta
+        weight = Int32(0)
+        alive = Boolean(True)
+        waited = Boolean(False)
+        going = Boolean(True)
+        while going:
+            first = chunk * ROUTE_ENTRIES
+            last = cutlass.min(first + ROUTE_ENTRIES, entries)
+            if chunk < chunks:
                 weight = self._load_entry(group, args, first, last, sPacked)
                 self._count_before(group, args, first, sHistogram)
                 self._rank_chunk(group, first, last, sHistogram, sPacked)
-                self._push_entries(group, args, epoch, first, last, weight, sPacked)
+            if not waited:
+                alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
+                waited = Boolean(True)
+            if alive and chunk < chunks:
                 if chunk == chunks - 1:
-                    self._push_counts(group, args, epoch, sHistogram)
-                chunk += group.ctas
-            if route_ctas == 1:
-                cute.arch.sync_threads()
-                group.post_all_ranks(group.arena.route_ready, epoch)
-            else:
-                last = arrive_last(group.state_word(StateWord.ROUTE_DONE), route_ctas, group.tid)
-                if last:
-                    group.post_all_ranks(group.arena.route_ready, epoch)
+                    self._push_header(group, args, epoch)
+                    self._push_counts(group, epoch, sHistogram)
+                self._push_entries(group, args, epoch, first, last, weight, sPacked)
+            chunk += group.ctas
+            going = alive and chunk < chunks
+        return alive
 
     @cute.jit
     def _load_entry(self, group, args, first: Int32, last: Int32, sPacked) -> Int32:
@@ -84,10 +93,16 @@ class Route:
         cute.arch.sync_threads()
         if first > 0:
             gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-            for index in cutlass.range(group.tid, first, THREADS, unroll=1):
-                expert = group.expert_of(gIds[index])
-                if expert >= 0:
-                    cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
+            rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
+            for base in cutlass.range(group.tid, first, THREADS * IDS_IN_FLIGHT, unroll=1):
+                for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                    rId[slot] = Int32(MASKED_ENTRY)
+                    if base + slot * THREADS < first:
+                        rId[slot] = gIds[base + slot * THREADS]
+                for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                    expert = group.expert_of(rId[slot])
+                    if expert >= 0:
+                        cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
             cute.arch.sync_threads()
 
     @cute.jit
@@ -113,31 +128,37 @@ class Route:
         cute.arch.sync_threads()
 
     @cute.jit
+    def _push_header(self, group, args, epoch: Int64) -> None:
+        """Thread (peer, word) sends one word of this rank's header."""
+        word, peer = item_coord(group.tid, len(HeaderWord))
+        if peer < group.ranks:
+            value = args.tokens
+            if word == int(HeaderWord.MESSAGE_PIECES):
+                value = args.message_pieces
+            if word == int(HeaderWord.HAS_WEIGHTS):
+                value = Int32(args.router_weights != Int64(0))
+            if word == int(HeaderWord.RETURN_PIECES):
+                value = args.return_pieces
+            post_dated(group.sPeers[peer] + group.arena.table.at(epoch & 1, group.rank, word), value, epoch)
+
+    @cute.jit
     def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, weight: Int32, sPacked) -> None:
         parity = epoch & 1
-        entries = args.tokens * group.top_k
         index = first + group.tid
         if index < last:
+            entry = sPacked[group.tid]
             for peer in cutlass.range(group.ranks, unroll=1):
                 arena = group.sPeers[peer]
-                gEntries = array(arena + group.arena.entries.at(parity, group.rank), Int32, entries)
-                gEntries[index] = sPacked[index - first]
+                offset = Int64(index) * DATED_BYTES
+                post_dated(arena + group.arena.entries.at(parity, group.rank) + offset, entry, epoch)
                 if args.router_weights != Int64(0):
-                    gWeights = array(arena + group.arena.weights.at(parity, group.rank), Int32, entries)
-                    gWeights[index] = weight
+                    post_dated(arena + group.arena.weights.at(parity, group.rank) + offset, weight, epoch)
         cute.arch.sync_threads()
 
     @cute.jit
-    def _push_counts(self, group, args, epoch: Int64, sHistogram) -> None:
+    def _push_counts(self, group, epoch: Int64, sHistogram) -> None:
         """After the last chunk the histogram holds this rank's count of every expert."""
-        parity = epoch & 1
         for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
             local, peer = group.by_local_experts.split(expert)
-            gCounts = region_array(group.sPeers[peer], group.arena.counts, Int32, parity, group.rank)
-            gCounts[local] = sHistogram[expert]
-        if group.tid < group.ranks:
-            gHeader = region_array(group.sPeers[group.tid], group.arena.header, Int32, parity, group.rank)
-            gHeader[int(HeaderWord.TOKENS)] = args.tokens
-            gHeader[int(HeaderWord.CHUNK)] = args.chunk
-            gHeader[int(HeaderWord.HAS_WEIGHTS)] = Int32(args.router_weights != Int64(0))
-            gHeader[int(HeaderWord.CHUNKS)] = args.chunks
+            count = group.sPeers[peer] + group.arena.table.at(epoch & 1, group.rank, len(HeaderWord) + local)
+            post_dated(count, sHistogram[expert], epoch)

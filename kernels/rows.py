@@ -30,7 +30,8 @@ from cute_ep.kernels.arith import halves, round_vector, unit_amax
 from cute_ep.kernels.block import WARPS, launch_config, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
-from cute_ep.kernels.scale_rows import ScaleArgs, scale_tensor, zero_scale_rows
+from cute_ep.kernels.pieces import first_item, item_stride
+from cute_ep.kernels.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
 from cute_ep.layouts.device import array, item_coord, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.layout import Layout
@@ -260,7 +261,7 @@ class Rows:
         word = join_scale_word(self.fmt, bits)
         lanes = word_lanes(self.fmt)
         if inside & (unit % lanes == 0) & (Uint32(scale_row) < Uint32(self._scale_rows(args))):
-            scale_tensor(args, args.rows)[Uint32(scale_row), Uint32(unit) // lanes] = word
+            store_scale_word(args, Uint32(scale_row), Uint32(unit) // lanes, word)
 
     @cute.jit
     def _global_scale(self, args, group) -> Float32:
@@ -323,7 +324,9 @@ class Rows:
         groups = Int32(1)
         if args.scales_offsets != Int64(0):
             groups = args.groups
-        for job in cutlass.range(cute.arch.block_idx()[0], groups * ZERO_PARTS, cute.arch.grid_dim()[0]):
+        ctas = cute.arch.grid_dim()[0]
+        start = first_item(cute.arch.block_idx()[0], ctas, tid // 32)
+        for job in cutlass.range(start, groups * ZERO_PARTS, item_stride(ctas), unroll=1):
             part, group = item_coord(job, ZERO_PARTS)
             count = valid
             first = Int32(0)
@@ -333,4 +336,4 @@ class Rows:
                 first = self._first_scale_row(args, group)
             end = first + ((count + args.scale_alignment - 1) & -args.scale_alignment)
             if (count > 0) & (first >= 0) & (end <= self._scale_rows(args)):
-                zero_scale_rows(args, first + count, end, part, ZERO_PARTS, tid)
+                zero_scale_rows(args, first + count, end, part, ZERO_PARTS, tid % 32)

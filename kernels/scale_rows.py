@@ -8,9 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from cute_ep.kernels.block import THREADS
 from cute_ep.layouts.device import item_coord, pointer, vector_at, vector_atom
-from cute_ep.layouts.scales import ATOM_ROWS
+from cute_ep.layouts.scales import ATOM_ROWS, WORD_BYTES
 
 ATOM_LINE_ROWS = ATOM_ROWS // 32
 """Rows whose words of one column share 16 bytes of an atom."""
@@ -24,33 +23,31 @@ class ScaleArgs:
     """
 
     out_scales: Int64
-    scale_inner: Int64
-    scale_middle: Int64
-    scale_outer: Int64
-    scale_step: Int64
+    scale_inner: Int32
+    scale_middle: Int32
+    scale_outer: Int32
+    scale_step: Int32
     scale_words: Int32
     scale_alignment: Int32
 
 
-def scale_tensor(args: ScaleArgs, rows):
-    """The scale words as a tensor over (row, word), rows as ((32, 4, blocks))."""
-    layout = cute.make_layout(
-        ((32, ATOM_ROWS // 32, Int64(rows)), Int64(args.scale_words)),
-        stride=((args.scale_inner, args.scale_middle, args.scale_outer), args.scale_step),
-    )
-    return cute.make_tensor(pointer(args.out_scales, Uint32), layout)
+def store_scale_word(args: ScaleArgs, row, column, word: Uint32) -> None:
+    """Store one word of scale factors: `ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
+    in_block = row % ATOM_ROWS
+    inside = in_block % 32 * args.scale_inner + in_block // 32 * args.scale_middle
+    offset = Int64(row // ATOM_ROWS) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step) + inside
+    cute.arch.store(pointer(args.out_scales + WORD_BYTES * offset, Uint32), word)
 
 
 @cute.jit
-def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, tid: Int32) -> None:
-    """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one CTA.
+def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, lane: Int32) -> None:
+    """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one warp.
 
     The rows lie in one 128-row block, and end there when it is an atom: then rows line, line + 32, ... of a column are
     16 contiguous bytes, which one store zeroes where all four are padding.
     """
-    gScale = scale_tensor(args, end)
     columns = (args.scale_words - part + parts - 1) // parts
-    if args.scale_middle == Int64(1):
+    if args.scale_middle == 1:
         in_block = first % ATOM_ROWS
         block = first - in_block
         rZero = cute.make_rmem_tensor(ATOM_LINE_ROWS, Uint32)
@@ -58,18 +55,18 @@ def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.
         items = 32 * columns
         if first == end:
             items = Int32(0)
-        for item in cutlass.range(tid, items, THREADS, unroll=1):
+        for item in cutlass.range(lane, items, 32, unroll=1):
             line, turn = item_coord(item, 32)
             column = part + turn * parts
             if line >= in_block:
-                offset = 4 * (Int64(block) // ATOM_ROWS * args.scale_outer + column * args.scale_step)
-                cute.copy(vector_atom(), rZero, vector_at(args.out_scales + offset, line))
+                offset = Int64(block // ATOM_ROWS) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step)
+                cute.copy(vector_atom(), rZero, vector_at(args.out_scales + WORD_BYTES * offset, line))
             else:
                 for row in cutlass.range(line + 32, ATOM_ROWS, 32, unroll=1):
                     if row >= in_block:
-                        gScale[block + row, column] = Uint32(0)
+                        store_scale_word(args, block + row, column, Uint32(0))
     else:
         rows = end - first
-        for item in cutlass.range(tid, rows * columns, THREADS, unroll=1):
+        for item in cutlass.range(lane, rows * columns, 32, unroll=1):
             row, turn = item_coord(item, rows)
-            gScale[first + row, part + turn * parts] = Uint32(0)
+            store_scale_word(args, first + row, part + turn * parts, Uint32(0))

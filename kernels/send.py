@@ -1,8 +1,8 @@
-"""Send role: encode a chunk of tokens once and store it into every destination rank's arena.
+"""Send role: encode tokens and store them into every destination rank's arena.
 
-A CTA takes chunks of `chunk` consecutive tokens. Its warps walk the chunk's segments, 32 units (16 payload bytes each)
-of one token, so lanes that share a scale block sit side by side and the whole warp has one set of destinations: a bit
-mask that its lanes find from the token's expert ids, one a lane.
+Each warp takes pieces of tokens (`pieces`): it loads, encodes, stores to the destinations and posts the piece's flag at
+each of them. The destinations are a bit mask that its lanes find from the token's expert ids, one a lane; lanes that
+share a scale block sit side by side.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 
 from cute_ep.kernels.arith import unit_amax
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, WARPS, shared_array
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
-from cute_ep.kernels.divide import divisor
 from cute_ep.kernels.group import owns_shared
-from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
+from cute_ep.kernels.pieces import SEGMENT, first_item, item_stride, piece_of, segments_of, units_of
+from cute_ep.kernels.sync import post
+from cute_ep.layouts.arena import segment_words
+from cute_ep.layouts.device import array, pointer, vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import MASKED_ENTRY, MAX_CHUNK_ENTRIES
+from cute_ep.layouts.routing import MASKED_ENTRY
 from cute_ep.layouts.scales import WORD_BYTES, scale_words
 
-SEGMENT = 32
-"""Units that a warp takes at a time."""
+STAGED_SEGMENTS = 8
+"""Segments whose scale words a warp collects before it stores them: at most one 16-byte vector a lane."""
 
 
 class Send:
@@ -33,25 +35,37 @@ class Send:
     def __init__(self, codec: Codec, input_scale, shared: RegionMap) -> None:
         self.codec, self.input_scale = codec, input_scale
         self.source_vectors = source_vectors(codec.fmt)
-        self.batch = LOADS_IN_FLIGHT // self.source_vectors
-        self.row_maxima = shared.add("row_maxima", 4, MAX_CHUNK_ENTRIES) if codec.fmt.row_scale else None
+        # two units and a clamp are more than 64 registers on sm_100a and sm_120a
+        self.batch = 1 if codec.fmt.power_of_two else LOADS_IN_FLIGHT // self.source_vectors
+        self.scale_words = segment_words(codec.fmt) if codec.fmt.scale else 0
+        self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
     @cute.jit
     def run(self, group, args, epoch: Int64) -> None:
+        lane, warp = group.tid % 32, group.tid // 32
         scale = self._global_scale(args)
-        for chunk in cutlass.range(group.cta, args.chunks, args.send_ctas):
-            first = chunk * args.chunk
-            count = cutlass.min(args.chunk, args.tokens - first)
-            if cutlass.const_expr(self.codec.fmt.row_scale):
-                self._find_row_maxima(group, args, first, count)
-            self._push(group, args, epoch, first, count, scale)
-            if cutlass.const_expr(self.codec.fmt.row_scale):
-                self._push_row_scales(group, args, epoch, first, count)
-            if cutlass.const_expr(self.codec.fmt.scale is None):
-                if args.scales != Int64(0):
-                    self._push_given_scales(group, args, epoch, first, count)
-            cute.arch.sync_threads()
-            group.post_all_ranks(group.arena.message_ready, epoch, chunk)
+        units = units_of(args.payload_bytes)
+        items = args.tokens << args.message_pieces
+        for item in cutlass.range(
+            first_item(group.cta, args.send_ctas, warp), items, item_stride(args.send_ctas), unroll=1
+        ):
+            piece = piece_of(item, args.message_pieces, units)
+            if piece.first < piece.last:
+                given = self._load_id(group, args, piece.token, lane)
+                if cutlass.const_expr(self.codec.fmt.row_scale):
+                    scale = self.codec.row_scale(self._row_maximum(args, piece.token, units, lane))
+                self._push(group, args, epoch, piece, units, given, scale)
+                mask = self._destinations(group, args, piece.token, given)
+                if cutlass.const_expr(self.codec.fmt.row_scale):
+                    if piece.number == 0:
+                        # the upper half of a float32 that is a bfloat16 value is that bfloat16
+                        self._push_row_scale(group, epoch, piece.token, mask, Uint16(scale.bitcast(Uint32) >> 16))
+                if cutlass.const_expr(self.codec.fmt.scale is None):
+                    if args.scales != Int64(0):
+                        self._push_given_scales(group, args, epoch, piece, mask)
+                cute.arch.sync_warp()
+                if (mask >> Uint32(lane)) & Uint32(1) != Uint32(0):
+                    post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
 
     @cute.jit
     def _global_scale(self, args) -> Float32:
@@ -84,139 +98,121 @@ class Send:
             bit = bit | (Uint32(1) << Uint32(peer))
         return cute.arch.warp_redux_sync(bit, "or")
 
-    def _source(self, args, first, count):
-        """(word, vector, token) of the chunk's source rows, units of a row, segments of a row."""
-        units = args.payload_bytes // VECTOR_BYTES
+    def _source(self, args, token, units):
+        """(word, vector) of a token's source row."""
         vectors = units * self.source_vectors
-        pitch = Int64(vectors) * VECTOR_BYTES
-        gX = vector_tensor(args.x + Int64(first) * pitch, vectors, count, pitch)
-        return gX, units, (units + (SEGMENT - 1)) // SEGMENT
+        return vector_tensor(args.x + Int64(token) * (Int64(vectors) * VECTOR_BYTES), vectors, 1)
 
     @cute.jit
-    def _load_unit(self, gX, rX, unit, token, valid: Boolean) -> None:
-        """One unit into rX; zeros when it lies beyond the row."""
+    def _load_unit(self, gX, rX, unit, valid: Boolean) -> None:
+        """One unit into rX; zeros when it is not wanted."""
         if valid:
             for part in cutlass.range_constexpr(self.source_vectors):
                 rPart = cute.local_tile(rX, (4,), (part,))
-                cute.copy(vector_atom(), gX[None, unit * self.source_vectors + part, token], rPart)
+                cute.copy(vector_atom(), gX[None, unit * self.source_vectors + part, 0], rPart)
         else:
             rX.fill(0)
 
     @cute.jit
-    def _find_row_maxima(self, group, args, first: Int32, count: Int32) -> None:
-        """Largest magnitude of each token's row, as float32 bits: those of positive numbers sort as integers."""
-        sMaximum = shared_array(self.row_maxima, Int32)
-        lane, warp = group.tid % 32, group.tid // 32
-        for token in cutlass.range(group.tid, count, THREADS, unroll=1):
-            sMaximum[token] = 0
-        cute.arch.sync_threads()
-        gX, units, segments = self._source(args, first, count)
-        by_segments = divisor(segments)
-        rX = cute.make_rmem_tensor(4 * self.source_vectors, Uint32)
-        for item in cutlass.range(warp, segments * count, WARPS, unroll=1):
-            segment, token = by_segments.split(item)
+    def _row_maximum(self, args, token, units, lane) -> Float32:
+        """Largest magnitude of a token's row, in every lane."""
+        gX = self._source(args, token, units)
+        rX = cute.make_rmem_tensor((4 * self.source_vectors, 1), Uint32)
+        maximum = Float32(0.0)
+        for segment in cutlass.range(segments_of(units), unroll=1):
             unit = segment * SEGMENT + lane
-            self._load_unit(gX, rX, unit, token, unit < units)
-            maximum = cute.arch.warp_reduction_max(unit_amax(rX, 4 * self.source_vectors))
-            if lane == 0:
-                cute.arch.atomic_max(sMaximum.iterator + token, maximum.bitcast(Int32))
-        cute.arch.sync_threads()
+            self._load_unit(gX, rX[None, 0], unit, unit < units)
+            maximum = cute.arch.fmax(maximum, unit_amax(rX[None, 0], 4 * self.source_vectors))
+        return cute.arch.warp_reduction_max(maximum)
 
     @cute.jit
-    def _push(self, group, args, epoch: Int64, first: Int32, count: Int32, scale: Float32) -> None:
-        lane, warp = group.tid % 32, group.tid // 32
-        gX, units, segments = self._source(args, first, count)
-        items = segments * count
-        by_segments = divisor(segments)
+    def _push(self, group, args, epoch: Int64, piece, units, given: Int32, scale: Float32) -> None:
+        lane = group.tid % 32
+        gX = self._source(args, piece.token, units)
+        message = group.arena.messages.at(epoch & 1, group.rank, piece.token)
         state = self.codec.state(scale)
         rX = cute.make_rmem_tensor((4 * self.source_vectors, self.batch), Uint32)
-        rId = cute.make_rmem_tensor(self.batch, Int32)
-        for base in cutlass.range(warp, items, WARPS * self.batch, unroll=1):
-            for slot in cutlass.range_constexpr(self.batch):
-                item = base + slot * WARPS
-                segment, token = by_segments.split(item)
-                unit = segment * SEGMENT + lane
-                if item < items:
-                    rId[slot] = self._load_id(group, args, first + token, lane)
-                self._load_unit(gX, rX[None, slot], unit, token, (item < items) & (unit < units))
-            for slot in cutlass.range_constexpr(self.batch):
-                item = base + slot * WARPS
-                if item < items:
-                    segment, token = by_segments.split(item)
-                    unit = segment * SEGMENT + lane
-                    mask = self._destinations(group, args, first + token, rId[slot])
-                    if cutlass.const_expr(self.codec.fmt.row_scale):
-                        state = self.codec.state(self._row_scale(token))
-                    message = group.arena.messages.at(epoch & 1, group.rank, first + token)
-                    self._push_unit(group, message, unit, units, rX[None, slot], mask, state)
+        for start in cutlass.range(piece.first, piece.last, STAGED_SEGMENTS, unroll=1):
+            end = cutlass.min(start + STAGED_SEGMENTS, piece.last)
+            for base in cutlass.range(start, end, self.batch, unroll=1):
+                for slot in cutlass.range_constexpr(self.batch):
+                    unit = (base + slot) * SEGMENT + lane
+                    self._load_unit(gX, rX[None, slot], unit, (base + slot < end) & (unit < units))
+                mask = self._destinations(group, args, piece.token, given)
+                for slot in cutlass.range_constexpr(self.batch):
+                    if base + slot < end:
+                        unit = (base + slot) * SEGMENT + lane
+                        place = base + slot - start
+                        self._push_unit(group, message, unit, units, place, rX[None, slot], mask, state)
+            if cutlass.const_expr(self.scale_words > 0):
+                mask = self._destinations(group, args, piece.token, given)
+                self._push_scales(group, message, start, end, mask)
 
     @cute.jit
-    def _row_scale(self, token) -> Float32:
-        sMaximum = shared_array(self.row_maxima, Int32)
-        return self.codec.row_scale(Int32(sMaximum[token]).bitcast(Float32))
-
-    @cute.jit
-    def _push_unit(self, group, message: Int64, unit, units, rX, mask: Uint32, state) -> None:
-        """Encode one unit and store it to each destination, starting after the own rank to spread the links."""
+    def _push_unit(self, group, message: Int64, unit, units, place, rX, mask: Uint32, state) -> None:
+        """Encode one unit and store it to each destination, starting after the own rank to spread the links. Its scale
+        word waits in shared memory until it fills packets with others: a small packet costs a link as much as a large
+        one."""
         rQ = cute.make_rmem_tensor(4, Uint32)
         bits = self.codec.encode(rX, rQ, state)
-        word_index = Int32(0)
-        stores_scale = Boolean(False)
-        if cutlass.const_expr(self.codec.fmt.scale is not None):
+        if cutlass.const_expr(self.scale_words > 0):
+            lane, warp = group.tid % 32, group.tid // 32
             lanes = word_lanes(self.codec.fmt)
-            bits = join_scale_word(self.codec.fmt, bits)
-            word_index = unit // lanes
-            stores_scale = (unit < units) & (unit % lanes == 0)
+            sStaged = shared_array(self.staged, Uint32)
+            word = join_scale_word(self.codec.fmt, bits)
+            if lane % lanes == 0:
+                sStaged[warp, place * self.scale_words + lane // lanes] = word
         peer = group.rank
         for _ in cutlass.range(group.ranks, unroll=1):
             peer += 1
             if peer == group.ranks:
                 peer = Int32(0)
-            if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
-                home = group.sPeers[peer] + message
-                if unit < units:
-                    gPayload = vector_tensor(home + group.message.payload.offset, 1, unit + 1)
-                    cute.copy(vector_atom(), rQ, gPayload[None, 0, unit])
-                if cutlass.const_expr(self.codec.fmt.scale is not None):
-                    if stores_scale:
-                        gScales = array(home + group.message.scales.offset, Uint32, word_index + 1)
-                        gScales[word_index] = bits
+            if ((mask >> Uint32(peer)) & Uint32(1) != Uint32(0)) & (unit < units):
+                home = group.sPeers[peer] + message + group.message.payload.offset
+                cute.copy(vector_atom(), rQ, vector_at(home, unit))
 
     @cute.jit
-    def _push_row_scales(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
-        """The upper half of a float32 that is a bfloat16 value is that bfloat16."""
-        for token in cutlass.range(group.tid // 32, count, WARPS, unroll=1):
-            value = Uint16(self._row_scale(token).bitcast(Uint32) >> 16)
-            self._push_row_scale(group, args, epoch, first + token, value)
+    def _push_scales(self, group, message: Int64, start, end, mask: Uint32) -> None:
+        """Store the staged scale words of segments start .. end - 1, four a lane."""
+        lane, warp = group.tid % 32, group.tid // 32
+        sStaged = shared_array(self.staged, Uint32)
+        rWord = cute.make_rmem_tensor(4, Uint32)
+        cute.arch.sync_warp()
+        if 4 * lane < (end - start) * self.scale_words:
+            sVector = cute.local_tile(sStaged[warp, None], (4,), (lane,))
+            cute.autovec_copy(sVector, rWord)
+            offset = group.message.scales.offset + Int64(start) * (self.scale_words * WORD_BYTES)
+            for peer in cutlass.range(group.ranks, unroll=1):
+                if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
+                    cute.copy(vector_atom(), rWord, vector_at(group.sPeers[peer] + message + offset, lane))
+        cute.arch.sync_warp()
 
     @cute.jit
-    def _push_row_scale(self, group, args, epoch: Int64, token, value: Uint16) -> None:
-        """Store a token's own scale at each destination; by one warp, lane r for rank r."""
+    def _push_row_scale(self, group, epoch: Int64, token, mask: Uint32, value: Uint16) -> None:
+        """Store a token's own scale at each destination, lane r for rank r."""
         lane = group.tid % 32
-        mask = self._destinations(group, args, token, self._load_id(group, args, token, lane))
         if (mask >> Uint32(lane)) & Uint32(1) != Uint32(0):
             at = group.arena.messages.at(epoch & 1, group.rank, token) + group.message.row_scale.offset
             gHome = array(group.sPeers[lane] + at, Uint16, 1)
             gHome[0] = value
 
     @cute.jit
-    def _push_given_scales(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
+    def _push_given_scales(self, group, args, epoch: Int64, piece, mask: Uint32) -> None:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
         lane = group.tid % 32
         gScale = array(args.scales, Uint8, args.tokens, args.scale_bytes)
-        gRowScale = array(args.given_row_scales, Uint16, args.tokens)
-        for token in cutlass.range(first + group.tid // 32, first + count, WARPS, unroll=1):
-            mask = self._destinations(group, args, token, self._load_id(group, args, token, lane))
-            at = group.arena.messages.at(epoch & 1, group.rank, token) + group.message.scales.offset
-            for word in cutlass.range(lane, scale_words(args.scale_bytes), 32, unroll=1):
-                bits = Uint32(0)
-                for byte in cutlass.range_constexpr(WORD_BYTES):
-                    place = word * WORD_BYTES + byte
-                    if place < args.scale_bytes:
-                        bits = bits | (Uint32(gScale[token, place]) << (8 * byte))
-                for peer in cutlass.range(group.ranks, unroll=1):
-                    if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
-                        gHome = array(group.sPeers[peer] + at, Uint32, word + 1)
-                        gHome[word] = bits
-            if args.row_scale_bytes != 0:
-                self._push_row_scale(group, args, epoch, token, Uint16(gRowScale[token]))
+        at = group.arena.messages.at(epoch & 1, group.rank, piece.token) + group.message.scales.offset
+        end = cutlass.min(piece.last * args.segment_words, scale_words(args.scale_bytes))
+        for word in cutlass.range(piece.first * args.segment_words + lane, end, 32, unroll=1):
+            bits = Uint32(0)
+            for byte in cutlass.range_constexpr(WORD_BYTES):
+                place = word * WORD_BYTES + byte
+                if place < args.scale_bytes:
+                    bits = bits | (Uint32(gScale[piece.token, place]) << (8 * byte))
+            for peer in cutlass.range(group.ranks, unroll=1):
+                if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
+                    gHome = array(group.sPeers[peer] + at, Uint32, word + 1)
+                    gHome[word] = bits
+        if (args.row_scale_bytes != 0) & (piece.number == 0):
+            gRowScale = array(args.given_row_scales, Uint16, args.tokens)
+            self._push_row_scale(group, epoch, piece.token, mask, Uint16(gRowScale[piece.token]))

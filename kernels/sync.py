@@ -1,17 +1,22 @@
 """The vocabulary of synchronisation: every post, wait and kernel exit in this package is one of these.
 
-Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`.
+Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. Dated
+words carry a 32-bit value below the low 32 bits of its epoch, in one 64-bit store: the value needs no ordering. (A word
+that no round has written for exactly 2^32 rounds would pass for a new one.)
 
 | word                | PTX                                          | orders                                          |
 | ------------------- | -------------------------------------------- | ----------------------------------------------- |
 | `post`              | st.release.sys                               | all that happens before it -> the flag          |
 | `acknowledge_reads` | st.relaxed.sys                               | nothing: those reads ended with their launch    |
 | `wait_at_least`     | ld.acquire.sys loop                          | the flag -> all that happens after it           |
+| `post_dated`        | st.relaxed.sys                               | nothing: the value is in the word               |
+| `wait_dated`        | ld.relaxed.sys loop                          | nothing: the value is in the word               |
 | `block_all`         | barrier.cta.red.and                          | one thread's wait -> the whole CTA, and verdict |
-| `arrive_last`       | fence.acq_rel.sys, atom.relaxed, fence again | every arriving CTA's stores -> the last's posts |
+| `warp_all`          | vote, bar.warp.sync                          | one lane's wait -> the whole warp, and verdict  |
 | `count_out`         | bar.sync, atom.relaxed                       | announcement -> withdrawal, if a wait failed    |
 
-`post` covers stores of other threads of the CTA when a CTA barrier stands between (causality order is transitive).
+`post` covers stores of other lanes of the warp, or threads of the CTA, when a warp or CTA barrier stands between
+(causality order is transitive).
 None of these is a proxy fence: data moved by the async proxy needs its own.
 """
 
@@ -29,6 +34,12 @@ from cute_ep.layouts.routing import Phase, StatusWord
 def post(flag: Int64, epoch: Int64) -> None:
     """Publish `epoch` at address `flag` (own or peer memory), after everything that happened before."""
     cute.arch.store(pointer(flag, Int64), epoch, sem="release", scope="sys")
+
+
+def post_dated(word: Int64, value, epoch: Int64) -> None:
+    """Publish a 32-bit value of round `epoch` at address `word` (own or peer memory)."""
+    content = (epoch << 32) | Int64(Uint32(value))
+    cute.arch.store(pointer(word, Int64), content, sem="relaxed", scope="sys")
 
 
 def now_ns() -> Int64:
@@ -76,62 +87,87 @@ def wait_at_least(
     False after `timeout_ns`, and then the status record of the peer says what was missing; False without a record when
     another wait of this rank has failed, now or in an earlier launch.
     """
-    word = pointer(flag, Int64)
+    _, arrived = _poll(flag, epoch, timeout_ns, status, state, peer, phase, index, False)
+    return arrived
+
+
+@cute.jit
+def wait_dated(
+    word: Int64,
+    epoch: Int64,
+    timeout_ns: Int64,
+    status: Int64,
+    state: Int64,
+    peer: Int32,
+    phase: cutlass.Constexpr,
+    index,
+):
+    """One thread polls a dated word, which `peer` posts, until it is of round `epoch`: (value, whether it is).
+
+    Fails as `wait_at_least` does.
+    """
+    content, arrived = _poll(word, epoch, timeout_ns, status, state, peer, phase, index, True)
+    return Int32(content), arrived
+
+
+def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:
+    return Uint32(seen >> 32) == Uint32(epoch) if dated else seen >= epoch
+
+
+@cute.jit
+def _poll(
+    word: Int64,
+    epoch: Int64,
+    timeout_ns: Int64,
+    status: Int64,
+    state: Int64,
+    peer: Int32,
+    phase: cutlass.Constexpr,
+    index,
+    dated: cutlass.Constexpr,
+):
+    """(last content seen, whether it is what was waited for and this rank is healthy)."""
+    order = "relaxed" if cutlass.const_expr(dated) else "acquire"
+    where = pointer(word, Int64)
     abort = pointer(state + 8 * StateWord.ABORT, Int64)
     healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
-    seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
-    if seen < epoch:
+    seen = cute.arch.load(where, Int64, sem=order, scope="sys")
+    arrived = _has_arrived(seen, epoch, dated)
+    if not arrived:
         limit = now_ns() + timeout_ns
         in_time = Boolean(True)
-        while seen < epoch and healthy and in_time:
+        while not arrived and healthy and in_time:
             polls = Int32(0)
-            while seen < epoch and polls < POLLS_PER_TIME_CHECK:
-                seen = cute.arch.load(word, Int64, sem="acquire", scope="sys")
+            while not arrived and polls < POLLS_PER_TIME_CHECK:
+                seen = cute.arch.load(where, Int64, sem=order, scope="sys")
+                arrived = _has_arrived(seen, epoch, dated)
                 polls += 1
-            if seen < epoch:
+            if not arrived:
                 healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
                 in_time = now_ns() < limit
-        if seen < epoch and healthy:
-            report(status, state, peer, phase, Int32(index), epoch, seen)
-    return (seen >= epoch) & healthy
+        if not arrived and healthy:
+            epoch_seen = seen
+            if cutlass.const_expr(dated):
+                epoch_seen = seen >> 32
+            report(status, state, peer, phase, Int32(index), epoch, epoch_seen)
+    return seen, arrived & healthy
 
 
 def block_all(verdict: Boolean) -> Boolean:
     """CTA barrier that returns whether `verdict` held in every thread."""
-    return _block_vote(verdict, "and")
-
-
-def block_any(verdict: Boolean) -> Boolean:
-    """CTA barrier that returns whether `verdict` held in some thread."""
-    return _block_vote(verdict, "or")
-
-
-def _block_vote(verdict: Boolean, operation: str) -> Boolean:
     result = cute.arch.inline_ptx(
-        "{ .reg .pred p, q; setp.ne.u32 q, {$r0}, 0; "
-        f"barrier.cta.red.{operation}.pred p, 0, q; selp.u32 {{$w0}}, 1, 0, p; }}",
+        "{ .reg .pred p, q; setp.ne.u32 q, {$r0}, 0; barrier.cta.red.and.pred p, 0, q; selp.u32 {$w0}, 1, 0, p; }",
         write_only_types=[Uint32],
         read_only_args=[Uint32(verdict)],
     )
     return result != Uint32(0)
 
 
-@cute.jit
-def arrive_last(counter: Int64, arrivals: Int32, tid: Int32) -> Boolean:
-    """Count this CTA in at `counter`; True, in every thread, for the last of `arrivals` CTAs, which resets it.
-
-    What any CTA did before its call happens before what the last CTA does afterwards, at system scope.
-    """
-    cute.arch.sync_threads()
-    last = Boolean(False)
-    if tid == 0:
-        cute.arch.fence_acq_rel_sys()
-        word = pointer(counter, Int32)
-        last = cute.arch.atomic_add(word, Int32(1), sem="relaxed", scope="gpu") == arrivals - 1
-        if last:
-            cute.arch.fence_acq_rel_sys()
-            cute.arch.store(word, Int32(0), sem="relaxed", scope="gpu")
-    return block_any(last)
+def warp_all(verdict: Boolean) -> Boolean:
+    """Warp barrier that returns whether `verdict` held in every lane; orders memory among the lanes."""
+    result = cute.arch.vote_all_sync(verdict)
+    cute.arch.sync_warp()
+    return result
 
 
 FAILED = 1 << 16

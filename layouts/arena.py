@@ -8,15 +8,17 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | state             | (StateWord)                        | owner       | epochs, kernel exit counters, abort         |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
-| route_ready       | (source)                           | source      | last epoch whose routing table is complete  |
-| message_ready     | (source, chunk)                    | source      | last epoch whose chunk of messages is here  |
-| return_ready      | (peer, chunk)                      | peer        | last epoch whose chunk of returns is here   |
-| header            | (parity, source, HeaderWord)       | source      | tokens, a chunk's tokens, weights?, chunks  |
-| counts            | (parity, source, local expert)     | source      | rows that `source` sends to each expert     |
-| entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`    |
-| weights           | (parity, source, token, k)         | source      | router weights, float32                     |
+| message_ready     | (source, piece)                    | source      | last epoch whose piece of a message is here |
+| return_ready      | (peer, piece)                      | peer        | last epoch whose piece of a return is here  |
+| table             | (parity, source, HeaderWord, then  | source      | tokens, pieces of a row, weights?; then     |
+|                   | local expert)                      |             | rows that `source` sends to each expert   * |
+| entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`  * |
+| weights           | (parity, source, token, k)         | source      | router weights, float32                   * |
 | returns           | (parity, token, slot, byte)        | peer        | expert outputs; slot = k or peer rank       |
 | messages          | (parity, source, token, byte)      | source      | one encoded row a (source, token)           |
+
+Regions with a star are dated words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One
+store writes both, so whoever finds the epoch has the value, and no flag or fence is needed.
 
 `messages` is last: it alone depends on the token format, so combine kernels need not know the format.
 
@@ -30,9 +32,18 @@ from enum import IntEnum
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.record import Int, Region, RegionMap
+from cute_ep.layouts.scales import WORD_BYTES
 
 ARENA_ALIGNMENT = 256
 PARITIES = 2
+DATED_BYTES = 8
+"""Bytes of a dated word."""
+SEGMENT_BYTES = 32 * VECTOR_BYTES
+"""Payload bytes that a warp carries at a time."""
+MAX_PIECES = 16
+"""Most pieces into which a row is cut, each with a flag of its own, so that several warps may carry one token."""
+PIECED_TOKENS = 512
+"""Most tokens of a call whose rows are cut into pieces."""
 COMBINE_ITEMSIZE = 2
 """Bytes of one element of a returned row (bfloat16)."""
 
@@ -48,17 +59,16 @@ class StateWord(IntEnum):
     DISPATCH_RECV_DONE = 5
     COMBINE_SEND_DONE = 6
     COMBINE_RECV_DONE = 7
-    ROUTE_DONE = 8
-    ABORT = 9
+    ABORT = 8
 
 
 class HeaderWord(IntEnum):
-    """Indices of the 32-bit words of one source's header."""
+    """Indices of the words of one source's header. Pieces are given as their base-2 logarithms."""
 
     TOKENS = 0
-    CHUNK = 1
+    MESSAGE_PIECES = 1
     HAS_WEIGHTS = 2
-    CHUNKS = 3
+    RETURN_PIECES = 3
 
 
 @dataclass(frozen=True)
@@ -105,17 +115,25 @@ class Arena:
         self.state = regions.add("state", 8, len(StateWord))
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
-        self.route_ready = regions.add("route_ready", 8, ranks)
-        self.message_ready = regions.add("message_ready", 8, ranks, max_tokens)
-        self.return_ready = regions.add("return_ready", 8, ranks, max_tokens)
-        self.header = regions.add("header", 4, PARITIES, ranks, len(HeaderWord))
-        self.counts = regions.add("counts", 4, PARITIES, ranks, local_experts)
-        self.entries = regions.add("entries", 4, PARITIES, ranks, max_tokens, top_k)
-        self.weights = regions.add("weights", 4, PARITIES, ranks, max_tokens, top_k)
+        self.message_ready = regions.add("message_ready", 8, ranks, piece_slots(max_tokens))
+        self.return_ready = regions.add("return_ready", 8, ranks, piece_slots(max_tokens))
+        self.table = regions.add("table", DATED_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
+        self.entries = regions.add("entries", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
+        self.weights = regions.add("weights", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.returns = regions.add("returns", 1, PARITIES, max_tokens, slots, hidden * COMBINE_ITEMSIZE)
         self.messages = regions.add("messages", 1, PARITIES, ranks, max_tokens, message)
         self.regions = regions.regions
         self.nbytes = regions.nbytes
+
+
+def segment_words(fmt: Format) -> int:
+    """Scale words that belong to one segment, 32 units of 16 payload bytes; 0 when the format has no scales."""
+    return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
+
+
+def piece_slots(max_tokens: Int) -> Int:
+    """Flags of one source's pieces: one a token, and PIECES of every token while tokens are few."""
+    return max_tokens + MAX_PIECES * PIECED_TOKENS
 
 
 def return_slots(ranks: int, top_k: int) -> int:

@@ -22,9 +22,6 @@ MAX_EXPERTS = 1 << EXPERT_BITS
 MAX_TOKENS_PER_RANK = 32768
 """A position is below MAX_TOKENS_PER_RANK * MAX_TOP_K = 2^20, so a packed entry is a positive 32-bit number."""
 
-MAX_CHUNK_ENTRIES = 1024
-"""Entries (tokens times top_k) of one chunk of tokens that share a completion flag."""
-
 MASKED_ENTRY = -1
 NO_ROW = -1
 

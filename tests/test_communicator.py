@@ -29,26 +29,27 @@ from cute_ep.distributed import (
     DistributedEPDispatchNVFP4,
 )
 from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import return_slots
+from cute_ep.layouts.arena import return_slots, segment_words
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import OutputType, Phase
 from cute_ep.layouts.scales import ATOM, scale_map
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
+from cute_ep.tuning import pieces_log2
 
 CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
 SHARED = replace(CFG, fused_shared_expert=True)
 ALONE = replace(CFG, skip_a2a=True)
 HOOKS = Hooks("a:epilogue", "a:weights", "a:scale")
 
-SEND_ONLY = {"x", "scales", "given_row_scales", "topk_ids", "router_weights", "global_scale", "tokens", "chunk"}
-SEND_ONLY |= {"chunks"}
+SEND_ONLY = {"x", "scales", "given_row_scales", "topk_ids", "router_weights", "global_scale", "tokens"}
+SEND_ONLY |= {"message_pieces", "return_pieces"}
 RECEIVE_ONLY = {"out_tokens", "out_row_scales", "row_offsets", "row_counts", "scales_offsets", "expert_ids"}
 RECEIVE_ONLY |= {"src_info", "num_rows", "row_map", "headers", "weights", "capacity"}
 SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "scale_step", "scale_words"}
 SCALE_ARGUMENTS |= {"scale_alignment"}
 GIVE_BACK_ONLY = {"row_map", "headers", "weights"}
-REDUCE_ONLY = {"out", "out_type", "topk_ids", "router_weights", "epilogue_data", "tokens", "chunk", "chunks"}
-REDUCE_ONLY |= {"shared_groups", "shared_first", "shared_rows"}
+REDUCE_ONLY = {"out", "out_type", "topk_ids", "router_weights", "epilogue_data", "tokens"}
+REDUCE_ONLY |= {"return_pieces", "shared_groups", "shared_first", "shared_rows"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +187,16 @@ def test_fused_calls(rank: Communicator) -> None:
     assert launched() == ["dispatch", "combine_exact", "combine_partial"]
     assert [launch.missing for launch in LAUNCHES] == [set()] * 3, "a fused launch sets every parameter"
     sent = LAUNCHES[0].arguments
-    assert (sent["tokens"], sent["chunk"], sent["chunks"]) == (5, 1, 5)
+    assert sent["tokens"] == 5
+    assert (sent["message_pieces"], sent["return_pieces"]) == pieces_log2(CFG, 5)
+    assert dispatched.return_pieces == sent["return_pieces"]
     assert (sent["x"], sent["global_scale"]) == (x.data_ptr(), scale.data_ptr())
     assert (sent["scales"], sent["given_row_scales"]) == (0, 0)
     assert sent["out_scales"] == out.scales.data_ptr()
     assert sent["capacity"] == out.tokens.shape[0] == CFG.max_rows
     combined = LAUNCHES[2].arguments
-    assert (combined["row_map"], combined["chunks"]) == (out.row_map.data_ptr(), 5)
+    assert (combined["row_map"], combined["headers"]) == (out.row_map.data_ptr(), out.headers.data_ptr())
+    assert (combined["tokens"], combined["return_pieces"]) == (5, dispatched.return_pieces)
     assert combined["router_weights"] == weights.data_ptr()
     assert (combined["rows"], combined["out"]) == (rows.data_ptr(), result.data_ptr())
 
@@ -222,12 +226,13 @@ def test_split_calls_pass_both_halves_everything_once(rank: Communicator) -> Non
     assert LAUNCHES[2].missing == SEND_ONLY
     assert LAUNCHES[3].missing == REDUCE_ONLY
     assert LAUNCHES[4].missing == GIVE_BACK_ONLY
+    assert LAUNCHES[4].arguments["return_pieces"] == LAUNCHES[0].arguments["return_pieces"], "as the header said"
 
 
 def test_no_tokens(rank: Communicator) -> None:
     dispatched = rank.dispatch(*arguments(0))
     assert rank.combine(torch.zeros(8, 128, dtype=torch.bfloat16), dispatched).shape == (0, 128)
-    assert LAUNCHES[0].arguments["chunks"] == 0 and LAUNCHES[0].grid >= 1
+    assert LAUNCHES[0].arguments["tokens"] == 0 and LAUNCHES[0].grid >= 1
 
 
 @pytest.mark.parametrize(
@@ -243,6 +248,7 @@ def test_sizes_and_strides_of_every_format(make: Make, fmt: str, layout: str | N
     assert [launch.variant.format for launch in LAUNCHES] == [fmt, fmt, None]
     for launch in LAUNCHES:
         given = launch.arguments
+        assert given["segment_words"] == segment_words(record)
         assert (given["payload_bytes"], given["scale_bytes"]) == (record.payload_bytes(128), record.scale_bytes(128))
         assert (given["row_scale_bytes"], given["row_alignment"]) == (record.row_scale_bytes, 16)
     for launch in (LAUNCHES[0], LAUNCHES[2]):

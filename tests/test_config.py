@@ -11,8 +11,21 @@ from hypothesis import strategies as st
 
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.errors import EPConfigError, EPError
-from cute_ep.layouts.arena import ARENA_ALIGNMENT, Arena, HeaderWord, StateWord, message_bytes
+from cute_ep.layouts.arena import (
+    ARENA_ALIGNMENT,
+    DATED_BYTES,
+    MAX_PIECES,
+    PIECED_TOKENS,
+    SEGMENT_BYTES,
+    Arena,
+    HeaderWord,
+    StateWord,
+    message_bytes,
+    piece_slots,
+    segment_words,
+)
 from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.scales import WORD_BYTES, scale_words
 
 from .strategies import configs
 
@@ -103,16 +116,14 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
     message = message_by_hand(cfg)
     sizes = [
-        8 * 10,  # state
+        8 * 9,  # state
         8 * ranks,  # dispatch_consumed
         8 * ranks,  # combine_consumed
-        8 * ranks,  # route_ready
-        8 * ranks * tokens,  # message_ready
-        8 * ranks * tokens,  # return_ready
-        2 * 4 * ranks * 4,  # header
-        2 * 4 * ranks * experts,  # counts
-        2 * 4 * ranks * tokens * k,  # entries
-        2 * 4 * ranks * tokens * k,  # weights
+        8 * ranks * (tokens + 8192),  # message_ready
+        8 * ranks * (tokens + 8192),  # return_ready
+        2 * 8 * ranks * (4 + experts),  # table
+        2 * 8 * ranks * tokens * k,  # entries
+        2 * 8 * ranks * tokens * k,  # weights
         2 * tokens * max(ranks, k) * 2 * cfg.hidden,  # returns
         2 * ranks * tokens * message,  # messages
     ]
@@ -138,7 +149,7 @@ def test_memory_of_ranks_alone(cfg: EPConfig) -> None:
     """With skip_a2a the arena is that of a group of one, whatever the number of ranks."""
     alone = replace(cfg, skip_a2a=True)
     assert alone.peers == 1 and replace(cfg, skip_a2a=False).peers == cfg.world_size
-    assert alone.arena.counts.shape == (2, 1, cfg.num_experts // cfg.world_size)
+    assert alone.arena.table.shape == (2, 1, len(HeaderWord) + cfg.num_experts // cfg.world_size)
     assert memory_bytes(alone) <= memory_bytes(replace(cfg, skip_a2a=False))
 
 
@@ -146,8 +157,8 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1346, 1129, 1024]
-    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 35, 32]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1349, 1132, 1027]
+    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [43, 36, 33]
 
 
 def test_defaults_come_from_the_format() -> None:
@@ -226,6 +237,48 @@ def test_messages_and_rows_keep_16_byte_alignment(cfg: EPConfig) -> None:
     assert message % 16 == 0
     assert arena.messages.at(1, cfg.peers - 1, cfg.max_tokens_per_rank - 1) % 16 == 0
     assert arena.returns.at(1, cfg.max_tokens_per_rank - 1, max(cfg.peers, cfg.top_k) - 1) % 16 == 0
+
+
+@given(configs)
+def test_dated_words_are_stored_whole(cfg: EPConfig) -> None:
+    """A word of the routing table is 8 bytes at a multiple of 8: one store writes value and epoch, one load reads
+    them. The same holds for flags."""
+    arena = cfg.arena
+    assert DATED_BYTES == 8
+    for name in ("table", "entries", "weights"):
+        region = arena.regions[name]
+        assert region.itemsize == DATED_BYTES and region.offset % DATED_BYTES == 0, name
+        assert region.shape[:2] == (2, cfg.peers), "two parities of every source"
+    for name in ("state", "dispatch_consumed", "combine_consumed", "message_ready", "return_ready"):
+        assert arena.regions[name].itemsize == 8 and arena.regions[name].offset % 8 == 0, name
+    last = cfg.num_experts // cfg.world_size - 1
+    assert arena.table.at(1, cfg.peers - 1, len(HeaderWord) + last) + DATED_BYTES == arena.table.offset + (
+        arena.table.nbytes
+    ), "counts follow the header"
+
+
+@given(configs)
+def test_every_piece_has_a_flag(cfg: EPConfig) -> None:
+    """Each token has one, and as long as tokens are few as many as a row may have pieces."""
+    tokens = cfg.max_tokens_per_rank
+    for region in (cfg.arena.message_ready, cfg.arena.return_ready):
+        assert region.shape == (cfg.peers, piece_slots(tokens))
+    assert piece_slots(tokens) >= tokens
+    assert piece_slots(tokens) >= MAX_PIECES * min(tokens, PIECED_TOKENS)
+    assert MAX_PIECES & (MAX_PIECES - 1) == 0, "pieces are counted by their logarithm"
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
+def test_scale_words_of_a_segment(fmt) -> None:
+    """The scale factors of exactly the elements in a segment's payload, so that pieces share no word."""
+    elements = SEGMENT_BYTES * 8 // fmt.bits
+    assert SEGMENT_BYTES == 32 * 16, "one 16-byte unit a lane"
+    assert segment_words(fmt) * WORD_BYTES == fmt.scale_bytes(elements)
+    assert (segment_words(fmt) == 0) == (fmt.scale is None)
+    for segments in range(1, 9):
+        for hidden in (elements * segments, elements * segments - elements // 2):
+            words = scale_words(fmt.scale_bytes(hidden))
+            assert segment_words(fmt) * (segments - 1) < max(words, 1) <= max(segment_words(fmt) * segments, 1)
 
 
 def test_words_have_distinct_places() -> None:

@@ -1,5 +1,5 @@
-"""Time dispatch, both combines, and in CUDA graphs these and the pair of dispatch and combine; beside the times the
-bytes that must move and what those bytes take at copy speeds measured in the same run."""
+"""Time dispatch, both combines, and the pair of dispatch and partial combine; beside the times the bytes that must move
+and the least that they take at copy speeds measured in the same run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cute_ep.commands.common import (
     config,
     format_names,
     print_table,
+    seconds_text,
     served_formats,
     token_counts,
     write_json,
@@ -24,7 +25,6 @@ from cute_ep.errors import EPConfigError
 from cute_ep.layouts.formats import BF16, FP8, NVFP4
 
 DEFAULT_FORMATS = (BF16.name, FP8.name, NVFP4.name)
-SETS = 4
 TIMEOUT_S = 30.0
 ROUTINGS = ("uniform", "zipf", "one_rank")
 
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"token formats (default those of {', '.join(DEFAULT_FORMATS)} that hold the shape)",
     )
     parser.add_argument("--routing", default="uniform", choices=ROUTINGS, help="how tokens choose experts")
-    parser.add_argument("--iterations", type=int, default=100, metavar="N", help="measured rounds (default 100)")
+    parser.add_argument(
+        "--iterations", type=int, default=200, metavar="N", help="samples, each a CUDA graph of rounds (default 200)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write machine, ceilings and all results")
 
 
@@ -58,20 +60,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise EPConfigError("devices = 'cpu': bench measures GPUs; verify and demo run on a CPU")
     configs = {fmt: config(shape, len(devices), max(sizes), fmt, TIMEOUT_S) for fmt in formats}
 
-    from cute_ep.measure import MODES, against_ceilings, measure_case, measure_ceilings
-    from cute_ep.workloads import make_inputs
+    from cute_ep.ceilings import floors, measure_ceilings
+    from cute_ep.measure import SETS, make_sets, measure
 
     machine = environment(devices, args.command_line)
     console.print(
         f"{shape.name}: hidden {shape.hidden}, {shape.num_experts} experts, top-{shape.top_k}, {args.routing} routing, "
-        f"{args.iterations} rounds over {SETS} input sets; {describe_devices(devices)}",
+        f"{args.iterations} samples over {SETS} input sets; {describe_devices(devices)}",
         highlight=False,
         soft_wrap=True,
     )
-    ceilings = measure_ceilings(devices)
+    ceilings = measure_ceilings(devices, args.library)
     kind = "device to device" if len(set(devices)) > 1 else "within the GPU"
     console.print(
-        f"copy ceilings: {kind} {ceilings.push / 1e9:.0f} GB/s, memory (read + write) {ceilings.memory / 1e9:.0f} GB/s",
+        f"ceilings: {kind} {ceilings.push / 1e9:.0f} GB/s, memory (read + write) {ceilings.memory / 1e9:.0f} GB/s, "
+        f"flag {seconds_text(ceilings.flag)}, launch {seconds_text(ceilings.launch)}",
         highlight=False,
     )
     results = []
@@ -80,13 +83,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
         table = result_table(fmt)
         try:
             for tokens in sizes:
-                sets = [make_inputs(cfg, [tokens] * len(devices), args.routing, seed) for seed in range(SETS)]
-                for mode in MODES:
-                    with console.status(f"{fmt} {tokens} tokens {mode}"):
-                        case = measure_case(communicators, sets, mode, args.iterations)
-                    case |= {"format": fmt} | against_ceilings(case, ceilings)
-                    results.append(case)
-                    add_result(table, case)
+                with console.status(f"{fmt} {tokens} tokens"):
+                    sets = make_sets(cfg, devices, tokens, args.routing)
+                    for case in measure(communicators, sets, samples=args.iterations):
+                        results.append(case | floors(case["parts"], ceilings))
+                        add_result(table, results[-1])
                 table.add_section()
         finally:
             for communicator in communicators:
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         content = {
             "machine": machine,
             "shape": vars(shape) | {"routing": args.routing},
-            "ceilings_bytes_per_s": vars(ceilings),
+            "ceilings": vars(ceilings),
             "results": results,
         }
         write_json(args.json, content)
@@ -116,6 +117,7 @@ def result_table(fmt: str) -> Table:
         "per expert",
         "link floor (us)",
         "memory floor (us)",
+        "floor (us)",
         "p50 / floor",
     ):
         table.add_column(name, justify="right")
@@ -123,10 +125,9 @@ def result_table(fmt: str) -> Table:
 
 
 def add_result(table: Table, case: dict) -> None:
-    """One row of `measure_case` and `against_ceilings`."""
-    name = case["mode"].replace("_", " ")
+    """One row of `measure` and `floors`."""
     times = (f"{case[f'p{percent}_us']:.1f}" for percent in (50, 95, 99))
-    floors = (f"{case[f'{which}_floor_us']:.1f}" for which in ("link", "memory"))
+    least = (f"{case[name]:.1f}" for name in ("link_floor_us", "memory_floor_us", "floor_us"))
     moved = (bytes_text(case[f"{which}_bytes"]) for which in ("remote", "logical"))
-    ratio = "-" if case["ratio"] is None else f"{case['ratio']:.2f}"
-    table.add_row(str(case["tokens"]), name, *times, *moved, *floors, ratio)
+    ratio = f"{case['p50_us'] / case['floor_us']:.2f}"
+    table.add_row(str(case["tokens"]), case["operation"].replace("_", " "), *times, *moved, *least, ratio)

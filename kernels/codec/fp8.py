@@ -86,20 +86,20 @@ class Fp8Codec:
 
     @cute.jit
     def encode(self, rX, rQ, state) -> Uint32:
-        scale = scale_of(lanes_max(unit_amax(rX, UNIT_WORDS), block_lanes(self.fmt)))
+        amax = lanes_max(unit_amax(rX, UNIT_WORDS), block_lanes(self.fmt))
+        scale = scale_of(amax)
         if cutlass.const_expr(self.fmt.power_of_two):
+            if amax > Float32(LARGEST_BF16):  # rare, and an infinite quotient would saturate too high
+                for word in cutlass.range_constexpr(UNIT_WORDS):
+                    rX[word] = clamp_pair(rX[word])
             scale = power_of_two_up(scale)
             inverse, rest = inverse_of_power(scale), None
         else:
             inverse, rest = inverse_parts(scale, cute.arch.rcp_approx(scale))
         for word in cutlass.range_constexpr(4):
-            values = [value for pair in range(2) for value in halves(self.limited(rX[2 * word + pair]))]
+            values = [value for pair in range(2) for value in halves(rX[2 * word + pair])]
             rQ[word] = pack_e4m3(*[self.scaled(value, inverse, rest) for value in values])
         return scale.bitcast(Uint32)
-
-    def limited(self, word: Uint32) -> Uint32:
-        """clamp(x), where an infinite quotient would not do instead."""
-        return clamp_pair(word) if self.fmt.power_of_two else word
 
     def scaled(self, x: Float32, inverse: Float32, rest: Float32 | None) -> Float32:
         return x * inverse if self.fmt.power_of_two else quotient(x, inverse, rest)

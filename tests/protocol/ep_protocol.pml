@@ -10,11 +10,14 @@
  *   (c) nobody dies: no deadlock; no timeout is modelled, so none was needed
  *   (d) a rank dies: every other rank terminates, and completes no round of which an item is missing
  *
- *   -DN=2|3 -DROUNDS=3 -DCHUNKS=1|2       size; with two chunks, round 2 is a shorter round of one chunk
+ *   -DN=2|3 -DROUNDS=3 -DPIECES=1|2       size; with two pieces, round SHORT (2) is a shorter round of one piece
  *   -DORDER=SPLIT|STREAMS|ROLES|FUSED|MIXED   the launches of one rank, see below
+ *   -DROUTING=ONE|ALL|SELF                which ranks have rows of a piece: one, which changes from round to round;
+ *                                         all; of the pieces of rank 0 only rank 0, of the others' all
  *   -DEMPTY                               rank 0 has no tokens: it sends a table and no messages, and its combine
  *                                         receives nothing and so waits for nobody
- *   -DFINE                                words posted, and chunks read, one at a time in any order
+ *   -DDATES=256                           number of different dates; 256 are more than there are rounds
+ *   -DFINE                                words posted, and pieces read, one at a time in any order
  *   -DDEATH                               rank 0 stops for ever at some point; a wait for a word of a rank that is
  *                                         dead, or that has given up, may time out
  *   -DSLOW                                any unsatisfied wait may time out at any moment
@@ -28,24 +31,30 @@
  * ordered. A launch begins when the one before it on its stream has ended, and it has ended when its tasks have. The
  * epoch words move in that last step: no CTA reads them between the last CTA's store and the end of the launch.
  *
- * Payload. A payload cell (a routing table with its header and counts; a chunk of messages; a chunk of returns)
- * holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not ordered
- * among themselves, only before the flag that follows them (st.release.sys): they arrive at any moment between
+ * Payload. A payload cell (a piece of a message; a piece of what returns, in a slot that another rank may fill in
+ * another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
+ * ordered among themselves, only before the flag that follows them (st.release.sys): they arrive at any moment between
  * the wait that precedes them and that flag, never after it. So the cells of ALL peers turn TORN in the step that
  * passes the wait (the earliest moment a store can arrive), and a cell turns to n in the step that posts its flag (the
- * latest). Every real arrival lies between, and a reader that looks in between fails an assertion. A slower CTA
+ * latest). Every real arrival lies between, and a reader that looks in between fails an assertion. A slower warp
  * of the same sender passes the same wait later, which only shortens the interval.
  *
- * Flags. A flag has one writer and one reading rank, only grows, and is only compared. Hence a post that arrives
- * late cannot be told from a reader that polls late, and a rank may post one item to all its peers in one step: the
- * readers' own steps supply every delay. The exception is a writer that stops between two posts, so the rank
- * that dies may stop after posting an item to any subset of its peers. -DFINE does without this reduction.
+ * Dated words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
+ * CTA) and one for the entries of each piece. A word holds the epoch of its value; a reader sees no more than the date,
+ * the epoch modulo DATES, waits until it is equal to its own, and must then have the value of its own epoch. One store
+ * writes both, so a word is never torn.
+ *
+ * Flags. A flag has one writer and one reading rank, only grows, and is only compared; a word changes only after its
+ * reader has said that it may. Hence a post that arrives late cannot be told from a reader that polls late, and a rank
+ * may post one item to all its peers in one step: the readers' own steps supply every delay. The exception is a writer
+ * that stops between two posts, so the rank that dies may stop after posting an item to any subset of its peers. -DFINE
+ * does without this reduction. A flag is posted only where the piece has rows, and only there it is waited for.
  *
  * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
  * that ends the launch (the latest read). A cell that holds n at both moments held n in between, because epoch
- * n is written once. For the same reason the waits of several CTAs for the same monotonic words are one wait.
+ * n is written once. For the same reason the waits of several warps for the same words are one wait.
  *
- * Timeouts. CTAs decide one by one: when one gives up, the others of its task may give up too or go on, and then drop
+ * Timeouts. Warps decide one by one: when one gives up, the others of its task may give up too or go on, and then drop
  * the items of those that gave up. A launch that begins after a timeout passes no wait.
  *
  * Termination. Every step advances a process or a word and nothing goes back, so the state graph has no cycle:
@@ -58,8 +67,21 @@
 #ifndef ROUNDS
 #define ROUNDS 3
 #endif
-#ifndef CHUNKS
-#define CHUNKS 1
+#ifndef PIECES
+#define PIECES 1
+#endif
+#ifndef SHORT
+#define SHORT 2
+#endif
+#ifndef DATES
+#define DATES 256
+#endif
+
+#define ONE 0
+#define ALL 1
+#define SELF 2
+#ifndef ROUTING
+#define ROUTING ONE
 #endif
 
 /* ORDER: the launches of one rank. Dn An Wn: fused, async, wait of dispatch round n; cn an wn: of combine.
@@ -105,8 +127,11 @@
 #define STALE_OUTPUT 11      /* GRID: CTAs that find the abort word set leave without being counted */
 #define HALF_COUNTER 12      /* GRID: the sending CTAs have an exit counter, and a last CTA, of their own */
 #define UNORDERED 13         /* GRID: the announcing CTA counts itself out without a fence */
-#define SHORT_ROUTE 14       /* GRID: the first route CTA in posts route_ready, not the last */
-#define LATE_FENCE 15        /* GRID: the last CTA out withdraws without a fence after its add */
+#define LATE_FENCE 14        /* GRID: the last CTA out withdraws without a fence after its add */
+#define UNDATED 15           /* receivers take what a word of the routing table holds, whatever its date */
+#define TWO_STORES 16        /* a date is stored before its value */
+#define WAIT_FOR_ALL 17      /* receivers wait for flags of pieces of which there are no rows */
+#define SILENT_OWNER 18      /* expert ranks post what returns only of the first piece */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -118,8 +143,8 @@
 #ifndef GRID
 
 #define TORN 255
-#define ITEMS (CHUNKS + 1)   /* item 0: header, counts, entries, weights; item c: chunk c of messages or returns */
-#define TABLE 0
+#define TABLE 0              /* a word's item: header and counts; c: the entries of piece c */
+#define WORDS (PIECES + 1)
 #if ORDER == STREAMS
 #define QUEUES 2
 #else
@@ -133,26 +158,45 @@
 #define parity(n) ((n) & 1)
 #endif
 
-/* Chunks of the tokens of rank s in round n. */
+/* Pieces of the tokens of rank s in round n, and whether rank d has rows of piece c of them. */
 #ifdef EMPTY
-#define chunks(n, s) ((s) == 0 -> 0 : CHUNKS - ((CHUNKS > 1) && ((n) == 2)))
+#define pieces(n, s) ((s) == 0 -> 0 : PIECES - ((PIECES > 1) && ((n) == SHORT)))
 #else
-#define chunks(n, s) (CHUNKS - ((CHUNKS > 1) && ((n) == 2)))
+#define pieces(n, s) (PIECES - ((PIECES > 1) && ((n) == SHORT)))
+#endif
+#if ROUTING == ONE
+#define has_rows(n, s, c, d) (((s) + (c) + (n) / 2) % N == (d))     /* rounds 1 and 3, of one parity, differ */
+#define slot(d) 0
+#elif ROUTING == ALL
+#define has_rows(n, s, c, d) true
+#define slot(d) (d)
+#else
+#define has_rows(n, s, c, d) ((s) != 0 || (d) == 0)
+#define slot(d) (d)
 #endif
 
 /* Arena words. D or C, then the rank that owns the memory, then the rank that writes. */
 #define D 0
 #define C 1
-#define first(phase) (phase)   /* a dispatch begins with the table, a combine has none */
-#define items(phase, owner, writer) chunks(n, ((phase) == D -> (writer) : (owner)))
+#define items(phase, owner, writer) pieces(n, ((phase) == D -> (writer) : (owner)))
+#define travels(phase, owner, writer, item) \
+    ((phase) == D -> has_rows(n, writer, item, owner) : has_rows(n, owner, item, writer))
 #define CELL(phase, owner, n, writer, item) \
-    cell[((((phase) * N + (owner)) * 2 + parity(n)) * N + (writer)) * ITEMS + (item)]
-#define FLAG(phase, owner, writer, item) flag[(((phase) * N + (owner)) * N + (writer)) * ITEMS + (item)]
+    cell[((((phase) * N + (owner)) * 2 + parity(n)) * N + ((phase) == D -> (writer) : slot(writer))) * PIECES + (item) - 1]
+#define FLAG(phase, owner, writer, item) flag[(((phase) * N + (owner)) * N + (writer)) * PIECES + (item) - 1]
+#define WORD(owner, n, writer, item) word[(((owner) * 2 + parity(n)) * N + (writer)) * WORDS + (item)]
 #define CONSUMED(phase, owner, writer) consumed[((phase) * N + (owner)) * N + (writer)]
 
-byte cell[2 * N * 2 * N * ITEMS];    /* D: header + counts + entries + weights, messages. C: -, returns. By parity */
-byte flag[2 * N * N * ITEMS];        /* D: route_ready, message_ready.  C: -, return_ready */
+byte cell[2 * N * 2 * N * PIECES];   /* messages, returns; by parity */
+byte flag[2 * N * N * PIECES];       /* message_ready, return_ready */
+byte word[N * 2 * N * WORDS];        /* header + counts, entries + weights, by parity: the epoch of the value */
 byte consumed[2 * N * N];            /* dispatch_consumed, combine_consumed */
+#if MUTANT == TWO_STORES
+byte value[N * 2 * N * WORDS];
+#define VALUE(owner, n, writer, item) value[(((owner) * 2 + parity(n)) * N + (writer)) * WORDS + (item)]
+#else
+#define VALUE(owner, n, writer, item) WORD(owner, n, writer, item)
+#endif
 
 byte sent[2 * N], received[2 * N];   /* the epoch words: phase * N + rank */
 bool aborted[N];                     /* StateWord.ABORT */
@@ -208,9 +252,20 @@ bool dead;
 #define arrived(word) ((word) >= n)
 #endif
 
+#if MUTANT == UNDATED
+#define dated(word) true
+#else
+#define dated(word) ((word) % DATES == n % DATES)
+#endif
+#if MUTANT == WAIT_FOR_ALL
+#define awaited(phase, owner, writer, item) true
+#else
+#define awaited(phase, owner, writer, item) travels(phase, owner, writer, item)
+#endif
+
 #define writable(p) free_again(CONSUMED(PHASE, r, p))
 #define unwritable(p) (!writable(p) && gone(p))
-#define routed(p) arrived(FLAG(D, r, p, TABLE))
+#define routed(p) dated(WORD(r, n, p, TABLE))
 #define unrouted(p) (!routed(p) && gone(p))
 
 /* ---- launches ------------------------------------------------------------------------------------------------- */
@@ -260,9 +315,13 @@ inline check(phase) {
     p = 0;
     do
     :: p < N ->
-        i = first(phase);
+        assert(phase == C || VALUE(r, n, p, TABLE) == n);
+        i = 1;
         do
-        :: i <= items(phase, r, p) -> assert(CELL(phase, r, n, p, i) == n); i++
+        :: i <= items(phase, r, p) ->
+            assert(phase == C || VALUE(r, n, p, i) == n);
+            assert(!travels(phase, r, p, i) || CELL(phase, r, n, p, i) == n);
+            i++
         :: else -> break
         od;
         p++
@@ -329,21 +388,42 @@ out: skip
 
 /* ---- SEND ------------------------------------------------------------------------------------------------------ */
 
-/* The step that passes the wait: from now on stores of round n may arrive, at any peer, in any order.
+/* Posts of one launch, as bits of `todo`: word i to peer p is bit i * N + p, the flag of piece i bit (PIECES + i) * N + p.
+ *
+ * The step that passes the wait: from now on stores of round n may arrive, at any peer, in any order.
  * Property (a): whatever the slots held has been read, by each peer, up to and including round n-2. */
 inline overwrite(phase) {
     p = 0;
     do
     :: p < N ->
         assert(received[phase * N + p] + 2 >= n);
-        i = first(phase);
+        i = (phase == D -> TABLE : 1);
         do
         :: i <= items(phase, p, r) ->
-            CELL(phase, p, n, r, i) = TORN;
-#if MUTANT == FLAG_FIRST
-            FLAG(phase, p, r, i) = n;
+            if
+            :: phase == D ->
+#if MUTANT == TWO_STORES
+                WORD(p, n, r, i) = n;
 #endif
-            todo = todo | (1 << (i * N + p));
+                todo = todo | (1 << (i * N + p))
+            :: else
+            fi;
+            if
+            :: i > 0 && travels(phase, p, r, i) ->
+                CELL(phase, p, n, r, i) = TORN;
+#if MUTANT == FLAG_FIRST
+                FLAG(phase, p, r, i) = n;
+#endif
+#if MUTANT == SILENT_OWNER
+                if
+                :: phase == D || i == 1 -> todo = todo | (1 << ((PIECES + i) * N + p))
+                :: else
+                fi
+#else
+                todo = todo | (1 << ((PIECES + i) * N + p))
+#endif
+            :: else
+            fi;
             i++
         :: else -> break
         od;
@@ -353,11 +433,20 @@ inline overwrite(phase) {
     i = 0; p = 0
 }
 
-/* Payload has arrived, flag follows: item b / N at peer b % N. */
+/* Bit b, at peer b % N: a dated word, or payload has arrived and its flag follows. */
 inline post(b) {
-    CELL(PHASE, (b) % N, n, r, (b) / N) = n;
-    FLAG(PHASE, (b) % N, r, (b) / N) = n;
-    todo = todo & ~(1 << (b))
+    if
+    :: (b) / N <= PIECES ->
+        WORD((b) % N, n, r, (b) / N) = n;
+#if MUTANT == TWO_STORES
+        VALUE((b) % N, n, r, (b) / N) = n;
+#endif
+        todo = todo & ~(1 << (b))
+    :: else ->
+        CELL(PHASE, (b) % N, n, r, (b) / N - PIECES) = n;
+        FLAG(PHASE, (b) % N, r, (b) / N - PIECES) = n;
+        todo = todo & ~(1 << (b))
+    fi
 }
 
 /* The rank that dies posts item i to some of its peers and then nothing more, for ever. */
@@ -424,7 +513,7 @@ proctype Send(byte r; byte q) {
             if
             :: PHASE == C ->
                 do
-                :: p < N -> assert(CELL(D, r, n, p, TABLE) == n); p++
+                :: p < N -> assert(WORD(r, n, p, TABLE) == n); p++
                 :: else -> p = 0; break
                 od
             :: else
@@ -444,8 +533,9 @@ out: skip
 
 /* ---- RECEIVE --------------------------------------------------------------------------------------------------- */
 
-/* Takes the items (source b % N, chunk b / N + 1), in order, or with -DFINE in any order. An item whose source
- * is gone is lost, and the CTAs of the other items go on. */
+/* Takes the items (peer b % N, piece b / N + 1), in order, or with -DFINE in any order. In dispatch the entries of the
+ * piece come first, a dated word; whether it has rows here, and so a flag, follows from them. In combine it follows from
+ * the rank's own ids. An item whose source is gone is lost, and the warps of the other items go on. */
 #ifdef FINE
 #define next(b) (todo & (1 << (b)))
 #define others(b) (todo & ~(1 << (b)))
@@ -453,7 +543,9 @@ out: skip
 #define others(b) 0
 #define next(b) ((todo & ((2 << (b)) - 1)) == (1 << (b)))
 #endif
-#define here(b) arrived(FLAG(PHASE, r, (b) % N, (b) / N + 1))
+#define listed(b) (PHASE == C || dated(WORD(r, n, (b) % N, (b) / N + 1)))
+#define here(b) \
+    (listed(b) && (!awaited(PHASE, r, (b) % N, (b) / N + 1) || arrived(FLAG(PHASE, r, (b) % N, (b) / N + 1))))
 #ifdef TIMEOUTS
 #define DROP(b) \
     :: d_step { next(b) && !dead_rank(r) && (aborted[r] || !here(b) && gone((b) % N)) -> \
@@ -463,7 +555,9 @@ out: skip
 #endif
 #define TAKE(b) \
     :: d_step { next(b) && !dead_rank(r) && !stale[q] && here(b) -> \
-        assert(CELL(PHASE, r, n, (b) % N, (b) / N + 1) == n); todo = todo & ~(1 << (b)) } \
+        assert(PHASE == C || VALUE(r, n, (b) % N, (b) / N + 1) == n); \
+        assert(!travels(PHASE, r, (b) % N, (b) / N + 1) || CELL(PHASE, r, n, (b) % N, (b) / N + 1) == n); \
+        todo = todo & ~(1 << (b)) } \
     DROP(b)
 
 inline take_all() {
@@ -472,13 +566,13 @@ inline take_all() {
     DEAD
     TAKE(0)
     TAKE(1)
-#if N * CHUNKS > 2
+#if N * PIECES > 2
     TAKE(2)
 #endif
-#if N * CHUNKS > 3
+#if N * PIECES > 3
     TAKE(3)
 #endif
-#if N * CHUNKS > 4
+#if N * PIECES > 4
     TAKE(4)
     TAKE(5)
 #endif
@@ -505,7 +599,9 @@ proctype Receive(byte r; byte q) {
         :: p < N ->
             i = 1;
             do
-            :: i <= items(PHASE, r, p) -> todo = todo | (1 << ((i - 1) * N + p)); i++
+            :: i <= items(PHASE, r, p) ->
+                todo = todo | ((PHASE == D || awaited(C, r, p, i)) << ((i - 1) * N + p));
+                i++
             :: else -> i = 0; break
             od;
             p++
@@ -515,9 +611,9 @@ proctype Receive(byte r; byte q) {
         do
         :: d_step { !dead_rank(r) && may_read && (!stale[q] || OPERATION == C * 4 + RECEIVE) ->
             if
-            :: PHASE == D ->                  /* counts give the row bases, headers the chunks */
+            :: PHASE == D ->                  /* counts give the row bases, headers the pieces */
                 do
-                :: p < N -> assert(CELL(D, r, n, p, TABLE) == n); p++
+                :: p < N -> assert(VALUE(r, n, p, TABLE) == n); p++
                 :: else -> break
                 od
             :: else
@@ -608,10 +704,10 @@ init {
  *   ORDER=ROLES  fused; the lower half of the CTAs sends, the upper half receives
  *   ORDER=FUSED  fused; every CTA sends and then receives
  *   ORDER=SPLIT  async, async, wait, async, wait, wait; every CTA sends or receives
- *   ROUTERS      the CTAs with the highest indices that push the routing table; 1: no counter
+ *   ROUTERS      the CTAs with the highest indices, which push the routing table, a dated word each
  *
  *   every CTA of a launch works on the launch's epoch, however late it starts
- *   route_ready is posted after the table stores of all route CTAs
+ *   every receiving CTA waits for the words of all route CTAs, and has those of its own round
  *   when a receiving launch has ended, num_rows is its epoch, or 0 after a timeout (-DSLOW: any wait may time out)
  *
  * The announcement is a weak store. Until the launch has ended it may land after the withdrawal, another CTA's store to
@@ -637,16 +733,17 @@ init {
 #define ANNOUNCER (CTAS / 2)
 #endif
 #define MESSAGE(n, id) message[((n) & 1) * CTAS + (id)]
+#define SHARE(n, id) table[((n) & 1) * CTAS + (id)]
 #define FAILED 16
 
-byte send_epoch, receive_epoch, send_done, receive_done, route_done;    /* the state words */
+byte send_epoch, receive_epoch, send_done, receive_done;    /* the state words */
 bool abort_word;
 byte consumed;                              /* dispatch_consumed of the own rank */
 byte num_rows, in_flight;                   /* the announcement; 0, or what may still land on it */
 bool fenced;                                /* the announcing CTA has counted itself out after a fence */
-byte table[CTAS];                           /* the share of each CTA */
+byte table[2 * CTAS];                       /* the word of each CTA, by parity */
 byte message[2 * CTAS];                     /* by parity */
-byte route_ready, message_ready[CTAS];
+byte message_ready[CTAS];
 byte resident;
 byte failures;                              /* ghost: CTAs of the launch that gave up */
 
@@ -719,21 +816,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
         fi;
 #endif
         if
-        :: alive && routes(id) ->
-            table[id] = sent + 1;
-            d_step { route_done++; last = (route_done == (MUTANT == SHORT_ROUTE -> 1 : ROUTERS)) };   /* arrive_last */
-            if
-            :: last ->
-                d_step {
-                    do
-                    :: i < CTAS -> assert(!routes(i) || table[i] == sent + 1); i++
-                    :: else -> i = 0; break
-                    od
-                };
-                route_done = 0;
-                route_ready = sent + 1
-            :: else
-            fi
+        :: alive && routes(id) -> SHARE(sent + 1, id) = sent + 1
         :: else
         fi;
         if
@@ -754,12 +837,14 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     :: alive && (kind & RECEIVE) && receives(id) ->
         if
         :: abort_word -> alive = false
-        :: !abort_word ->
-            if
-            :: route_ready >= received + 1
-            TIMEOUT
-            fi
+        :: !abort_word
         fi;
+        do
+        :: !alive || i == CTAS -> i = 0; break
+        :: alive && i < CTAS && !routes(i) -> i++
+        :: alive && i < CTAS && routes(i) && SHARE(received + 1, i) == received + 1 -> i++
+        TIMEOUT
+        od;
         if
         :: alive && id == ANNOUNCER -> d_step { num_rows = received + 1; in_flight = received + 1 }
         :: else

@@ -57,7 +57,7 @@ def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) ->
             assert not got.weights.any()
         else:
             assert getattr(got, one.name) is None
-    assert got.tokens_per_chunk == want.tokens_per_chunk
+    assert got.return_pieces == want.return_pieces
 
 
 def rows_for(batches: list[Dispatched], cfg: EPConfig, seed: int = 0) -> list[torch.Tensor]:

@@ -131,11 +131,9 @@ def check_dispatch(
             assert batch.scales is None and batch.scales_offsets is None
         else:
             check_scales(cfg, batch, gathered("scales"), padded, name)
-        header = [
-            [xs[source].shape[0], 1, given_weights[source] is not None, xs[source].shape[0]] for source in sources
-        ]
+        header = [[xs[source].shape[0], 0, given_weights[source] is not None, 0] for source in sources]
         assert_bits(batch.headers, torch.tensor(header, dtype=torch.int32), name + "headers")
-        assert (batch.headers[:, HeaderWord.CHUNK] == 1).all() and batch.tokens_per_chunk == 1
+        assert batch.return_pieces == 0 and (batch.headers[:, HeaderWord.RETURN_PIECES] == 0).all(), "rows in one piece"
         if all(given_weights[source] is None for source in sources):
             assert batch.weights is None
         else:

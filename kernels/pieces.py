@@ -1,0 +1,74 @@
+"""How rows are dealt out to warps: a row is cut into pieces, a piece into segments of 32 units of 16 bytes.
+
+A warp carries a piece by itself, from its loads to its flag, so that no warp waits for another one of its CTA. While
+tokens are few a row has several pieces, so that many warps carry it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from cute_ep.kernels.block import THREADS, WARPS
+from cute_ep.layouts.formats import VECTOR_BYTES
+
+SEGMENT = 32
+"""Units that a warp takes at a time, one a lane."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of one row: `index` counts the source's pieces; segments first .. last - 1 of the row."""
+
+    index: Int32
+    token: Int32
+    number: Int32
+    first: Int32
+    last: Int32
+
+
+def piece_of(index: Int32, pieces_log2: Int32, units: Int32) -> Piece:
+    """The piece with an index, in a source whose rows of `units` units have 2^pieces_log2 pieces. The last pieces of a
+    short row are empty (first >= last): nobody sends them, nobody waits for them."""
+    token = index >> pieces_log2
+    number = index - (token << pieces_log2)
+    segments = segments_of(units)
+    share = (segments + (Int32(1) << pieces_log2) - 1) >> pieces_log2
+    first = number * share
+    return Piece(index, token, number, first, cutlass.min(first + share, segments))
+
+
+def segments_of(units: Int32) -> Int32:
+    """Segments of a row, the last one maybe in part."""
+    return (units + (SEGMENT - 1)) // SEGMENT
+
+
+def units_of(row_bytes) -> Int32:
+    """16-byte units of a row."""
+    return Int32(row_bytes // VECTOR_BYTES)
+
+
+def first_item(cta: Int32, ctas: Int32, warp: Int32) -> Int32:
+    """A warp's first item: neighbouring items go to different CTAs."""
+    return warp * ctas + cta
+
+
+def item_stride(ctas: Int32) -> Int32:
+    """Warps of `ctas` CTAs."""
+    return ctas * (THREADS // 32)
+
+
+def lowest(bits: Uint32) -> Int32:
+    """Number of the lowest set bit."""
+    return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
+
+
+def from_lane(value, lane):
+    """`value` of one lane, in all lanes."""
+    return cute.arch.shuffle_sync(value, lane)
+
+
+__all__ = ["SEGMENT", "WARPS", "Piece", "first_item", "from_lane", "item_stride", "lowest", "piece_of", "segments_of"]

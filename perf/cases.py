@@ -1,0 +1,79 @@
+"""What the suite measures: shapes, formats, batch sizes and routings, grouped by what one set of communicators
+serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_ep.config import EPConfig
+from cute_ep.layouts.formats import FORMATS
+
+TIMEOUT_S = 30.0
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+QUICK_TOKENS = (1, 16, 128, 512, 4096)
+QUICK_FORMATS = ("bf16", "fp8", "nvfp4")
+MEASURED_FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+SHAPE_TOKENS = (128, 4096)
+"""Tokens a rank at which the other shapes are measured."""
+ZIPF_TOKENS = (16, 128, 1024, 4096)
+QUICK_ZIPF_TOKENS = (128,)
+SWEEP_SMS = (4, 8, 16, 24, 32, 64, None)
+"""SM budgets; None is all."""
+SWEEP_TOKENS = (128, 1024, 4096)
+SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch",)}
+"""By format; the format makes no difference to a combine."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's routed layer."""
+
+    hidden: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def text(self) -> str:
+        """7168/256/8."""
+        return f"{self.hidden}/{self.num_experts}/{self.top_k}"
+
+    def holds(self, fmt: str) -> bool:
+        """Whether rows of this shape can be in the format."""
+        try:
+            FORMATS[fmt].check_hidden(self.hidden)
+        except ValueError:
+            return False
+        return True
+
+    def config(self, fmt: str, ranks: int, tokens: int) -> EPConfig:
+        """The deployment; EPConfigError names the rule that it breaks."""
+        return EPConfig(self.hidden, self.num_experts, self.top_k, tokens, ranks, fmt, TIMEOUT_S)
+
+
+MAIN = Shape(7168, 256, 8)
+OTHERS = (Shape(4096, 128, 8), Shape(2880, 128, 4), Shape(7168, 384, 8))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Points of one shape and format: (tokens of a rank, routing) each."""
+
+    shape: Shape
+    format: str
+    points: tuple[tuple[int, str], ...]
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a rank among the points."""
+        return max(tokens for tokens, _ in self.points)
+
+
+def case_groups(quick: bool) -> list[Group]:
+    """Every group of the suite; quick: the main shape with fewer formats and batch sizes."""
+    sizes, zipf = (QUICK_TOKENS, QUICK_ZIPF_TOKENS) if quick else (TOKENS, ZIPF_TOKENS)
+    points = tuple((tokens, "uniform") for tokens in sizes) + tuple((tokens, "zipf") for tokens in zipf)
+    groups = [Group(MAIN, fmt, points) for fmt in (QUICK_FORMATS if quick else MEASURED_FORMATS)]
+    if not quick:
+        few = tuple((tokens, "uniform") for tokens in SHAPE_TOKENS)
+        groups += [Group(shape, fmt, few) for shape in OTHERS for fmt in MEASURED_FORMATS if shape.holds(fmt)]
+    return groups

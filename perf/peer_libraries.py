@@ -1,0 +1,194 @@
+"""How each other library does a round. A function of each name in `perf.peers.PEERS` yields what is to be timed; it
+is called twice, and what it allocates for a batch size is freed when the next one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from perf.peer_worker import SETS, Rank, Work, relative_error
+
+LOW_LATENCY_TOKENS = 128
+"""Most tokens a rank of the low-latency kernels, whose buffer grows with them."""
+NORMAL_SMS = 24
+NORMAL_BYTES = 2 * 10**9
+BLOCK = 128
+"""Elements of one float32 scale of DeepEP's FP8 rows."""
+
+
+def nccl_ag_rs(me: Rank) -> Iterator[Work]:
+    """All tokens to all ranks, and a sum over the ranks home."""
+    for tokens in me.tokens:
+        inputs = me.inputs(tokens)
+        gathered = [
+            torch.empty(me.world * tokens, me.shape.hidden, dtype=torch.bfloat16, device="cuda") for _ in inputs
+        ]
+        sums = [torch.empty_like(one.x) for one in inputs]
+
+        def dispatch(index: int, inputs=inputs, gathered=gathered) -> None:
+            dist.all_gather_into_tensor(gathered[index], inputs[index].x)
+
+        def combine(index: int, sums=sums, gathered=gathered) -> None:
+            dist.reduce_scatter_tensor(sums[index], gathered[index])
+
+        dispatch(0)
+        combine(0)
+        yield Work("bf16", tokens, dispatch, combine, relative_error(sums[0], inputs[0].x.float() * me.world))
+
+
+def nccl_all_to_all(me: Rank) -> Iterator[Work]:
+    """A row for each (token, expert) there and back, gathered before and summed with the weights after."""
+    for tokens in me.tokens:
+        inputs = me.inputs(tokens)
+        orders, sent, received, arrived, returned, weights = [], [], [], [], [], []
+        for one in inputs:
+            order = one.ids.flatten().argsort(stable=True)
+            owners = one.all_ids // me.local_experts
+            orders.append(order // me.shape.top_k)
+            weights.append(one.weights.flatten()[order, None])
+            sent.append(torch.bincount(owners[me.rank].flatten(), minlength=me.world).tolist())
+            received.append((owners == me.rank).sum(dim=(1, 2)).tolist())
+            arrived.append(torch.empty(sum(received[-1]), me.shape.hidden, dtype=torch.bfloat16, device="cuda"))
+            returned.append(torch.empty(order.shape[0], me.shape.hidden, dtype=torch.bfloat16, device="cuda"))
+        sums = torch.empty(tokens, me.shape.hidden, device="cuda")
+
+        def dispatch(index: int, inputs=inputs, orders=orders, arrived=arrived, sent=sent, received=received) -> None:
+            dist.all_to_all_single(arrived[index], inputs[index].x[orders[index]], received[index], sent[index])
+
+        def combine(
+            index: int,
+            orders=orders,
+            arrived=arrived,
+            sent=sent,
+            received=received,
+            returned=returned,
+            weights=weights,
+            sums=sums,
+        ) -> None:
+            dist.all_to_all_single(returned[index], arrived[index], sent[index], received[index])
+            sums.zero_().index_add_(0, orders[index], returned[index].float() * weights[index])
+
+        dispatch(0)
+        combine(0)
+        yield Work("bf16", tokens, dispatch, combine, relative_error(sums, inputs[0].x))
+
+
+@cache
+def low_latency_buffer(world: int, hidden: int, experts: int):
+    """DeepEP's buffer for the low-latency kernels. RDMA queues are set up although only NVLink is used: the kernels
+    check that each local expert has one."""
+    import deep_ep
+
+    size = deep_ep.Buffer.get_low_latency_rdma_size_hint(LOW_LATENCY_TOKENS, hidden, world, experts)
+    return deep_ep.Buffer(
+        dist.group.WORLD,
+        0,
+        size,
+        low_latency_mode=True,
+        num_qps_per_rank=experts // world,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=True,
+    )
+
+
+def deepep_low_latency(me: Rank) -> Iterator[Work]:
+    """Dispatch to [local expert, slot, hidden], weighted combine."""
+    import deep_ep
+
+    shape, most = me.shape, LOW_LATENCY_TOKENS
+    buffer = low_latency_buffer(me.world, shape.hidden, shape.num_experts)
+    slots = (me.local_experts, most * me.world, shape.hidden)
+    rows = torch.randn(slots, dtype=torch.bfloat16, device="cuda")
+    for tokens in (count for count in me.tokens if count <= most):
+        inputs = me.inputs(tokens)
+        ids = [one.ids.to(deep_ep.topk_idx_t) for one in inputs]
+        sums = [torch.empty_like(one.x) for one in inputs]
+        for fmt in ("bf16", "fp8"):
+            handles: list = [None] * SETS
+            arrived: list = [None] * SETS
+
+            def dispatch(index: int, fmt=fmt, inputs=inputs, ids=ids, handles=handles, arrived=arrived) -> None:
+                found = buffer.low_latency_dispatch(
+                    inputs[index].x,
+                    ids[index],
+                    most,
+                    shape.num_experts,
+                    use_fp8=fmt == "fp8",
+                    async_finish=False,
+                    return_recv_hook=False,
+                )
+                arrived[index], handles[index] = found[0], found[2]
+
+            def combine(
+                index: int, fmt=fmt, inputs=inputs, ids=ids, handles=handles, arrived=arrived, sums=sums
+            ) -> None:
+                made = rows if fmt == "fp8" else arrived[index]
+                buffer.low_latency_combine(made, ids[index], inputs[index].weights, handles[index], out=sums[index])
+
+            dispatch(0, fmt)
+            combine(0, fmt)
+            error = relative_error(sums[0], inputs[0].x) if fmt == "bf16" else None
+            yield Work(fmt, tokens, dispatch, combine, error)
+
+
+@cache
+def normal_buffer():
+    """DeepEP's buffer for the normal kernels over NVLink."""
+    import deep_ep
+
+    deep_ep.Buffer.set_num_sms(NORMAL_SMS)
+    return deep_ep.Buffer(dist.group.WORLD, NORMAL_BYTES, 0, explicitly_destroy=True)
+
+
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in e4m3 with a float32 scale for BLOCK elements, scales column-major."""
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(dim=2).clamp(min=1e-4) / 448
+    rows = (blocks / scales[:, :, None]).to(torch.float8_e4m3fn).flatten(1)
+    return rows, scales.T.contiguous().T
+
+
+def deepep_normal(me: Rank) -> Iterator[Work]:
+    """Layout and dispatch with a worst-case number of rows, and the sum over ranks."""
+    import deep_ep
+
+    buffer = normal_buffer()
+    for tokens in me.tokens:
+        inputs = me.inputs(tokens)
+        ids = [one.ids.to(deep_ep.topk_idx_t) for one in inputs]
+        most = tokens * me.world
+        rows = torch.randn(most, me.shape.hidden, dtype=torch.bfloat16, device="cuda")
+        for fmt in ("bf16", "fp8"):
+            payloads = [to_fp8(one.x) if fmt == "fp8" else one.x for one in inputs]
+            handles: list = [None] * SETS
+            arrived: list = [None] * SETS
+
+            def dispatch(
+                index: int, inputs=inputs, ids=ids, payloads=payloads, handles=handles, arrived=arrived, most=most
+            ) -> None:
+                layout = buffer.get_dispatch_layout(ids[index], me.shape.num_experts)
+                found = buffer.dispatch(
+                    payloads[index],
+                    num_tokens_per_rank=layout[0],
+                    num_tokens_per_expert=layout[2],
+                    is_token_in_rank=layout[3],
+                    topk_idx=ids[index],
+                    topk_weights=inputs[index].weights,
+                    num_worst_tokens=most,
+                )
+                arrived[index], handles[index] = found[0], found[4]
+
+            sums: list = [None] * SETS
+
+            def combine(index: int, fmt=fmt, handles=handles, arrived=arrived, rows=rows, sums=sums) -> None:
+                sums[index] = buffer.combine(rows if fmt == "fp8" else arrived[index], handles[index])[0]
+
+            dispatch(0)
+            combine(0)
+            hit = torch.zeros(tokens, me.world, device="cuda").scatter_(1, inputs[0].ids // me.local_experts, 1.0)
+            wanted = inputs[0].x.float() * hit.sum(dim=1, keepdim=True)
+            error = relative_error(sums[0], wanted) if fmt == "bf16" else None
+            yield Work(fmt, tokens, dispatch, combine, error)

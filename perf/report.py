@@ -1,0 +1,111 @@
+"""The README's section on speed, from a run: `python -m perf.report perf/results/<run>`.
+
+It replaces what is between the markers, and leaves the rest of the file as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from perf.cases import MAIN
+from perf.peers import PEERS
+from perf.tables import by_point, ceilings_text, machine_text, peers_table, ratio
+
+BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
+README = Path(__file__).parents[1] / "README.md"
+PLOTS = {
+    "latency.svg": "Time of dispatch, partial combine and their pair by tokens, measured, modelled and floor",
+    "peers.svg": "Time of a pair beside NCCL and DeepEP by tokens",
+}
+"""File -> what it shows, for those who do not see it."""
+WORST = 3
+"""Operations farthest from their floor that the text names."""
+BYTES_TOKENS = 128
+"""From this many tokens on a ratio to the floor says something about bytes; below, about latency."""
+
+
+def replace_between(text: str, section: str) -> str:
+    """`text` with `section` between the markers; ValueError when they are not there once each, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"must have {BEGIN} and, after it, {END} once each")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{section.strip()}\n{END}{rest.partition(END)[2]}"
+
+
+def lost_to(run: dict) -> Iterator[tuple[str, str, int, float, float]]:
+    """(peer, format, tokens, its time, ours) of every pair at which another library was faster in the same format."""
+    own = {
+        (case["format"], case["tokens"]): case["p50_us"]
+        for case in run["cases"]
+        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", "pair")
+    }
+    for row in run["peers"]:
+        ours = own.get((row["format"], row["tokens"]))
+        if row["operation"] == "pair" and ours is not None and row["p50_us"] < ours:
+            yield row["peer"], row["format"], row["tokens"], row["p50_us"], ours
+
+
+def losses_text(run: dict) -> str:
+    """Where another library is faster, and which operations are farthest from their floors."""
+    lost = list(lost_to(run))
+    lines = []
+    for peer, fmt, tokens, theirs, ours in lost:
+        lines.append(f"- {peer.replace('_', ' ')} {fmt} at {tokens} tokens: {theirs:.1f} us, here {ours:.1f} us.")
+    if run["peers"] and not lost:
+        lines.append("- No pair of another library in the same format was faster in this run.")
+    far = sorted(
+        (ratio(case), tokens, fmt, name)
+        for (shape, routing, tokens, fmt), every in by_point(run["cases"]).items()
+        for name, case in every.items()
+        if (shape, routing) == (MAIN.text, "uniform") and tokens >= BYTES_TOKENS and not name.startswith("pair")
+    )
+    worst = [f"{name.replace('_', ' ')} {fmt} at {tokens}: {times:.2f}" for times, tokens, fmt, name in far[-WORST:]]
+    if worst:
+        lines.append(f"- Farthest from the floor, from {BYTES_TOKENS} tokens on: {'; '.join(reversed(worst))} times.")
+    return "\n".join(lines)
+
+
+def section(run: dict, folder: str) -> str:
+    """The section's text; `folder` is the run's, as seen from the README."""
+    files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
+    plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
+    shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
+    included = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
+    parts = [
+        f"{machine_text(run)}; {shape}.",
+        plots,
+        "Dispatch and then partial combine, p50 in microseconds of CUDA-graph replay, slowest GPU. Routing, "
+        "quantisation and expansion to expert-major rows are inside ours.",
+        peers_table(run, "pair"),
+        f"{included}." if run["peers"] else "",
+        f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
+        "Where it loses:\n\n" + losses_text(run),
+        f"All tables (both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU): "
+        f"[{folder}]({folder}/tables.md). `make perf` measures your machine, `python -m perf.model {folder}` says what "
+        "ceilings explain; what was tried: [perf/LOG.md](perf/LOG.md).",
+    ]
+    return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with a run.json")
+    parser.add_argument("--readme", type=Path, default=README, metavar="FILE", help="(default: the project's)")
+    args = parser.parse_args()
+    run = json.loads((args.folder / "run.json").read_text())
+    folder = Path(os.path.relpath(args.folder, README.parent)).as_posix()
+    try:
+        text = replace_between(args.readme.read_text(), section(run, folder))
+    except ValueError as error:
+        parser.error(f"{args.readme}: {error}")
+    args.readme.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""The suite: ceilings, operations, SM budgets, SwiGLU and other libraries on this machine's GPUs, in one run.
+
+`python -m perf.suite` (`make perf`) writes run.json, tables.md and, where matplotlib is installed, plots to
+perf/results/<date>-<gpu>x<number>. Exit code 1 when something could not be measured; the notes in run.json say what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from cute_ep.ceilings import Ceilings, floors, measure_ceilings
+from cute_ep.connection import connect_local
+from cute_ep.errors import EPConfigError
+from cute_ep.machine import describe_devices, environment, link_matrix, machine_name, parse_devices
+from cute_ep.measure import make_sets, measure
+from perf import peers, plots, tables
+from perf.cases import MAIN, Group, case_groups
+from perf.sweep import measure_sweep
+from perf.swiglu import measure_swiglu
+
+RESULTS = Path(__file__).parent / "results"
+RUN = "run.json"
+TABLES = "tables.md"
+SECTIONS = ("cases", "sweep", "swiglu", "compiled", "peers")
+QUICK_SECTIONS = ("cases", "swiglu")
+COMPILED_TIMEOUT_S = 150.0
+
+
+class Suite:
+    """One run and what it has found so far, kept on disk after every section."""
+
+    def __init__(self, devices: Sequence[str], folder: Path, library: str | None, quick: bool, console: Console):
+        self.devices, self.folder, self.library, self.quick = list(devices), folder, library, quick
+        self.console = console
+        self.failed = False
+        machine = environment(devices, shlex.join(["python", "-m", "perf.suite", *sys.argv[1:]]))
+        self.run: dict = {"machine": machine | {"links": link_matrix()}, "quick": quick, "notes": [], "seconds": {}}
+        self.run |= {"ceilings": {}, "cases": [], "sweep": [], "swiglu": [], "peers": []}
+
+    def say(self, text: str) -> None:
+        """One line of progress."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def note(self, text: str, *, failure: bool = True) -> None:
+        """Something that the tables should say; a failure makes the run exit with 1."""
+        self.run["notes"].append(text)
+        self.failed |= failure
+        self.console.print(text, style="red" if failure else "yellow", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Time a section, note its failure instead of raising it, and save."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # the other sections have not failed
+            self.say(traceback.format_exc())
+            self.note(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        self.run["seconds"][name] = round(time.perf_counter() - start, 1)
+        torch.cuda.empty_cache()
+        self.save()
+
+    def save(self) -> None:
+        """Write the JSON file and the tables."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / RUN).write_text(json.dumps(self.run, indent=1) + "\n")
+        (self.folder / TABLES).write_text(tables.page(self.run))
+
+    def measure_group(self, group: Group, ceilings: Ceilings) -> None:
+        """All points of one shape and format."""
+        try:
+            cfg = group.shape.config(group.format, len(self.devices), group.max_tokens)
+        except EPConfigError as error:
+            self.note(f"{group.shape.text} {group.format}: {error}", failure=False)
+            return
+        communicators: list = connect_local(cfg, self.devices, library=self.library)
+        try:
+            for tokens, routing in group.points:
+                sets = make_sets(cfg, self.devices, tokens, routing)
+                for case in measure(communicators, sets):
+                    self.run["cases"].append({"shape": group.shape.text} | case | floors(case["parts"], ceilings))
+                del sets
+        finally:
+            for communicator in communicators:
+                communicator.close()
+
+    def measure_compiled(self, memory: float) -> None:
+        """`perf.compiled`, where it works."""
+        file = self.folder / "compiled.json"
+        words = [sys.executable, "-m", "perf.compiled", "--memory", str(memory), "--device", self.devices[0]]
+        why = None
+        try:
+            done = subprocess.run(
+                [*words, "--out", str(file)], capture_output=True, text=True, timeout=COMPILED_TIMEOUT_S, check=False
+            )
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        except subprocess.TimeoutExpired:
+            why = f"stopped after {COMPILED_TIMEOUT_S:.0f} s"
+        if why is not None:
+            self.note(f"torch.compile: {why}", failure=False)
+        if file.exists():
+            self.run["compiled"] = json.loads(file.read_text())
+            file.unlink()
+
+
+def run_suite(suite: Suite, sections: Sequence[str]) -> None:
+    """Ceilings, then the named sections; other libraries last, when this process holds no memory."""
+    with suite.section("ceilings"):
+        ceilings = measure_ceilings(suite.devices, suite.library)
+        suite.run["ceilings"] = vars(ceilings)
+    if not suite.run["ceilings"]:
+        return
+    suite.say(tables.ceilings_text(suite.run["ceilings"]))
+
+    def work(name: str, measure_all: Callable[[], None]) -> None:
+        if name in sections:
+            with suite.section(name):
+                measure_all()
+
+    for group in case_groups(suite.quick) if "cases" in sections else ():
+        with suite.section(f"{group.shape.text} {group.format}"):
+            suite.measure_group(group, ceilings)
+        seconds = suite.run["seconds"][f"{group.shape.text} {group.format}"]
+        suite.say(f"{group.shape.text} {group.format}: {len(group.points)} points in {seconds:.1f} s")
+    first, memory = suite.devices[0], ceilings.memory
+    work("sweep", lambda: suite.run["sweep"].extend(measure_sweep(suite.devices, suite.library, suite.say)))
+    swiglu = suite.run["swiglu"]
+    work("swiglu", lambda: swiglu.extend(measure_swiglu(first, memory, suite.library, suite.quick, suite.say)))
+    work("compiled", lambda: suite.measure_compiled(memory))
+
+    def others() -> None:
+        found = peers.run_peers(len(dict.fromkeys(suite.devices)), MAIN, suite.quick, suite.say)
+        suite.run["peers"] = found["rows"]
+        for text in found["notes"]:
+            suite.note(text, failure=False)
+
+    work("peers", others)
+
+
+def main() -> int:
+    """Run from the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=f"fewer cases, and only {', '.join(QUICK_SECTIONS)}")
+    parser.add_argument("--sections", metavar="S[,S]", help=f"out of {', '.join(SECTIONS)} (default all)")
+    parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
+    parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    chosen = tuple(args.sections.split(",")) if args.sections else QUICK_SECTIONS if args.quick else SECTIONS
+    if unknown := set(chosen) - set(SECTIONS):
+        parser.error(f"sections = {', '.join(sorted(unknown))}: must be out of {', '.join(SECTIONS)}")
+    try:
+        devices = parse_devices(args.devices, MAIN.num_experts)
+        if devices[0] == "cpu":
+            raise EPConfigError("devices = 'cpu': the suite measures GPUs")
+    except EPConfigError as error:
+        parser.error(str(error))
+    today = datetime.date.today().isoformat()
+    suite = Suite(devices, args.out or RESULTS / f"{today}-{machine_name(devices)}", args.library, args.quick, console)
+    suite.say(describe_devices(devices))
+    start = time.perf_counter()
+    run_suite(suite, chosen)
+    suite.run["seconds"]["all"] = round(time.perf_counter() - start, 1)
+    suite.save()
+    drawn = plots.draw(suite.run, suite.folder)
+    if not drawn:
+        suite.say(f"no plots without matplotlib; elsewhere: python -m perf.plots {suite.folder}")
+    suite.say(f"{suite.folder} in {suite.run['seconds']['all']:.0f} s")
+    return int(suite.failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

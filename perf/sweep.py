@@ -1,0 +1,36 @@
+"""How much each operation loses with fewer SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cute_ep.connection import connect_local
+from cute_ep.measure import make_sets, measure
+from perf.cases import MAIN, SWEEP_OPERATIONS, SWEEP_SMS, SWEEP_TOKENS
+
+SAMPLES = 60
+
+
+def measure_sweep(devices: Sequence[str], library: str | None, say: Callable[[str], None]) -> list[dict]:
+    """`cute_ep.measure.measure` of each operation, batch size and SM budget, with "sms" in every result."""
+    have = torch.cuda.get_device_properties(devices[0]).multi_processor_count
+    results = []
+    for fmt, operations in SWEEP_OPERATIONS.items():
+        cfg = MAIN.config(fmt, len(devices), max(SWEEP_TOKENS))
+        inputs = [make_sets(cfg, devices, tokens) for tokens in SWEEP_TOKENS]
+        for sms in SWEEP_SMS:
+            if sms is not None and sms >= have:
+                continue
+            communicators: list = connect_local(cfg, devices, sms=sms, library=library)
+            try:
+                for sets in inputs:
+                    for case in measure(communicators, sets, operations, SAMPLES):
+                        results.append(case | {"sms": sms or have})
+            finally:
+                for communicator in communicators:
+                    communicator.close()
+            say(f"sweep {fmt}, {sms or have} SMs")
+        del inputs
+    return results

@@ -1,0 +1,541 @@
+"""The measuring code where it needs no GPU: statistics, floors, bytes, the model, tables, the report, and that what is
+missing on a machine becomes a note."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep import ceilings as ceilings_module
+from cute_ep import timing
+from cute_ep.ceilings import Ceilings, floors
+from cute_ep.commands import tune
+from cute_ep.config import EPConfig
+from cute_ep.connection import connect_local
+from cute_ep.errors import EPError, EPInputError
+from cute_ep.measure import OPERATIONS, PARTS, make_sets, measure
+from cute_ep.timing import Runner, percentile, summary
+from cute_ep.traffic import count_routing, traffic
+from perf import compiled, model, nvshmem, peer_worker, peers, plots, report, suite, tables
+from perf.cases import MAIN, MEASURED_FORMATS, OTHERS, TOKENS, Shape, case_groups
+from perf.swiglu import silu_bytes
+
+CEILINGS = Ceilings(4e11, 3.5e11, 3.9e11, 3.9e12, 4.2e12, 1.2e-6, 1.0e-6)
+RANKS = 2
+
+
+def case(operation: str, fmt: str, tokens: int, p50: float, parts: list, **other: Any) -> dict:
+    """A result as the suite writes it."""
+    times = summary([1e-6 * p50] * 3)
+    about = {"shape": MAIN.text, "routing": "uniform", "operation": operation, "format": fmt, "tokens": tokens}
+    return about | {"rounds": 8, "parts": parts} | times | floors(parts, CEILINGS) | other
+
+
+def synthetic(overhead: float = 5.0, efficiency: float = 0.8) -> list[dict]:
+    """Cases that follow the model exactly."""
+    cases = []
+    fits = {
+        model.key_of(name, fmt): model.Fit(overhead, efficiency) for name in model.FITTED for fmt in ("bf16", "fp8")
+    }
+    for fmt, message in (("bf16", 14336), ("fp8", 7392)):
+        for tokens in (1, 16, 128, 4096):
+            for operation, launches in PARTS.items():
+                parts = [[3 * tokens * message, 12 * tokens * message] for _ in launches]
+                one = case(operation, fmt, tokens, 1.0, parts)
+                time = model.predict(one, fits, CEILINGS)
+                assert time is not None
+                cases.append(case(operation, fmt, tokens, time, parts))
+    return cases
+
+
+def example_run() -> dict:
+    machine = {"gpus": {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}, "devices": ["cuda:0", "cuda:1"]}
+    machine |= {
+        "links": [["X", "NV18"], ["NV18", "X"]],
+        "driver": "580",
+        "cuda": "13.0",
+        "torch": "2.11",
+        "python": "3",
+    }
+    machine |= {"date": "2026-11-21T00:00:00", "commit": "abc", "command": "python -m perf.suite"}
+    pair = {"operation": "pair", "peer": "nccl_ag_rs", "format": "bf16", "error": 0.0}
+    silu = {"format": "bf16", "rows": 64, "width": 2048, "p50_us": 4.0, "share": 0.5}
+    return {
+        "machine": machine,
+        "ceilings": vars(CEILINGS),
+        "cases": synthetic(),
+        "sweep": [case("dispatch", "bf16", 128, 30.0, [[1, 1]], sms=sms) for sms in (8, 132)],
+        "swiglu": [silu | {"interleaved": kind} for kind in (False, True)],
+        "peers": [pair | {"tokens": 1, "p50_us": 50.5}, pair | {"tokens": 4096, "p50_us": 1.5}],
+        "notes": ["deepep_normal: not present: no module deep_ep"],
+    }
+
+
+# How times are taken
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(200, 0, -1)]
+    assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [100, 190, 198, 200]
+    assert percentile([3.0], 1) == 3.0
+    found = summary([1e-6, 2e-6, 3e-6, 10e-6])
+    assert found["samples"] == 4 and found["p50_us"] == pytest.approx(2) and found["p99_us"] == pytest.approx(10)
+    assert found["mean_us"] == pytest.approx(4) and found["min_us"] == pytest.approx(1)
+
+
+class FakeStream:
+    device, cuda_stream = "fake", 0
+
+    def query(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock in milliseconds for each of two lanes; events read the clock of the lane whose turn it is."""
+    times, lanes = [0.0, 0.0], {"stream": FakeStream()}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = times[lanes["stream"].lane]
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    class Lane:
+        def __init__(self, stream: FakeStream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            lanes["stream"] = self.stream
+
+        def __exit__(self, *error: object) -> None: ...
+
+    class Pool:
+        def __init__(self, count: int) -> None: ...
+        def submit(self, work: Callable, lane: int) -> SimpleNamespace:
+            work(lane)
+            return SimpleNamespace(result=lambda: None)
+
+        def shutdown(self) -> None: ...
+
+    gate = SimpleNamespace(close=lambda: None, open=lambda: None, hold=lambda stream: None, free=lambda: None)
+    fakes = SimpleNamespace(Event=Event, stream=Lane, synchronize=lambda device: None)
+    monkeypatch.setattr(timing.torch, "cuda", fakes)
+    monkeypatch.setattr(timing, "Gate", lambda: gate)
+    monkeypatch.setattr(timing, "ThreadPoolExecutor", Pool)
+    return times
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_sample_is_its_slowest_lane(clocks: list[float], chained: bool) -> None:
+    """Samples that bring the lanes into step take 100 ms and do not count; there are several bursts."""
+    streams, samples = [FakeStream(), FakeStream()], 2 * timing.BURST
+    for lane, stream in enumerate(streams):
+        stream.lane = lane
+    calls = [0, 0]
+    met = []
+
+    def enqueue(lane: int, index: int) -> None:
+        behind_a_gate = calls[lane] - 1  # one call before loads the kernels
+        first = behind_a_gate % timing.BURST < timing.IN_STEP
+        clocks[lane] += 100 if first else 3 + lane
+        calls[lane] += 1
+
+    with Runner(streams, meet=lambda: met.append(True)) as runner:
+        spans = runner.time(samples, enqueue, chained=chained)
+    assert len(spans) == samples and len(met) == 3
+    assert spans == pytest.approx([4e-3] * samples)
+
+
+def test_the_gate_opens_when_queueing_fails(clocks: list[float]) -> None:
+    stream = FakeStream()
+    stream.lane = 0
+    met = []
+
+    def enqueue(lane: int, index: int) -> None:
+        raise EPError("refused")
+
+    with Runner([stream], meet=lambda: met.append(True)) as runner, pytest.raises(EPError, match="refused"):
+        runner.time(1, enqueue)
+
+
+class CountingRunner:
+    """In place of lanes on GPUs: runs a lane after the other (so one rank only, a combine waits for nobody) and says
+    that a round takes 1 us."""
+
+    def __init__(self, communicators: list) -> None:
+        self.communicators = communicators
+
+    def on_all(self, work: Callable[[int], None]) -> None:
+        for rank in range(len(self.communicators)):
+            work(rank)
+        for communicator in self.communicators:
+            communicator.synchronize()
+
+    def time(self, samples: int, enqueue: Callable[[int, int], None], *, chained: bool = False) -> list[float]:
+        assert chained
+        return self.time_graphs(samples, enqueue, 5)
+
+    def time_graphs(self, samples: int, work: Callable[[int, int], None], rounds: int) -> list[float]:
+        for index in range(rounds):
+            self.on_all(lambda rank: work(rank, index))  # noqa: B023
+        return [1e-6] * samples
+
+
+def test_measure_runs_every_operation_on_every_set() -> None:
+    cfg = EPConfig(64, 8, 2, 16, 1, "nvfp4")
+    communicators = connect_local(cfg, ["cpu"])
+    sets = make_sets(cfg, ["cpu"], 9, "zipf")
+    batches = [batch for own in sets.batches for batch in own]
+    results = measure(communicators, sets, samples=7, runner=CountingRunner(communicators))
+    assert [one["operation"] for one in results] == list(OPERATIONS)
+    assert all(batch.dispatched is not None and batch.result.abs().sum() > 0 for batch in batches)
+    for one in results:
+        assert (one["samples"], one["tokens"], one["format"], one["routing"]) == (7, 9, "nvfp4", "zipf")
+        assert one["rounds"] == (1 if one["operation"] == "pair_chained" else 8)
+        assert len(one["parts"]) == len(PARTS[one["operation"]])
+    with pytest.raises(EPInputError, match="operation = 'fly': must be one of"):
+        measure(communicators, sets, ("fly",))
+
+
+def test_sets_differ_and_are_the_same_again() -> None:
+    cfg = EPConfig(64, 8, 2, 16, RANKS)
+    sets, again = (make_sets(cfg, ["cpu"] * RANKS, 16) for _ in range(2))
+    ids = [tuple(batch.topk_ids.flatten().tolist()) for own in sets.batches for batch in own]
+    assert len(set(ids)) == len(ids)
+    for one, other in zip(sets.batches, again.batches, strict=True):
+        assert all(
+            torch.equal(a.x, b.x) and torch.equal(a.topk_ids, b.topk_ids) for a, b in zip(one, other, strict=True)
+        )
+    other = make_sets(cfg, ["cpu"] * RANKS, 16, seed=1)
+    assert not torch.equal(other.batches[0][0].x, sets.batches[0][0].x)
+    for number, counts in enumerate(sets.counts):
+        for rank, own in enumerate(sets.batches):
+            assert own[number].buffers.tokens.shape[0] == own[number].rows.shape[0] == counts.rows_received(rank)
+    for words in ({"tokens": 17}, {"tokens": 1, "routing": "none"}):
+        with pytest.raises(EPInputError):
+            make_sets(cfg, ["cpu"] * RANKS, **words)
+
+
+def test_bytes_of_a_case() -> None:
+    cfg = EPConfig(64, 8, 2, 16, RANKS)
+    sets = make_sets(cfg, ["cpu:0", "cpu:1"], 16, sets=1)
+    (pair,) = measure(connect_local(cfg, ["cpu"] * RANKS), sets, ("pair",), 1, CountingRunner([]))
+    counts = count_routing(cfg, [own[0].topk_ids for own in sets.batches])
+    moved = [traffic(cfg, counts, name) for name in ("dispatch", "combine_partial")]
+    devices = list(sets.devices)
+    assert pair["parts"] == [[one.busiest_link(devices), one.busiest_memory(devices)] for one in moved]
+    assert pair["remote_bytes"] == sum(one.remote_bytes for one in moved)
+
+
+def test_floors_by_hand() -> None:
+    """One launch bound by its link, one by memory: 4e5 / 4e11 s = 1 us, 8.4e6 / 4.2e12 s = 2 us, twice 2.2 us."""
+    found = floors([(400_000, 4_200), (4_000, 8_400_000)], CEILINGS)
+    assert found["link_floor_us"] == pytest.approx(1.01) and found["memory_floor_us"] == pytest.approx(2.001)
+    assert found["floor_us"] == pytest.approx(1 + 2 + 2 * 2.2)
+    assert floors([(0, 0)], CEILINGS)["floor_us"] == pytest.approx(2.2)
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_ping_pong_assembles(arch: str, tmp_path: Path) -> None:
+    source = tmp_path / "ping_pong.ptx"
+    source.write_bytes(ceilings_module.PING_PONG.rstrip(b"\0"))
+    subprocess.run(
+        ["ptxas", f"-arch={arch}", "-o", str(tmp_path / "out"), str(source)], check=True, capture_output=True
+    )
+    assert len(ceilings_module._TYPES) == ceilings_module.PING_PONG.count(b".param ")
+
+
+# Cases
+
+
+def test_the_suite_covers_what_it_promises() -> None:
+    groups = case_groups(quick=False)
+    main = {group.format: group for group in groups if group.shape == MAIN}
+    assert tuple(main) == MEASURED_FORMATS
+    for group in main.values():
+        assert [tokens for tokens, routing in group.points if routing == "uniform"] == list(TOKENS)
+        assert any(routing == "zipf" for _, routing in group.points) and group.max_tokens == 8192
+    assert {group.shape for group in groups} == {MAIN, *OTHERS}
+    assert not Shape(2880, 128, 4).holds("fp8") and Shape(2880, 128, 4).holds("nvfp4")
+    for group in groups:
+        group.shape.config(group.format, 4, group.max_tokens)
+    assert {group.shape for group in case_groups(quick=True)} == {MAIN}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
+def test_the_suite_refuses_politely(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for devices in ("auto", "cpu:2", "cuda:0"):
+        monkeypatch.setattr(sys, "argv", ["suite", "--devices", devices])
+        with pytest.raises(SystemExit) as stop:
+            suite.main()
+        assert stop.value.code == 2 and "devices = " in capsys.readouterr().err
+
+
+def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but GPUs: communicators are the reference's, times made up, and one section fails."""
+    run = example_run()
+    monkeypatch.setattr(suite, "environment", lambda devices, command: dict(run["machine"]))
+    monkeypatch.setattr(suite, "link_matrix", lambda: run["machine"]["links"])
+    monkeypatch.setattr(suite, "measure_ceilings", lambda devices, library: CEILINGS)
+    monkeypatch.setattr(suite.torch.cuda, "empty_cache", lambda: None)
+    group = suite.Group(Shape(64, 8, 2), "bf16", ((4, "uniform"),))
+    impossible = suite.Group(Shape(64, 1, 2), "bf16", ((4, "uniform"),))
+    monkeypatch.setattr(suite, "case_groups", lambda quick: [group, impossible])
+    monkeypatch.setattr(suite, "measure", lambda c, sets: measure(c, sets, samples=3, runner=CountingRunner(c)))
+    monkeypatch.setattr("cute_ep.reference_backend.ReferenceCommunicator.close", lambda self: None)
+
+    def broken(*words: object) -> list:
+        raise EPError("no such kernel")
+
+    monkeypatch.setattr(suite, "measure_swiglu", broken)
+    console = SimpleNamespace(print=lambda *words, **options: None)
+    made = suite.Suite(["cpu"], tmp_path / "run", None, True, console)
+    suite.run_suite(made, ("cases", "swiglu", "peers"))
+    content = json.loads((tmp_path / "run" / suite.RUN).read_text())
+    assert [one["operation"] for one in content["cases"]] == list(OPERATIONS) and made.failed
+    assert all(one["shape"] == "64/8/2" and one["floor_us"] > 2 for one in content["cases"])
+    notes = "\n".join(content["notes"])
+    assert "swiglu: EPError: no such kernel" in notes and "64/1/2 bf16: top_k = 2" in notes
+    assert "deepep_normal: not present" in notes and "no such kernel" in (tmp_path / "run" / suite.TABLES).read_text()
+    assert {"ceilings", "64/8/2 bf16", "swiglu", "peers"} <= set(content["seconds"])
+
+
+# The model
+
+
+def test_fit_recovers_constants() -> None:
+    fits = model.fit_model(synthetic(overhead=7.5, efficiency=0.62), CEILINGS)
+    assert set(fits) == {("dispatch", "bf16"), ("dispatch", "fp8"), ("combine_exact", None), ("combine_partial", None)}
+    for fit in fits.values():
+        assert fit.overhead_us == pytest.approx(7.5) and fit.efficiency == pytest.approx(0.62)
+
+
+def test_fit_has_no_negative_overhead() -> None:
+    fit = model.fit_line([(10.0, 5.0), (20.0, 15.0)], [1.0, 1.0])
+    assert fit.overhead_us == 0 and fit.efficiency == pytest.approx(500 / 350)
+    assert model.fit_line([(10.0, 15.0)], [1.0]) == model.Fit(5.0, 1.0)
+
+
+def test_a_pair_is_its_launches() -> None:
+    cases = synthetic()
+    fits = model.fit_model(cases, CEILINGS)
+    for one in cases:
+        assert model.predict(one, fits, CEILINGS) == pytest.approx(one["p50_us"])
+    assert model.predict(cases[0] | {"format": "mxfp4"}, fits, CEILINGS) is None
+    text = model.errors_table(cases, fits, CEILINGS)
+    assert text.count("+0%") + text.count("-0%") == len(cases)
+
+
+def test_other_machines_scale_with_their_nominal_rates() -> None:
+    there = model.ceilings_elsewhere(CEILINGS, "NVIDIA H200", "B200")
+    assert there is not None and there.push == 2 * CEILINGS.push and there.flag == CEILINGS.flag
+    assert there.memory == pytest.approx(CEILINGS.memory * 8 / 4.8)
+    assert model.ceilings_elsewhere(CEILINGS, "GeForce", "B200") is None
+    eight = model.expected_case("dispatch", "bf16", 8, 64)
+    assert eight["parts"][0][0] / (64 * 14336) == pytest.approx(4.63, rel=0.1)  # remote ranks of a token, top-8 of 256
+    text = model.page(example_run())
+    assert "NVL72" in text and "8 x H200" in text
+
+
+# Tables, report and plots
+
+
+def test_tables_show_the_numbers() -> None:
+    run = example_run()
+    text = tables.page(run)
+    dispatch = next(one for one in run["cases"] if (one["operation"], one["tokens"]) == ("dispatch", 4096))
+    assert f"| 4096 | bf16 | {dispatch['p50_us']:.1f} ({dispatch['p99_us']:.1f}) |" in text
+    assert "SM stores to a peer 400 GB/s (ring), 350 GB/s" in text and "one flag 1.20 us" in text
+    assert "2 x NVIDIA H200, NV18 between GPUs" in text
+    assert "| 64 | 2048 | bf16 | 4.0 / 4.0 (50% / 50%) |  |" in text
+    assert "| operation | format | tokens a rank | 8 SMs | 132 SMs |" in text
+    assert "| tokens a rank | cute_ep bf16 | cute_ep fp8 | nccl ag rs bf16 |" in text and "| 50.5 |" in text
+    assert "- deepep_normal: not present: no module deep_ep" in text
+    assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
+    assert tables.markdown(("a", "b"), []) == ""
+
+
+def test_tables_of_a_run_that_found_nothing() -> None:
+    run = example_run() | {"ceilings": {}, "cases": [], "notes": ["ceilings: EPError: no kernel"]}
+    assert "ceilings: EPError" in tables.page(run)
+
+
+def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, readme = tmp_path / "run", tmp_path / "README.md"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(example_run()))
+    readme.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
+    monkeypatch.setattr(sys, "argv", ["report", str(folder), "--readme", str(readme)])
+    assert report.main() == 0
+    once = readme.read_text()
+    assert once.startswith(f"before\n{report.BEGIN}\n") and once.endswith(f"{report.END}\nafter\n")
+    assert "old numbers" not in once and "2 x NVIDIA H200" in once
+    assert report.main() == 0 and readme.read_text() == once
+    readme.write_text("no markers\n")
+    with pytest.raises(SystemExit) as stop:
+        report.main()
+    assert stop.value.code == 2 and readme.read_text() == "no markers\n"
+
+
+def test_report_says_where_it_loses() -> None:
+    run = example_run()
+    assert [row[:4] for row in report.lost_to(run)] == [("nccl_ag_rs", "bf16", 4096, 1.5)]
+    assert "nccl ag rs bf16 at 4096 tokens: 1.5 us" in report.losses_text(run)
+    run["peers"] = run["peers"][:1]
+    assert "No pair of another library" in report.losses_text(run)
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = example_run()
+    assert {path.stem for path in plots.draw(run, tmp_path)} == set(plots.PLOTS)
+    before = (tmp_path / "latency.svg").read_bytes()
+    assert b"<svg" in before
+    plots.draw(run, tmp_path)
+    assert (tmp_path / "latency.svg").read_bytes() == before, "the same run draws the same file"
+    few = plots.draw(run | {"peers": [], "sweep": [], "swiglu": []}, tmp_path)
+    assert {path.stem for path in few} == {"latency", "ratio"}
+
+
+def test_no_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plots.draw(example_run(), tmp_path) == [] and not list(tmp_path.iterdir())
+
+
+# Other libraries
+
+
+def test_peers_are_notes_without_gpus() -> None:
+    found = peers.run_peers(0)
+    assert found["rows"] == [] and len(found["notes"]) == len(peers.PEERS)
+    assert all("not present: needs at least 2 GPUs" in note for note in found["notes"])
+    code = "import sys, perf.peers, perf.peer_worker; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_a_missing_module_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = peers.run_peers(4, names=("deepep_normal",))
+    assert found["notes"] == ["deepep_normal: not present: no module deep_ep"]
+
+
+@pytest.mark.parametrize(
+    ("code", "rows", "note"),
+    [
+        ("write()", 1, None),
+        ("write(); sys.exit('ValueError: bad' if rank else 0)", 1, "rank 1 ended with 1: ValueError: bad"),
+        ("sys.stderr.write('OSError: no libmlx5'); sys.exit(3)", 0, "not present: OSError: no libmlx5"),
+        ("write(); time.sleep(60 * rank)", 1, "stopped after 2 s with 1 results"),
+    ],
+    ids=["ends", "fails", "missing", "hangs"],
+)
+def test_a_peer_that_ends_badly_keeps_its_rows(code: str, rows: int, note: str | None, monkeypatch) -> None:
+    prelude = "import sys, time; rank, out = int(sys.argv[1]), sys.argv[2]\n"
+    prelude += "def write():\n    if rank == 0: open(out, 'a').write('{\"p50_us\": 1}\\n')\n"
+
+    def command(peer: str, rank: int, world: int, port: int, shape: Shape, tokens: object, out: Path) -> list[str]:
+        return [sys.executable, "-c", prelude + code, str(rank), str(out)]
+
+    monkeypatch.setattr(peers, "worker_command", command)
+    found, said = peers.run_peer("nccl_ag_rs", 2, MAIN, (1,), 2.0)
+    assert len(found) == rows
+    assert said == (None if note is None else f"nccl_ag_rs: {note}")
+
+
+def test_worker_says_that_its_library_is_missing(tmp_path: Path) -> None:
+    if importlib.util.find_spec("deep_ep") is not None:
+        pytest.skip("DeepEP is installed")
+    command = peers.worker_command("deepep_normal", 0, 1, peers.free_port(), MAIN, (1,), tmp_path / "rows")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == peers.NOT_PRESENT, done.stderr
+
+
+def test_every_peer_has_an_implementation() -> None:
+    from perf import peer_libraries
+
+    assert all(callable(getattr(peer_libraries, name)) for name in peers.PEERS)
+    assert set(plots.PEER_STYLES) == set(peers.PEERS)
+    assert peer_worker.relative_error(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])) == 0.5
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_mlx5_stub_has_the_symbols(tmp_path: Path) -> None:
+    library = nvshmem.ctypes.CDLL(str(nvshmem.compile_stub(tmp_path)))
+    for words in nvshmem.MLX5_SYMBOLS.values():
+        assert all(getattr(library, f"mlx5dv_{word}")() == -1 for word in words.split())
+
+
+# SwiGLU and tuning
+
+
+def test_compiled_quantise_is_like_nvfp4() -> None:
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    codes, scales = compiled.quantise(values.repeat(128, 4).bfloat16())
+    assert codes.shape == (128, 32) and scales.shape == (1, 1, 32, 4, 4)
+    assert codes[5, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x90, 0xBA, 0xDC, 0xFE]
+    assert (scales == 0x38).all()  # 1.0 in e4m3
+    x = torch.randn(4, 64).bfloat16()
+    pairs = torch.stack(x.chunk(2, dim=1), dim=2).flatten(1)
+    assert torch.equal(compiled.swiglu(x, False), compiled.swiglu(pairs, True))
+
+
+def test_silu_bytes() -> None:
+    assert silu_bytes("bf16", 10, 2048) == 10 * 3 * 4096
+    assert silu_bytes("nvfp4", 10, 2048) == 10 * (2 * 4096 + 1024 + 128)
+
+
+def test_tuning_candidates() -> None:
+    cfg = EPConfig(7168, 256, 8, 4096, 4)
+    for operation in (*tune.DISPATCH, *tune.COMBINES):
+        shapes = tune.candidates(operation, cfg, 128, 264)
+        assert len(set(shapes)) == len(shapes) > 6
+        assert shapes[0] == tune.launch_shape(operation.partition("_")[0], cfg, 128, 264)
+        assert all(0 < shape.send_ctas <= shape.grid <= 264 > shape.receive_from for shape in shapes)
+    assert tune.shape_key("dispatch", cfg, 128) == "dispatch/bf16/7168/256/8/4/128"
+    assert tune.shape_key("combine_exact", cfg, 1) == "combine_exact/any/7168/256/8/4/1"
+
+
+def test_tuning_takes_the_fastest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape is forced on the operation's own launches; the table's stays unless another is clearly faster."""
+    cfg = EPConfig(7168, 256, 8, 4096, 4)
+
+    class Communicator:
+        max_ctas = 264
+
+        def __init__(self) -> None:
+            self.cfg = cfg
+
+        def _shape(self, operation: str, tokens: int) -> str:
+            return "the table's"
+
+    communicators: list = [Communicator(), Communicator()]
+    wanted = tune.candidates("combine_exact", cfg, 128, 264)[3]
+    gain = 0.5
+
+    def measured(communicators: list, sets: object, operations: tuple[str, ...], samples: int) -> list[dict]:
+        assert all(one._shape("dispatch", 128) == "the table's" for one in communicators)
+        (shape,) = {one._shape("combine", 128) for one in communicators}
+        return [{"p50_us": gain if shape == wanted else 1.0}]
+
+    monkeypatch.setattr("cute_ep.measure.measure", measured)
+    sets = SimpleNamespace(tokens=128)
+    best, times = tune.fastest(communicators, sets, "combine_exact")
+    assert best == wanted and times[wanted] == 0.5 and communicators[0]._shape("combine", 1) == "the table's"
+    gain = 0.995
+    assert tune.fastest(communicators, sets, "combine_exact")[0] == next(iter(times))

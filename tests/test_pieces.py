@@ -1,0 +1,136 @@
+"""How rows are dealt out to warps, and how a dated word is put together: device code, run on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+from cutlass import Int32, Int64
+
+from cute_ep.kernels import sync
+from cute_ep.kernels.block import WARPS
+from cute_ep.kernels.codec.base import word_lanes
+from cute_ep.kernels.pieces import SEGMENT, first_item, item_stride, piece_of, segments_of
+from cute_ep.layouts.arena import MAX_PIECES, SEGMENT_BYTES
+from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
+
+from .test_codec import run_map
+
+MOST_LOG2 = MAX_PIECES.bit_length() - 1
+
+
+def test_pieces_partition_a_row() -> None:
+    """Every segment of a row is in exactly one piece, the first piece is never empty, and the empty ones come last.
+
+    Rows of up to 65536 bfloat16, more than any format sends; the token does not matter.
+    """
+    units = np.array([*range(1, 34 * SEGMENT), 65536 // 8 - 1, 65536 // 8], np.int32)
+    for log2 in range(MOST_LOG2 + 1):
+        pieces = 1 << log2
+        index, row = np.meshgrid(np.arange(3 * pieces, dtype=np.int32), units, indexing="ij")
+
+        def fields(index, units, log2=log2):
+            piece = piece_of(index, Int32(log2), units)
+            return piece.index, piece.token, piece.number, piece.first, piece.last
+
+        results = run_map(fields, index.ravel(), row.ravel(), outputs=5)
+        same, token, number, first, last = (result.view(np.int32).reshape(index.shape) for result in results)
+        assert (same == index).all() and (token * pieces + number == index).all() and (number < pieces).all()
+        for one in range(3):
+            mine = slice(one * pieces, (one + 1) * pieces)
+            assert (token[mine] == one).all()
+            ends = np.maximum(first[mine], last[mine])
+            assert (first[mine][0] == 0).all() and (last[mine][0] > 0).all(), "the first piece has a segment"
+            inside = first[mine] < last[mine]
+            assert (inside[1:] <= inside[:-1]).all(), "empty pieces come last"
+            assert (first[mine][1:][inside[1:]] == ends[:-1][inside[1:]]).all(), "pieces follow one another"
+            assert (np.where(inside, last[mine], 0).max(axis=0) == segments_of(units)).all()
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 7, 264])
+def test_every_item_is_taken_once(ctas: int) -> None:
+    items = 3 * ctas * WARPS + 5
+    taken = [
+        item
+        for cta in range(ctas)
+        for warp in range(WARPS)
+        for item in range(first_item(cta, ctas, warp), items, item_stride(ctas))
+    ]
+    assert sorted(taken) == list(range(items))
+    starts = {first_item(cta, ctas, 0) for cta in range(ctas)}
+    assert starts == set(range(ctas)), "neighbouring items go to different CTAs"
+
+
+def test_a_segment_is_what_a_warp_carries() -> None:
+    """One unit a lane, and no scale word lies across two segments, so pieces share nothing."""
+    assert SEGMENT * VECTOR_BYTES == SEGMENT_BYTES
+    for fmt in FORMATS.values():
+        if fmt.scale is not None:
+            assert SEGMENT % word_lanes(fmt) == 0, fmt.name
+
+
+EPOCHS = (1, 2, 3, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 5 * 2**32 + 7, 2**40)
+VALUES = (0, 1, -1, 0x7FFFFFFF, -0x80000000, 12345)
+
+
+def halves(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high) 32 bits of a 64-bit number, one element each."""
+    bits = np.array([number], np.uint64)
+    return (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), (bits >> np.uint64(32)).astype(
+        np.uint32
+    ).view(np.int32)
+
+
+def join(low, high) -> Int64:
+    return (Int64(high) << 32) | (Int64(low) & Int64(0xFFFFFFFF))
+
+
+def test_a_dated_word_holds_the_value_and_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value below, the low half of the epoch above, whatever the sign of the value, in one relaxed store."""
+    stored = []
+    monkeypatch.setattr(sync, "pointer", lambda address, dtype: address)
+
+    def store(address, content, *, sem, scope):
+        assert (content.dtype, sem, scope) == (Int64, "relaxed", "sys")
+        stored.append(content)
+
+    monkeypatch.setattr(sync.cute.arch, "store", store)
+
+    def post(value, low, high):
+        sync.post_dated(Int64(0), value, join(low, high))
+        content = stored.pop()
+        return Int32(content), Int32(content >> 32)
+
+    for epoch in EPOCHS:
+        low, high = halves(epoch)
+        values = np.array(VALUES, np.int64).astype(np.int32)
+        count = len(values)
+        value, date = run_map(post, values, low.repeat(count), high.repeat(count), outputs=2)
+        assert (value.view(np.int32) == values).all()
+        assert (date == epoch % 2**32).all()
+
+
+def test_a_date_is_equal_or_it_is_not_there() -> None:
+    """A word of an earlier or a later round is not taken for this one's, nor is a word that was never written."""
+
+    def arrived(low, high, epoch_low, epoch_high):
+        yes = sync._has_arrived(join(low, high), join(epoch_low, epoch_high), True)
+        return Int32(yes)
+
+    for epoch in EPOCHS:
+        for date in {*EPOCHS, epoch - 2, epoch + 2, 0}:
+            word = (date % 2**32) << 32 | 0xDEADBEEF
+            (result,) = run_map(arrived, *halves(word), *halves(epoch))
+            assert bool(result[0]) == (date % 2**32 == epoch % 2**32)
+
+
+def test_flags_may_be_ahead() -> None:
+    def arrived(low, high, epoch_low, epoch_high):
+        return Int32(sync._has_arrived(join(low, high), join(epoch_low, epoch_high), False))
+
+    for epoch in (-1, 0, 1, 7, 2**32, 2**40):
+        for seen in (0, 6, 7, 8, 2**32 - 1, 2**32 + 1, 2**40):
+            (result,) = run_map(arrived, *halves(seen), *halves(epoch % 2**64))
+            assert bool(result[0]) == (seen >= epoch)
