@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import cute_ep
-from cute_ep.commands import bench, build, demo, info, layout, tune, verify
+from cute_ep.commands import bench, build, demo, info, layout, verify
 from cute_ep.errors import EPError
 
 COMMANDS = {
@@ -20,7 +20,6 @@ COMMANDS = {
     "demo": (demo, "one MoE layer on real text, checked against a dense layer"),
     "verify": (verify, "compare this machine with the reference, bit for bit"),
     "bench": (bench, "times of dispatch and combine beside the copy ceilings"),
-    "tune": (tune, "fastest launch shapes of this machine, into the user's cache"),
     "layout": (layout, "print and draw a CuTe layout"),
 }
 FAILURE = 2

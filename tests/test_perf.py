@@ -19,7 +19,6 @@ import torch
 from cute_ep import ceilings as ceilings_module
 from cute_ep import timing
 from cute_ep.ceilings import Ceilings, floors
-from cute_ep.commands import tune
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect_local
 from cute_ep.errors import EPError, EPInputError
@@ -498,44 +497,3 @@ def test_compiled_quantise_is_like_nvfp4() -> None:
 def test_silu_bytes() -> None:
     assert silu_bytes("bf16", 10, 2048) == 10 * 3 * 4096
     assert silu_bytes("nvfp4", 10, 2048) == 10 * (2 * 4096 + 1024 + 128)
-
-
-def test_tuning_candidates() -> None:
-    cfg = EPConfig(7168, 256, 8, 4096, 4)
-    for operation in (*tune.DISPATCH, *tune.COMBINES):
-        shapes = tune.candidates(operation, cfg, 128, 264)
-        assert len(set(shapes)) == len(shapes) > 6
-        assert shapes[0] == tune.launch_shape(operation.partition("_")[0], cfg, 128, 264)
-        assert all(0 < shape.send_ctas <= shape.grid <= 264 > shape.receive_from for shape in shapes)
-    assert tune.shape_key("dispatch", cfg, 128) == "dispatch/bf16/7168/256/8/4/128"
-    assert tune.shape_key("combine_exact", cfg, 1) == "combine_exact/any/7168/256/8/4/1"
-
-
-def test_tuning_takes_the_fastest_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape is forced on the operation's own launches; the table's stays unless another is clearly faster."""
-    cfg = EPConfig(7168, 256, 8, 4096, 4)
-
-    class Communicator:
-        max_ctas = 264
-
-        def __init__(self) -> None:
-            self.cfg = cfg
-
-        def _shape(self, operation: str, tokens: int) -> str:
-            return "the table's"
-
-    communicators: list = [Communicator(), Communicator()]
-    wanted = tune.candidates("combine_exact", cfg, 128, 264)[3]
-    gain = 0.5
-
-    def measured(communicators: list, sets: object, operations: tuple[str, ...], samples: int) -> list[dict]:
-        assert all(one._shape("dispatch", 128) == "the table's" for one in communicators)
-        (shape,) = {one._shape("combine", 128) for one in communicators}
-        return [{"p50_us": gain if shape == wanted else 1.0}]
-
-    monkeypatch.setattr("cute_ep.measure.measure", measured)
-    sets = SimpleNamespace(tokens=128)
-    best, times = tune.fastest(communicators, sets, "combine_exact")
-    assert best == wanted and times[wanted] == 0.5 and communicators[0]._shape("combine", 1) == "the table's"
-    gain = 0.995
-    assert tune.fastest(communicators, sets, "combine_exact")[0] == next(iter(times))
