@@ -16,8 +16,8 @@ Three modes, chosen at compile time:
 - unweighted: rows travel as in exact mode; out[token, k] is the row of slot k itself.
 
 The source knows from its own top-k ids which slots hold data, so nothing but rows travels back. It adds the shared
-expert's rows itself. Ordering and reuse as
-in dispatch; the routing facts an expert rank needs were kept with the dispatch output, not in the arena.
+expert's rows itself. Ordering and reuse as in dispatch; the routing facts an expert rank needs were kept with the
+dispatch output, not in the arena.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ class Divisor:
     """Splits flat items over `extent` fast positions.
 
     magic: ceil(2^32 / extent). The quotient is exact while item * extent < 2^32 (Granlund and Montgomery 1994, with
-    the error of magic, which is below extent). Items here count units of one chunk, entries of one chunk or chunks of
-    all ranks, and stay far below that.
+    the error of magic, which is below extent). Items here count units of one row, entries of one
+    rank or pieces of all ranks, and stay far below that.
     """
 
     extent: Int32

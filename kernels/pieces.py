@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from cute_ep.kernels.block import THREADS, WARPS
+from cute_ep.kernels.block import WARPS
 from cute_ep.layouts.formats import VECTOR_BYTES
 
 SEGMENT = 32
@@ -58,7 +58,7 @@ def first_item(cta: Int32, ctas: Int32, warp: Int32) -> Int32:
 
 def item_stride(ctas: Int32) -> Int32:
     """Warps of `ctas` CTAs."""
-    return ctas * (THREADS // 32)
+    return ctas * WARPS
 
 
 def lowest(bits: Uint32) -> Int32:
@@ -69,6 +69,3 @@ def lowest(bits: Uint32) -> Int32:
 def from_lane(value, lane):
     """`value` of one lane, in all lanes."""
     return cute.arch.shuffle_sync(value, lane)
-
-
-__all__ = ["SEGMENT", "WARPS", "Piece", "first_item", "from_lane", "item_stride", "lowest", "piece_of", "segments_of"]

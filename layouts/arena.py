@@ -132,7 +132,7 @@ def segment_words(fmt: Format) -> int:
 
 
 def piece_slots(max_tokens: Int) -> Int:
-    """Flags of one source's pieces: one a token, and PIECES of every token while tokens are few."""
+    """Flags of one source's pieces: one a token, and MAX_PIECES of every token while tokens are few."""
     return max_tokens + MAX_PIECES * PIECED_TOKENS
 
 
