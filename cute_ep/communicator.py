@@ -369,6 +369,8 @@ class Communicator:
         row_scales: torch.Tensor | None,
     ) -> tuple[PendingDispatch, dict[str, int]]:
         check_tokens(self.cfg, x, topk_ids, router_weights, self.device, scales, row_scales, self._weights_dtype)
+        if scales is not None and input_scale is not None:
+            raise EPInputError("input_scale = tensor: must be None, the rows are quantised already")
         if self.hooks.input_scale is None:
             check_input_scale(self.cfg.format, input_scale)
             if input_scale is not None and not isinstance(input_scale, torch.Tensor):

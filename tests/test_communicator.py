@@ -293,6 +293,8 @@ def test_quantised_rows_travel_through_the_kernels_that_only_move(make: Make, fm
         rank.dispatch(x, ids, scales=ready.scales, row_scales=ready.row_scales)
     with pytest.raises(EPInputError, match=r"scales\.shape"):
         rank.dispatch(ready.payload, ids, scales=ready.scales[:4], row_scales=ready.row_scales)
+    with pytest.raises(EPInputError, match="input_scale = tensor: must be None"):
+        rank.dispatch(topk_ids=ids, input_scale=torch.ones(1), **given)
     wrong = None if FORMATS[fmt].row_scale else torch.ones(5).bfloat16()
     with pytest.raises(EPInputError, match="row_scales = "):
         rank.dispatch(ready.payload, ids, scales=ready.scales, row_scales=wrong)
