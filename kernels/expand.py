@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 from cute_ep.kernels.announce import Announce, announcer
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, block_exclusive_scan, shared_array
 from cute_ep.kernels.group import owns_shared
-from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, piece_of, units_of
+from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, most_pieces, piece_of, units_of
 from cute_ep.kernels.scale_rows import store_scale_word
 from cute_ep.kernels.sync import block_all, warp_all
 from cute_ep.layouts.arena import HeaderWord
@@ -51,10 +51,7 @@ class Expand:
             if first == announcer(count):
                 self.announce.run(group, args)
         sHeader = shared_array(self.headers, Int32)
-        most = Int32(0)
-        for source in cutlass.range(group.ranks, unroll=1):
-            tokens = sHeader[source, int(HeaderWord.TOKENS)]
-            most = cutlass.max(most, tokens << sHeader[source, int(HeaderWord.MESSAGE_PIECES)])
+        most = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES)
         item = first_item(first, count, group.tid // 32)
         while alive and item < most * group.ranks:
             turn, index = group.by_ranks.split(item)

@@ -12,7 +12,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, round_vector
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
-from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, piece_of
+from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, most_pieces, piece_of
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
 from cute_ep.layouts.device import array, vector_atom, vector_tensor
@@ -40,10 +40,7 @@ class GiveBack:
             for word in cutlass.range_constexpr(len(HeaderWord)):
                 sHeader[group.tid, word] = Int32(rHeader[word])
         cute.arch.sync_threads()
-        most = Int32(0)
-        for source in cutlass.range(group.ranks, unroll=1):
-            tokens = sHeader[source, int(HeaderWord.TOKENS)]
-            most = cutlass.max(most, tokens << sHeader[source, int(HeaderWord.RETURN_PIECES)])
+        most = most_pieces(sHeader, group.ranks, HeaderWord.RETURN_PIECES)
         start = first_item(group.cta, args.send_ctas, group.tid // 32)
         for item in cutlass.range(start, most * group.ranks, item_stride(args.send_ctas), unroll=1):
             turn, index = group.by_ranks.split(item)

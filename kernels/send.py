@@ -37,7 +37,7 @@ class Send:
         self.source_vectors = source_vectors(codec.fmt)
         # two units and a clamp are more than 64 registers on sm_100a and sm_120a
         self.batch = 1 if codec.fmt.power_of_two else LOADS_IN_FLIGHT // self.source_vectors
-        self.scale_words = segment_words(codec.fmt) if codec.fmt.scale else 0
+        self.scale_words = segment_words(codec.fmt)
         self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
     @cute.jit

@@ -11,7 +11,6 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cute_ep.layouts.arena import Arena
 from cute_ep.layouts.formats import VECTOR_BYTES
-from cute_ep.layouts.record import Region
 
 WORDS = VECTOR_BYTES // 4
 
@@ -27,13 +26,6 @@ def array(address: Int64, dtype, *shape):
     for extent in reversed(shape[1:]):
         stride.insert(0, stride[0] * extent)
     return cute.make_tensor(pointer(address, dtype), cute.make_layout(tuple(shape), stride=tuple(stride)))
-
-
-def region_array(base: Int64, region: Region, dtype, *coord):
-    """Tensor over the modes of `region` that remain after fixing the leading `coord`."""
-    kept = len(coord)
-    layout = cute.make_layout(region.shape[kept:], stride=region.stride[kept:])
-    return cute.make_tensor(pointer(base + region.at(*coord), dtype), layout)
 
 
 def vector_tensor(address: Int64, vectors, rows, pitch_bytes=VECTOR_BYTES):

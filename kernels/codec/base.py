@@ -53,6 +53,21 @@ class Codec(Protocol):
         ...
 
 
+class UnscaledCodec:
+    """The part that codecs share whose blocks need nothing besides the unit.
+
+    Args:
+        fmt: the format.
+        hardware_fp4: the target has the e2m1 conversion (sm_100 and later).
+    """
+
+    def __init__(self, fmt: Format, hardware_fp4: bool) -> None:
+        self.fmt, self.hardware = fmt, hardware_fp4
+
+    def state(self, scale: Float32) -> None:
+        return None
+
+
 def unit_elements(fmt: Format) -> int:
     """Elements of one unit."""
     return VECTOR_BYTES * 8 // fmt.bits

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Uint32
 
-from cute_ep.layouts.formats import Format
+from cute_ep.kernels.codec.base import UnscaledCodec
 
 
-class Bf16Codec:
+class Bf16Codec(UnscaledCodec):
     """Copies 16 bytes."""
-
-    def __init__(self, fmt: Format, hardware_fp4: bool) -> None:
-        self.fmt = fmt
-
-    def state(self, scale: Float32) -> None:
-        return None
 
     @cute.jit
     def encode(self, rX, rQ, state) -> Uint32:

@@ -20,10 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cute_ep.kernels.arith import LARGEST_BF16, halves, lanes_max, unit_amax
-from cute_ep.kernels.codec.base import block_lanes
+from cute_ep.kernels.codec.base import UnscaledCodec, block_lanes
 from cute_ep.kernels.codec.e4m3 import pack_e4m3
 from cute_ep.kernels.codec.e8m0 import MANTISSA
-from cute_ep.layouts.formats import Format
 
 UNIT_WORDS = 8
 POWER_TIMES_INVERSE = 0x7F000000
@@ -75,14 +74,8 @@ def clamp_pair(word: Uint32) -> Uint32:
     )
 
 
-class Fp8Codec:
+class Fp8Codec(UnscaledCodec):
     """Encodes 16 elements, an eighth of a block; scale bits are those of the float32."""
-
-    def __init__(self, fmt: Format, hardware_fp4: bool) -> None:
-        self.fmt = fmt
-
-    def state(self, scale: Float32) -> None:
-        return None
 
     @cute.jit
     def encode(self, rX, rQ, state) -> Uint32:

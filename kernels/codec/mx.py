@@ -12,11 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
 from cute_ep.kernels.arith import halves, lanes_max, unit_amax
-from cute_ep.kernels.codec.base import block_lanes
+from cute_ep.kernels.codec.base import UnscaledCodec, block_lanes
 from cute_ep.kernels.codec.e2m1 import encode_e2m1, prescale
 from cute_ep.kernels.codec.e4m3 import pack_e4m3
 from cute_ep.kernels.codec.e8m0 import MANTISSA_BITS, SMALLEST, inverse_power, round_up
-from cute_ep.layouts.formats import Format
 
 INFINITY = 0x7F800000
 HALF_MANTISSA_BIT = 0x200000
@@ -41,14 +40,8 @@ def mxfp4_scale(amax: Float32) -> Uint32:
     return cutlass.max(exponent, Uint32(LARGEST_EXPONENT)) - Uint32(LARGEST_EXPONENT)
 
 
-class Mxfp8Codec:
+class Mxfp8Codec(UnscaledCodec):
     """Encodes 16 elements, half a block."""
-
-    def __init__(self, fmt: Format, hardware_fp4: bool) -> None:
-        self.fmt = fmt
-
-    def state(self, scale: Float32) -> None:
-        return None
 
     @cute.jit
     def encode(self, rX, rQ, state) -> Uint32:
@@ -60,18 +53,8 @@ class Mxfp8Codec:
         return byte
 
 
-class Mxfp4Codec:
-    """Encodes 32 elements, one block.
-
-    Args:
-        hardware_fp4: the target has the e2m1 conversion (sm_100 and later).
-    """
-
-    def __init__(self, fmt: Format, hardware_fp4: bool) -> None:
-        self.fmt, self.hardware = fmt, hardware_fp4
-
-    def state(self, scale: Float32) -> None:
-        return None
+class Mxfp4Codec(UnscaledCodec):
+    """Encodes 32 elements, one block."""
 
     @cute.jit
     def encode(self, rX, rQ, state) -> Uint32:
