@@ -1,32 +1,45 @@
-"""One rank of one other library: `python -m perf.peer_worker`, started by `perf.peers`.
+"""One rank of other libraries: `python -m perf.peer_worker`, started by `perf.peers`.
 
-Rounds are timed as ours are (`cute_ep.timing`): graphs where the library can be captured, behind a gate that all
-processes open together; the result of a sample is its slowest rank.
+Samples are what ours are (`cute_ep.timing`): graphs of several rounds where the library can be captured, without host
+work inside the measured time; the result of a sample is its slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf.cases import Shape
-from perf.peers import MODULES, NOT_PRESENT
+from perf.peers import MODULES, NOT_PRESENT, ROWS, place_file
 
 if TYPE_CHECKING:
     import torch
 
 SETS = 4
+CHAINED = "pair_chained"
 ROUNDS, LARGE_ROUNDS, LARGE_TOKENS = 8, 4, 1024
 """Rounds of a graph, even: DeepEP's low-latency calls alternate between two buffers."""
-SAMPLES, LARGE_SAMPLES = 200, 50
+SAMPLES, LARGE_SAMPLES = 200, 40
+BURST = 10
+"""Samples queued at once: with ROUNDS rounds of up to 8 launches far from the about 1000 at which a launch blocks."""
+WARM_UP = 4
+MOST_LATE = 5
+SLEEP_S, MOST_SLEEP_S = 2e-3, 0.5
+CLOCK_HZ = 2e9
+"""No lower than any GPU's clock, so that a sleep is no shorter than it should be."""
 
 
 @dataclass
@@ -88,70 +101,194 @@ def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(difference.max())
 
 
-def time_works(me: Rank, works: Callable[[Rank], Iterator[Work]], emit: Callable[[dict], None]) -> None:
-    """Time all works: first the pairs of all of them, then dispatch and combine alone, which some may not allow."""
-    import torch
-    import torch.distributed as dist
+class Host:
+    """What the processes agree on without their GPUs, so it waits for no stream."""
 
-    from cute_ep.timing import Runner, summary
+    def __init__(self) -> None:
+        import torch.distributed as dist
 
-    host = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo")
 
-    def slowest(seconds: list[float]) -> dict:
-        times = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=host)
-        return summary(times.tolist())
+    def highest(self, values: Sequence[float]) -> list[float]:
+        """The highest of all ranks' values, one by one."""
+        import torch
+        import torch.distributed as dist
 
-    with Runner([torch.cuda.Stream()], meet=lambda: dist.barrier(host)) as runner:
-        for operations in (("pair", "pair_chained"), ("dispatch", "combine")):
-            for work in works(me):
-                large = work.tokens >= LARGE_TOKENS
-                rounds, samples = (LARGE_ROUNDS, LARGE_SAMPLES) if large else (ROUNDS, SAMPLES)
+        agreed = torch.tensor(values, dtype=torch.float64, device="cpu")
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+        return agreed.tolist()
 
-                def one_round(operation: str, index: int, work: Work = work) -> None:
-                    if operation != "combine":
-                        work.dispatch(index % SETS)
-                    if operation != "dispatch":
-                        work.combine(index % SETS)
 
-                for index in range(SETS):
-                    runner.on_all(lambda lane, index=index: one_round("pair", index))
-                for operation in operations:
+class Lane:
+    """A stream that is timed together with those of the other ranks.
 
-                    def of_lane(lane: int, index: int, operation: str = operation) -> None:
-                        one_round(operation, index)
+    A burst of samples is queued while the stream sleeps, so no host work is inside the measured time. The sleep ends by
+    itself. The gate of `cute_ep.timing` waits for the host instead, and would for ever when the host waits for the
+    device while it queues, as these libraries may: for a kernel to be loaded, memory, or room for a launch.
+    """
 
-                    if operation == "pair_chained":
-                        seconds = runner.time(samples, of_lane, chained=True)
-                    else:
-                        seconds = runner.time_graphs(samples, of_lane, rounds)
-                    about = {"format": work.format, "tokens": work.tokens, "operation": operation}
-                    emit(about | {"error": work.error} | slowest(seconds))
-                torch.cuda.synchronize()
+    def __init__(self, host: Host) -> None:
+        import torch
+
+        self.stream = torch.cuda.Stream()
+        self._host = host
+
+    def run(self, work: Callable[[], object]) -> float:
+        """Run `work` on the stream until it is done; seconds that queueing it took."""
+        import torch
+
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.cuda.stream(self.stream):
+            work()
+        took = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return took
+
+    def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+        """`work` as a graph; None when it cannot be captured on some rank."""
+        import torch
+
+        torch.cuda.synchronize()
+        graph, failed = torch.cuda.CUDAGraph(), False
+        try:
+            with torch.cuda.stream(self.stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        except RuntimeError:
+            traceback.print_exc()
+            failed = True
+        return None if self._host.highest([failed])[0] else graph
+
+    def time(
+        self, samples: int, enqueue: Callable[[int], object], *, chained: bool = False
+    ) -> tuple[list[float], bool]:
+        """Seconds of the slowest rank of each sample, and whether all launches were queued before the first began.
+
+        A chained sample lasts until the next one begins. The first samples of a burst bring the ranks into step and are
+        dropped, and so are up to MOST_LATE bursts that began before all launches were queued.
+        """
+        from cute_ep.timing import IN_STEP
+
+        self.run(lambda: enqueue(0))
+        queueing = self.run(lambda: [enqueue(index) for index in range(WARM_UP)]) / WARM_UP
+        (longest,) = self._host.highest([queueing])
+        sleep = SLEEP_S + 2 * BURST * longest
+        seconds: list[float] = []
+        late = 0
+        while len(seconds) < samples:
+            count = min(BURST, IN_STEP + samples - len(seconds))
+            spans, ahead = self._burst(count, enqueue, min(sleep, MOST_SLEEP_S), chained)
+            if self._host.highest([not ahead])[0]:  # also makes the ranks begin the next one together
+                late, sleep = late + 1, 2 * sleep
+                if late <= MOST_LATE:
+                    continue
+            seconds += spans[IN_STEP:]
+        return self._host.highest(seconds), late <= MOST_LATE
+
+    def _burst(
+        self, count: int, enqueue: Callable[[int], object], sleep: float, chained: bool
+    ) -> tuple[list[float], bool]:
+        import torch
+
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1 if chained else 2 * count)]
+        spans = list(pairwise(events)) if chained else list(zip(events[::2], events[1::2], strict=True))
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(sleep * CLOCK_HZ))
+            for index, (start, stop) in enumerate(spans):
+                if index == 0 or not chained:
+                    start.record()
+                enqueue(index)
+                stop.record()
+            ahead = not events[0].query()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) / 1e3 for start, stop in spans], ahead
+
+
+def one_round(work: Work, operation: str, index: int) -> None:
+    """Queue a dispatch, a combine or both of the input set whose turn it is."""
+    if operation != "combine":
+        work.dispatch(index % SETS)
+    if operation != "dispatch":
+        work.combine(index % SETS)
+
+
+def time_works(
+    works: Callable[[], Iterator[Work]], lane: Lane, emit: Callable[[dict], None], at: Callable[[str], None]
+) -> None:
+    """Time all works: first the pairs of all of them, then dispatch and combine alone, which some may not allow.
+
+    Args:
+        works: generates what is to be timed.
+        lane: where it runs.
+        emit: gets every result, as `perf.peers.run_peers` describes it but for the peer.
+        at: is told what is being done.
+    """
+    for operations in (("pair", CHAINED), ("dispatch", "combine")):
+        at(f"setting up for {operations[0]}")
+        for work in works():
+            about = f"{work.format}, {work.tokens} tokens"
+            at(f"{about}, first pairs")
+            for index in range(SETS):
+                lane.run(partial(one_round, work, "pair", index))
+            for operation in operations:
+                emit(
+                    time_operation(work, operation, lane, lambda what, start=f"{about}, {operation}": at(start + what))
+                )
+            at("setting up for the next")
+
+
+def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], None]) -> dict:
+    """One result."""
+    from cute_ep.timing import summary
+
+    large = work.tokens >= LARGE_TOKENS
+    rounds, samples = (LARGE_ROUNDS, LARGE_SAMPLES) if large else (ROUNDS, SAMPLES)
+    enqueue, graph = partial(one_round, work, operation), None
+    if operation != CHAINED:
+        at(", capturing")
+        graph = lane.capture(lambda: [enqueue(index) for index in range(rounds)])
+    at(", timing")
+    if graph is None:
+        seconds, ahead = lane.time(samples, enqueue, chained=operation == CHAINED)
+    else:
+        spans, ahead = lane.time(samples, lambda index: graph.replay())
+        seconds = [span / rounds for span in spans]
+        graph.reset()
+    about = {"format": work.format, "tokens": work.tokens, "operation": operation, "error": work.error}
+    return about | {"graph": graph is not None, "ahead": ahead} | summary(seconds)
 
 
 def main() -> int:
     """Run one rank; rank 0 appends the results, a JSON object a line."""
+    faulthandler.register(signal.SIGUSR1)  # `perf.peers` asks so where an overdue rank is
     parser = argparse.ArgumentParser()
-    parser.add_argument("--peer", required=True)
+    parser.add_argument("--peers", required=True)
     for name in ("rank", "world", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--shape", required=True)
-    parser.add_argument("--tokens", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    for name in ("shape", "tokens"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--limit", type=float, required=True, help="seconds after which the process ends itself")
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.limit, exit=True)
+    names = args.peers.split(",")
+    modules = {MODULES[name] for name in names if name in MODULES}
     try:
-        if MODULES.get(args.peer) == "deep_ep":
+        if "deep_ep" in modules:
             from perf.nvshmem import preload
 
             preload()
         import torch
         import torch.distributed as dist
 
-        works = getattr(importlib.import_module("perf.peer_libraries"), args.peer)
+        libraries = importlib.import_module("perf.peer_libraries")
         torch.cuda.set_device(args.rank)
-        if args.peer in MODULES:
-            importlib.import_module(MODULES[args.peer])
+        for module in modules:
+            importlib.import_module(module)
     except (ImportError, OSError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return NOT_PRESENT
@@ -160,15 +297,27 @@ def main() -> int:
     dist.init_process_group("nccl", init_method=address, rank=args.rank, world_size=args.world, device_id=here)
     hidden, experts, top_k = map(int, args.shape.split("/"))
     me = Rank(args.rank, args.world, Shape(hidden, experts, top_k), [int(word) for word in args.tokens.split(",")])
+    host = Host()
+    lane = Lane(host)
+    place = place_file(args.folder, args.rank)
+    for name in names:
 
-    def emit(row: dict) -> None:
-        if args.rank == 0:
-            with args.out.open("a") as file:
-                file.write(json.dumps({"peer": args.peer} | row) + "\n")
+        def at(what: str, name: str = name) -> None:
+            new = place.with_suffix(".new")
+            new.write_text(f"{name}: {what}")
+            new.replace(place)
 
-    time_works(me, works, emit)
-    torch.cuda.synchronize()
-    dist.barrier()
+        def emit(row: dict, name: str = name) -> None:
+            if args.rank == 0:
+                with (args.folder / ROWS).open("a") as file:
+                    file.write(json.dumps({"peer": name} | row) + "\n")
+
+        works = getattr(libraries, name)
+        time_works(lambda works=works: works(me), lane, emit, at)
+        at("done")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    host.highest([0.0])
     return 0
 
 

@@ -2,8 +2,9 @@
 
 python -m perf.peers --out peers.json
 
-A library that is not installed is a note. One that fails or does not end in time is stopped, and is a note beside what
-it measured before. Nothing here imports torch: DeepEP needs its libraries in a process before torch.
+Peers of one library share their processes. A library that is not installed is a note. A peer that fails or exceeds its
+budget is stopped, is a note beside what it measured before, and costs no other peer its turn. Nothing here imports
+torch: DeepEP needs its libraries in a process before torch.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from perf.cases import MAIN, QUICK_TOKENS, TOKENS, Shape
+from perf.cases import MAIN, QUICK_TOKENS, Shape
 
 PEERS = {
-    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, no multicast; the gather into expert "
-    "order and the weighted sum of a token's experts on a rank are not included",
+    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, no multicast, no registered buffers; "
+    "the gather into expert order and the weighted sum of a token's experts on a rank are not included",
     "nccl_all_to_all": "NCCL all_to_all of one BF16 row a (token, expert), splits known beforehand; gather before and "
     "weighted sum after are included",
     "deepep_low_latency": "DeepEP low-latency kernels; FP8 is quantised in the kernel; rows end as "
@@ -34,11 +40,32 @@ PEERS = {
 }
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}
+PEER_TOKENS = (1, 16, 128, 512, 1024, 4096, 8192)
+START_S = 45.0
+"""Budget from a process's start to its first peer: imports and NCCL, about 10 s where the files are cached."""
+BUDGETS_S = {"nccl_ag_rs": 25.0, "nccl_all_to_all": 35.0, "deepep_low_latency": 30.0, "deepep_normal": 40.0}
+"""A peer's time, which ends it. All of them and two starts stay within 150 s."""
+DUMP_S, END_S = 1.0, 10.0
+"""Time to write stacks into the logs before the processes of an overdue peer are killed, and for the driver to let go
+of one that was."""
 NOT_PRESENT = 3
 """Exit code of a worker whose library is missing."""
-TIMEOUT_S, QUICK_TIMEOUT_S = 120.0, 60.0
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-ENVIRONMENT = NO_MULTICAST | {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4"}
+PLAIN_GRAPHS = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_GRAPH_REGISTER": "0"}
+"""Captured NCCL operations are kernel nodes only. By default each adds an external event node, with which
+cudaGraphLaunch may block, and the capture asks the other ranks about the buffers. Not allowed with it: an operation
+outside a graph while a graph's launch is outstanding."""
+ENVIRONMENT = NO_MULTICAST | PLAIN_GRAPHS
+ENVIRONMENT |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "WARN"}
+MAX_ERROR = 0.03
+"""Of a round in BF16: a few roundings."""
+ROWS = "rows.jsonl"
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (\S+)', re.MULTILINE)
+
+
+def place_file(folder: Path, rank: int) -> Path:
+    """Where a worker keeps "peer: what it is doing"."""
+    return folder / f"rank{rank}.at"
 
 
 def free_port() -> int:
@@ -48,55 +75,140 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def worker_command(peer: str, rank: int, world: int, port: int, shape: Shape, tokens: Sequence[int], out: Path):
-    """Words of the process of one rank."""
-    words = [sys.executable, "-m", "perf.peer_worker", "--peer", peer, "--rank", str(rank), "--world", str(world)]
-    words += ["--port", str(port), "--out", str(out), "--tokens", ",".join(map(str, tokens))]
-    return [*words, "--shape", shape.text]
+def worker_command(
+    names: Sequence[str], rank: int, world: int, port: int, shape: Shape, tokens: Sequence[int], folder: Path
+) -> list[str]:
+    """Words of the process of one rank. It ends itself when whoever started it has not."""
+    limit = START_S + sum(BUDGETS_S[name] for name in names) + 10
+    words = [sys.executable, "-m", "perf.peer_worker", "--peers", ",".join(names), "--limit", str(limit)]
+    words += ["--rank", str(rank), "--world", str(world), "--port", str(port), "--folder", str(folder)]
+    return [*words, "--shape", shape.text, "--tokens", ",".join(map(str, tokens))]
 
 
-def run_peer(
-    peer: str, world: int, shape: Shape, tokens: Sequence[int], timeout_s: float
-) -> tuple[list[dict], str | None]:
-    """Rows that one peer has measured, and a note when it did not end well."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, port = Path(folder) / "rows.jsonl", free_port()
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
-        processes: list[subprocess.Popen] = []
+@dataclass
+class Worker:
+    """The process of one rank."""
+
+    process: subprocess.Popen
+    log: Path
+    place: Path
+
+    def at(self) -> tuple[str | None, str]:
+        """The peer that it measures (None: it starts) and what it is doing."""
+        peer, _, what = self.place.read_text().partition(": ") if self.place.exists() else ("", "", "")
+        return peer or None, what
+
+    def messages(self) -> tuple[list[str], list[str]]:
+        """Lines of its log that name an error, and all lines; without stacks."""
+        text = re.split(r"^.*\(most recent call first\):$", self.log.read_text(errors="replace"), flags=re.M)[0]
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return [line for line in lines if "Error" in line or " WARN " in line], lines
+
+    def frames(self) -> list[str]:
+        """Where the main thread of a process is that was told to write its stacks: the innermost frame and this
+        project's two innermost."""
+        stacks = self.log.read_text(errors="replace").split("(most recent call first):\n")[1:]
+        found = FRAME.findall(stacks[-1]) if stacks else []
+        ours = [frame for frame in found[1:] if Path(frame[0]).parent == Path(__file__).parent]
+        return [f"{name} ({Path(file).name}:{line})" for file, line, name in found[:1] + ours[:2]]
+
+
+def run_workers(
+    names: Sequence[str],
+    world: int,
+    shape: Shape,
+    tokens: Sequence[int],
+    logs: Path | None = None,
+) -> tuple[list[dict], list[str], Sequence[str]]:
+    """Let one process a GPU measure peers of the same library in turn.
+
+    Returns:
+        The rows measured, notes on what did not end well, and the peers whose turn had not come then.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, port = Path(temporary), free_port()
+        workers: list[Worker] = []
         try:
-            for rank, log in enumerate(logs):
-                command = worker_command(peer, rank, world, port, shape, tokens, out)
+            for rank in range(world):
+                command = worker_command(names, rank, world, port, shape, tokens, folder)
+                log = folder / f"rank{rank}.log"
                 with log.open("w") as file:
-                    processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT | os.environ))
-            codes = wait_for_all(processes, timeout_s)
+                    process = subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT | os.environ)
+                workers.append(Worker(process, log, place_file(folder, rank)))
+            codes = wait_for_all(workers)
+            if None in codes and not any(codes):
+                for worker in workers:
+                    worker.process.send_signal(signal.SIGUSR1)
+                time.sleep(DUMP_S)
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            for worker in workers:
+                worker.process.kill()
+            for worker in workers:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(END_S)
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                for worker in workers:
+                    shutil.copy(worker.log, logs / f"{names[0]}-{worker.log.name}")
+        out = folder / ROWS
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if NOT_PRESENT in codes:
-            return rows, f"{peer}: not present: {last_line(logs[codes.index(NOT_PRESENT)])}"
-        if failed:
-            return rows, f"{peer}: rank {failed[0]} ended with {codes[failed[0]]}: {last_line(logs[failed[0]])}"
-        return rows, f"{peer}: stopped after {timeout_s:.0f} s with {len(rows)} results" if None in codes else None
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        peer, what = workers[failed or 0].at()
+        if failed is not None:
+            errors, lines = workers[failed].messages()
+            message = (errors or lines or ["no message"])[-1][:300]
+            if codes[failed] == NOT_PRESENT:
+                why = f"not present: {message}"
+            else:
+                why = f"rank {failed} ended with {codes[failed]}{f' at {what}' if what else ''}: {message}"
+        elif None in codes:
+            count = sum(row["peer"] == peer for row in rows)
+            limit = START_S if peer is None else BUDGETS_S[peer]
+            why = f"stopped after {limit:.0f} s with {count} results; {places(workers)}"
+        else:
+            return rows, [], ()
+        if peer is None:
+            return rows, [f"{name}: {why}" for name in names], ()
+        return rows, [f"{peer}: {why}"], names[list(names).index(peer) + 1 :]
 
 
-def wait_for_all(processes: Sequence[subprocess.Popen], timeout_s: float) -> list[int | None]:
-    """Exit codes once all have ended, one has failed, or time is up; None for those that still run."""
-    end = time.monotonic() + timeout_s
+def wait_for_all(workers: Sequence[Worker]) -> list[int | None]:
+    """Exit codes once all have ended, one has failed, or a budget is spent; None for those that still run."""
+    peer, end = None, time.monotonic() + START_S
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [worker.process.poll() for worker in workers]
+        now = workers[0].at()[0]
+        if now is not None and now != peer:
+            peer, end = now, time.monotonic() + BUDGETS_S[now]
         if None not in codes or any(codes) or time.monotonic() >= end:
             return codes
         time.sleep(0.1)
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that is not empty, cut to a length that a note can hold."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["no message"])[-1][:300]
+def places(workers: Sequence[Worker]) -> str:
+    """What ranks were doing, those that did the same together, and an error that one has named."""
+    ranks: dict[str, list[str]] = {}
+    for rank, worker in enumerate(workers):
+        inside = " < ".join(worker.frames())
+        text = f"{worker.at()[1] or 'starting'}{f', in {inside}' if inside else ''}"
+        ranks.setdefault(text, []).append(str(rank))
+    parts = [f"rank {', '.join(same)}: {text}" for text, same in ranks.items()]
+    errors = [error for worker in workers for error in worker.messages()[0]]
+    return "; ".join(parts + [error[:200] for error in errors[-1:]])
+
+
+def caveats(rows: Sequence[dict]) -> list[str]:
+    """Notes on results that were not taken as the others, or that are wrong."""
+    found = []
+    for peer in dict.fromkeys(row["peer"] for row in rows):
+        own = [row for row in rows if row["peer"] == peer]
+        eager = sum(not row["graph"] for row in own if row["operation"] != "pair_chained")
+        late = sum(not row["ahead"] for row in own)
+        found += [f"{peer}: {eager} of {len(own)} results without CUDA graphs, for it cannot be captured"] * (eager > 0)
+        found += [f"{peer}: {late} of {len(own)} results with launches that came late"] * (late > 0)
+        wrong = sum((row["error"] or 0) > MAX_ERROR for row in own)
+        found += [f"{peer}: {wrong} of {len(own)} results with a relative error above {MAX_ERROR}"] * (wrong > 0)
+    return found
 
 
 def run_peers(
@@ -105,33 +217,53 @@ def run_peers(
     quick: bool = False,
     say: Callable[[str], None] = lambda text: None,
     names: Sequence[str] = tuple(PEERS),
+    *,
+    save: Callable[[dict], None] = lambda found: None,
+    logs: Path | None = None,
 ) -> dict:
     """Run the named peers one after the other on the first `gpus` GPUs.
 
+    Args:
+        gpus, shape, quick, names: what to run; quick: fewer batch sizes.
+        say: is told what has been measured.
+        save: gets what is returned, also each time that processes have ended.
+        logs: folder for the logs of all processes.
+
     Returns:
-        "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "error"
-        (largest relative error of a round with experts that change nothing, or None) and what
+        "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
+        (whether it was replayed in CUDA graphs), "ahead" (whether all launches were queued before the first sample
+        began), "error" (largest relative error of a round with experts that change nothing, or None) and what
         `cute_ep.timing.summary` says; "notes"; and "does", what each peer's times include.
     """
-    rows: list[dict] = []
-    notes: list[str] = []
+    found: dict = {"rows": [], "notes": [], "does": PEERS}
+    libraries: dict[str | None, list[str]] = {}
     for name in names:
+        libraries.setdefault(MODULES.get(name), []).append(name)
+    for module, left in libraries.items():
         why = None
         if gpus < 2:
             why = f"needs at least 2 GPUs, here are {gpus}"
-        elif name in MODULES and importlib.util.find_spec(MODULES[name]) is None:
-            why = f"no module {MODULES[name]}"
+        elif module is not None and importlib.util.find_spec(module) is None:
+            why = f"no module {module}"
         if why is not None:
-            notes.append(f"{name}: not present: {why}")
-            say(notes[-1])
+            notes = [f"{name}: not present: {why}" for name in left]
+            found["notes"] += notes
+            say("\n".join(notes))
             continue
-        start = time.perf_counter()
-        sizes, limit = (QUICK_TOKENS, QUICK_TIMEOUT_S) if quick else (TOKENS, TIMEOUT_S)
-        found, note = run_peer(name, gpus, shape, sizes, limit)
-        rows += found
-        notes += [note] if note else []
-        say(f"{name}: {len(found)} results in {time.perf_counter() - start:.1f} s{f'; {note}' if note else ''}")
-    return {"rows": rows, "notes": notes, "does": PEERS}
+        turn: Sequence[str] = left
+        while turn:
+            start = time.perf_counter()
+            rows, notes, rest = run_workers(turn, gpus, shape, QUICK_TOKENS if quick else PEER_TOKENS, logs)
+            notes += caveats(rows)
+            found["rows"] += rows
+            found["notes"] += notes
+            began = ", ".join(turn[: len(turn) - len(rest)])
+            seconds = time.perf_counter() - start
+            say("\n".join([f"{began}: {len(rows)} results in {seconds:.1f} s", *notes]))
+            save(found)
+            turn = rest
+    save(found)
+    return found
 
 
 def gpu_count() -> int:
@@ -150,17 +282,25 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=gpu_count(), metavar="N", help="(default all: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer batch sizes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results (default: standard output)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of the processes")
     args = parser.parse_args()
     names = args.peers.split(",")
     if unknown := set(names) - set(PEERS):
         parser.error(f"peers = {', '.join(sorted(unknown))}: must be out of {', '.join(PEERS)}")
-    found = run_peers(args.gpus, MAIN, args.quick, lambda text: print(text, file=sys.stderr), names)  # noqa: T201
-    text = json.dumps(found, indent=1) + "\n"
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
-    else:
-        sys.stdout.write(text)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the workers end too
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+    def save(found: dict) -> None:
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = run_peers(args.gpus, MAIN, args.quick, say, names, save=save, logs=args.logs)
+    if not args.out:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -434,33 +435,180 @@ def test_a_missing_module_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["notes"] == ["deepep_normal: not present: no module deep_ep"]
 
 
+WORKER = """
+import faulthandler, json, signal, sys, time
+from pathlib import Path
+faulthandler.register(signal.SIGUSR1)
+names, rank, folder = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3])
+def at(peer, what="pair, timing"):
+    (folder / f"rank{rank}.new").write_text(f"{peer}: {what}")
+    (folder / f"rank{rank}.new").replace(folder / f"rank{rank}.at")
+def row(peer):
+    values = {"peer": peer, "operation": "pair", "graph": True, "ahead": True, "error": None}
+    if rank == 0:
+        with (folder / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(values) + chr(10))
+def stuck():
+    time.sleep(60)
+def wait_for_row():
+    while not (folder / "rows.jsonl").exists() or not (folder / "rows.jsonl").stat().st_size:
+        time.sleep(0.01)
+"""
+BOTH = ("nccl_ag_rs", "nccl_all_to_all")
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets every worker run some code instead, after WORKER, with budgets of seconds."""
+    monkeypatch.setattr(peers, "START_S", 10.0)
+    monkeypatch.setattr(peers, "BUDGETS_S", dict.fromkeys(peers.PEERS, 2.0))
+
+    def run(code: str) -> None:
+        def command(names: list, rank: int, world: int, port: int, shape: Shape, tokens: object, folder: Path) -> list:
+            return [sys.executable, "-c", WORKER + code, ",".join(names), str(rank), str(folder)]
+
+        monkeypatch.setattr(peers, "worker_command", command)
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("code", "rows", "note"),
+    ("code", "count", "notes", "left"),
     [
-        ("write()", 1, None),
-        ("write(); sys.exit('ValueError: bad' if rank else 0)", 1, "rank 1 ended with 1: ValueError: bad"),
-        ("sys.stderr.write('OSError: no libmlx5'); sys.exit(3)", 0, "not present: OSError: no libmlx5"),
-        ("write(); time.sleep(60 * rank)", 1, "stopped after 2 s with 1 results"),
+        ("for name in names: at(name); row(name)", 2, [], ()),
+        (
+            "at(names[0]); row(names[0]); sys.exit(wait_for_row() or 'ValueError: bad' if rank else 0)",
+            1,
+            ["nccl_ag_rs: rank 1 ended with 1 at pair, timing: ValueError: bad"],
+            BOTH[1:],
+        ),
+        (
+            "sys.exit((sys.stderr.write('OSError: no libmlx5') and 3))",
+            0,
+            [f"{name}: not present: OSError: no libmlx5" for name in BOTH],
+            (),
+        ),
     ],
-    ids=["ends", "fails", "missing", "hangs"],
+    ids=["ends", "fails", "missing"],
 )
-def test_a_peer_that_ends_badly_keeps_its_rows(code: str, rows: int, note: str | None, monkeypatch) -> None:
-    prelude = "import sys, time; rank, out = int(sys.argv[1]), sys.argv[2]\n"
-    prelude += "def write():\n    if rank == 0: open(out, 'a').write('{\"p50_us\": 1}\\n')\n"
+def test_a_peer_that_ends_badly_keeps_its_rows(
+    workers: Callable[[str], None], code: str, count: int, notes: list[str], left: tuple[str, ...]
+) -> None:
+    workers(code)
+    found, said, rest = peers.run_workers(BOTH, 2, MAIN, (1,))
+    assert (len(found), said, tuple(rest)) == (count, notes, left)
 
-    def command(peer: str, rank: int, world: int, port: int, shape: Shape, tokens: object, out: Path) -> list[str]:
-        return [sys.executable, "-c", prelude + code, str(rank), str(out)]
 
-    monkeypatch.setattr(peers, "worker_command", command)
-    found, said = peers.run_peer("nccl_ag_rs", 2, MAIN, (1,), 2.0)
-    assert len(found) == rows
-    assert said == (None if note is None else f"nccl_ag_rs: {note}")
+def test_a_peer_that_hangs_says_where_and_costs_no_other_its_turn(
+    workers: Callable[[str], None], tmp_path: Path
+) -> None:
+    workers("at(names[0]); row(names[0]); stuck() if names[0] == 'nccl_ag_rs' else None")
+    saved: list[int] = []
+    found = peers.run_peers(
+        2, names=BOTH, save=lambda so_far: saved.append(len(so_far["rows"])), logs=tmp_path / "logs"
+    )
+    assert [row["peer"] for row in found["rows"]] == list(BOTH) and saved == [1, 2, 2]
+    (note,) = found["notes"]
+    assert note == "nccl_ag_rs: stopped after 2 s with 1 results; rank 0, 1: pair, timing, in stuck (<string>:15)"
+    assert "stuck" in (tmp_path / "logs" / "nccl_ag_rs-rank1.log").read_text()
+
+
+def test_peers_that_do_not_start_are_all_noted(workers: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    workers("stuck()")
+    monkeypatch.setattr(peers, "START_S", 1.0)
+    found, notes, rest = peers.run_workers(BOTH, 2, MAIN, (1,))
+    assert found == [] and tuple(rest) == () and len(notes) == 2
+    assert all("stopped after 1 s with 0 results; rank 0, 1: starting, in stuck" in note for note in notes)
+
+
+def test_what_was_not_taken_as_the_rest_is_noted() -> None:
+    row = {"peer": "nccl_ag_rs", "operation": "dispatch", "graph": True, "ahead": True, "error": None}
+    eager = row | {"operation": "pair_chained", "graph": False}
+    assert peers.caveats([row, eager]) == []
+    notes = peers.caveats([row | {"graph": False}, eager | {"ahead": False, "error": 0.1}])
+    assert [note.split(": ")[1][:14] for note in notes] == ["1 of 2 results"] * 3
+
+
+def test_budgets_fit() -> None:
+    assert set(peers.BUDGETS_S) == set(peers.PEERS)
+    assert sum(peers.BUDGETS_S.values()) + 2 * 10 <= 150
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, chained: bool) -> None:
+    """A burst's first samples take 100 ms, the others 3; the sleep ends too early in the first two bursts."""
+    clock, sleeps, calls = [0.0], [], [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def query(self) -> bool:
+            return len(sleeps) <= 2
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    def sleep(cycles: int) -> None:
+        sleeps.append(cycles)
+        calls[0] = 0
+
+    def enqueue(index: int) -> None:
+        clock[0] += 100 if calls[0] < timing.IN_STEP else 3
+        calls[0] += 1
+
+    fakes = {"Event": Event, "stream": lambda stream: nullcontext(), "Stream": object}
+    fakes |= {"synchronize": lambda: None, "_sleep": sleep}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes))
+    lane = peer_worker.Lane(SimpleNamespace(highest=lambda values: [float(value) for value in values]))
+    seconds, ahead = lane.time(20, enqueue, chained=chained)
+    assert ahead and seconds == pytest.approx([3e-3] * 20)
+    assert len(sleeps) == 2 + 3 and sleeps[1] > 1.9 * sleeps[0] and sleeps[2] == sleeps[3]
+    monkeypatch.setattr(Event, "query", lambda self: True)
+    seconds, ahead = lane.time(3, enqueue, chained=chained)
+    assert not ahead and seconds == pytest.approx([3e-3] * 3)
+
+
+def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pair comes before any operation alone; what cannot be captured is queued one by one."""
+    done: list[str] = []
+    places: list[str] = []
+
+    class FakeLane:
+        def run(self, work: Callable[[], object]) -> float:
+            work()
+            return 0.0
+
+        def capture(self, work: Callable[[], object]) -> SimpleNamespace | None:
+            work()
+            graph = SimpleNamespace(replay=lambda: None, reset=lambda: done.append("reset"))
+            return None if places[-1].startswith("fp8, 2048") else graph
+
+        def time(self, samples: int, enqueue: Callable, *, chained: bool = False) -> tuple[list[float], bool]:
+            enqueue(0)
+            return [8e-6] * samples, True
+
+    def works() -> Any:
+        for fmt, tokens in (("bf16", 1), ("fp8", 2048)):
+            done.append(f"set up {fmt}")
+            yield peer_worker.Work(fmt, tokens, lambda index: done.append("d"), lambda index: done.append("c"), 0.5)
+
+    rows: list[dict] = []
+    peer_worker.time_works(works, FakeLane(), rows.append, places.append)  # type: ignore[arg-type]
+    assert [row["operation"] for row in rows] == ["pair", "pair_chained"] * 2 + ["dispatch", "combine"] * 2
+    assert [row["graph"] for row in rows] == [True, False, False, False, True, True, False, False]
+    assert rows[0]["p50_us"] == pytest.approx(1) and rows[1]["p50_us"] == pytest.approx(8)
+    assert rows[0]["samples"] == peer_worker.SAMPLES and rows[-1]["samples"] == peer_worker.LARGE_SAMPLES
+    assert (
+        done.count("d") == done.count("c") and done.count("reset") == 3 and "bf16, 1 tokens, pair, capturing" in places
+    )
 
 
 def test_worker_says_that_its_library_is_missing(tmp_path: Path) -> None:
     if importlib.util.find_spec("deep_ep") is not None:
         pytest.skip("DeepEP is installed")
-    command = peers.worker_command("deepep_normal", 0, 1, peers.free_port(), MAIN, (1,), tmp_path / "rows")
+    command = peers.worker_command(("deepep_normal",), 0, 1, peers.free_port(), MAIN, (1,), tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == peers.NOT_PRESENT, done.stderr
 
@@ -488,7 +636,7 @@ def test_compiled_quantise_is_like_nvfp4() -> None:
     codes, scales = compiled.quantise(values.repeat(128, 4).bfloat16())
     assert codes.shape == (128, 32) and scales.shape == (1, 1, 32, 4, 4)
     assert codes[5, :8].tolist() == [0x10, 0x32, 0x54, 0x76, 0x90, 0xBA, 0xDC, 0xFE]
-    assert (scales == 0x38).all()  # 1.0 in e4m3
+    assert (scales.view(torch.uint8) == 0x38).all()  # 1.0 in e4m3
     x = torch.randn(4, 64).bfloat16()
     pairs = torch.stack(x.chunk(2, dim=1), dim=2).flatten(1)
     assert torch.equal(compiled.swiglu(x, False), compiled.swiglu(pairs, True))
