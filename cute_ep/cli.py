@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import cute_ep
-from cute_ep.commands import bench, build, demo, info, layout, verify
+from cute_ep.commands import bench, build, demo, info, layout, tune, verify
 from cute_ep.errors import EPError
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": (demo, "one MoE layer on real text, checked against a dense layer"),
     "verify": (verify, "compare this machine with the reference, bit for bit"),
     "bench": (bench, "times of dispatch and combine beside the copy ceilings"),
+    "tune": (tune, "measure launch shapes on this machine and keep the fastest ones for later runs"),
     "layout": (layout, "print and draw a CuTe layout"),
 }
 FAILURE = 2

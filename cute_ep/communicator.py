@@ -13,13 +13,13 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import return_slots, segment_words
+from cute_ep.layouts.arena import message_map, segment_words
 from cute_ep.layouts.formats import BF16
-from cute_ep.layouts.routing import Phase, StatusWord
+from cute_ep.layouts.routing import Phase, StatusWord, division_magic
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
-from cute_ep.tuning import Shape, launch_shape, pieces_log2
+from cute_ep.tuning import Shape, Tuning
 from cute_ep.validate import (
     OUTPUT_TYPES,
     check_buffers,
@@ -65,6 +65,9 @@ class Communicator:
     and the communicator is unusable afterwards. What a kernel finds wrong with its input (EPInputError) is raised by
     `synchronize` only, so that one rank's bad input does not stop the others. Graph replays run no Python: call
     `synchronize` to hear of either.
+
+    Attributes:
+        tuning: launch shapes; another one may be set at any time, for the calls from then on.
     """
 
     def __init__(
@@ -78,12 +81,13 @@ class Communicator:
         kernels: dict[str, Kernel],
         hooks: Hooks,
         max_ctas: int,
+        tuning: Tuning,
         shared_device: bool,
         release: Callable[[Communicator], None],
     ) -> None:
         self.cfg, self.rank, self.device = cfg, rank, device
         self.arena, self.hooks = arena, hooks
-        self.max_ctas = max_ctas
+        self.max_ctas, self.tuning = max_ctas, tuning
         self.stream = torch.cuda.Stream(device)
         self._shared_device = shared_device
         self._release = release
@@ -92,31 +96,36 @@ class Communicator:
         self._status = HostMemory(len(StatusWord) * (cfg.peers + 1))
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
         alone = cfg.skip_a2a
-        self._group = {
+        counts = {"ranks": cfg.peers, "local_experts": cfg.local_experts, "top_k": cfg.top_k}
+        group = {
             "arena": arena.address,
             "peers": self._peers.data_ptr(),
             "status": self._status.address,
             "timeout_ns": int(cfg.timeout_s * 1e9),
             "rank": 0 if alone else rank,
-            "ranks": cfg.peers,
+            **counts,
             "experts": cfg.peers * cfg.local_experts,
             "first_expert": rank * cfg.local_experts if alone else 0,
             "all_experts": cfg.num_experts,
-            "local_experts": cfg.local_experts,
-            "top_k": cfg.top_k,
             "max_tokens": cfg.max_tokens_per_rank,
             "hidden": cfg.hidden,
-            "slots": return_slots(cfg.peers, cfg.top_k),
+            **{f"{name}_magic": division_magic(count) for name, count in counts.items()},
+            **cfg.arena.arguments(),
         }
         fmt = cfg.format
+        message = message_map(fmt.payload_bytes(cfg.hidden), fmt.scale_bytes(cfg.hidden), fmt.row_scale_bytes)
         self._row_sizes = {
             "payload_bytes": fmt.payload_bytes(cfg.hidden),
             "scale_bytes": fmt.scale_bytes(cfg.hidden),
             "row_scale_bytes": fmt.row_scale_bytes,
+            "scales_at": message.scales.offset,
+            "row_scale_at": message.row_scale.offset,
             "row_alignment": cfg.alignment,
             "segment_words": segment_words(fmt),
         }
         self._kernels = kernels
+        for kernel in kernels.values():
+            kernel.bind(group)
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
@@ -349,7 +358,8 @@ class Communicator:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
 
     def _shape(self, operation: str, tokens: int) -> Shape:
-        return launch_shape(operation, self.cfg, tokens, self.max_ctas)
+        expected = tokens or self.cfg.max_tokens_per_rank  # a rank without tokens knows nothing of the others'
+        return self.tuning.shape(operation, expected, self.max_ctas)
 
     @property
     def _weights_dtype(self) -> torch.dtype | None:
@@ -377,7 +387,8 @@ class Communicator:
                 input_scale = torch.tensor([input_scale], dtype=torch.float32, device=self.device)
             if input_scale is not None:
                 check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
-        message_pieces, return_pieces = pieces_log2(self.cfg, x.shape[0])
+        tokens = x.shape[0]
+        return_pieces = self._shape("combine", tokens).pieces_log2
         arguments = {
             "x": x.data_ptr(),
             "scales": address(scales),
@@ -385,11 +396,11 @@ class Communicator:
             "topk_ids": topk_ids.data_ptr(),
             "router_weights": address(router_weights),
             "global_scale": address(input_scale),
-            "tokens": x.shape[0],
-            "message_pieces": message_pieces,
+            "tokens": tokens,
+            "message_pieces": self._shape("dispatch", tokens).pieces_log2,
             "return_pieces": return_pieces,
             **self._row_sizes,
-            **self._shared_arguments(x.shape[0]),
+            **self._shared_arguments(tokens),
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
         return PendingDispatch(
@@ -490,7 +501,7 @@ class Communicator:
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(stream)
-        every = self._group | arguments | {"send_ctas": shape.send_ctas, "receive_from": shape.receive_from}
+        every = arguments | {"send_ctas": shape.send_ctas, "receive_from": shape.receive_from}
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
         with guard:
             self._kernels[name].launch(shape.grid, every, stream.cuda_stream)

@@ -156,8 +156,9 @@ class EPConfig:
 def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
-    Two parities of  R * Tmax * (message + 8 * K)  bytes for what arrives in dispatch and
-    Tmax * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags, 16 * R * Tmax bytes,
-    and the counts; every region is aligned to 256 bytes. Exact: the sum that `Arena` computes.
+    Two parities of  R * (places * message + Tmax * 16 * K)  bytes for what arrives in dispatch and
+    places * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags,  16 * R * piece_slots(Tmax)
+    bytes, and the counts; every region is aligned to 256 bytes. `places` is Tmax, and EXPRESS_TOKENS more where Tmax
+    exceeds that. Exact: the sum that `layouts.arena.Arena` computes.
     """
     return int(cfg.arena.nbytes)

@@ -16,7 +16,8 @@ from cute_ep.errors import EPConfigError
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
-from cute_ep.tuning import CTAS_PER_SM
+from cute_ep.tuning import CTAS_PER_SM, Tuning
+from cute_ep.tuning_file import find_tuning
 
 
 def connect_local(
@@ -26,6 +27,7 @@ def connect_local(
     sms: int | None = None,
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
+    tuning: Tuning | None = None,
 ) -> list[Communicator] | list[ReferenceCommunicator]:
     """One communicator a rank, all in this process.
 
@@ -36,9 +38,11 @@ def connect_local(
         sms: SMs that one rank's kernels may use; default all (shared equally by ranks on one GPU).
         library: folder of compiled kernels to look in first.
         hooks: functions compiled into the kernels (`cute_ep.kernels.hooks`); none on the reference backend.
+        tuning: launch shapes, which change times only; None: what `cute-ep tune` found on this machine, else the
+            built-in tables (`cute_ep.tuning`).
 
     Raises:
-        EPConfigError: wrong number or mix of devices, or GPUs without a peer path.
+        EPConfigError: wrong number or mix of devices, GPUs without a peer path, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
     chosen = [torch.device(device) for device in devices]
@@ -53,9 +57,10 @@ def connect_local(
     for device in sharing:
         for peer in sharing:
             enable_peer_access(device.index, peer.index)
+    tuning = tuning or find_tuning(cfg, torch.cuda.get_device_name(chosen[0]), len(sharing))
     found = Library(library)
     kernels = [load_kernels(cfg, device, found, hooks) for device in chosen]
-    arenas = [DeviceMemory(device, memory_bytes(cfg)) for device in chosen]
+    arenas = [_make_arena(cfg, device) for device in chosen]
     addresses = [arena.address for arena in arenas]
     open_ranks: list[Communicator] = []
 
@@ -83,6 +88,7 @@ def connect_local(
                 kernels=kernels[rank],
                 hooks=hooks,
                 max_ctas=_max_ctas(device, sms, sharing[device]),
+                tuning=tuning,
                 shared_device=sharing[device] > 1,
                 release=release,
             )
@@ -98,6 +104,7 @@ def connect(
     sms: int | None = None,
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
+    tuning: Tuning | None = None,
 ) -> Communicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
@@ -106,23 +113,24 @@ def connect(
     Args:
         cfg: the group's configuration; must be the same on every rank.
         group: an initialised process group of `world_size` ranks; None: the default group.
-        sms, library, hooks: as in `connect_local`.
+        sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
 
     Raises:
-        EPConfigError: the group's size or another rank's configuration differs.
+        EPConfigError: the group's size or another rank's configuration differs, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world != cfg.world_size:
         raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
     device = torch.device("cuda", torch.cuda.current_device())
+    tuning = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world)
     gathered: list = [None] * world
     dist.all_gather_object(gathered, cfg, group)
     for peer, other in enumerate(gathered):
         if other != cfg:
             raise EPConfigError(f"rank {peer} was configured with {other}, rank {rank} with {cfg}")
     kernels = load_kernels(cfg, device, Library(library), hooks)
-    arena = DeviceMemory(device, memory_bytes(cfg))
+    arena = _make_arena(cfg, device)
     handles: list = [None] * world
     dist.all_gather_object(handles, arena.handle(), group)
     peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
@@ -151,11 +159,18 @@ def connect(
         kernels=kernels,
         hooks=hooks,
         max_ctas=_max_ctas(device, sms, 1),
+        tuning=tuning,
         shared_device=False,
         release=release,
     )
     dist.barrier(group)
     return communicator
+
+
+def _make_arena(cfg: EPConfig, device: torch.device) -> DeviceMemory:
+    """A rank's arena as the first round must find it."""
+    blank = [(int(region.offset), int(region.nbytes)) for region in cfg.arena.blank]
+    return DeviceMemory(device, memory_bytes(cfg), ones=blank)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

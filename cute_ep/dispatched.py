@@ -49,8 +49,8 @@ class DispatchBuffers:
         src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row; (token, top_k) for
             rows of the shared expert, (-1, -1) for padding.
         num_rows: [1] int32, row_offsets[G].
-        row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none. R is the number
-            of ranks that exchange messages (`EPConfig.peers`).
+        row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none, 2^31 - 1 where
+            the buffers could not hold all rows. R is the number of ranks that exchange messages (`EPConfig.peers`).
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.arena.HeaderWord`).
         weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
             source gave weights. None from `reference.dispatch` when no rank gave any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,20 +44,26 @@ class Kernel:
             driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode())))
         )
         self.entry = entry
-        self.names = tuple(name for name, _ in entry.params)
-        self._masks = tuple((1 << int(kind[1:])) - 1 for _, kind in entry.params)
-        count = len(self.names)
+        self._free = [(index, name, (1 << int(kind[1:])) - 1) for index, (name, kind) in enumerate(entry.params)]
+        count = len(entry.params)
         self._values = (ctypes.c_uint64 * count)()
         base = ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * count)(*(base + 8 * index for index in range(count)))
 
+    def bind(self, constants: Mapping[str, int]) -> None:
+        """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
+        for index, name, mask in self._free:
+            if name in constants:
+                self._values[index] = constants[name] & mask
+        self._free = [parameter for parameter in self._free if parameter[1] not in constants]
+
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
-        Parameters that are not in `arguments` are 0: what a kernel does not read need not be given.
+        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given.
         """
         values = self._values
-        for index, (name, mask) in enumerate(zip(self.names, self._masks, strict=True)):
+        for index, name, mask in self._free:
             values[index] = arguments.get(name, 0) & mask
         address = ctypes.addressof(self._pointers)
         check(
@@ -70,14 +76,16 @@ class Kernel:
 
 
 class DeviceMemory:
-    """A plain device allocation, zeroed, that peers may map."""
+    """A plain device allocation that peers may map: zeros, and ones in the (offset, bytes) of `ones`."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
+    def __init__(self, device: torch.device, nbytes: int, ones: Sequence[tuple[int, int]] = ()) -> None:
         self.device, self.nbytes = device, nbytes
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)
             self.address = int(check(driver.cuMemAlloc(nbytes)))
             check(driver.cuMemsetD8(self.address, 0, nbytes))
+            for offset, count in ones:
+                check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
             torch.cuda.synchronize(device)
 
     def handle(self) -> bytes:

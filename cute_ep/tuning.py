@@ -1,15 +1,31 @@
-"""How a launch is shaped: CTAs, their roles, pieces of a row. Data and a look-up; every choice gives the same bytes."""
+"""How a launch is shaped: CTAs, their roles, pieces of a row. Tables and their look-up; every choice gives the same
+bytes, so ranks may choose differently.
+
+A communicator holds one `Tuning`: the one that it was given, else the one of `cute_ep.tuning_file.find_tuning`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cute_ep.config import EPConfig
-from cute_ep.layouts.arena import MAX_PIECES, PIECED_TOKENS, message_bytes
+from cute_ep.errors import EPConfigError
+from cute_ep.layouts.arena import MANY_PIECES, MAX_PIECES, PIECED_TOKENS, message_bytes
+from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 
 CTAS_PER_SM = 2
-REFERENCE_CTAS = 264
-"""CTAs of the GPU (H200, 132 SMs) that the tables below were measured on."""
+MANY = 1 << 30
+"""More than any number of tokens or CTAs."""
+FAMILIES = ("dispatch", "combine")
+"""Operations that have a table; halves and modes share it."""
+
+
+def pieces_for(tokens: int) -> tuple[int, ...]:
+    """Numbers of pieces that a row may have in a call of `tokens` tokens: the arena has a flag for each of them."""
+    most = MAX_PIECES if tokens <= PIECED_TOKENS else MANY_PIECES
+    return tuple(1 << log2 for log2 in range(most.bit_length()))
 
 
 @dataclass(frozen=True)
@@ -20,7 +36,10 @@ class Entry:
         tokens: the entry holds up to this many.
         grid: CTAs at most.
         senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
-        pieces: pieces of a row.
+        pieces: pieces of a message (dispatch) or of a returned row (combine).
+
+    Raises:
+        EPConfigError: a field breaks its rule (the message has them).
     """
 
     tokens: int
@@ -28,65 +47,128 @@ class Entry:
     senders: float
     pieces: int
 
+    def __post_init__(self) -> None:
+        whole = all(isinstance(number, int) and number > 0 for number in (self.tokens, self.grid, self.pieces))
+        if not whole or not 0 <= self.senders < 1 or self.pieces not in pieces_for(self.tokens):
+            raise EPConfigError(
+                f"{self}: must be positive integers, senders in [0, 1), pieces a power of two of at most {MAX_PIECES}, "
+                f"{MANY_PIECES} for more than {PIECED_TOKENS} tokens"
+            )
 
-MANY = 1 << 30
-DISPATCH = (
-    Entry(2, 128, 1 / 8, 16),
+
+LARGE = (
+    Entry(2, 64, 1 / 8, 32),
     Entry(32, 128, 1 / 4, 8),
-    Entry(192, REFERENCE_CTAS, 1 / 4, 4),
-    Entry(PIECED_TOKENS, REFERENCE_CTAS, 48 / 264, 4),
-    Entry(MANY, REFERENCE_CTAS, 48 / 264, 1),
+    Entry(192, MANY, 64 / 264, 4),
+    Entry(384, MANY, 64 / 264, 2),
+    Entry(1024, MANY, 48 / 264, 4),
+    Entry(MANY, MANY, 48 / 264, 2),
 )
-"""4 x H200, hidden 7168, 256 experts, top-8, 2026-11-21: `perf/LOG.md`."""
-SMALL_MESSAGE_BYTES = 5000
-"""Messages up to this size are whole from the fourth entry on: a piece would be a few packets."""
+MEDIUM = (
+    Entry(2, 128, 1 / 8, 32),
+    Entry(32, 128, 1 / 4, 8),
+    Entry(192, MANY, 48 / 264, 4),
+    Entry(384, MANY, 64 / 264, 2),
+    Entry(PIECED_TOKENS, MANY, 64 / 264, 1),
+    Entry(MANY, MANY, 64 / 264, 2),
+)
+SMALL = (
+    Entry(2, 128, 1 / 8, 32),
+    Entry(32, 128, 1 / 4, 8),
+    Entry(192, MANY, 48 / 264, 2),
+    Entry(PIECED_TOKENS, MANY, 48 / 264, 1),
+    Entry(1024, MANY, 48 / 264, 4),
+    Entry(MANY, MANY, 64 / 264, 2),
+)
+DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
+"""Tables for messages of at most so many bytes. 4 x H200 (264 CTAs), hidden 7168, 256 experts, top-8, 2026-11-21:
+`perf/LOG.md`."""
 COMBINE = (
-    Entry(2, 64, 0, 16),
-    Entry(32, 128, 0, 16),
-    Entry(192, REFERENCE_CTAS, 0, 8),
-    Entry(PIECED_TOKENS, REFERENCE_CTAS, 0, 4),
-    Entry(MANY, REFERENCE_CTAS, 180 / 264, 1),
+    Entry(2, 64, 0, 32),
+    Entry(32, 128, 0, 32),
+    Entry(128, MANY, 0, 32),
+    Entry(PIECED_TOKENS, MANY, 0, 16),
+    Entry(MANY, MANY, 180 / 264, 4),
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Launch shape of one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive."""
+class Shape(NamedTuple):
+    """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; pieces of each
+    message (dispatch), or of each row that is to come back (combine; decided and announced by the dispatch before)."""
 
     grid: int
     send_ctas: int
     receive_from: int
+    pieces: int
+
+    @property
+    def pieces_log2(self) -> int:
+        """Base-2 logarithm of `pieces`, as headers and kernels have it."""
+        return self.pieces.bit_length() - 1
 
 
-def _entry(table: tuple[Entry, ...], tokens: int) -> Entry:
-    return next(entry for entry in table if tokens <= entry.tokens)
+@dataclass(frozen=True)
+class Tuning:
+    """The tables of one deployment.
 
-
-def pieces_log2(cfg: EPConfig, tokens: int) -> tuple[int, int]:
-    """Base-2 logarithms of the pieces of a message and of a returned row, when a rank has `tokens` tokens."""
-    message, returned = _entry(DISPATCH, tokens).pieces, _entry(COMBINE, tokens).pieces
-    if tokens > DISPATCH[2].tokens and message_bytes(cfg.format, cfg.hidden) <= SMALL_MESSAGE_BYTES:
-        message = 1
-    assert max(message, returned) <= MAX_PIECES
-    return message.bit_length() - 1, returned.bit_length() - 1
-
-
-def launch_shape(operation: str, cfg: EPConfig, tokens: int, max_ctas: int) -> Shape:
-    """Shape of one launch.
-
-    Args:
-        operation: "dispatch", "dispatch_async", ..., "combine_wait" (mode and format do not matter).
-        tokens: this rank's tokens; the other ranks' numbers may differ.
-        max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
+    Attributes:
+        dispatch, combine: entries with ascending tokens, the last one's at least MAX_TOKENS_PER_RANK (say, MANY);
+            EPConfigError otherwise.
     """
-    expected = tokens or cfg.max_tokens_per_rank  # a rank without tokens knows nothing of the others'
-    entry = _entry(DISPATCH if operation.startswith("dispatch") else COMBINE, expected)
-    grid = min(max_ctas, entry.grid if entry.grid < REFERENCE_CTAS else max_ctas)
-    if operation.endswith("_async"):
-        return Shape(grid, grid, grid)
-    if operation.endswith("_wait"):
-        return Shape(grid, 0, 0)
-    senders = round(grid * entry.senders)
-    if not senders or grid < 4:
-        return Shape(grid, grid, 0)
-    return Shape(grid, senders, senders)
+
+    dispatch: tuple[Entry, ...]
+    combine: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        for family in FAMILIES:
+            ends = [entry.tokens for entry in self.table(family)]
+            if not ends or ends != sorted(set(ends)) or ends[-1] < MAX_TOKENS_PER_RANK:
+                raise EPConfigError(f"tokens of {family} = {ends}: must ascend to at least {MAX_TOKENS_PER_RANK}")
+
+    def table(self, operation: str) -> tuple[Entry, ...]:
+        """The table of "dispatch", "dispatch_async", ..., "combine_wait" (mode and format do not matter)."""
+        return self.dispatch if operation.startswith("dispatch") else self.combine
+
+    def entry(self, operation: str, tokens: int) -> Entry:
+        """The entry for `tokens` tokens."""
+        for entry in self.table(operation):
+            if tokens <= entry.tokens:
+                return entry
+        raise AssertionError("unreachable")
+
+    def shape(self, operation: str, tokens: int, max_ctas: int) -> Shape:
+        """Shape of one launch.
+
+        Args:
+            operation: as `table`.
+            tokens: this rank's tokens; the other ranks' numbers may differ.
+            max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
+        """
+        entry = self.entry(operation, tokens)
+        grid = min(max_ctas, entry.grid)
+        if operation.endswith("_async"):
+            return Shape(grid, grid, grid, entry.pieces)
+        if operation.endswith("_wait"):
+            return Shape(grid, 0, 0, entry.pieces)
+        senders = min(round(grid * entry.senders), grid - 1)
+        if not senders or grid < 4:
+            return Shape(grid, grid, 0, entry.pieces)
+        return Shape(grid, senders, senders, entry.pieces)
+
+    def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:
+        """This with what was found at some numbers of tokens. A finding holds up to its number, the one of the most
+        tokens in a range of the table up to the range's end; ranges without any stay as they are."""
+        table: list[Entry] = []
+        below = 0
+        for end in sorted({PIECED_TOKENS, *(entry.tokens for entry in self.table(family))}):
+            inside = sorted(tokens for tokens in found if below < tokens <= end)
+            entries = [found[tokens] for tokens in inside] or [self.entry(family, end)]
+            table += [replace(one, tokens=to) for one, to in zip(entries, [*inside[:-1], end], strict=True)]
+            below = end
+        return replace(self, **{family: tuple(table)})
+
+
+def built_in(cfg: EPConfig) -> Tuning:
+    """The tables that ship."""
+    size = message_bytes(cfg.format, cfg.hidden)
+    return Tuning(next(table for most, table in DISPATCH.items() if size <= most), COMBINE)

@@ -6,7 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 
+from cute_ep.kernels.arith import anew
 from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import zero_scale_rows
 from cute_ep.layouts.arena import HeaderWord
@@ -17,11 +19,6 @@ from cute_ep.layouts.scales import ATOM_ROWS
 
 PADDING_JOBS = 16
 """Pieces, a warp each, into which the zeroing of one group's padding is cut."""
-
-
-def announcer(count):
-    """Which of `count` receiving CTAs writes the offsets: one away from those that carry the first messages."""
-    return count // 2
 
 
 class Announce:
@@ -35,7 +32,7 @@ class Announce:
         """CTA `first` of `count` receiving CTAs. Jobs are dealt from the last warp down: those have the fewest rows."""
         if (args.scale_words != 0) | (args.row_alignment != 1):
             jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
-            last_first = item_stride(count) - 1 - first_item(first, count, group.tid // 32)
+            last_first = item_stride(count) - 1 - first_item(first, count, group.warp)
             for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
                 part, place = item_coord(job, PADDING_JOBS)
                 self._zero_group(group, args, place - args.shared_groups, part)
@@ -80,7 +77,7 @@ class Announce:
                 if args.scales_offsets != Int64(0):
                     if args.scale_alignment == args.row_alignment:
                         scale_start = start
-                    gScaleOffset[place] = scale_start // ATOM_ROWS - start // ATOM_ROWS
+                    gScaleOffset[place] = quotient(scale_start, ATOM_ROWS) - quotient(start, ATOM_ROWS)
             else:
                 gNumRows[0] = start
         for index in cutlass.range(group.tid, group.ranks * len(HeaderWord), THREADS, unroll=1):
@@ -106,15 +103,15 @@ class Announce:
                 if args.scale_alignment == args.row_alignment:
                     scale_start = start
                 scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)
-                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.tid % 32)
+                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.lane)
             if start + rows < end:
                 self._zero_rows(group, args, start + rows, end, part)
 
     @cute.jit
     def _zero_rows(self, group, args, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
-        lane = group.tid % 32
-        units = args.payload_bytes // VECTOR_BYTES
+        lane = group.lane
+        units = quotient(args.payload_bytes, VECTOR_BYTES)
         vectors = (end - first) * units
         gOut = vector_tensor(args.out_tokens + Int64(first) * args.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
@@ -140,8 +137,9 @@ class Announce:
         gNumRows = array(args.num_rows, Int32, 1)
         gNumRows[0] = 0
         gRowOffset[groups] = 0
-        for place in cutlass.range(groups, unroll=1):
+        # without `anew` the compiler makes these pointers at the kernel's start, and keeps them
+        for place in cutlass.range(anew(0), groups, unroll=1):
             gRowOffset[place] = 0
             gRowCount[place] = 0
-        for index in cutlass.range(group.ranks * len(HeaderWord), unroll=1):
+        for index in cutlass.range(anew(0), group.ranks * len(HeaderWord), unroll=1):
             gHeader[index] = 0

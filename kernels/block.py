@@ -1,4 +1,4 @@
-"""CTA-wide building blocks: shared memory by name, prefix sum, flat copies."""
+"""CTA-wide building blocks: shared memory by name, prefix sums, flat copies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint8, Uint32
 
+from cute_ep.kernels.divide import quotient
 from cute_ep.layouts.device import vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
-from cute_ep.layouts.record import Region, RegionMap
+from cute_ep.layouts.record import Region
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -34,11 +35,6 @@ def shared_array(region: Region, dtype):
     return cute.make_tensor(pointer, cute.make_layout(region.shape, stride=region.stride))
 
 
-def scan_scratch(regions: RegionMap) -> Region:
-    """Shared memory that `block_prefix_sum` needs."""
-    return regions.add("scan", 4, WARPS)
-
-
 @cute.jit
 def warp_prefix_sum(value: Int32, lane: Int32) -> Int32:
     """Inclusive prefix sum of `value` over the lanes of a warp."""
@@ -50,47 +46,37 @@ def warp_prefix_sum(value: Int32, lane: Int32) -> Int32:
     return prefix
 
 
-@cute.jit
-def block_prefix_sum(value: Int32, sScan, tid: Int32):
-    """Inclusive prefix sum of `value` over the CTA's threads; returns (prefix, total).
+SCAN_RUN = 8
+"""Numbers that a lane loads together in a scan."""
 
-    Called by all threads; two CTA barriers, the first of which protects the previous use of `sScan`.
+
+@cute.jit
+def warp_exclusive_scan(sValues, count: Int32, lane: Int32) -> None:
+    """Replace sValues[0 .. count) by its exclusive prefix sum and store the total at [count].
+
+    By one warp, whose lanes take a run of the numbers each; other warps see it after a CTA barrier.
     """
-    lane = tid % 32
-    warp = tid // 32
-    prefix = warp_prefix_sum(value, lane)
-    cute.arch.sync_threads()
-    if lane == 31:
-        sScan[warp] = prefix
-    cute.arch.sync_threads()
-    subtotal = Int32(0)
-    if lane < WARPS:
-        subtotal = sScan[lane]
-    through = warp_prefix_sum(subtotal, lane)
-    before = cute.arch.shuffle_sync(through, (warp + 31) % 32)
-    if warp == 0:
-        before = Int32(0)
-    return prefix + before, cute.arch.shuffle_sync(through, 31)
-
-
-@cute.jit
-def block_exclusive_scan(sValues, count: Int32, sScan, tid: Int32) -> Int32:
-    """Replace sValues[0 .. count) by its exclusive prefix sum, store the total at [count] and return it."""
+    run = quotient(count + 31, 32)
+    first = lane * run
+    last = cutlass.min(first + run, count)
+    rValue = cute.make_rmem_tensor(SCAN_RUN, Int32)
     total = Int32(0)
-    for first in cutlass.range(0, count, THREADS, unroll=1):
-        index = first + tid
-        value = Int32(0)
-        if index < count:
-            value = sValues[index]
-        prefix, subtotal = block_prefix_sum(value, sScan, tid)
-        if index < count:
-            sValues[index] = total + prefix - value
-        total += subtotal
-    cute.arch.sync_threads()
-    if tid == 0:
-        sValues[count] = total
-    cute.arch.sync_threads()
-    return total
+    for base in cutlass.range(first, last, SCAN_RUN, unroll=1):
+        for index in cutlass.range_constexpr(SCAN_RUN):
+            if base + index < last:
+                total += sValues[base + index]
+    before = warp_prefix_sum(total, lane) - total
+    for base in cutlass.range(first, last, SCAN_RUN, unroll=1):
+        for index in cutlass.range_constexpr(SCAN_RUN):
+            if base + index < last:
+                rValue[index] = sValues[base + index]
+        for index in cutlass.range_constexpr(SCAN_RUN):
+            if base + index < last:
+                sValues[base + index] = before
+                before += rValue[index]
+    if lane == 31:
+        sValues[count] = before
+    cute.arch.sync_warp()
 
 
 LOADS_IN_FLIGHT = 4
@@ -100,7 +86,7 @@ LOADS_IN_FLIGHT = 4
 @cute.jit
 def block_memcpy(destination, source, num_bytes, tid: Int32) -> None:
     """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
-    vectors = Int32(num_bytes // VECTOR_BYTES)
+    vectors = Int32(quotient(num_bytes, VECTOR_BYTES))
     gSource = vector_tensor(source, vectors, 1)
     gDestination = vector_tensor(destination, vectors, 1)
     rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)

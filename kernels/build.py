@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.base_dsl.compiler import DumpDir, PtxasOptions
+from cutlass.base_dsl.compiler import DumpDir
 
 from cute_ep.kernels.codec import codec_for
 from cute_ep.kernels.combine import Combine
@@ -20,8 +20,8 @@ from cute_ep.kernels.rows import Rows
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
 
-PTXAS_OPTIONS = dict.fromkeys(("sm_100a", "sm_103a", "sm_120a"), "--register-usage-level=0")
-"""Without it ptxas 13.4 spills in some kernels for these targets; for sm_90a it is the other way round."""
+SEGMENTS = {"sm_90a": 2}
+"""Segments that a partial sum takes at a time; two spill registers for the other targets."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
             mode=name.rpartition("_")[2],
             send="_wait" not in name,
             receive="_async" not in name,
+            segments=SEGMENTS.get(variant.arch, 1),
             router_weights=weights,
             epilogue=resolve(hooks.epilogue),
         )
@@ -80,8 +81,6 @@ def compile_variant(variant: Variant) -> Compiled:
     placeholder = kernel.args_type(**{name: dtype(1) for name, dtype in fields})
     with tempfile.TemporaryDirectory() as scratch:  # KeepCUBIN and KeepPTX also write files
         options = (cute.KeepCUBIN, cute.KeepPTX, cute.GPUArch(variant.arch), DumpDir(scratch))
-        if variant.arch in PTXAS_OPTIONS:
-            options += (PtxasOptions(PTXAS_OPTIONS[variant.arch]),)
         compiled = cute.compile[options](kernel, placeholder, Int32(1))
     params = tuple((name, f"i{dtype.width}") for name, dtype in fields)
     return Compiled(variant, compiled.__cubin__, compiled.__ptx__, kernel.shared_bytes, params)

@@ -7,6 +7,8 @@
     post return_ready[d][piece] = m           --->  wait return_ready[owners][piece] >= m, sum, write out
                                               <---  post combine_consumed[s] = m  (start of s's next launch)
 
+While a source has few tokens its returns take arena.express_returns and need no post: see `express`.
+
 Three modes, chosen at compile time:
 
 - exact: every expert row travels to slot k of its token; the source computes  sum over k ascending of  w[k] * row,
@@ -28,10 +30,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.block import launch_config
+from cute_ep.kernels.block import launch_config, shared_array
 from cute_ep.kernels.give_back import GiveBack
 from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
 from cute_ep.kernels.hooks import WeightReader
+from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.reduce import Reduce
 from cute_ep.kernels.sync import block_all, count_out
 from cute_ep.layouts.arena import StateWord
@@ -71,16 +74,20 @@ class Combine:
     Args:
         mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
+        segments: of `GiveBack`.
         router_weights, epilogue: the user's hooks, or None.
     """
 
     args_type = CombineArgs
 
-    def __init__(self, *, mode: str, send: bool, receive: bool, router_weights=None, epilogue=None) -> None:
+    def __init__(
+        self, *, mode: str, send: bool, receive: bool, segments: int, router_weights=None, epilogue=None
+    ) -> None:
         self.send, self.receive = send, receive
         shared = RegionMap(alignment=16)
         self.sPeers = peer_table(shared)
-        self.give_back_role = GiveBack(mode == "partial", shared)
+        self.epoch = shared.add("epoch", 8, 1)
+        self.give_back_role = GiveBack(mode == "partial", segments, self.epoch, shared)
         self.reduce_role = Reduce(mode, WeightReader(router_weights), epilogue)
         self.shared_bytes = shared.nbytes
 
@@ -90,32 +97,40 @@ class Combine:
 
     @cute.kernel
     def kernel(self, args: CombineArgs):
-        group = open_group(args, None, self.sPeers)
+        group = open_group(args, self.sPeers)
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
         completed = received  # a fused launch finds as many rounds sent as received
         if cutlass.const_expr(self.send and not self.receive):
             completed = group.completed(StateWord.COMBINE_SEND_EPOCH)
         epoch = completed + 1
-        group.acknowledge(group.arena.combine_consumed, received)
-        group.share_peers()
+        sEpoch = shared_array(self.epoch, Int64)  # for what needs it seldom: registers are short
+        if group.tid == 0:
+            sEpoch[0] = epoch
+        spare = spare_cta(args.send_ctas if self.send else group.ctas)
+        group.acknowledge(group.arena.combine_consumed, received, spare)
         alive = Boolean(True)
+        if cutlass.const_expr(not self.send):
+            alive = cute.arch.vote_all_sync(group.is_healthy())  # express rows have no wait that begins with this
         if cutlass.const_expr(self.send):
+            if group.cta < args.send_ctas:
+                self.give_back_role.prepare(group, args)
             alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
             if group.cta < args.send_ctas and alive:
-                self.give_back_role.run(group, args, epoch)
+                self.give_back_role.run(group, args)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first = group.cta - args.receive_from
                 alive = self.reduce_role.run(group, args, epoch, first, group.ctas - args.receive_from)
-        self._leave(group, epoch, alive)
+        self._leave(group, alive)
 
     @cute.jit
-    def _leave(self, group: GroupView, epoch: Int64, alive: Boolean) -> None:
+    def _leave(self, group: GroupView, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, unless a wait timed out."""
         counter = StateWord.COMBINE_SEND_DONE if self.send else StateWord.COMBINE_RECV_DONE
         last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), Boolean(False), group.tid)
+        sEpoch = shared_array(self.epoch, Int64)
         if last and complete:
             if cutlass.const_expr(self.send):
-                group.complete(StateWord.COMBINE_SEND_EPOCH, epoch)
+                group.complete(StateWord.COMBINE_SEND_EPOCH, sEpoch[0])
             if cutlass.const_expr(self.receive):
-                group.complete(StateWord.COMBINE_RECV_EPOCH, epoch)
+                group.complete(StateWord.COMBINE_RECV_EPOCH, sEpoch[0])

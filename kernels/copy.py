@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.block import block_memcpy, launch_config
+from cute_ep.kernels.divide import quotient
 
 SLICE_BYTES = 32768
 """Bytes that a CTA copies at a time."""
@@ -36,7 +37,7 @@ class Copy:
     @cute.kernel
     def kernel(self, args: CopyArgs):
         tid = cute.arch.thread_idx()[0]
-        slices = Int32((args.num_bytes + SLICE_BYTES - 1) // SLICE_BYTES)
+        slices = Int32(quotient(args.num_bytes + SLICE_BYTES - 1, SLICE_BYTES))
         for index in cutlass.range(cute.arch.block_idx()[0], slices, cute.arch.grid_dim()[0]):
             offset = Int64(index) * SLICE_BYTES
             count = cutlass.min(args.num_bytes - offset, Int64(SLICE_BYTES))

@@ -9,9 +9,11 @@
             post message_ready[s][piece] = n  --->  wait message_ready[s][piece] >= n, copy to expert rows
                                               <---  post dispatch_consumed[d] = n  (start of d's next launch)
 
+While a source has few tokens its messages take arena.express_messages and need no post: see `express`.
+
 Ordering: a post follows a warp barrier that follows the warp's stores, so the stores are visible to whoever sees the
-flag; routing words carry their own epoch. Nothing of round n + 2 can land on round n because its stores wait for
-dispatch_consumed. `docs/protocol.md` has the full argument.
+flag; routing words carry their own epoch, express words are their own flags. Nothing of round n + 2 can land on round n
+because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
 
 The output's row order needs no atomics: see `layouts/routing.py`. One CTA writes offsets and `num_rows`; when any wait
 of the launch timed out, the last CTA out overwrites them with zeros.
@@ -25,17 +27,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.announce import announcer
-from cute_ep.kernels.block import launch_config, scan_scratch
+from cute_ep.kernels.block import launch_config
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
-from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, afresh, open_group, peer_table
+from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
 from cute_ep.kernels.hooks import WeightReader
+from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.route import Route
 from cute_ep.kernels.scale_rows import ScaleArgs
 from cute_ep.kernels.send import Send
 from cute_ep.kernels.sync import block_all, count_out
-from cute_ep.layouts.arena import Message, StateWord, message_map
+from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 
 
@@ -43,7 +45,8 @@ from cute_ep.layouts.record import RegionMap
 class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     """Run-time arguments of the three dispatch kernels, in parameter order.
 
-    Rows on the wire and in the output: payload_bytes, scale_bytes, row_scale_bytes (0: none).
+    Rows on the wire and in the output: payload_bytes, scale_bytes, row_scale_bytes (0: none); in a message the scales
+    are at scales_at, the row's own scale at row_scale_at.
     Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
     bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
     pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send).
@@ -54,6 +57,8 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     payload_bytes: Int32
     scale_bytes: Int32
     row_scale_bytes: Int32
+    scales_at: Int32
+    row_scale_at: Int32
     x: Int64
     scales: Int64
     given_row_scales: Int64
@@ -96,11 +101,10 @@ class Dispatch:
         self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
         self.sPeers = peer_table(shared)
-        scan = scan_scratch(shared)
         if codec is not None:
             self.route_role = Route(WeightReader(router_weights), shared)
             self.send_role = Send(codec, input_scale, shared)
-        self.expand_role = Expand(shared, scan)
+        self.expand_role = Expand(shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -109,21 +113,21 @@ class Dispatch:
 
     @cute.kernel
     def kernel(self, args: DispatchArgs):
-        message = message_map(Int64(args.payload_bytes), Int64(args.scale_bytes), Int64(args.row_scale_bytes))
-        group = open_group(args, message, self.sPeers)
+        group = open_group(args, self.sPeers)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
         completed = received  # a fused launch finds as many rounds sent as received
         if cutlass.const_expr(self.send and not self.receive):
             completed = group.completed(StateWord.DISPATCH_SEND_EPOCH)
         epoch = completed + 1
-        group.acknowledge(group.arena.dispatch_consumed, received)
-        group.share_peers()
+        spare = spare_cta(args.send_ctas if self.send else group.ctas)
+        group.acknowledge(group.arena.dispatch_consumed, received, spare)
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
             alive = self._send_half(group, args, epoch)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
-                alive = self._receive_half(args, message, epoch)
+                first = group.cta - args.receive_from
+                alive = self.expand_role.run(group, args, epoch, first, group.ctas - args.receive_from)
         self._leave(group, args, epoch, alive)
 
     @cute.jit
@@ -135,19 +139,12 @@ class Dispatch:
         return alive
 
     @cute.jit
-    def _receive_half(self, args: DispatchArgs, message: Message, epoch: Int64) -> Boolean:
-        """Expand what arrives; returns whether all of it arrived."""
-        group = open_group(afresh(args), message, self.sPeers)
-        first = group.cta - args.receive_from
-        return self.expand_role.run(group, args, epoch, first, group.ctas - args.receive_from)
-
-    @cute.jit
     def _leave(self, group: GroupView, args: DispatchArgs, epoch: Int64, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, or withdraw the announcement after a timeout."""
         counter = StateWord.DISPATCH_SEND_DONE if self.send else StateWord.DISPATCH_RECV_DONE
         announces = Boolean(False)
         if cutlass.const_expr(self.receive):
-            announces = group.cta - args.receive_from == announcer(group.ctas - args.receive_from)
+            announces = group.cta - args.receive_from == spare_cta(group.ctas - args.receive_from)
         last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), announces, group.tid)
         if last:
             if complete:

@@ -1,4 +1,5 @@
-"""Division by a number that is the same for a whole launch: one multiplication instead of some thirty instructions."""
+"""Division in few instructions: by a number that is the same for a whole launch (one multiplication instead of some
+thirty instructions), and by a power of two (one instruction where the DSL's signed `//` and `%` take six)."""
 
 from __future__ import annotations
 
@@ -9,30 +10,30 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 
+def quotient(value, power: int):
+    """value // power, rounded down, for a power of two that is known to the compiler."""
+    return value >> (power.bit_length() - 1)
+
+
+def remainder(value, power: int):
+    """value % power, not negative, for a power of two that is known to the compiler."""
+    return value & (power - 1)
+
+
 @dataclass(frozen=True)
 class Divisor:
     """Splits flat items over `extent` fast positions.
 
-    magic: ceil(2^32 / extent). The quotient is exact while item * extent < 2^32 (Granlund and Montgomery 1994, with
-    the error of magic, which is below extent). Items here count units of one row, entries of one
-    rank or pieces of all ranks, and stay far below that.
+    magic: ceil(2^32 / extent), computed by the host (`layouts.routing.division_magic`). The quotient is exact while
+    item * extent < 2^32 (Granlund and Montgomery 1994, with the error of magic, which is below extent). Items here
+    count units of one row, entries of one rank or pieces of all ranks, and stay far below that.
     """
 
     extent: Int32
-    magic: Uint32 | None
+    magic: Uint32
 
     def split(self, item):
         """(item % extent, item // extent) of a non-negative 32-bit item."""
-        if self.magic is None:
-            quotient = item // self.extent
-        else:
-            quotient = Int32(cute.arch.mul_hi(Uint32(item), self.magic))
-            quotient = cutlass.select_(self.extent == 1, Int32(item), quotient)
-        return item - quotient * self.extent, quotient
-
-
-def divisor(extent) -> Divisor:
-    """Divisor for a device integer, or for a Python integer (then the compiler folds the division)."""
-    if isinstance(extent, int):
-        return Divisor(extent, None)
-    return Divisor(extent, Uint32(0xFFFFFFFF) // Uint32(extent) + Uint32(1))
+        slow = Int32(cute.arch.mul_hi(Uint32(item), self.magic))
+        slow = cutlass.select_(self.extent == 1, Int32(item), slow)
+        return item - slow * self.extent, slow

@@ -8,20 +8,46 @@ finds the row of entry k. A token of the shared expert has one more row, on the 
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
-from cute_ep.kernels.announce import Announce, announcer
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, block_exclusive_scan, shared_array
+from cute_ep.kernels.announce import Announce
+from cute_ep.kernels.arith import anew
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array, warp_exclusive_scan
+from cute_ep.kernels.divide import quotient
+from cute_ep.kernels.express import (
+    blank_vector,
+    blank_word,
+    has_blank,
+    home_of,
+    is_express,
+    look_at_vector,
+    look_at_word,
+    wait_whole,
+)
 from cute_ep.kernels.group import owns_shared
-from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, most_pieces, piece_of, units_of
+from cute_ep.kernels.pieces import (
+    SEGMENT,
+    dealt_first,
+    dealt_stride,
+    from_lane,
+    lowest,
+    most_pieces,
+    piece_of,
+    spare_cta,
+    units_of,
+)
 from cute_ep.kernels.scale_rows import store_scale_word
 from cute_ep.kernels.sync import block_all, warp_all
-from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord
 from cute_ep.layouts.device import array, vector_atom, vector_tensor
-from cute_ep.layouts.record import Region, RegionMap
+from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import (
+    LOST_ROW,
     MASKED_ENTRY,
     MAX_EXPERTS,
     MAX_RANKS,
@@ -30,16 +56,20 @@ from cute_ep.layouts.routing import (
     entry_expert,
     entry_position,
 )
+from cute_ep.layouts.scales import WORD_BYTES
+
+SCALES_IN_FLIGHT = 2
+"""Scale words that a lane loads before it stores the first."""
 
 
 class Expand:
     """Turns received messages into the ragged, expert-major output. Knows sizes of rows, not formats."""
 
-    def __init__(self, shared: RegionMap, scan: Region) -> None:
-        self.scan = scan
+    def __init__(self, shared: RegionMap) -> None:
         self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
         self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
         self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
+        self.items = shared.add("expand_items", 4, 1)
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
         self.announce = Announce(self.bases, self.row_starts, self.scale_starts, self.headers)
 
@@ -48,12 +78,12 @@ class Expand:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
         alive = self._read_routes(group, args, epoch)
         if alive:
-            if first == announcer(count):
+            if first == spare_cta(count):
                 self.announce.run(group, args)
         sHeader = shared_array(self.headers, Int32)
-        most = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES)
-        item = first_item(first, count, group.tid // 32)
-        while alive and item < most * group.ranks:
+        sItems = shared_array(self.items, Int32)
+        item = dealt_first(sItems[0], first, count, group.warp)
+        while alive and item < sItems[0]:
             turn, index = group.by_ranks.split(item)
             source = group.rank + turn
             if source >= group.ranks:
@@ -61,7 +91,7 @@ class Expand:
             piece = piece_of(index, sHeader[source, int(HeaderWord.MESSAGE_PIECES)], units_of(args.payload_bytes))
             if piece.token < sHeader[source, int(HeaderWord.TOKENS)] and piece.first < piece.last:
                 alive = self._take(group, args, epoch, source, piece)
-            item += item_stride(count)
+            item += dealt_stride(sItems[0], count)
         if alive:
             self.announce.zero_padding(group, args, first, count)
         return alive
@@ -78,7 +108,6 @@ class Expand:
         sStart = shared_array(self.row_starts, Int32)
         sScaleStart = shared_array(self.scale_starts, Int32)
         sHeader = shared_array(self.headers, Int32)
-        sScan = shared_array(self.scan, Int32)
         alive = Boolean(True)
         pairs = group.experts + group.ranks * len(HeaderWord)
         for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
@@ -92,59 +121,96 @@ class Expand:
             alive = alive & came
         alive = block_all(alive)
         if alive:
-            self._place_rows(group, args, sBase, sStart, sScaleStart, sScan)
+            self._place_rows(group, args, sBase, sStart, sScaleStart)
         return alive
 
     @cute.jit
-    def _place_rows(self, group, args, sBase, sStart, sScaleStart, sScan) -> None:
-        block_exclusive_scan(sBase, group.experts, sScan, group.tid)
-        self._place_groups(group, sBase, sStart, sScan, args.shared_rows, args.row_alignment)
-        if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
-            self._place_groups(group, sBase, sScaleStart, sScan, args.shared_rows, args.scale_alignment)
+    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
+        """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
+        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+        if group.warp == 0:
+            warp_exclusive_scan(sBase, group.experts, group.lane)
+        if group.tid == 32:
+            sItems[0] = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES) * group.ranks
+        cute.arch.sync_threads()
+        if group.warp == 0:
+            self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
+        if group.warp == 1:
+            if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
+                self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
+        cute.arch.sync_threads()
 
     @cute.jit
-    def _place_groups(self, group, sBase, sStart, sScan, shared_rows: Int32, alignment: Int32) -> None:
-        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two)."""
+    def _place_groups(self, group, sBase, sStart, shared_rows: Int32, alignment: Int32) -> None:
+        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
+        warp."""
         before = (shared_rows + alignment - 1) & -alignment
         if alignment == 1:
-            for expert in cutlass.range(group.tid, group.local_experts + 1, THREADS, unroll=1):
+            for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
                 sStart[expert] = before + sBase[expert * group.ranks]
-            cute.arch.sync_threads()
         else:
-            for expert in cutlass.range(group.tid, group.local_experts, THREADS, unroll=1):
+            for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
                 rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
                 sStart[expert] = (rows + alignment - 1) & -alignment
-            cute.arch.sync_threads()
-            block_exclusive_scan(sStart, group.local_experts, sScan, group.tid)
+            cute.arch.sync_warp()
+            warp_exclusive_scan(sStart, group.local_experts, group.lane)
             if before != 0:
-                for expert in cutlass.range(group.tid, group.local_experts + 1, THREADS, unroll=1):
+                for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
                     sStart[expert] = sStart[expert] + before
-                cute.arch.sync_threads()
 
     @cute.jit
     def _take(self, group, args, epoch: Int64, source, piece) -> Boolean:
         """Wait for one piece and copy it to all its rows. False after a timeout."""
         row, scale_row, came = self._find_row(group, args, epoch, source, piece)
         alive = warp_all(came)
+        due = row >= 0
         shared_row = Int32(NO_ROW)
         if source == group.rank and owns_shared(args, piece.token):
             shared_row = self._find_shared_row(group, args, piece)
-        wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
-        if alive & ((wanted != Uint32(0)) | (shared_row >= 0)):
-            alive = self._wait_piece(group, epoch, source, piece)
+            due = Boolean(True)
+        if row >= args.capacity:
+            row = Int32(NO_ROW)
+        if alive & cute.arch.vote_any_sync(due):
+            express = is_express(self._tokens(source))
+            if not express:
+                alive = self._wait_piece(group, epoch, source, piece)
             if alive:
-                self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row)
-                if args.scale_words != 0:
-                    self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row)
-                if (args.row_scale_bytes != 0) & (piece.number == 0):
-                    self._copy_row_scale(group, args, epoch, source, piece, row, shared_row)
+                wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+                alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row)
+                if alive & (args.scale_words != 0):
+                    alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row)
+                if alive & (args.row_scale_bytes != 0) & (piece.first == 0):
+                    alive = self._copy_row_scale(group, args, epoch, source, piece, row, shared_row)
         return alive
+
+    def _tokens(self, source) -> Int32:
+        """Tokens of a source, from its header."""
+        return shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)]
+
+    def _message(self, group, args, epoch: Int64, source, piece) -> Int64:
+        """Address of the message that the piece belongs to."""
+        regions = group.arena.express_messages, group.arena.messages
+        coord = epoch & 1, anew(source), anew(piece.token)
+        return group.base + home_of(is_express(self._tokens(source)), *regions, *coord)
+
+    @cute.jit
+    def _wait_whole(self, group, args, epoch: Int64, source, piece, look) -> Boolean:
+        """Look at words of the piece until they are there; rows that are not express have been waited for."""
+        settled = Uint32(~is_express(self._tokens(source)))
+        check = partial(self._has_posted, group, args, epoch, source, piece)
+        return wait_whole(group, look, check, settled, epoch, source, Phase.MESSAGE, piece.index)
+
+    def _has_posted(self, group, args, epoch: Int64, source, piece) -> Uint32:
+        """Whether the source has posted the piece's flag."""
+        flag = group.base + group.arena.message_ready.at(anew(source), anew(piece.index))
+        return Uint32(group.has_posted(flag, epoch))
 
     @cute.jit
     def _find_row(self, group, args, epoch: Int64, source, piece):
         """(output row, scale row, whether it came) of the token's entry number `lane`, a dated word from `Route`;
-        NO_ROW where it is not this rank's. The warp with the first piece records the rows for combine."""
-        lane = group.tid % 32
+        NO_ROW where it is not this rank's, LOST_ROW where the output has no room. The warp with the first piece records
+        the rows for combine."""
+        lane = group.lane
         sBase = shared_array(self.bases, Int32)
         sStart = shared_array(self.row_starts, Int32)
         sScaleStart = shared_array(self.scale_starts, Int32)
@@ -157,19 +223,11 @@ class Expand:
         entry = Int32(MASKED_ENTRY)
         weight = Int32(0)
         if lane < group.top_k:
-            turns = Int32(1)
-            if piece.number == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
-                turns = Int32(2)
-            for turn in cutlass.range(turns, unroll=1):
-                words = group.arena.entries.at(epoch & 1, source, piece.token, lane)
-                if turn != 0:
-                    words = group.arena.weights.at(epoch & 1, source, piece.token, lane)
-                value, in_time = group.read_dated(group.base + words, epoch, source, Phase.ROUTE, piece.token)
-                came = came & in_time
-                if turn == 0:
-                    entry = value
-                else:
-                    weight = value
+            words = group.base + group.arena.entries.at(epoch & 1, source, piece.token, lane)
+            weights = words
+            if piece.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
+                weights = group.base + group.arena.weights.at(epoch & 1, source, piece.token, lane)
+            entry, weight, came = group.read_two_dated(words, weights, epoch, source, Phase.ROUTE, piece.token)
             if not came:
                 entry = Int32(MASKED_ENTRY)
             local = entry_expert(entry) - group.rank * group.local_experts
@@ -181,11 +239,12 @@ class Expand:
                     scale_row = sScaleStart[local] + in_expert
                 if row >= args.capacity:
                     group.report_input(Phase.ROW_CAPACITY, row, args.capacity, row)
-                    row = Int32(NO_ROW)
-            if piece.number == 0:
+                if sStart[group.local_experts] > args.capacity:
+                    row = Int32(LOST_ROW)
+            if piece.first == 0:
                 gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
                 gRowMap[source, index] = row
-                if row >= 0:
+                if (row >= 0) & (row < args.capacity):
                     gSource = array(args.src_info, Int32, args.capacity, 2)
                     gSource[row, 0] = piece.token
                     gSource[row, 1] = lane
@@ -202,7 +261,7 @@ class Expand:
             group.report_input(Phase.ROW_CAPACITY, row, args.capacity, row)
             row = Int32(NO_ROW)
         else:
-            if (group.tid % 32 == 0) & (piece.number == 0):
+            if (group.lane == 0) & (piece.first == 0):
                 gSource = array(args.src_info, Int32, args.capacity, 2)
                 gSource[row, 0] = piece.token
                 gSource[row, 1] = group.top_k
@@ -212,25 +271,31 @@ class Expand:
     def _wait_piece(self, group, epoch: Int64, source, piece) -> Boolean:
         """Warp-wide wait for message_ready[source][piece], posted by `Send.run` on `source`."""
         arrived = Boolean(True)
-        if group.tid % 32 == 0:
+        if group.lane == 0:
             flag = group.base + group.arena.message_ready.at(source, piece.index)
             arrived = group.wait_one(flag, epoch, source, Phase.MESSAGE, piece.index)
         return warp_all(arrived)
 
     @cute.jit
-    def _copy_payload(self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row) -> None:
-        lane = group.tid % 32
+    def _copy_payload(self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row) -> Boolean:
+        """The piece's payload to all its rows. False after a timeout."""
+        lane = group.lane
         units = units_of(args.payload_bytes)
-        message = group.base + group.arena.messages.at(epoch & 1, source, piece.token)
-        gMessage = vector_tensor(message, units, 1)
         gOut = vector_tensor(args.out_tokens, units, args.capacity, Int64(args.payload_bytes))
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-        for base in cutlass.range(piece.first, piece.last, LOADS_IN_FLIGHT, unroll=1):
-            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                unit = (base + slot) * SEGMENT + lane
-                if (base + slot < piece.last) & (unit < units):
-                    cute.copy(vector_atom(), gMessage[None, unit, 0], rQ[None, slot])
+        alive = Boolean(True)
+        base = piece.first
+        while alive and base < piece.last:
+            # the first unit of the lane's; its others are SEGMENT units apart
+            message = self._message(group, args, epoch, source, piece) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
+            count = self._own_units(base, piece.last, units, lane)
+            look = partial(self._look_at_units, rQ, message, count)
+            alive = self._wait_whole(group, args, epoch, source, piece, look)
+            if is_express(self._tokens(source)):
+                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    if slot < count:
+                        blank_vector(message + slot * SEGMENT_BYTES)
             left = wanted
             for _ in cutlass.range(copies, unroll=1):
                 target = shared_row
@@ -238,39 +303,77 @@ class Expand:
                     target = from_lane(row, lowest(left))
                     left = left & (left - Uint32(1))
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    unit = (base + slot) * SEGMENT + lane
-                    if (base + slot < piece.last) & (unit < units):
-                        cute.copy(vector_atom(), rQ[None, slot], gOut[None, unit, target])
+                    if slot < count:
+                        cute.copy(vector_atom(), rQ[None, slot], gOut[None, (base + slot) * SEGMENT + lane, target])
+            base += LOADS_IN_FLIGHT
+        return alive
+
+    def _own_units(self, base, last, units, lane) -> Int32:
+        """Units of a lane from segment `base` on, in segments below `last`."""
+        return cutlass.min(last - base, quotient(units - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
 
     @cute.jit
-    def _copy_scales(self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row) -> None:
-        """The words of the piece's segments."""
-        lane = group.tid % 32
-        message = group.base + group.arena.messages.at(epoch & 1, source, piece.token)
-        gWord = array(message + group.message.scales.offset, Uint32, args.scale_words)
+    def _look_at_units(self, rQ, message: Int64, count, settled: Uint32) -> Uint32:
+        blank = Boolean(False)
+        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if slot < count:
+                look_at_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
+                blank = blank | has_blank(rQ[None, slot], 4)
+        return Uint32(blank) & ~settled
+
+    @cute.jit
+    def _copy_scales(self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row) -> Boolean:
+        """The words of the piece's segments. False after a timeout."""
+        lane = group.lane
         end = cutlass.min(piece.last * args.segment_words, args.scale_words)
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
-        rWord = cute.make_rmem_tensor(LOADS_IN_FLIGHT, Uint32)
-        for base in cutlass.range(piece.first * args.segment_words + lane, end + lane, 32 * LOADS_IN_FLIGHT, unroll=1):
-            for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                if base + 32 * slot < end:
-                    rWord[slot] = gWord[base + 32 * slot]
+        rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
+        alive = Boolean(True)
+        base = piece.first * args.segment_words
+        while alive and base < end:
+            word = base + lane
+            scales = self._message(group, args, epoch, source, piece) + args.scales_at + Int64(word) * WORD_BYTES
+            look = partial(self._look_at_scales, rWord, scales, end - word)
+            alive = self._wait_whole(group, args, epoch, source, piece, look)
+            if is_express(self._tokens(source)):
+                for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                    if word + 32 * slot < end:
+                        blank_word(scales + slot * (32 * WORD_BYTES))
             left = wanted
             for _ in cutlass.range(copies, unroll=1):
                 target = shared_row
                 if left != Uint32(0):
                     target = from_lane(scale_row, lowest(left))
                     left = left & (left - Uint32(1))
-                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    if base + 32 * slot < end:
-                        store_scale_word(args, target, base + 32 * slot, rWord[slot])
+                for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                    if word + 32 * slot < end:
+                        store_scale_word(args, target, word + 32 * slot, rWord[slot])
+            base += 32 * SCALES_IN_FLIGHT
+        return alive
 
     @cute.jit
-    def _copy_row_scale(self, group, args, epoch: Int64, source, piece, row, shared_row) -> None:
-        message = group.base + group.arena.messages.at(epoch & 1, source, piece.token)
-        scale = array(message + group.message.row_scale.offset, Uint16, 1)[0]
+    def _look_at_scales(self, rWord, scales: Int64, words, settled: Uint32) -> Uint32:
+        """Words 0, 32, 64, ... of the `words` that follow an address."""
+        blank = Boolean(False)
+        for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+            if 32 * slot < words:
+                rWord[slot] = look_at_word(scales + slot * (32 * WORD_BYTES))
+                blank = blank | (rWord[slot] == Uint32(BLANK))
+        return Uint32(blank) & ~settled
+
+    @cute.jit
+    def _copy_row_scale(self, group, args, epoch: Int64, source, piece, row, shared_row) -> Boolean:
+        at = self._message(group, args, epoch, source, piece) + args.row_scale_at
+        rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
+        look = partial(self._look_at_scales, rWord, at, Int32(1))
+        alive = self._wait_whole(group, args, epoch, source, piece, look)
+        scale = Uint16(rWord[0])
         gRowScale = array(args.out_row_scales, Uint16, args.capacity)
         if row >= 0:
             gRowScale[row] = scale
-        if (shared_row >= 0) & (group.tid % 32 == 0):
-            gRowScale[shared_row] = scale
+        if group.lane == 0:
+            if shared_row >= 0:
+                gRowScale[shared_row] = scale
+            if is_express(self._tokens(source)):
+                blank_word(at)
+        return alive

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.block import shared_array
-from cute_ep.kernels.divide import Divisor, divisor
-from cute_ep.kernels.sync import acknowledge_reads, block_all, report, wait_at_least, wait_dated
-from cute_ep.layouts.arena import Arena, Message, StateWord
-from cute_ep.layouts.device import array, device_arena, pointer
+from cute_ep.kernels.divide import Divisor, quotient, remainder
+from cute_ep.kernels.sync import block_all, post, report, wait_at_least, wait_dated, wait_two_dated
+from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of
+from cute_ep.layouts.device import array, pointer
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_RANKS, Phase
 
+ArenaArgs = make_dataclass("ArenaArgs", [(name, Int64) for name in ANY_ARENA.arguments()], frozen=True)
+"""Where the regions of an arena are (`Arena.arguments`)."""
+
 
 @dataclass(frozen=True)
-class GroupArgs:
+class GroupArgs(ArenaArgs):
     """Arguments that all kernels of a group share. Addresses are 64-bit; sizes and counts 32-bit.
 
     arena: this rank's arena. peers: int64[R], every rank's arena as this device maps it. status: host-visible
-    records, (R + 1) x 16 bytes. slots: return rows a token (`return_slots`).
+    records, (R + 1) x 16 bytes. *_magic: the `division_magic` of the count before it.
 
     experts: those that the group's ranks own together, ids first_expert .. first_expert + experts - 1 out of
     all_experts. They are all of them, except with `skip_a2a`, where each rank is a group of its own.
@@ -34,14 +38,16 @@ class GroupArgs:
     timeout_ns: Int64
     rank: Int32
     ranks: Int32
+    ranks_magic: Uint32
     experts: Int32
     first_expert: Int32
     all_experts: Int32
     local_experts: Int32
+    local_experts_magic: Uint32
     top_k: Int32
+    top_k_magic: Uint32
     max_tokens: Int32
     hidden: Int32
-    slots: Int32
 
 
 @dataclass(frozen=True)
@@ -79,12 +85,21 @@ class GroupView:
     timeout_ns: Int64
     base: Int64
     peer_base: Int64
-    message: Message | None
-    arena: Arena
+    arena: SimpleNamespace
     by_ranks: Divisor
     by_top_k: Divisor
     by_local_experts: Divisor
     sPeers: cute.Tensor
+
+    @property
+    def lane(self) -> Int32:
+        """Number of the thread within its warp."""
+        return remainder(self.tid, 32)
+
+    @property
+    def warp(self) -> Int32:
+        """Number of the warp within its CTA."""
+        return quotient(self.tid, 32)
 
     def expert_of(self, given: Int32) -> Int32:
         """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
@@ -106,22 +121,17 @@ class GroupView:
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
     @cute.jit
-    def share_peers(self) -> None:
-        """Store the peer table; it may be read after the next CTA barrier."""
-        sPeers, tid = self.sPeers, self.tid
-        if tid < self.ranks:
-            sPeers[tid] = self.peer_base
-
-    @cute.jit
     def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, *index) -> Boolean:
-        """CTA barrier: wait until the word (peer, *index) of the own `flags` holds at least `epoch` for every peer.
+        """CTA barrier: wait until the word (peer, *index) of the own `flags` holds at least `epoch` for every peer. The
+        peer table may be read after it.
 
         False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch.
         """
         alive = Boolean(True)
-        tid = self.tid
+        tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
             alive = self.wait_one(self.base + flags.at(tid, *index), epoch, tid, phase, *index)
+            sPeers[tid] = self.peer_base
         return block_all(alive)
 
     def wait_one(self, flag: Int64, epoch: Int64, peer: Int32, phase: Phase, *index) -> Boolean:
@@ -135,31 +145,49 @@ class GroupView:
         state = self.base + self.arena.state.offset
         return wait_dated(word, epoch, self.timeout_ns, self.status, state, peer, phase, index)
 
+    def read_two_dated(self, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: Phase, index):
+        """One thread's bounded wait for two dated words of `peer`: (value, value, whether both came)."""
+        state = self.base + self.arena.state.offset
+        return wait_two_dated(first, second, epoch, self.timeout_ns, self.status, state, peer, phase, index)
+
+    def has_posted(self, flag: Int64, epoch: Int64) -> Boolean:
+        """One look at a flag; orders it before all that happens after."""
+        return cute.arch.load(pointer(flag, Int64), Int64, sem="acquire", scope="sys") >= epoch
+
+    def is_healthy(self) -> Boolean:
+        """Whether no wait of this rank has failed."""
+        abort = pointer(self.state_word(StateWord.ABORT), Int64)
+        return cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
+
+    def report_missing(self, peer: Int32, phase: Phase, index, epoch: Int64) -> None:
+        """Tell the host that `peer` did not arrive in time, and the rank's other waits to give up."""
+        state = self.base + self.arena.state.offset
+        report(self.status, state, peer, phase, Int32(index), epoch, epoch - 1)
+
     def report_input(self, phase: Phase, index, expected, seen) -> None:
         """Tell the host what is wrong with this rank's input; the round goes on."""
         state = self.base + self.arena.state.offset
         report(self.status, state, self.ranks, phase, index, expected, seen)
 
     @cute.jit
-    def acknowledge(self, consumed: Region, received: Int64) -> None:
+    def acknowledge(self, consumed: Region, received: Int64, cta) -> None:
         """Let the peers overwrite what this rank has read: post the rounds that it had completed at launch.
 
         Comes before any wait of the launch, since a peer may wait for it. Earlier launches have ended, so their reads
-        have. By one CTA, away from those that carry the first messages.
+        have; the release orders their blanking of express words. By one CTA, away from
+        those that carry the first messages.
         """
         tid = self.tid
-        if self.cta == self.ctas // 2 and tid < self.ranks:
-            acknowledge_reads(self.peer_base + consumed.at(self.rank), received)
+        if self.cta == cta and tid < self.ranks:
+            post(self.peer_base + consumed.at(self.rank), received)
 
 
 @cute.jit
-def open_group(args: GroupArgs, message: Message | None, peers: Region) -> GroupView:
+def open_group(args: GroupArgs, peers: Region) -> GroupView:
     """Start reading the peer table and derive this CTA's view.
 
-    peer_base is peer `tid`'s arena in the first R threads; sPeers is filled by `share_peers`, so that its latency
-    overlaps with that of the first waits.
-
-    message: byte map of a message, None for kernels that carry none.
+    peer_base is peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
+    overlaps with that of the first wait.
     """
     tid = cute.arch.thread_idx()[0]
     sPeers = shared_array(peers, Int64)
@@ -184,34 +212,12 @@ def open_group(args: GroupArgs, message: Message | None, peers: Region) -> Group
         timeout_ns=args.timeout_ns,
         base=args.arena,
         peer_base=peer_base,
-        message=message,
-        arena=device_arena(
-            ranks=args.ranks,
-            local_experts=args.local_experts,
-            top_k=args.top_k,
-            max_tokens=args.max_tokens,
-            hidden=args.hidden,
-            slots=args.slots,
-            message=0 if message is None else message.nbytes,
-        ),
-        by_ranks=divisor(args.ranks),
-        by_top_k=divisor(args.top_k),
-        by_local_experts=divisor(args.local_experts),
+        arena=arena_of(args),
+        by_ranks=Divisor(args.ranks, args.ranks_magic),
+        by_top_k=Divisor(args.top_k, args.top_k_magic),
+        by_local_experts=Divisor(args.local_experts, args.local_experts_magic),
         sPeers=sPeers,
     )
-
-
-def afresh(args: GroupArgs):
-    """The same arguments, opaque to the compiler: what the second half of a fused kernel derives from them is computed
-    again instead of being kept in registers through the first half."""
-    names = ("ranks", "local_experts", "top_k", "max_tokens", "hidden", "slots")
-    values = {
-        name: cute.arch.inline_ptx(
-            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[getattr(args, name)]
-        )
-        for name in names
-    }
-    return replace(args, **values)
 
 
 def peer_table(regions: RegionMap) -> Region:

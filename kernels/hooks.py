@@ -20,6 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
+from cute_ep.kernels.divide import quotient
 from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 
@@ -40,10 +41,10 @@ class EpilogueContext:
 def residual_add(coords, value, context: EpilogueContext):
     """Add a residual; context.data: [tokens, hidden] bfloat16."""
     token, column = coords
-    vectors = context.hidden // VECTOR_ELEMENTS
+    vectors = quotient(context.hidden, VECTOR_ELEMENTS)
     gResidual = vector_tensor(context.data, vectors, context.tokens, Int64(vectors) * VECTOR_BYTES)
     rResidual = cute.make_rmem_tensor(VECTOR_BYTES // 4, Uint32)
-    cute.copy(vector_atom(), gResidual[None, column // VECTOR_ELEMENTS, token], rResidual)
+    cute.copy(vector_atom(), gResidual[None, quotient(column, VECTOR_ELEMENTS), token], rResidual)
     return value + cute.recast_tensor(rResidual, BFloat16).load().to(Float32)
 
 

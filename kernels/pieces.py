@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from cute_ep.kernels.block import WARPS
+from cute_ep.kernels.divide import quotient
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
 
@@ -44,7 +45,7 @@ def piece_of(index: Int32, pieces_log2: Int32, units: Int32) -> Piece:
 
 def segments_of(units: Int32) -> Int32:
     """Segments of a row, the last one maybe in part."""
-    return (units + (SEGMENT - 1)) // SEGMENT
+    return quotient(units + (SEGMENT - 1), SEGMENT)
 
 
 @cute.jit
@@ -58,7 +59,7 @@ def most_pieces(sHeader, ranks: Int32, pieces: cutlass.Constexpr) -> Int32:
 
 def units_of(row_bytes) -> Int32:
     """16-byte units of a row."""
-    return Int32(row_bytes // VECTOR_BYTES)
+    return Int32(quotient(row_bytes, VECTOR_BYTES))
 
 
 def first_item(cta: Int32, ctas: Int32, warp: Int32) -> Int32:
@@ -69,6 +70,28 @@ def first_item(cta: Int32, ctas: Int32, warp: Int32) -> Int32:
 def item_stride(ctas: Int32) -> Int32:
     """Warps of `ctas` CTAs."""
     return ctas * WARPS
+
+
+def spare_cta(ctas):
+    """Which of `ctas` CTAs carries no items while the others have warps enough: it has other work."""
+    return quotient(ctas, 2)
+
+
+def dealt_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32) -> Int32:
+    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where it has none."""
+    spare, carriers = spare_cta(ctas), _carriers(items, ctas)
+    place = cta - cutlass.select_(cta > spare, ctas - carriers, Int32(0))
+    first = first_item(place, carriers, warp)
+    return cutlass.select_((carriers != ctas) & (cta == spare), items, first)
+
+
+def dealt_stride(items: Int32, ctas: Int32) -> Int32:
+    """From an item of a warp to its next one. Computed at each item, it takes no register."""
+    return item_stride(_carriers(items, ctas))
+
+
+def _carriers(items: Int32, ctas: Int32) -> Int32:
+    return ctas - Int32(items <= (ctas - 1) * WARPS)
 
 
 def lowest(bits: Uint32) -> Int32:

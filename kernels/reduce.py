@@ -8,18 +8,22 @@ the type of the output.
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, halves, round_vector
-from cute_ep.kernels.give_back import row_units
+from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, halves, round_vector
+from cute_ep.kernels.express import blank_vector, has_blank, home_of, is_express, look_at_vector, wait_whole
+from cute_ep.kernels.give_back import LOST, row_units
 from cute_ep.kernels.group import owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
-from cute_ep.kernels.pieces import SEGMENT, first_item, from_lane, item_stride, lowest, piece_of
+from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of
 from cute_ep.kernels.sync import warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
+from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.routing import MASKED_ENTRY, OutputType, Phase
 
 SLOTS_IN_FLIGHT = 4
@@ -36,18 +40,19 @@ class Reduce:
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
         alive = Boolean(True)
-        item = first_item(first, count, group.tid // 32)
-        while alive and item < args.tokens << args.return_pieces:
+        items = args.tokens << args.return_pieces
+        item = dealt_first(items, first, count, group.warp)
+        while alive and item < items:
             piece = piece_of(item, args.return_pieces, row_units(group))
             if piece.first < piece.last:
                 alive = self._take(group, args, epoch, piece)
-            item += item_stride(count)
+            item += dealt_stride(items, count)
         return alive
 
     @cute.jit
     def _take(self, group, args, epoch: Int64, piece) -> Boolean:
         """Wait for the ranks that own experts of the token, then sum. False after a timeout."""
-        lane = group.tid % 32
+        lane = group.lane
         index = piece.token * group.top_k + lane
         expert = Int32(MASKED_ENTRY)
         weight = Float32(0.0)
@@ -55,97 +60,162 @@ class Reduce:
             expert = group.expert_of(array(args.topk_ids, Int32, args.tokens * group.top_k)[index])
             if cutlass.const_expr(self.mode == "exact"):
                 weight = self.weights.read(args.router_weights, index, group)
+        owner = lane  # of slot `lane`
         bit = Uint32(0)
         if expert >= 0:
-            _, owner = group.by_local_experts.split(expert)
-            bit = Uint32(1) << Uint32(owner)
-        owners = cute.arch.warp_redux_sync(bit, "or")
-        filled = owners
-        if cutlass.const_expr(self.mode != "partial"):
-            filled = Uint32(cute.arch.vote_ballot_sync(expert >= 0))
-        arrived = Boolean(True)
-        if (owners >> Uint32(lane)) & Uint32(1) != Uint32(0):
-            flag = group.base + group.arena.return_ready.at(lane, piece.index)  # from GiveBack on rank `lane`
-            arrived = group.wait_one(flag, epoch, lane, Phase.RETURN, piece.index)
-        alive = warp_all(arrived)
+            _, chosen = group.by_local_experts.split(expert)
+            if cutlass.const_expr(self.mode == "partial"):
+                bit = Uint32(1) << Uint32(chosen)
+            else:
+                owner = chosen
+                bit = Uint32(1) << Uint32(lane)
+        filled = Uint32(cute.arch.warp_redux_sync(bit, "or"))
+        alive = Boolean(True)
+        if not is_express(args.tokens):
+            arrived = Boolean(True)
+            if (filled >> Uint32(lane)) & Uint32(1) != Uint32(0):
+                flag = group.base + group.arena.return_ready.at(
+                    owner, piece.index
+                )  # posted by GiveBack on rank `owner`
+                arrived = group.wait_one(flag, epoch, owner, Phase.RETURN, piece.index)
+            alive = warp_all(arrived)
         if alive:
             if cutlass.const_expr(self.mode == "unweighted"):
-                self._hand_out(group, args, epoch, piece, filled)
+                alive = self._hand_out(group, args, epoch, piece, filled, owner)
             else:
-                self._sum(group, args, epoch, piece, filled, weight)
+                alive = self._sum(group, args, epoch, piece, filled, owner, weight)
         return alive
 
     @cute.jit
-    def _sum(self, group, args, epoch: Int64, piece, filled: Uint32, weight: Float32) -> None:
-        lane = group.tid % 32
+    def _wait_whole(self, group, args, epoch: Int64, piece, filled: Uint32, owner, look) -> Boolean:
+        """Look at words of the piece until they are there; rows that are not express have been waited for."""
+        settled = Uint32(cutlass.select_(is_express(args.tokens), Uint32(0), filled))
+        check = partial(self._has_posted, group, args, epoch, piece, filled, owner)
+        return wait_whole(group, look, check, settled, epoch, owner, Phase.RETURN, piece.index)
+
+    @cute.jit
+    def _has_posted(self, group, args, epoch: Int64, piece, filled: Uint32, owner) -> Uint32:
+        """The filled slots whose owners have posted the piece's flag."""
+        posted = Boolean(False)
+        if (filled >> Uint32(group.lane)) & Uint32(1) != Uint32(0):
+            flag = group.base + group.arena.return_ready.at(anew(owner), anew(piece.index))
+            posted = group.has_posted(flag, epoch)
+        slots = Uint32(cute.arch.vote_ballot_sync(posted))
+        cute.arch.sync_warp()  # one lane's acquire, for the looks of all
+        return slots
+
+    def _home(self, group, args, epoch: Int64, piece) -> Int64:
+        """Address of slot 0 of the token."""
+        regions = group.arena.express_returns, group.arena.returns
+        return group.base + home_of(is_express(args.tokens), *regions, epoch & 1, anew(piece.token))
+
+    @cute.jit
+    def _sum(self, group, args, epoch: Int64, piece, filled: Uint32, owner, weight: Float32) -> Boolean:
+        """False after a timeout."""
+        lane = group.lane
         units = row_units(group)
-        returns = group.arena.returns
-        base = group.base + returns.at(epoch & 1, piece.token)
+        pitch = Int32(group.arena.returns.stride[2])
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        for segment in cutlass.range(piece.first, piece.last, unroll=1):
+        alive = Boolean(True)
+        segment = piece.first
+        while alive and segment < piece.last:
             unit = segment * SEGMENT + lane
+            home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
             rSum.fill(0.0)
             left = filled
-            while left != Uint32(0):
-                again = left
+            while alive and left != Uint32(0):
+                look = partial(self._look, rX, home, pitch, unit < units, left)
+                alive = self._wait_whole(group, args, epoch, piece, filled, owner, look)
                 for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                     if left != Uint32(0):
-                        gSlot = vector_tensor(base + lowest(left) * returns.stride[2], units, 1)
+                        slot = lowest(left)
                         left = left & (left - Uint32(1))
-                        if unit < units:
-                            cute.copy(vector_atom(), gSlot[None, unit, 0], rX[None, turn])
-                for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                    if again != Uint32(0):
                         if cutlass.const_expr(self.mode == "partial"):
                             accumulate(rSum, rX[None, turn], None)
                         else:
-                            accumulate(rSum, rX[None, turn], from_lane(weight, lowest(again)))
-                        again = again & (again - Uint32(1))
-            if unit < units:
+                            accumulate(rSum, rX[None, turn], from_lane(weight, slot))
+                        if is_express(args.tokens) & (unit < units):
+                            blank_vector(home + Int64(slot * pitch))
+            if alive & (unit < units):
                 self._add_shared(group, args, piece.token, unit, rX[None, 0], rSum)
                 if cutlass.const_expr(self.epilogue is not None):
                     context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
                     value = self.epilogue((piece.token, unit * VECTOR_ELEMENTS), rSum.load(), context)
                     rSum.store(value)
                 self._store(args, rSum, Int64(piece.token) * units + unit)
+            segment += 1
+        return alive
+
+    @cute.jit
+    def _look(self, rX, home: Int64, pitch: Int32, valid: Boolean, left: Uint32, settled: Uint32) -> Uint32:
+        """One unit of the lowest slots of `left` into rX."""
+        missing = Uint32(0)
+        for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+            if left != Uint32(0):
+                slot = lowest(left)
+                left = left & (left - Uint32(1))
+                if valid:
+                    look_at_vector(rX[None, turn], home + Int64(slot * pitch))
+                    if has_blank(rX[None, turn], 4):
+                        missing = missing | (Uint32(1) << Uint32(slot))
+        return missing & ~settled
 
     @cute.jit
     def _add_shared(self, group, args, token, vector, rX, rSum) -> None:
-        """Add the shared expert's row of a token of the own rank."""
+        """Add the shared expert's row of a token of the own rank; NaN for a row that dispatch had no room for."""
         row = token - args.shared_first
-        if owns_shared(args, token) & (row < args.capacity):
-            row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
-            gRow = vector_tensor(args.rows, vector + 1, args.capacity, row_bytes)
-            cute.copy(vector_atom(), gRow[None, vector, row], rX)
+        if owns_shared(args, token):
+            rX.fill(LOST)
+            if row < args.capacity:
+                row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
+                gRow = vector_tensor(args.rows, vector + 1, args.capacity, row_bytes)
+                cute.copy(vector_atom(), gRow[None, vector, row], rX)
             accumulate(rSum, rX, None)
 
     @cute.jit
-    def _hand_out(self, group, args, epoch: Int64, piece, filled: Uint32) -> None:
-        """out[token, k] = the row of slot k, zeros where it is masked."""
-        lane = group.tid % 32
+    def _hand_out(self, group, args, epoch: Int64, piece, filled: Uint32, owner) -> Boolean:
+        """out[token, k] = the row of slot k, zeros where it is masked. False after a timeout."""
         units = row_units(group)
-        returns = group.arena.returns
-        base = group.base + returns.at(epoch & 1, piece.token)
-        rX = cute.make_rmem_tensor(4, Uint32)
-        rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        for slot in cutlass.range(group.top_k, unroll=1):
-            gSlot = vector_tensor(base + slot * returns.stride[2], units, 1)
-            for segment in cutlass.range(piece.first, piece.last, unroll=1):
-                unit = segment * SEGMENT + lane
-                if unit < units:
-                    rX.fill(0)
-                    if (filled >> Uint32(slot)) & Uint32(1) != Uint32(0):
-                        cute.copy(vector_atom(), gSlot[None, unit, 0], rX)
-                    index = (Int64(piece.token) * group.top_k + slot) * units + unit
-                    if args.out_type == int(OutputType.BF16):
-                        cute.copy(vector_atom(), rX, vector_at(args.out, index))
-                    else:
-                        for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
-                            low, high = halves(rX[word])
-                            rRow[2 * word] = low
-                            rRow[2 * word + 1] = high
-                        self._store(args, rRow, index)
+        pitch = Int32(group.arena.returns.stride[2])
+        rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
+        alive = Boolean(True)
+        segment = piece.first
+        while alive and segment < piece.last:
+            unit = segment * SEGMENT + group.lane
+            home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
+            left = filled
+            while alive and left != Uint32(0):
+                look = partial(self._look, rX, home, pitch, unit < units, left)
+                alive = self._wait_whole(group, args, epoch, piece, filled, owner, look)
+                for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                    if left != Uint32(0):
+                        slot = lowest(left)
+                        left = left & (left - Uint32(1))
+                        if alive & (unit < units):
+                            self._store_row(group, args, rX[None, turn], piece.token, slot, unit)
+                            if is_express(args.tokens):
+                                blank_vector(home + Int64(slot * pitch))
+            rX.fill(0)
+            for slot in cutlass.range(group.top_k, unroll=1):
+                if ((filled >> Uint32(slot)) & Uint32(1) == Uint32(0)) & (unit < units):
+                    self._store_row(group, args, rX[None, 0], piece.token, slot, unit)
+            segment += 1
+        return alive
+
+    @cute.jit
+    def _store_row(self, group, args, rX, token, slot, unit) -> None:
+        """One unit of a returned row into the output's slot."""
+        index = (Int64(token) * group.top_k + slot) * row_units(group) + unit
+        if args.out_type == int(OutputType.BF16):
+            cute.copy(vector_atom(), rX, vector_at(args.out, index))
+        else:
+            rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+            for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
+                low, high = halves(rX[word])
+                rRow[2 * word] = low
+                rRow[2 * word + 1] = high
+            self._store(args, rRow, index)
 
     @cute.jit
     def _store(self, args, rSum, index: Int64) -> None:

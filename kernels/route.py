@@ -2,7 +2,7 @@
 
 The position of entry (token, k) inside its expert counts the earlier entries of the same rank. A route CTA takes
 chunks of ROUTE_ENTRIES entries; for each it histograms all entries before the chunk in shared memory (integer adds:
-order does not matter) and ranks its own entries warp by warp in order. So there is no exchange between CTAs, and the
+order does not matter) and ranks its own entries by lane and by warp. So there is no exchange between CTAs, and the
 result does not depend on timing. All that it tells is dated words, which need no flag: a table travels ahead of the
 rows on the links instead of waiting for a fence behind them.
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 
 from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.sync import post_dated
 from cute_ep.layouts.arena import DATED_BYTES, HeaderWord
 from cute_ep.layouts.device import array, item_coord
-from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
 
 IDS_IN_FLIGHT = 8
 """Expert ids that a thread loads before it counts the first."""
 ROUTE_ENTRIES = 256
-"""Entries of one route chunk: one a thread, ranked by one warp in 8 steps."""
+"""Entries of one route chunk: one a thread of its first warps."""
+ROUTE_WARPS = ROUTE_ENTRIES // 32
 
 
 class Route:
@@ -33,7 +35,8 @@ class Route:
     def __init__(self, weights: WeightReader, shared: RegionMap) -> None:
         self.weights = weights
         self.histogram = shared.add("histogram", 4, MAX_EXPERTS)
-        self.packed = shared.add("packed_entries", 4, ROUTE_ENTRIES)
+        self.warp_words = shared.add("route_warp_counts", 4, ROUTE_WARPS * MAX_EXPERTS // 4)
+        self.warp_counts = Region("", self.warp_words.offset, 1, (ROUTE_WARPS, MAX_EXPERTS), (MAX_EXPERTS, 1))
 
     @cute.jit
     def run(self, group, args, epoch: Int64) -> Boolean:
@@ -43,10 +46,10 @@ class Route:
         before the wait.
         """
         entries = args.tokens * group.top_k
-        chunks = cutlass.max((entries + (ROUTE_ENTRIES - 1)) // ROUTE_ENTRIES, Int32(1))
+        chunks = cutlass.max(quotient(entries + (ROUTE_ENTRIES - 1), ROUTE_ENTRIES), Int32(1))
         sHistogram = shared_array(self.histogram, Int32)
-        sPacked = shared_array(self.packed, Int32)
         chunk = group.ctas - 1 - group.cta
+        entry = Int32(MASKED_ENTRY)
         weight = Int32(0)
         alive = Boolean(True)
         waited = Boolean(False)
@@ -55,9 +58,7 @@ class Route:
             first = chunk * ROUTE_ENTRIES
             last = cutlass.min(first + ROUTE_ENTRIES, entries)
             if chunk < chunks:
-                weight = self._load_entry(group, args, first, last, sPacked)
-                self._count_before(group, args, first, sHistogram)
-                self._rank_chunk(group, first, last, sHistogram, sPacked)
+                entry, weight = self._rank_chunk(group, args, first, last, sHistogram)
             if not waited:
                 alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
                 waited = Boolean(True)
@@ -65,29 +66,56 @@ class Route:
                 if chunk == chunks - 1:
                     self._push_header(group, args, epoch)
                     self._push_counts(group, epoch, sHistogram)
-                self._push_entries(group, args, epoch, first, last, weight, sPacked)
+                self._push_entries(group, args, epoch, first, last, entry, weight)
             chunk += group.ctas
             going = alive and chunk < chunks
         return alive
 
     @cute.jit
-    def _load_entry(self, group, args, first: Int32, last: Int32, sPacked) -> Int32:
-        """One entry a thread: its checked expert into sPacked, its weight's bits as result."""
+    def _rank_chunk(self, group, args, first: Int32, last: Int32, sHistogram):
+        """(packed entry, bits of its weight) of the thread's own entry, first + tid. Afterwards the histogram counts
+        the chunk's entries too.
+
+        Entries of one expert are told apart by lane within a warp, by a table of counts among the chunk's warps, and by
+        the histogram among chunks.
+        """
         index = first + group.tid
+        given = Int32(MASKED_ENTRY)
         weight = Int32(0)
         if index < last:
-            entries = args.tokens * group.top_k
             if args.router_weights != Int64(0):
                 weight = self.weights.read(args.router_weights, index, group).bitcast(Int32)
-            given = array(args.topk_ids, Int32, entries)[index]
-            if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
-                group.report_input(Phase.EXPERT_ID, index, group.all_experts, given)
-            sPacked[index - first] = group.expert_of(given)
-        return weight
+            given = array(args.topk_ids, Int32, args.tokens * group.top_k)[index]
+        self._count_before(group, args, first, sHistogram)
+        if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
+            group.report_input(Phase.EXPERT_ID, index, group.all_experts, given)
+        expert = group.expert_of(given)
+        sCounts = shared_array(self.warp_counts, Uint8)
+        same = cute.arch.match_sync(-1, expert)
+        earlier = Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
+        count = Int32(cute.arch.popc(same))
+        if (expert >= 0) & (earlier == 0):
+            sCounts[group.warp, expert] = Uint8(count)
+        cute.arch.sync_threads()
+        entry = Int32(MASKED_ENTRY)
+        if expert >= 0:
+            position = sHistogram[expert] + earlier
+            for warp in cutlass.range_constexpr(ROUTE_WARPS - 1):
+                if warp < group.warp:
+                    position += Int32(sCounts[warp, expert])
+            entry = pack_entry(expert, position)
+        cute.arch.sync_threads()
+        if (expert >= 0) & (earlier == 0):
+            cute.arch.atomic_add(sHistogram.iterator + expert, count)
+        cute.arch.sync_threads()
+        return entry, weight
 
     @cute.jit
     def _count_before(self, group, args, first: Int32, sHistogram) -> None:
-        """sHistogram[expert] = entries of this rank before `first` that chose it."""
+        """sHistogram[expert] = entries of this rank before `first` that chose it; the table of counts is zeroed."""
+        sCounts = shared_array(self.warp_words, Uint32)
+        for item in cutlass.range(group.tid, ROUTE_WARPS * MAX_EXPERTS // 4, THREADS, unroll_full=True):
+            sCounts[item] = Uint32(0)
         for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
             sHistogram[expert] = 0
         cute.arch.sync_threads()
@@ -106,28 +134,6 @@ class Route:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _rank_chunk(self, group, first: Int32, last: Int32, sHistogram, sPacked) -> None:
-        """Turn the experts of sPacked into packed entries and add them to the histogram, 32 at a time in order."""
-        if group.tid < 32:
-            for step in cutlass.range(0, last - first, 32, unroll=1):
-                index = step + group.tid
-                expert = Int32(MASKED_ENTRY)
-                if index < last - first:
-                    expert = sPacked[index]
-                same = cute.arch.match_sync(-1, expert)
-                earlier = cute.arch.popc(same & Uint32(cute.arch.lanemask_lt()))
-                packed = Int32(MASKED_ENTRY)
-                if expert >= 0:
-                    packed = pack_entry(expert, sHistogram[expert] + Int32(earlier))
-                cute.arch.sync_warp()
-                if expert >= 0 and earlier == 0:
-                    sHistogram[expert] = sHistogram[expert] + Int32(cute.arch.popc(same))
-                cute.arch.sync_warp()
-                if index < last - first:
-                    sPacked[index] = packed
-        cute.arch.sync_threads()
-
-    @cute.jit
     def _push_header(self, group, args, epoch: Int64) -> None:
         """Thread (peer, word) sends one word of this rank's header."""
         word, peer = item_coord(group.tid, len(HeaderWord))
@@ -142,18 +148,16 @@ class Route:
             post_dated(group.sPeers[peer] + group.arena.table.at(epoch & 1, group.rank, word), value, epoch)
 
     @cute.jit
-    def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, weight: Int32, sPacked) -> None:
+    def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, entry: Int32, weight: Int32) -> None:
         parity = epoch & 1
         index = first + group.tid
         if index < last:
-            entry = sPacked[group.tid]
             for peer in cutlass.range(group.ranks, unroll=1):
                 arena = group.sPeers[peer]
                 offset = Int64(index) * DATED_BYTES
                 post_dated(arena + group.arena.entries.at(parity, group.rank) + offset, entry, epoch)
                 if args.router_weights != Int64(0):
                     post_dated(arena + group.arena.weights.at(parity, group.rank) + offset, weight, epoch)
-        cute.arch.sync_threads()
 
     @cute.jit
     def _push_counts(self, group, epoch: Int64, sHistogram) -> None:

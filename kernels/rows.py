@@ -30,6 +30,7 @@ from cute_ep.kernels.arith import halves, round_vector, unit_amax
 from cute_ep.kernels.block import WARPS, launch_config, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
 from cute_ep.layouts.device import array, item_coord, pointer, vector_atom, vector_tensor
@@ -129,10 +130,10 @@ class Rows:
     def _convert(self, args, valid: Int32) -> None:
         """Walk over (tile, row): all warps of the grid side by side, or with row scales each warp along its own row."""
         tid = cute.arch.thread_idx()[0]
-        lane, warp = tid % 32, tid // 32
+        lane, warp = remainder(tid, 32), quotient(tid, 32)
         first = cute.arch.block_idx()[0] * WARPS + warp
         warps = cute.arch.grid_dim()[0] * WARPS
-        tiles = (args.width + TILE_ELEMENTS - 1) // TILE_ELEMENTS
+        tiles = quotient(args.width + TILE_ELEMENTS - 1, TILE_ELEMENTS)
         tile, row = item_coord(first, tiles)
         tile_step, row_step = item_coord(warps, tiles)
         row_carry = Int32(1)
@@ -178,7 +179,7 @@ class Rows:
     def _source(self, args, tile, row, valid, lane):
         """Address of a lane's first source vector of a tile, and how far the end of the row lies behind its value
         vector (not at all for a row that is not valid)."""
-        vectors = args.width // ELEMENTS
+        vectors = quotient(args.width, ELEMENTS)
         place = tile * TILE_VECTORS + lane
         address = args.x + (Int64(row) * (vectors * self.sources) + place * self.step) * VECTOR_BYTES
         left = vectors - place
@@ -191,7 +192,7 @@ class Rows:
         """The source vectors of one slot, zeros beyond the end of the row."""
         half = 4
         if cutlass.const_expr(self.step == 1):
-            half = cute.assume(Int64(args.width // ELEMENTS) * 4, divby=4)
+            half = cute.assume(Int64(quotient(args.width, ELEMENTS)) * 4, divby=4)
         layout = cute.make_layout((4, self.sources, SLOTS), stride=(1, half, 32 * 4 * self.step))
         gX = cute.make_tensor(pointer(source, Uint32, align=VECTOR_BYTES), layout)
         rX[None, None, slot].fill(0)
@@ -237,7 +238,7 @@ class Rows:
     @cute.jit
     def _encode(self, args, sValue, tile, row, scale_row, lane, state) -> None:
         """Lane l encodes unit l of each segment, 32 units, of the tile."""
-        units = args.width // (ELEMENTS * self.unit_vectors)
+        units = quotient(args.width, ELEMENTS * self.unit_vectors)
         first = tile * (32 * self.segments) + lane
         gOut = vector_tensor(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
         rX = cute.make_rmem_tensor(4 * self.unit_vectors, Uint32)
@@ -260,8 +261,8 @@ class Rows:
         """Scale factors of neighbouring units, and zeros beyond the end of the row, as words."""
         word = join_scale_word(self.fmt, bits)
         lanes = word_lanes(self.fmt)
-        if inside & (unit % lanes == 0) & (Uint32(scale_row) < Uint32(self._scale_rows(args))):
-            store_scale_word(args, Uint32(scale_row), Uint32(unit) // lanes, word)
+        if inside & (remainder(unit, lanes) == 0) & (Uint32(scale_row) < Uint32(self._scale_rows(args))):
+            store_scale_word(args, Uint32(scale_row), quotient(Uint32(unit), lanes), word)
 
     @cute.jit
     def _global_scale(self, args, group) -> Float32:
@@ -298,7 +299,7 @@ class Rows:
         group = Int32(0)
         count = args.groups
         while count > 1:
-            step = Int32(Uint32(count + 31) // 32)
+            step = quotient(count + 31, 32)
             before = Boolean(False)
             if lane * step < count:
                 before = gRowOffset[group + lane * step] <= row
@@ -314,7 +315,7 @@ class Rows:
 
     @cute.jit
     def _first_scale_row(self, args, group) -> Int32:
-        block = Uint32(self._row_offsets(args)[group]) // ATOM_ROWS
+        block = quotient(Uint32(self._row_offsets(args)[group]), ATOM_ROWS)
         return Int32((block + array(args.scales_offsets, Uint32, args.groups)[group]) * ATOM_ROWS)
 
     @cute.jit
@@ -325,7 +326,7 @@ class Rows:
         if args.scales_offsets != Int64(0):
             groups = args.groups
         ctas = cute.arch.grid_dim()[0]
-        start = first_item(cute.arch.block_idx()[0], ctas, tid // 32)
+        start = first_item(cute.arch.block_idx()[0], ctas, quotient(tid, 32))
         for job in cutlass.range(start, groups * ZERO_PARTS, item_stride(ctas), unroll=1):
             part, group = item_coord(job, ZERO_PARTS)
             count = valid
@@ -336,4 +337,4 @@ class Rows:
                 first = self._first_scale_row(args, group)
             end = first + ((count + args.scale_alignment - 1) & -args.scale_alignment)
             if (count > 0) & (first >= 0) & (end <= self._scale_rows(args)):
-                zero_scale_rows(args, first + count, end, part, ZERO_PARTS, tid % 32)
+                zero_scale_rows(args, first + count, end, part, ZERO_PARTS, remainder(tid, 32))

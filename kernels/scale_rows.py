@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.layouts.device import item_coord, pointer, vector_at, vector_atom
 from cute_ep.layouts.scales import ATOM_ROWS, WORD_BYTES
 
@@ -33,9 +34,9 @@ class ScaleArgs:
 
 def store_scale_word(args: ScaleArgs, row, column, word: Uint32) -> None:
     """Store one word of scale factors: `ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
-    in_block = row % ATOM_ROWS
-    inside = in_block % 32 * args.scale_inner + in_block // 32 * args.scale_middle
-    offset = Int64(row // ATOM_ROWS) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step) + inside
+    in_block = remainder(row, ATOM_ROWS)
+    inside = remainder(in_block, 32) * args.scale_inner + quotient(in_block, 32) * args.scale_middle
+    offset = Int64(quotient(row, ATOM_ROWS)) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step) + inside
     cute.arch.store(pointer(args.out_scales + WORD_BYTES * offset, Uint32), word)
 
 
@@ -46,9 +47,9 @@ def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.
     The rows lie in one 128-row block, and end there when it is an atom: then rows line, line + 32, ... of a column are
     16 contiguous bytes, which one store zeroes where all four are padding.
     """
-    columns = (args.scale_words - part + parts - 1) // parts
+    columns = quotient(args.scale_words - part + parts - 1, parts)
     if args.scale_middle == 1:
-        in_block = first % ATOM_ROWS
+        in_block = remainder(first, ATOM_ROWS)
         block = first - in_block
         rZero = cute.make_rmem_tensor(ATOM_LINE_ROWS, Uint32)
         rZero.fill(0)
@@ -59,7 +60,9 @@ def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.
             line, turn = item_coord(item, 32)
             column = part + turn * parts
             if line >= in_block:
-                offset = Int64(block // ATOM_ROWS) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step)
+                offset = Int64(quotient(block, ATOM_ROWS)) * Int64(args.scale_outer) + Int64(column) * Int64(
+                    args.scale_step
+                )
                 cute.copy(vector_atom(), rZero, vector_at(args.out_scales + WORD_BYTES * offset, line))
             else:
                 for row in cutlass.range(line + 32, ATOM_ROWS, 32, unroll=1):

@@ -15,11 +15,13 @@ from cute_ep.kernels.arith import unit_amax
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.divide import quotient, remainder
+from cute_ep.kernels.express import has_blank, home_of, is_express, send_vector, send_word
 from cute_ep.kernels.group import owns_shared
-from cute_ep.kernels.pieces import SEGMENT, first_item, item_stride, piece_of, segments_of, units_of
+from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, piece_of, segments_of, units_of
 from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import segment_words
-from cute_ep.layouts.device import array, pointer, vector_at, vector_atom, vector_tensor
+from cute_ep.layouts.arena import BLANK, segment_words
+from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY
@@ -42,29 +44,32 @@ class Send:
 
     @cute.jit
     def run(self, group, args, epoch: Int64) -> None:
-        lane, warp = group.tid % 32, group.tid // 32
+        lane = group.lane
         scale = self._global_scale(args)
         units = units_of(args.payload_bytes)
         items = args.tokens << args.message_pieces
-        for item in cutlass.range(
-            first_item(group.cta, args.send_ctas, warp), items, item_stride(args.send_ctas), unroll=1
-        ):
+        first = dealt_first(items, group.cta, args.send_ctas, group.warp)
+        for item in cutlass.range(first, items, dealt_stride(items, args.send_ctas), unroll=1):
             piece = piece_of(item, args.message_pieces, units)
             if piece.first < piece.last:
                 given = self._load_id(group, args, piece.token, lane)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     scale = self.codec.row_scale(self._row_maximum(args, piece.token, units, lane))
-                self._push(group, args, epoch, piece, units, given, scale)
+                express = is_express(args.tokens)
+                regions = group.arena.express_messages, group.arena.messages
+                message = home_of(express, *regions, epoch & 1, group.rank, piece.token)
+                blank = self._push(group, args, message, piece, units, given, scale)
                 mask = self._destinations(group, args, piece.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
-                    if piece.number == 0:
+                    if piece.first == 0:
                         # the upper half of a float32 that is a bfloat16 value is that bfloat16
-                        self._push_row_scale(group, epoch, piece.token, mask, Uint16(scale.bitcast(Uint32) >> 16))
+                        self._push_row_scale(group, args, message, mask, scale.bitcast(Uint32) >> 16)
                 if cutlass.const_expr(self.codec.fmt.scale is None):
                     if args.scales != Int64(0):
-                        self._push_given_scales(group, args, epoch, piece, mask)
+                        blank = blank | self._push_given_scales(group, args, message, piece, mask)
+                flagged = cute.arch.vote_any_sync(blank | ~express)
                 cute.arch.sync_warp()
-                if (mask >> Uint32(lane)) & Uint32(1) != Uint32(0):
+                if flagged & ((mask >> Uint32(lane)) & Uint32(1) != Uint32(0)):
                     post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
 
     @cute.jit
@@ -126,10 +131,11 @@ class Send:
         return cute.arch.warp_reduction_max(maximum)
 
     @cute.jit
-    def _push(self, group, args, epoch: Int64, piece, units, given: Int32, scale: Float32) -> None:
-        lane = group.tid % 32
+    def _push(self, group, args, message: Int64, piece, units, given: Int32, scale: Float32) -> Boolean:
+        """Payload and scales of one piece; returns whether this lane stored a BLANK word."""
+        lane = group.lane
+        blank = Boolean(False)
         gX = self._source(args, piece.token, units)
-        message = group.arena.messages.at(epoch & 1, group.rank, piece.token)
         state = self.codec.state(scale)
         rX = cute.make_rmem_tensor((4 * self.source_vectors, self.batch), Uint32)
         for start in cutlass.range(piece.first, piece.last, STAGED_SEGMENTS, unroll=1):
@@ -143,65 +149,70 @@ class Send:
                     if base + slot < end:
                         unit = (base + slot) * SEGMENT + lane
                         place = base + slot - start
-                        self._push_unit(group, message, unit, units, place, rX[None, slot], mask, state)
+                        blank = blank | self._push_unit(group, message, unit, units, place, rX[None, slot], mask, state)
             if cutlass.const_expr(self.scale_words > 0):
                 mask = self._destinations(group, args, piece.token, given)
-                self._push_scales(group, message, start, end, mask)
+                blank = blank | self._push_scales(group, args, message, start, end, mask)
+        return blank
 
     @cute.jit
-    def _push_unit(self, group, message: Int64, unit, units, place, rX, mask: Uint32, state) -> None:
+    def _push_unit(self, group, message: Int64, unit, units, place, rX, mask: Uint32, state) -> Boolean:
         """Encode one unit and store it to each destination, starting after the own rank to spread the links. Its scale
         word waits in shared memory until it fills packets with others: a small packet costs a link as much as a large
         one."""
         rQ = cute.make_rmem_tensor(4, Uint32)
         bits = self.codec.encode(rX, rQ, state)
         if cutlass.const_expr(self.scale_words > 0):
-            lane, warp = group.tid % 32, group.tid // 32
+            lane, warp = group.lane, group.warp
             lanes = word_lanes(self.codec.fmt)
             sStaged = shared_array(self.staged, Uint32)
             word = join_scale_word(self.codec.fmt, bits)
-            if lane % lanes == 0:
-                sStaged[warp, place * self.scale_words + lane // lanes] = word
+            if remainder(lane, lanes) == 0:
+                sStaged[warp, place * self.scale_words + quotient(lane, lanes)] = word
         peer = group.rank
         for _ in cutlass.range(group.ranks, unroll=1):
             peer += 1
             if peer == group.ranks:
                 peer = Int32(0)
             if ((mask >> Uint32(peer)) & Uint32(1) != Uint32(0)) & (unit < units):
-                home = group.sPeers[peer] + message + group.message.payload.offset
-                cute.copy(vector_atom(), rQ, vector_at(home, unit))
+                home = group.sPeers[peer] + message
+                send_vector(rQ, home + Int64(unit) * VECTOR_BYTES)
+        return has_blank(rQ, 4)
 
     @cute.jit
-    def _push_scales(self, group, message: Int64, start, end, mask: Uint32) -> None:
+    def _push_scales(self, group, args, message: Int64, start, end, mask: Uint32) -> Boolean:
         """Store the staged scale words of segments start .. end - 1, four a lane."""
-        lane, warp = group.tid % 32, group.tid // 32
+        lane, warp = group.lane, group.warp
         sStaged = shared_array(self.staged, Uint32)
         rWord = cute.make_rmem_tensor(4, Uint32)
+        blank = Boolean(False)
         cute.arch.sync_warp()
-        if 4 * lane < (end - start) * self.scale_words:
+        words = scale_words(args.scale_bytes) - start * self.scale_words  # to the end of the row
+        if 4 * lane < cutlass.min((end - start) * self.scale_words, words):
             sVector = cute.local_tile(sStaged[warp, None], (4,), (lane,))
             cute.autovec_copy(sVector, rWord)
-            offset = group.message.scales.offset + Int64(start) * (self.scale_words * WORD_BYTES)
+            blank = has_blank(rWord, 4)
+            offset = Int64(args.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
             for peer in cutlass.range(group.ranks, unroll=1):
                 if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
-                    cute.copy(vector_atom(), rWord, vector_at(group.sPeers[peer] + message + offset, lane))
+                    send_vector(rWord, group.sPeers[peer] + message + offset + Int64(lane) * VECTOR_BYTES)
         cute.arch.sync_warp()
+        return blank
 
     @cute.jit
-    def _push_row_scale(self, group, epoch: Int64, token, mask: Uint32, value: Uint16) -> None:
-        """Store a token's own scale at each destination, lane r for rank r."""
-        lane = group.tid % 32
+    def _push_row_scale(self, group, args, message: Int64, mask: Uint32, value: Uint32) -> None:
+        """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
+        lane = group.lane
         if (mask >> Uint32(lane)) & Uint32(1) != Uint32(0):
-            at = group.arena.messages.at(epoch & 1, group.rank, token) + group.message.row_scale.offset
-            gHome = array(group.sPeers[lane] + at, Uint16, 1)
-            gHome[0] = value
+            send_word(value, group.sPeers[lane] + message + args.row_scale_at)
 
     @cute.jit
-    def _push_given_scales(self, group, args, epoch: Int64, piece, mask: Uint32) -> None:
+    def _push_given_scales(self, group, args, message: Int64, piece, mask: Uint32) -> Boolean:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
-        lane = group.tid % 32
+        blank = Boolean(False)
+        lane = group.lane
         gScale = array(args.scales, Uint8, args.tokens, args.scale_bytes)
-        at = group.arena.messages.at(epoch & 1, group.rank, piece.token) + group.message.scales.offset
+        at = message + args.scales_at
         end = cutlass.min(piece.last * args.segment_words, scale_words(args.scale_bytes))
         for word in cutlass.range(piece.first * args.segment_words + lane, end, 32, unroll=1):
             bits = Uint32(0)
@@ -209,10 +220,11 @@ class Send:
                 place = word * WORD_BYTES + byte
                 if place < args.scale_bytes:
                     bits = bits | (Uint32(gScale[piece.token, place]) << (8 * byte))
+            blank = blank | (bits == Uint32(BLANK))
             for peer in cutlass.range(group.ranks, unroll=1):
                 if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
-                    gHome = array(group.sPeers[peer] + at, Uint32, word + 1)
-                    gHome[word] = bits
-        if (args.row_scale_bytes != 0) & (piece.number == 0):
+                    send_word(bits, group.sPeers[peer] + at + Int64(word) * WORD_BYTES)
+        if (args.row_scale_bytes != 0) & (piece.first == 0):
             gRowScale = array(args.given_row_scales, Uint16, args.tokens)
-            self._push_row_scale(group, epoch, piece.token, mask, Uint16(gRowScale[piece.token]))
+            self._push_row_scale(group, args, message, mask, Uint32(gRowScale[piece.token]))
+        return blank

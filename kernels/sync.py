@@ -1,4 +1,5 @@
-"""The vocabulary of synchronisation: every post, wait and kernel exit in this package is one of these.
+"""The vocabulary of synchronisation: every post, wait and kernel exit in this package is one of these (the last two,
+with their waits, are in `express`).
 
 Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. Dated
 words carry a 32-bit value below the low 32 bits of its epoch, in one 64-bit store: the value needs no ordering. (A word
@@ -7,13 +8,14 @@ that no round has written for exactly 2^32 rounds would pass for a new one.)
 | word                | PTX                                          | orders                                          |
 | ------------------- | -------------------------------------------- | ----------------------------------------------- |
 | `post`              | st.release.sys                               | all that happens before it -> the flag          |
-| `acknowledge_reads` | st.relaxed.sys                               | nothing: those reads ended with their launch    |
 | `wait_at_least`     | ld.acquire.sys loop                          | the flag -> all that happens after it           |
 | `post_dated`        | st.relaxed.sys                               | nothing: the value is in the word               |
 | `wait_dated`        | ld.relaxed.sys loop                          | nothing: the value is in the word               |
 | `block_all`         | barrier.cta.red.and                          | one thread's wait -> the whole CTA, and verdict |
 | `warp_all`          | vote, bar.warp.sync                          | one lane's wait -> the whole warp, and verdict  |
-| `count_out`         | bar.sync, atom.relaxed                       | announcement -> withdrawal, if a wait failed    |
+| `count_out`         | atom.relaxed                                 | announcement -> withdrawal, if a wait failed    |
+| `send_vector`       | st.relaxed.sys.v4.b32                        | nothing: a word that is not BLANK has arrived   |
+| `look_at_vector`    | ld.relaxed.sys.v4.b32                        | nothing: the value is in the word               |
 
 `post` covers stores of other lanes of the warp, or threads of the CTA, when a warp or CTA barrier stands between
 (causality order is transitive).
@@ -26,6 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from cute_ep.kernels.divide import remainder
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.device import pointer, vector_tensor
 from cute_ep.layouts.routing import Phase, StatusWord
@@ -60,11 +63,6 @@ def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr,
     cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(phase not in (Phase.EXPERT_ID, Phase.ROW_CAPACITY)):
         cute.arch.store(pointer(state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
-
-
-def acknowledge_reads(flag: Int64, epoch: Int64) -> None:
-    """Publish that the reads of earlier launches have ended. Relaxed: it orders no store, and those reads are over."""
-    cute.arch.store(pointer(flag, Int64), epoch, sem="relaxed", scope="sys")
 
 
 POLLS_PER_TIME_CHECK = 64
@@ -108,6 +106,29 @@ def wait_dated(
     """
     content, arrived = _poll(word, epoch, timeout_ns, status, state, peer, phase, index, True)
     return Int32(content), arrived
+
+
+@cute.jit
+def wait_two_dated(
+    first: Int64,
+    second: Int64,
+    epoch: Int64,
+    timeout_ns: Int64,
+    status: Int64,
+    state: Int64,
+    peer: Int32,
+    phase: cutlass.Constexpr,
+    index,
+):
+    """`wait_dated` for two words, whose latencies overlap: (value, value, whether both arrived)."""
+    one = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
+    other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
+    came = _has_arrived(one, epoch, True)
+    if not came:
+        one, came = _poll(first, epoch, timeout_ns, status, state, peer, phase, index, True)
+    if came and not _has_arrived(other, epoch, True):
+        other, came = _poll(second, epoch, timeout_ns, status, state, peer, phase, index, True)
+    return Int32(one), Int32(other), came
 
 
 def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:
@@ -178,12 +199,11 @@ FAILED = 1 << 16
 def count_out(counter: Int64, ctas: Int32, alive: Boolean, announces: Boolean, tid: Int32):
     """Count this CTA out of the launch; thread 0 of the last one gets (True, whether every CTA was alive).
 
-    Orders nothing in a round that succeeds: the end of the launch does that for whatever comes after it on the stream,
-    and the epoch words are read before (their values were used) and written after, by the last CTA only. In a round
-    where some CTA failed, the stores of the CTA that `announces` outputs happen before the last one's withdrawal: that
-    CTA fences before it counts itself out, the last one after.
+    Comes after a CTA barrier. Orders nothing in a round that succeeds: the end of the launch does that for whatever
+    comes after it on the stream, and the epoch words are read before (their values were used) and written after, by the
+    last CTA only. In a round where some CTA failed, the stores of the CTA that `announces` outputs happen before the
+    last one's withdrawal: that CTA fences before it counts itself out, the last one after.
     """
-    cute.arch.sync_threads()
     last = Boolean(False)
     complete = Boolean(False)
     if tid == 0:
@@ -192,7 +212,7 @@ def count_out(counter: Int64, ctas: Int32, alive: Boolean, announces: Boolean, t
         word = pointer(counter, Int32)
         mine = cutlass.select_(alive, Int32(1), Int32(1 + FAILED))
         after = cute.arch.atomic_add(word, mine, sem="relaxed", scope="gpu") + mine
-        last = after % FAILED == ctas
+        last = remainder(after, FAILED) == ctas
         complete = after == ctas
         if last:
             if not complete:

@@ -16,11 +16,15 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | weights           | (parity, source, token, k)         | source      | router weights, float32                   * |
 | returns           | (parity, token, slot, byte)        | peer        | expert outputs; slot = k or peer rank       |
 | messages          | (parity, source, token, byte)      | source      | one encoded row a (source, token)           |
+| express_returns   | as returns                         | peer, owner | the same for at most EXPRESS_TOKENS      ** |
+| express_messages  | as messages                        | source,     | the same for at most EXPRESS_TOKENS      ** |
+|                   |                                    | owner       |                                             |
 
-Regions with a star are dated words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One
-store writes both, so whoever finds the epoch has the value, and no flag or fence is needed.
+* Dated words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One store writes both, so
+whoever finds the epoch has the value, and no flag or fence is needed.
 
-`messages` is last: it alone depends on the token format, so combine kernels need not know the format.
+** Express words: 32 bits each that are BLANK until they have arrived. Whoever finds another content has the value, and
+blanks the word again; only a row that holds a BLANK word itself needs its flag.
 
 Why no write can overtake a read: `docs/protocol.md`.
 """
@@ -29,9 +33,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from types import SimpleNamespace
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.record import Int, Region, RegionMap
+from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.scales import WORD_BYTES
 
 ARENA_ALIGNMENT = 256
@@ -40,10 +45,16 @@ DATED_BYTES = 8
 """Bytes of a dated word."""
 SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
-MAX_PIECES = 16
-"""Most pieces into which a row is cut, each with a flag of its own, so that several warps may carry one token."""
+MAX_PIECES = 32
+"""Most pieces into which a row is cut, so that several warps may carry one token."""
 PIECED_TOKENS = 512
-"""Most tokens of a call whose rows are cut into pieces."""
+"""Most tokens of a call whose rows are cut into MAX_PIECES."""
+MANY_PIECES = 4
+"""Most pieces of a row where a call has more tokens."""
+EXPRESS_TOKENS = 1024
+"""Most tokens of a call whose rows travel through the express regions."""
+BLANK = 0xFFFFFFFF
+"""Content of an express word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
 COMBINE_ITEMSIZE = 2
 """Bytes of one element of a returned row (bfloat16)."""
 
@@ -78,11 +89,11 @@ class Message:
     payload: Region
     scales: Region
     row_scale: Region
-    nbytes: Int
+    nbytes: int
 
 
-def message_map(payload_bytes: Int, scale_bytes: Int, row_scale_bytes: Int) -> Message:
-    """The message of rows with these sizes, which may be Python or device integers; 0: the row has none."""
+def message_map(payload_bytes: int, scale_bytes: int, row_scale_bytes: int) -> Message:
+    """The message of rows with these sizes; 0: the row has none."""
     fields = RegionMap(VECTOR_BYTES)
     payload = fields.add("payload", 1, payload_bytes)
     scales = fields.add("scales", 1, scale_bytes)
@@ -96,20 +107,23 @@ def message_bytes(fmt: Format, hidden: int) -> int:
 
 
 class Arena:
-    """Byte map of one rank's arena. All arguments may be Python or (64-bit) device integers.
+    """Byte map of one rank's arena.
 
     Args:
         ranks: number of ranks.
         local_experts: experts a rank owns.
         top_k: experts a token chooses.
         max_tokens: most tokens of one rank in one call.
-        message: bytes of one dispatched message (`message_bytes`); 0 for code that never touches `messages`.
+        message: bytes of one dispatched message (`message_bytes`).
         hidden: elements of one returned row.
         slots: return rows a token (`return_slots`).
+
+    Attributes:
+        blank: regions that are filled with BLANK words before the first round; all others are zero.
     """
 
     def __init__(
-        self, *, ranks: Int, local_experts: Int, top_k: Int, max_tokens: Int, message: Int, hidden: Int, slots: Int
+        self, *, ranks: int, local_experts: int, top_k: int, max_tokens: int, message: int, hidden: int, slots: int
     ) -> None:
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
@@ -120,10 +134,25 @@ class Arena:
         self.table = regions.add("table", DATED_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
         self.entries = regions.add("entries", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.weights = regions.add("weights", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
-        self.returns = regions.add("returns", 1, PARITIES, max_tokens, slots, hidden * COMBINE_ITEMSIZE)
-        self.messages = regions.add("messages", 1, PARITIES, ranks, max_tokens, message)
+        row = hidden * COMBINE_ITEMSIZE
+        few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
+        self.returns = regions.add("returns", 1, PARITIES, many, slots, row)
+        self.messages = regions.add("messages", 1, PARITIES, ranks, many, message)
+        self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
+        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message)
+        self.blank = (self.express_returns, self.express_messages)
         self.regions = regions.regions
         self.nbytes = regions.nbytes
+
+    def arguments(self) -> dict[str, int]:
+        """The map as kernel arguments: `<region>_at`, bytes from the arena's start, and for each mode but the last
+        `<region>_stride<mode>`, in bytes. Computed once here, the addresses of a kernel are a few products."""
+        found = {}
+        for name, region in self.regions.items():
+            found[f"{name}_at"] = int(region.offset)
+            for mode, stride in enumerate(region.stride[:-1]):
+                found[f"{name}_stride{mode}"] = int(stride) * region.itemsize
+        return found
 
 
 def segment_words(fmt: Format) -> int:
@@ -131,11 +160,25 @@ def segment_words(fmt: Format) -> int:
     return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
 
 
-def piece_slots(max_tokens: Int) -> Int:
-    """Flags of one source's pieces: one a token, and MAX_PIECES of every token while tokens are few."""
-    return max_tokens + MAX_PIECES * PIECED_TOKENS
+def piece_slots(max_tokens: int) -> int:
+    """Flags of one source's pieces: MAX_PIECES of a token up to PIECED_TOKENS, MANY_PIECES beyond."""
+    return max(MAX_PIECES * min(max_tokens, PIECED_TOKENS), MANY_PIECES * max_tokens)
 
 
 def return_slots(ranks: int, top_k: int) -> int:
     """Return rows a token: one per top-k slot (exact combine) or one per rank (partial combine)."""
     return max(ranks, top_k)
+
+
+ANY_ARENA = Arena(ranks=1, local_experts=1, top_k=1, max_tokens=1, message=VECTOR_BYTES, hidden=8, slots=1)
+"""An arena that tells which regions there are, and how many modes each has."""
+
+
+def arena_of(arguments) -> SimpleNamespace:
+    """The regions, by name, from kernel arguments that are named as in `Arena.arguments`."""
+    regions = {}
+    for name, region in ANY_ARENA.regions.items():
+        modes = range(len(region.stride) - 1)
+        strides = (*(getattr(arguments, f"{name}_stride{mode}") for mode in modes), region.itemsize)
+        regions[name] = Region(name, getattr(arguments, f"{name}_at"), 1, (), strides)
+    return SimpleNamespace(**regions)

@@ -9,7 +9,6 @@ import cutlass.cute as cute
 from cutlass import Int64, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
-from cute_ep.layouts.arena import Arena
 from cute_ep.layouts.formats import VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
@@ -33,7 +32,7 @@ def vector_tensor(address: Int64, vectors, rows, pitch_bytes=VECTOR_BYTES):
     if isinstance(pitch_bytes, int):
         pitch = pitch_bytes // 4
     else:
-        pitch = cute.assume(Int64(pitch_bytes) // 4, divby=WORDS)
+        pitch = cute.assume(Int64(pitch_bytes) >> 2, divby=WORDS)
     layout = cute.make_layout((WORDS, vectors, rows), stride=(1, WORDS, pitch))
     return cute.make_tensor(pointer(address, Uint32, align=VECTOR_BYTES), layout)
 
@@ -48,20 +47,9 @@ def vector_atom():
     return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
 
 
-def device_arena(*, ranks, local_experts, top_k, max_tokens, hidden, slots, message) -> Arena:
-    """The arena's byte map in 64-bit device integers; message 0: for code that never touches `messages`."""
-    return Arena(
-        ranks=Int64(ranks),
-        local_experts=Int64(local_experts),
-        top_k=Int64(top_k),
-        max_tokens=Int64(max_tokens),
-        message=Int64(message),
-        hidden=Int64(hidden),
-        slots=Int64(slots),
-    )
-
-
 def item_coord(item, extent):
     """(fast, slow) coordinate of a flat item over `extent` fast positions."""
+    if isinstance(extent, int) and extent & (extent - 1) == 0:
+        return item & (extent - 1), item >> (extent.bit_length() - 1)
     slow = item // extent
     return item - slow * extent, slow

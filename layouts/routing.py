@@ -24,6 +24,8 @@ MAX_TOKENS_PER_RANK = 32768
 
 MASKED_ENTRY = -1
 NO_ROW = -1
+LOST_ROW = 2**31 - 1
+"""Row of every entry of a rank whose output could not hold all its rows: larger than any capacity."""
 
 
 def pack_entry(expert: Int, position: Int) -> Int:
@@ -64,6 +66,11 @@ class StatusWord(IntEnum):
     INDEX = 1
     EXPECTED = 2
     SEEN = 3
+
+
+def division_magic(extent: int) -> int:
+    """ceil(2^32 / extent), by which kernels divide (`kernels/divide.py`); 0 stands for extent 1."""
+    return -(-(1 << 32) // extent) % (1 << 32)
 
 
 class Phase(IntEnum):

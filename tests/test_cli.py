@@ -145,7 +145,7 @@ def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("command", ["verify", "bench"])
+@pytest.mark.parametrize("command", ["verify", "bench", "tune"])
 def test_gpu_commands_refuse_politely(command: str, capsys: pytest.CaptureFixture) -> None:
     for devices in ("auto", "virtual:2", "cuda:0"):
         assert main([command, "--devices", devices]) == 2
@@ -153,9 +153,10 @@ def test_gpu_commands_refuse_politely(command: str, capsys: pytest.CaptureFixtur
         assert "CUDA GPU" in captured.err and "Traceback" not in captured.err + captured.out
 
 
-def test_bench_refuses_the_cpu(capsys: pytest.CaptureFixture) -> None:
-    assert main(["bench", "--devices", "cpu"]) == 2
-    assert "bench measures GPUs" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_no_times_of_the_cpu(command: str, capsys: pytest.CaptureFixture) -> None:
+    assert main([command, "--devices", "cpu"]) == 2
+    assert f"{command} measures GPUs" in capsys.readouterr().err
 
 
 def test_verify_on_the_reference_backend(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cute_ep import communicator as module
-from cute_ep import reference
+from cute_ep import connection, driver, reference
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
 from cute_ep.distributed import (
@@ -29,12 +29,12 @@ from cute_ep.distributed import (
     DistributedEPDispatchNVFP4,
 )
 from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import return_slots, segment_words
+from cute_ep.layouts.arena import BLANK, message_map, segment_words
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import OutputType, Phase
+from cute_ep.layouts.routing import OutputType, Phase, division_magic
 from cute_ep.layouts.scales import ATOM, scale_map
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
-from cute_ep.tuning import pieces_log2
+from cute_ep.tuning import MANY, Entry, Tuning, built_in
 
 CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
 SHARED = replace(CFG, fused_shared_expert=True)
@@ -82,12 +82,18 @@ def parameters(kernel: str) -> frozenset[str]:
 class RecordingKernel:
     def __init__(self, entry: SimpleNamespace) -> None:
         self.variant: Variant = entry.variant
+        self.bound: dict[str, int] = {}
+
+    def bind(self, constants: Mapping[str, int]) -> None:
+        self.bound |= constants
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
         names = parameters(self.variant.kernel)
+        assert not set(arguments) & set(self.bound)
+        arguments = self.bound | dict(arguments)
         assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
         assert all(type(value) is int for value in arguments.values())
-        LAUNCHES.append(Launch(self.variant, grid, dict(arguments), names))
+        LAUNCHES.append(Launch(self.variant, grid, arguments, names))
 
     def unload(self) -> None:
         pass
@@ -142,6 +148,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             kernels=load_kernels(cfg, device, EveryVariant(), hooks),
             hooks=hooks,
             max_ctas=64,
+            tuning=built_in(cfg),
             shared_device=False,
             release=lambda communicator: communicator.free(),
         )
@@ -188,7 +195,8 @@ def test_fused_calls(rank: Communicator) -> None:
     assert [launch.missing for launch in LAUNCHES] == [set()] * 3, "a fused launch sets every parameter"
     sent = LAUNCHES[0].arguments
     assert sent["tokens"] == 5
-    assert (sent["message_pieces"], sent["return_pieces"]) == pieces_log2(CFG, 5)
+    wanted = [built_in(CFG).shape(name, 5, 64).pieces for name in ("dispatch", "combine")]
+    assert [1 << sent["message_pieces"], 1 << sent["return_pieces"]] == wanted
     assert dispatched.return_pieces == sent["return_pieces"]
     assert (sent["x"], sent["global_scale"]) == (x.data_ptr(), scale.data_ptr())
     assert (sent["scales"], sent["given_row_scales"]) == (0, 0)
@@ -208,8 +216,10 @@ def test_group_arguments(make: Make) -> None:
     assert (given["rank"], given["ranks"]) == (1, 2)
     assert (given["experts"], given["first_expert"], given["all_experts"], given["local_experts"]) == (8, 0, 8, 4)
     assert (given["top_k"], given["max_tokens"], given["hidden"]) == (2, 16, 128)
-    assert (given["slots"], given["arena"]) == (return_slots(2, 2), 8192)
-    assert given["timeout_ns"] == 60_000_000_000
+    assert (given["timeout_ns"], given["arena"]) == (60_000_000_000, 8192)
+    assert given.items() >= CFG.arena.arguments().items()
+    for count in ("ranks", "local_experts", "top_k"):
+        assert given[f"{count}_magic"] == division_magic(given[count])
 
 
 def test_split_calls_pass_both_halves_everything_once(rank: Communicator) -> None:
@@ -250,6 +260,8 @@ def test_sizes_and_strides_of_every_format(make: Make, fmt: str, layout: str | N
         given = launch.arguments
         assert given["segment_words"] == segment_words(record)
         assert (given["payload_bytes"], given["scale_bytes"]) == (record.payload_bytes(128), record.scale_bytes(128))
+        message = message_map(record.payload_bytes(128), record.scale_bytes(128), record.row_scale_bytes)
+        assert (given["scales_at"], given["row_scale_at"]) == (message.scales.offset, message.row_scale.offset)
         assert (given["row_scale_bytes"], given["row_alignment"]) == (record.row_scale_bytes, 16)
     for launch in (LAUNCHES[0], LAUNCHES[2]):
         given = launch.arguments
@@ -359,7 +371,8 @@ def test_skip_a2a(make: Make, number: int) -> None:
     rank = make(replace(ALONE, fused_shared_expert=True), number)
     batch = rank.dispatch(*arguments(5))
     given = LAUNCHES[0].arguments
-    assert (given["rank"], given["ranks"], given["slots"]) == (0, 1, 2)
+    assert (given["rank"], given["ranks"], given["ranks_magic"]) == (0, 1, 0)
+    assert given.items() >= rank.cfg.arena.arguments().items()
     assert (given["experts"], given["first_expert"], given["all_experts"], given["local_experts"]) == (
         4,
         4 * number,
@@ -374,6 +387,85 @@ def test_skip_a2a(make: Make, number: int) -> None:
     assert not rank.failed
     with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = 9: must be -1 or in \[0, 8\)"):
         rank.synchronize()
+
+
+def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
+    """Pieces of both directions are chosen at dispatch; combine keeps those of its dispatch."""
+    tables = (Entry(8, 40, 0.25, 8), Entry(MANY, 10, 0, 1)), (Entry(8, 40, 0, 16), Entry(MANY, 9, 0, 1))
+    rank.tuning = Tuning(*tables)
+    batch = rank.dispatch(*arguments())
+    rank.tuning = Tuning((Entry(8, 20, 0.5, 4), Entry(MANY, 10, 0, 1)), (Entry(8, 30, 0.1, 2), Entry(MANY, 9, 0, 1)))
+    rank.combine(expert_rows(batch), batch)
+    tuned = rank.dispatch(*arguments())
+    rank.combine(expert_rows(tuned), tuned)
+    rank.dispatch_wait(rank.dispatch_async(*arguments(9)))
+    rank.dispatch(*arguments(0))
+    roles = [(launch.grid, *(launch.arguments[name] for name in ("send_ctas", "receive_from"))) for launch in LAUNCHES]
+    fused, halves = [(40, 10, 10), (30, 3, 3), (20, 10, 10), (30, 3, 3)], [(10, 10, 10), (10, 0, 0)]
+    assert roles == [*fused, *halves, (10, 10, 0)], "no tokens: as many as there may be"
+    pieces = [launch.arguments.get("message_pieces") for launch in LAUNCHES]
+    assert pieces == [3, None, 2, None, 0, None, 0]
+    pieces = [launch.arguments.get("return_pieces") for launch in LAUNCHES]
+    assert pieces == [4, 4, 1, 1, 0, None, 0]
+
+
+# ---- what the driver is given
+
+
+def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound ones stay, the others are those of the call, or 0; each in its width and place."""
+    launches = []
+
+    def launch(*words: int) -> tuple[int]:
+        count = len(entry.params)
+        pointers = (ctypes.c_void_p * count).from_address(words[9])
+        launches.append([ctypes.c_uint64.from_address(pointers[place]).value for place in range(count)])
+        return (driver.driver.CUresult.CUDA_SUCCESS,)
+
+    names = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")
+    for name in names:
+        monkeypatch.setattr(driver.driver, name, lambda *_: (driver.driver.CUresult.CUDA_SUCCESS, 0))
+    monkeypatch.setattr(driver.driver, "cuLaunchKernel", launch)
+    params = (("arena", "i64"), ("rank", "i32"), ("x", "i64"), ("tokens", "i32"))
+    entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=0, read=bytes)
+    kernel = driver.Kernel(entry)
+    kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
+    for arguments in ({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}):
+        kernel.launch(1, arguments, 0)
+    word = (1 << 32) - 1
+    assert launches == [
+        [1 << 40, word, 1 << 50, 7],
+        [1 << 40, word, 0, word - 1],
+        [1 << 40, word, 0, 0],
+    ]
+
+
+@pytest.mark.parametrize("cfg", [CFG, SHARED, ALONE])
+def test_a_new_arena(monkeypatch: pytest.MonkeyPatch, cfg: EPConfig) -> None:
+    """Every express word is BLANK and every other byte 0 before the first round."""
+    memory = {}
+
+    def fill(address: int, byte: int, count: int) -> tuple[int]:
+        memory[0][address - 4096 : address - 4096 + count] = bytes([byte]) * count
+        return (driver.driver.CUresult.CUDA_SUCCESS,)
+
+    def allocate(nbytes: int) -> tuple[int, int]:
+        memory[0] = bytearray(b"\xa5" * nbytes)
+        return driver.driver.CUresult.CUDA_SUCCESS, 4096
+
+    cuda = SimpleNamespace(device=lambda _: nullcontext(), current_stream=lambda _: None, synchronize=lambda _: None)
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
+    monkeypatch.setattr(driver.driver, "cuMemsetD8", fill)
+    arena = connection._make_arena(cfg, torch.device("cuda", 0))
+    assert arena.nbytes == len(memory[0]) == cfg.arena.nbytes
+    words = torch.frombuffer(memory[0], dtype=torch.uint32)
+    blank = torch.zeros(len(words), dtype=torch.bool)
+    for name in ("express_returns", "express_messages"):
+        region = cfg.arena.regions[name]
+        assert region.offset % 4 == region.nbytes % 4 == 0
+        blank[region.offset // 4 : (region.offset + region.nbytes) // 4] = True
+    assert torch.equal(words == BLANK, blank) and torch.equal(words == 0, ~blank)
 
 
 # ---- plans, lists, hooks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,13 +15,16 @@ from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.arena import (
     ARENA_ALIGNMENT,
     DATED_BYTES,
+    EXPRESS_TOKENS,
+    MANY_PIECES,
     MAX_PIECES,
     PIECED_TOKENS,
     SEGMENT_BYTES,
-    Arena,
     HeaderWord,
     StateWord,
+    arena_of,
     message_bytes,
+    message_map,
     piece_slots,
     segment_words,
 )
@@ -114,18 +118,22 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     """Symmetric memory of one rank, written out from the table in `layouts/arena.py`."""
     ranks = 1 if cfg.skip_a2a else cfg.world_size
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
-    message = message_by_hand(cfg)
+    message, row = message_by_hand(cfg), 2 * cfg.hidden
+    flags = max(32 * min(tokens, 512), 4 * tokens)
+    few, many = (tokens, 0) if tokens <= 1024 else (1024, tokens)
     sizes = [
         8 * 9,  # state
         8 * ranks,  # dispatch_consumed
         8 * ranks,  # combine_consumed
-        8 * ranks * (tokens + 8192),  # message_ready
-        8 * ranks * (tokens + 8192),  # return_ready
+        8 * ranks * flags,  # message_ready
+        8 * ranks * flags,  # return_ready
         2 * 8 * ranks * (4 + experts),  # table
         2 * 8 * ranks * tokens * k,  # entries
         2 * 8 * ranks * tokens * k,  # weights
-        2 * tokens * max(ranks, k) * 2 * cfg.hidden,  # returns
-        2 * ranks * tokens * message,  # messages
+        2 * many * max(ranks, k) * row,  # returns
+        2 * ranks * many * message,  # messages
+        2 * few * max(ranks, k) * row,  # express_returns
+        2 * ranks * few * message,  # express_messages
     ]
     return sum(padded(size, 256) for size in sizes)
 
@@ -157,8 +165,8 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1349, 1132, 1027]
-    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [43, 36, 33]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1685, 1414, 1283]
+    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 36, 32]
 
 
 def test_defaults_come_from_the_format() -> None:
@@ -219,24 +227,46 @@ def test_regions_are_aligned_disjoint_and_inside(cfg: EPConfig) -> None:
     assert end <= arena.nbytes == padded(end, ARENA_ALIGNMENT)
 
 
-@given(configs)
-def test_combine_needs_no_format(cfg: EPConfig) -> None:
-    """Kernels that never touch `messages` compute every other offset without knowing the format."""
+@given(configs, st.randoms(use_true_random=False))
+def test_kernels_are_given_the_map(cfg: EPConfig, random: Random) -> None:
+    """Every address that a kernel forms from its arguments is the one of the host's map."""
     arena = cfg.arena
-    sizes = {"ranks": cfg.peers, "local_experts": cfg.local_experts, "top_k": cfg.top_k, "hidden": cfg.hidden}
-    blind = Arena(**sizes, max_tokens=cfg.max_tokens_per_rank, slots=max(cfg.peers, cfg.top_k), message=0)
+    given = arena.arguments()
+    assert all(type(number) is int and 0 <= number < 2**63 for number in given.values())
+    regions = vars(arena_of(SimpleNamespace(**given)))
+    assert set(regions) == set(arena.regions)
     for name, region in arena.regions.items():
-        assert blind.regions[name].offset == region.offset
+        for _ in range(4):
+            coord = [
+                random.choice((0, random.randrange(extent), extent - 1)) if extent else 0 for extent in region.shape
+            ]
+            for modes in range(len(coord) + 1):
+                assert regions[name].at(*coord[:modes]) == region.at(*coord[:modes]), name
+
+
+@given(configs)
+def test_few_tokens_have_rows_as_many_tokens_do(cfg: EPConfig) -> None:
+    """Whether a row is express decides only where it starts: what follows, slots and bytes, is laid out alike. There is
+    a place for each token of every call, in the one or in the other region."""
+    arena, most = cfg.arena, cfg.max_tokens_per_rank
+    assert set(arena.blank) == {arena.express_returns, arena.express_messages}
+    for few, many, tokens in (
+        (arena.express_returns, arena.returns, 1),
+        (arena.express_messages, arena.messages, 2),
+    ):
+        assert few.stride[tokens:] == many.stride[tokens:]
+        assert few.shape == (*many.shape[:tokens], min(most, EXPRESS_TOKENS), *many.shape[tokens + 1 :])
+        assert many.shape[tokens] == (most if most > EXPRESS_TOKENS else 0)
 
 
 @given(configs)
 def test_messages_and_rows_keep_16_byte_alignment(cfg: EPConfig) -> None:
     """Every address that a 16-byte access forms is a multiple of 16."""
-    arena = cfg.arena
-    message = message_bytes(cfg.format, cfg.hidden)
-    assert message % 16 == 0
-    assert arena.messages.at(1, cfg.peers - 1, cfg.max_tokens_per_rank - 1) % 16 == 0
-    assert arena.returns.at(1, cfg.max_tokens_per_rank - 1, max(cfg.peers, cfg.top_k) - 1) % 16 == 0
+    arena, fmt = cfg.arena, cfg.format
+    message = message_map(fmt.payload_bytes(cfg.hidden), fmt.scale_bytes(cfg.hidden), fmt.row_scale_bytes)
+    assert [one % 16 for one in (message.scales.offset, message.row_scale.offset, message.nbytes)] == [0] * 3
+    for region in (arena.messages, arena.express_messages, arena.returns, arena.express_returns):
+        assert region.at(*(extent - 1 for extent in region.shape[:-1])) % 16 == 0, region.name
 
 
 @given(configs)
@@ -259,11 +289,11 @@ def test_dated_words_are_stored_whole(cfg: EPConfig) -> None:
 
 @given(configs)
 def test_every_piece_has_a_flag(cfg: EPConfig) -> None:
-    """Each token has one, and as long as tokens are few as many as a row may have pieces."""
+    """In a call of any number of tokens, each has as many as its row may have pieces."""
     tokens = cfg.max_tokens_per_rank
     for region in (cfg.arena.message_ready, cfg.arena.return_ready):
         assert region.shape == (cfg.peers, piece_slots(tokens))
-    assert piece_slots(tokens) >= tokens
+    assert piece_slots(tokens) >= MANY_PIECES * tokens
     assert piece_slots(tokens) >= MAX_PIECES * min(tokens, PIECED_TOKENS)
     assert MAX_PIECES & (MAX_PIECES - 1) == 0, "pieces are counted by their logarithm"
 

@@ -1,4 +1,5 @@
-"""How rows are dealt out to warps, and how a dated word is put together: device code, run on the CPU."""
+"""How rows are dealt out to warps, how a dated word is put together, what a blank word is, and division: device code,
+run on the CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +8,26 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32, Uint64
 
-from cute_ep.kernels import sync
+from cute_ep.kernels import express, sync
 from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.codec.base import word_lanes
-from cute_ep.kernels.pieces import SEGMENT, first_item, item_stride, piece_of, segments_of
-from cute_ep.layouts.arena import MAX_PIECES, SEGMENT_BYTES
+from cute_ep.kernels.divide import Divisor, quotient, remainder
+from cute_ep.kernels.pieces import (
+    SEGMENT,
+    dealt_first,
+    dealt_stride,
+    first_item,
+    item_stride,
+    piece_of,
+    segments_of,
+    spare_cta,
+)
+from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES, PIECED_TOKENS, SEGMENT_BYTES
+from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
 
 from .test_codec import run_map
 
@@ -61,6 +74,26 @@ def test_every_item_is_taken_once(ctas: int) -> None:
     assert sorted(taken) == list(range(items))
     starts = {first_item(cta, ctas, 0) for cta in range(ctas)}
     assert starts == set(range(ctas)), "neighbouring items go to different CTAs"
+
+
+def test_every_item_is_dealt_once() -> None:
+    """And none to the spare CTA, as long as the warps of the others are enough for one each."""
+    few = {(items, ctas) for ctas in (1, 2, 3, 7, 40) for items in (0, 1, ctas, (ctas - 1) * WARPS, ctas * WARPS)}
+    cases = few | {(items + more, ctas) for items, ctas in few for more in (1, 5 * ctas * WARPS)}
+    warps = np.array(
+        [(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)], np.int32
+    )
+
+    def deal(items, ctas, cta, warp):
+        return Int32(dealt_first(items, cta, ctas, warp)), Int32(dealt_stride(items, ctas))
+
+    starts, strides = run_map(deal, *warps.T, outputs=2)
+    taken: dict[tuple, list] = {case: [] for case in cases}
+    for (items, ctas, cta, _), start, stride in zip(warps.tolist(), starts.tolist(), strides.tolist(), strict=True):
+        mine = range(start, items, stride) if start < items else ()
+        assert not mine or cta != spare_cta(ctas) or items > (ctas - 1) * WARPS
+        taken[items, ctas] += mine
+    assert all(sorted(found) == list(range(items)) for (items, _), found in taken.items())
 
 
 def test_a_segment_is_what_a_warp_carries() -> None:
@@ -134,3 +167,50 @@ def test_flags_may_be_ahead() -> None:
         for seen in (0, 6, 7, 8, 2**32 - 1, 2**32 + 1, 2**40):
             (result,) = run_map(arrived, *halves(seen), *halves(epoch % 2**64))
             assert bool(result[0]) == (seen >= epoch)
+
+
+def test_a_word_is_blank_or_it_has_arrived() -> None:
+    """One word of four, and no other content of it, makes a vector wait; one token more, and no word does."""
+    words = np.array([[0x7FFF7FFF] * 4, [0] * 4, *(np.roll([0xFFFFFFFF, 1, 2, 3], turn) for turn in range(4))])
+    words = np.concatenate([words, 0xFFFFFFFF ^ (1 << np.arange(32))[:, None] * np.ones((1, 4), np.int64)])
+    columns = words.T.astype(np.uint32).view(np.int32)
+    (blank,) = run_map(lambda *row: Int32(express.has_blank([Uint32(word) for word in row], 4)), *columns)
+    assert blank.tolist() == [0, 0, 1, 1, 1, 1] + [0] * 32
+    tokens = np.array([0, 1, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, MAX_TOKENS_PER_RANK], np.int32)
+    (few,) = run_map(lambda count: Int32(express.is_express(count)), tokens)
+    assert few.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_division_by_what_a_launch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact up to the bound that `Divisor` states, for every extent that can be: near 0, at the bound, where the error
+    of the multiplication is largest, and in between. All that kernels split is below the bound."""
+    monkeypatch.setattr(express.cute.arch, "mul_hi", lambda a, b: Uint32((Uint64(a) * Uint64(b)) >> 32))
+
+    def split(item, extent, magic):
+        return tuple(map(Int32, Divisor(extent, magic.bitcast(Uint32)).split(item)))
+
+    random, columns = np.random.default_rng(0), []
+    for extent in range(1, MAX_EXPERTS + 1):
+        bound = min(-(-(1 << 32) // extent), 1 << 31)
+        edges = np.concatenate([np.arange(1, 9), (bound - 1) // extent - np.arange(8)]) * extent
+        items = np.concatenate([edges - 1, edges, bound - 1 - np.arange(8), random.integers(0, bound, 200)])
+        items = items[(items >= 0) & (items < bound)]
+        columns.append(np.stack([items, np.full_like(items, extent), np.full_like(items, division_magic(extent))]))
+    item, extent, magic = (column.astype(np.uint32).view(np.int32) for column in np.concatenate(columns, axis=1))
+    rest, whole = run_map(split, item, extent, magic, outputs=2)
+    np.testing.assert_array_equal(whole, item // extent)
+    np.testing.assert_array_equal(rest, item % extent)
+    pieces = max(MAX_TOKENS_PER_RANK, PIECED_TOKENS * MAX_PIECES)
+    most = {MAX_RANKS: pieces * MAX_RANKS, MAX_TOP_K: MAX_TOKENS_PER_RANK * MAX_TOP_K, MAX_EXPERTS: MAX_EXPERTS}
+    assert all(items * extent < 1 << 32 for extent, items in most.items())
+
+
+def test_division_by_powers_of_two() -> None:
+    """Of negative numbers too: all round down, so a remainder is not negative."""
+    values = np.array([0, 1, 31, 32, 33, 511, 512, 513, 2**31 - 1, -1, -32, -33, -(2**31)], np.int32)
+    for power in (1, 2, 16, 32, 128, 512):
+        parts = run_map(lambda a, p=power: (quotient(a, p), remainder(a, p), *item_coord(a, p)), values, outputs=4)
+        whole, rest, fast, slow = (part.view(np.int32) for part in parts)
+        np.testing.assert_array_equal(whole, values // power)
+        np.testing.assert_array_equal(rest, values % power)
+        assert (fast == rest).all() and (slow == whole).all()

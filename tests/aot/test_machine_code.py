@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -23,7 +24,7 @@ from cute_ep.layouts.variants import (
 from cute_ep.library import LibraryEntry
 from cute_ep.tuning import CTAS_PER_SM
 
-from .conftest import WANTED
+from .conftest import RESIDUAL, WANTED
 
 THREADS = 512
 REGISTER_FILE = 65536
@@ -105,10 +106,12 @@ def test_exponential_is_the_approximate_instruction(sass: Sass, variant: Variant
 
 FENCE = re.compile(r"\bMEMBAR\.\S*SYS\b")
 ACQUIRE = re.compile(r"\bCCTL\.IVALL\b")
-SYSTEM_STORE = re.compile(r"\bST(G)?\.\S*STRONG\.SYS\b")
-SYSTEM_LOAD = re.compile(r"\bLD(G)?\.\S*STRONG\.SYS\b")
-WEAK_STORE = re.compile(r"^(?!.*STRONG).*\b(STG|ST)\b")
-PAYLOAD_LOAD = re.compile(r"^(?!.*STRONG).*\bLDG\.E\.128\b")
+FLAG_STORE = re.compile(r"\bSTG?\.E\.64\.STRONG\.SYS\b")
+FLAG_LOAD = re.compile(r"\bLDG?\.E\.64\.STRONG\.SYS\b")
+SYSTEM = re.compile(r"\b(LD|ST)G?\.E\.(?:(U?\d+)\.)?STRONG\.SYS\b")
+PAYLOAD_STORE = re.compile(r"^(?!.*(STRONG\.GPU|\.64\.STRONG)).*\b(STG|ST)\b")
+PAYLOAD_LOAD = re.compile(r"^(?!.*(STRONG\.GPU|\.64\.STRONG)).*\bLDG\.E\.(128|(128\.)?STRONG\.SYS)\b")
+WEAK_VECTOR = re.compile(r"\b(LD|ST)G?\.E\.128(?!\.STRONG)\b")
 ANY_STORE = re.compile(r"\b(STG|ST|RED|ATOMG)\b")
 ANY_LOAD = re.compile(r"\bLDG\b")
 
@@ -124,20 +127,21 @@ def stops_at(lines: Iterable[str], wanted: re.Pattern, stop: re.Pattern) -> bool
 
 
 def posts(code: list[str]) -> tuple[int, int, list[str]]:
-    """(releases, relaxed posts, those of either kind that follow a weak store with no system-scope fence between).
+    """(releases, relaxed posts, those of either kind that follow a store of payload with no system fence between).
 
-    A post is a strong system store, a release one with a fence directly before. Relaxed ones, `acknowledge_reads` and
-    dated words, publish no other store, so in the order of the code none lies between payload and flag.
+    A post is a strong system store of 64 bits, a release one with a fence directly before. Relaxed ones, dated words,
+    publish no other store, so in the order of the code none lies between payload and flag. Payload are weak stores and
+    express words, whose strength orders nothing.
     """
     releases, relaxed, bad = 0, 0, []
     for index, line in enumerate(code):
-        if SYSTEM_STORE.search(line):
+        if FLAG_STORE.search(line):
             before = list(reversed(code[:index]))
             if stops_at(before, FENCE, ANY_STORE):
                 releases += 1
             else:
                 relaxed += 1
-            if stops_at(before, WEAK_STORE, FENCE):
+            if stops_at(before, PAYLOAD_STORE, FENCE):
                 bad.append(line)
     return releases, relaxed, bad
 
@@ -145,10 +149,11 @@ def posts(code: list[str]) -> tuple[int, int, list[str]]:
 def waits(code: list[str]) -> tuple[int, int, list[str]]:
     """(acquiring polls, relaxed polls, relaxed ones that a load of payload follows with no acquiring poll between).
 
-    A poll is a strong system load, an acquiring one with `CCTL.IVALL` directly after, which drops what the L1 holds.
-    Relaxed ones read dated words: what they found is the value itself, and nothing is known about any payload.
+    A poll is a strong system load of 64 bits, an acquiring one with `CCTL.IVALL` directly after, which drops what the
+    L1 holds. Relaxed ones read dated words: what they found is the value itself, and nothing is known about any
+    payload. Looks at express words count as loads of payload here: the same code reads rows that have a flag.
     """
-    polls = [index for index, line in enumerate(code) if SYSTEM_LOAD.search(line)]
+    polls = [index for index, line in enumerate(code) if FLAG_LOAD.search(line)]
     acquiring = {index for index in polls if stops_at(code[index + 1 :], ACQUIRE, ANY_LOAD)}
     bad = []
     for poll in set(polls) - acquiring:
@@ -158,28 +163,57 @@ def waits(code: list[str]) -> tuple[int, int, list[str]]:
     return len(acquiring), len(polls) - len(acquiring), bad
 
 
+def halves(variant: Variant) -> tuple[bool, bool, bool]:
+    """(dispatches, sends, receives)."""
+    sends = not variant.kernel.startswith(("dispatch_wait", "combine_wait"))
+    return variant.kernel in DISPATCH_KERNELS, sends, "_async" not in variant.kernel
+
+
 @GROUP
 def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
-    """Flags are released and acquired; relaxed are the acknowledgement of every launch, and the routing table's dated
-    words where it is sent or read."""
-    sends = not variant.kernel.startswith(("dispatch_wait", "combine_wait"))
-    receives = "_async" not in variant.kernel
-    dispatches = variant.kernel in DISPATCH_KERNELS
+    """Flags are released and acquired; relaxed are the routing table's dated words where it is sent or read."""
+    dispatches, sends, receives = halves(variant)
     releases, relaxed_posts, bad_posts = posts(sass(variant))
     acquiring, relaxed_polls, bad_waits = waits(sass(variant))
     assert not bad_posts and not bad_waits
-    assert releases == sends, "message_ready or return_ready"
-    assert relaxed_posts >= 5 if dispatches and sends else relaxed_posts == 1
-    assert acquiring == 2 * (sends + receives), "consumed, and a piece: once before the loop and once in it"
-    assert relaxed_polls == (4 if dispatches and receives else 0), "words of the table, and of an entry"
+    assert releases == 1 + sends, "consumed; message_ready or return_ready"
+    assert relaxed_posts >= 4 if dispatches and sends else relaxed_posts == 0
+    looks = receives * (3 if dispatches else 1)
+    assert acquiring == 2 * (sends + receives) + looks, (
+        "consumed, and a piece: once before the loop and once in it; behind payload, scales or row scale that are blank"
+    )
+    assert relaxed_polls >= 4 if dispatches and receives else relaxed_polls == 0, "words of the table, of an entry"
 
 
 @GROUP
 def test_words_are_whole(sass: Sass, variant: Variant) -> None:
-    """One 64-bit access holds value and epoch of a dated word. The compiler is free to narrow a relaxed load of which
-    it sees only half used, so this is looked at."""
-    words = [line for line in sass(variant) if SYSTEM_STORE.search(line) or SYSTEM_LOAD.search(line)]
-    assert words and all(".E.64." in line for line in words)
+    """One 64-bit access holds value and epoch of a dated word: the compiler is free to narrow a relaxed load of which
+    it sees only half used. Express words are moved 128 bits at a time, scale factors that were not made here 32."""
+    dispatches, sends, receives = halves(variant)
+    widths: dict[str, Counter] = {"LD": Counter(), "ST": Counter()}
+    for line in sass(variant):
+        if found := SYSTEM.search(line):
+            widths[found[1]][found[2] or "32"] += 1
+    given = dispatches and sends and (FORMATS[variant.format].scale is None or FORMATS[variant.format].row_scale)
+    assert set(widths["ST"]) == {"64"} | ({"128"} if sends else set()) | ({"32"} if given else set())
+    assert set(widths["LD"]) - {"32"} == {"64"} | ({"128"} if receives else set())
+    assert widths["LD"]["32"] == (3 if dispatches and receives else 0), "two words of scales a lane, a row scale"
+
+
+@GROUP
+def test_rows_travel_in_words_that_may_be_looked_at(sass: Sass, variant: Variant) -> None:
+    """What peers poll is stored and loaded in strong accesses. Weak 16-byte ones are left, in a kernel that only sends,
+    for records of the status (with a fence behind), in one that only receives, for the shared expert's row and the
+    residual of the hook."""
+    dispatches, sends, receives = halves(variant)
+    code = sass(variant)
+    weak = [(index, found[1]) for index, line in enumerate(code) if (found := WEAK_VECTOR.search(line))]
+    if sends and not receives:
+        assert all(FENCE.search(code[index + 1]) for index, kind in weak if kind == "ST")
+    if receives and not sends:
+        loads = [code[index] for index, kind in weak if kind == "LD"]
+        sums = not dispatches and not variant.kernel.endswith("unweighted")
+        assert len(loads) == sums + (variant.hooks == RESIDUAL), loads
 
 
 def exit_fences(code: list[str]) -> tuple[bool, bool]:
@@ -208,12 +242,19 @@ def test_the_checks_see_a_missing_fence() -> None:
     assert posts([post, post, store, fence, post]) == (1, 2, [])
     assert posts([fence, store, post]) == (0, 1, [post])
     assert posts([store, fence, post, post]) == (1, 1, [])
+    row, word = "STG.E.128.STRONG.SYS [R8], R12", "@P1 STG.E.STRONG.SYS [R8], R12"
+    assert [SYSTEM.search(line)[2] for line in (row, word, post)] == ["128", None, "64"]
+    assert [bool(WEAK_VECTOR.search(line)) for line in (row, store)] == [False, True]
+    assert posts([row, post]) == (0, 1, [post]) and posts([word, post]) == (0, 1, [post])
+    assert posts([fence, row, word, post]) == (0, 1, [post]) and posts([row, word, fence, post]) == (1, 0, [])
     poll, load, acquire = "LDG.E.64.STRONG.SYS R4, [R2]", "LDG.E.128 R8, [R10]", "CCTL.IVALL"
     assert waits([poll, acquire, poll, acquire, load]) == (2, 0, [])
     assert waits([poll, load, acquire]) == (0, 1, [poll])
     assert waits([poll, "LDG.E R3, [R6]", poll, acquire, load]) == (1, 1, [])
     assert waits([poll, fence, acquire, load]) == (1, 0, [])
     assert waits([poll, "LDG.E R3, [R6]", fence, acquire, load]) == (0, 1, [poll])
+    for look in ("LDG.E.128.STRONG.SYS R8, [R10]", "@P1 LDG.E.STRONG.SYS R8, [R10]"):
+        assert waits([poll, look, poll, acquire]) == (1, 1, [poll]) and waits([poll, poll, acquire, look]) == (1, 1, [])
     leave, narrow = "ATOMG.E.ADD.STRONG.GPU PT, R0, [R2], R11", "MEMBAR.ALL.GPU"
     assert exit_fences([store, narrow, leave, narrow]) == (True, True)
     assert exit_fences([narrow, store, leave]) == (False, False)
@@ -235,6 +276,8 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
         r"ld\.acquire\.sys\S*\.b64",
         r"st\.relaxed\.sys\S*\.b64",
         r"ld\.relaxed\.sys\S*\.b64",
+        r"st\.relaxed\.sys\.global\.v4\.b32",
+        r"ld\.relaxed\.sys\.global\.v4\.b32",
         r"fence\.acq_rel\.gpu",
         r"atom\.global\.add\.u32",
         r"bar(rier)?\.(cta\.)?red\.and",

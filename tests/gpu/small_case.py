@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from cute_ep.config import EPConfig
+from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.verify import RoundOptions, check_round
 from cute_ep.workloads import make_inputs
@@ -17,10 +18,11 @@ from .conftest import connected
 
 def main() -> None:
     for fmt in FORMATS:
-        cfg = EPConfig(2048, 16, 2, 24, 1, fmt, timeout_s=100, row_alignment=16, fused_shared_expert=True)
+        most = EXPRESS_TOKENS + 1
+        cfg = EPConfig(2048, 16, 2, most, 1, fmt, timeout_s=100, row_alignment=16, fused_shared_expert=True)
         with connected(cfg, ["cuda:0"], sms=4) as communicators:
-            for split in (False, True):
-                check_round(communicators, make_inputs(cfg, [20], "uniform", 1), RoundOptions(split))
+            for tokens, split in ((20, False), (20, True), (most, False)):
+                check_round(communicators, make_inputs(cfg, [tokens], "uniform", 1), RoundOptions(split))
     sys.stdout.write("rounds ok\n")
 
 

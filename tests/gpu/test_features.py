@@ -16,6 +16,7 @@ from cute_ep.distributed import (
     DistributedEPDispatchNVFP4,
 )
 from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.layouts.arena import EXPRESS_TOKENS, PIECED_TOKENS
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import ROW_ALIGNMENTS
 from cute_ep.verify import RoundOptions, check_dispatched, check_round
@@ -24,7 +25,8 @@ from cute_ep.workloads import make_inputs
 from .conftest import connected
 
 HIDDEN = (2048, 2880, 4096, 7168)
-TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (128, "uniform"), (300, "one_expert"), (513, "zipf"))
+MANY = max(EXPRESS_TOKENS, PIECED_TOKENS) + 1
+TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (128, "uniform"), (300, "one_expert"), (MANY, "zipf"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,7 +45,7 @@ def test_every_format(devices: list[str], fmt: str, hidden: int) -> None:
     ranks, record = len(devices), FORMATS[fmt]
     turn = hidden
     for layout in record.scale_layouts or (None,):
-        cfg = EPConfig(hidden, 16 * ranks, 4, 520, ranks, fmt, 20, layout)
+        cfg = EPConfig(hidden, 16 * ranks, 4, MANY, ranks, fmt, 20, layout)
         with connected(cfg, devices) as communicators:
             for tokens, routing in TOKENS:
                 for split in (False, True):
@@ -83,9 +85,9 @@ def test_rows_padded_to_an_alignment(devices: list[str], fmt: str) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_fused_shared_expert(devices: list[str], fmt: str) -> None:
     """Group 0 holds the own tokens; their rows are added in the float32 accumulator."""
-    cfg = EPConfig(4096, 16 * len(devices), 8, 300, len(devices), fmt, 20, fused_shared_expert=True)
+    cfg = EPConfig(4096, 16 * len(devices), 8, MANY, len(devices), fmt, 20, fused_shared_expert=True)
     with connected(cfg, devices) as communicators:
-        for turn, (tokens, routing) in enumerate(TOKENS[:-1]):
+        for turn, (tokens, routing) in enumerate(TOKENS):
             inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
             for split in (False, True):
                 check_round(communicators, inputs, RoundOptions(split, dtype=DTYPES[turn % 3], seed=turn))
@@ -96,9 +98,9 @@ def test_fused_shared_expert(devices: list[str], fmt: str) -> None:
 def test_skip_a2a(devices: list[str], fmt: str, shared: bool) -> None:
     """Replicated tokens: every rank serves its own experts and returns its part of the sums."""
     ranks = len(devices)
-    cfg = EPConfig(2048, 48 * ranks, 8, 200, ranks, fmt, 20, fused_shared_expert=shared, skip_a2a=True)
+    cfg = EPConfig(2048, 48 * ranks, 8, MANY, ranks, fmt, 20, fused_shared_expert=shared, skip_a2a=True)
     with connected(cfg, devices) as communicators:
-        for turn, tokens in enumerate((0, 1, 32, 200)):
+        for turn, tokens in enumerate((0, 1, 32, MANY)):
             one = make_inputs(cfg, [tokens] * ranks, ("uniform", "masked")[turn % 2], turn)[0]
             for split in (False, True):
                 check_round(communicators, [one] * ranks, RoundOptions(split, dtype=DTYPES[turn % 3], seed=turn))

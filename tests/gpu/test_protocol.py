@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from cute_ep.communicator import Communicator
 from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.verify import check_round, expert_rows, poison, poisoned_buffers
+from cute_ep.layouts.arena import EXPRESS_TOKENS
+from cute_ep.verify import POISON, check_round, expert_rows, poison, poisoned_buffers
 from cute_ep.workloads import make_inputs
 
 from .conftest import connected
 
 ROUTINGS = ("uniform", "zipf", "masked", "one_expert")
+FEW, MANY = EXPRESS_TOKENS, EXPRESS_TOKENS + 1
+"""The most tokens whose rows travel through the express regions, and the fewest whose rows do not."""
 
 
 class Workload:
@@ -67,16 +71,19 @@ class Workload:
                 poison(actual)
 
 
-def warmed_counters(communicators: Sequence[Communicator], batch: Workload) -> list[torch.Tensor]:
-    """Mismatch counters at zero, after one use of every torch kernel that counts.
+def warmed_counters(
+    communicators: Sequence[Communicator], batches: Sequence[Workload], rounds: int = 1
+) -> list[torch.Tensor]:
+    """One mismatch counter a round, at zero, for each rank, after one use of every torch kernel that counts.
 
     CUDA loads a kernel at its first launch and waits for the device to be idle: for ever, when a rank's kernel spins
     there for a rank that the same host thread has yet to launch.
     """
-    counters = [torch.zeros((), dtype=torch.int64, device=c.device) for c in communicators]
+    counters = [torch.zeros(rounds, dtype=torch.int64, device=c.device) for c in communicators]
     for rank, counter in enumerate(counters):
-        for mode in ("exact", "partial"):
-            batch.count_mismatches(rank, mode, counter)
+        for batch in batches:
+            for mode in ("exact", "partial"):
+                batch.count_mismatches(rank, mode, counter[0])
         counter.zero_()
     for communicator in communicators:
         torch.cuda.synchronize(communicator.device)
@@ -93,34 +100,51 @@ def synchronize(communicators: Sequence[Communicator]) -> None:
         communicator.synchronize()
 
 
+def check_rounds(communicators: Sequence[Communicator], batches: Sequence[Workload], order: Sequence[int]) -> None:
+    """One round for each number of a batch in `order`, all enqueued without waiting for any."""
+    counters = warmed_counters(communicators, batches, len(order))
+    for number, index in enumerate(order):
+        mode = ("exact", "partial")[number % 3 == 0]
+        for rank, communicator in enumerate(communicators):
+            with on_stream(communicator):
+                batches[index].run(rank, communicator, mode)
+                batches[index].count_mismatches(rank, mode, counters[rank][number])
+    synchronize(communicators)
+    wrong = torch.stack([counter.cpu() for counter in counters])
+    assert not wrong.any(), f"(rank, round) with wrong bytes: {wrong.nonzero().tolist()}"
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
 def test_thousand_rounds(devices: list[str], fmt: str) -> None:
     """1000 rounds with changing routing, token counts and mode, no host synchronisation or reset in between."""
-    cfg = EPConfig(2048, 64, 4, 96, len(devices), fmt, timeout_s=60)
+    tokens = (0, 17, FEW, 58, MANY, 3, 96, MANY + 80)
+    cfg = EPConfig(1024, 64, 4, max(tokens), len(devices), fmt, timeout_s=60)
     with connected(cfg, devices) as communicators:
-        ranks = len(devices)
-        batches = [
-            Workload(communicators, [(17 * seed + 29 * rank) % 97 for rank in range(ranks)], ROUTINGS[seed % 4], seed)
-            for seed in range(8)
-        ]
-        counters = warmed_counters(communicators, batches[0])
-        for number in range(1000):
-            batch, mode = batches[(number * 5 + number // 8) % 8], ("exact", "partial")[number % 3 == 0]
-            for rank, communicator in enumerate(communicators):
-                with on_stream(communicator):
-                    batch.run(rank, communicator, mode)
-                    batch.count_mismatches(rank, mode, counters[rank])
-        synchronize(communicators)
-        assert [int(counter) for counter in counters] == [0] * ranks
+        counts = [[tokens[(seed + 3 * rank) % 8] for rank in range(len(devices))] for seed in range(8)]
+        batches = [Workload(communicators, one, ROUTINGS[seed % 4], seed) for seed, one in enumerate(counts)]
+        check_rounds(communicators, batches, [(number * 5 + number // 8) % 8 for number in range(1000)])
 
 
-def test_cuda_graph_replayed_with_changing_inputs(devices: list[str]) -> None:
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "nvfp4_row"])
+def test_few_and_many_tokens_by_turns(devices: list[str], fmt: str) -> None:
+    """Each rank's rows change their way from round to round, and never all ranks' together. Seven batches: each is sent
+    in both parities."""
+    tokens = (1, MANY, FEW, 0, MANY + 80, 16, MANY)
+    cfg = EPConfig(1408, 64, 4, max(tokens), len(devices), fmt, timeout_s=60)
+    with connected(cfg, devices) as communicators:
+        counts = [[tokens[(seed + rank) % 7] for rank in range(len(devices))] for seed in range(7)]
+        batches = [Workload(communicators, one, ROUTINGS[seed % 4], seed) for seed, one in enumerate(counts)]
+        check_rounds(communicators, batches, [number % 7 for number in range(20)])
+
+
+@pytest.mark.parametrize("tokens", [64, MANY])
+def test_cuda_graph_replayed_with_changing_inputs(devices: list[str], tokens: int) -> None:
     """One captured dispatch + combine a rank, 101 replays, new inputs and routing copied in before each."""
-    cfg = EPConfig(2048, 64, 4, 64, len(devices), "nvfp4", timeout_s=60)
+    cfg = EPConfig(2048, 64, 4, tokens, len(devices), "nvfp4", timeout_s=60)
     ranks = len(devices)
     with connected(cfg, devices) as communicators:
-        batches = [Workload(communicators, [64] * ranks, ROUTINGS[seed % 4], seed) for seed in range(5)]
-        static = Workload(communicators, [64] * ranks, "uniform", 99)
+        batches = [Workload(communicators, [tokens] * ranks, ROUTINGS[seed % 4], seed) for seed in range(5)]
+        static = Workload(communicators, [tokens] * ranks, "uniform", 99)
         most = max(int(want.num_rows) for batch in batches for want in batch.expected)
         for rank, communicator in enumerate(communicators):
             static.buffers[rank] = poisoned_buffers(communicator, most)
@@ -134,7 +158,7 @@ def test_cuda_graph_replayed_with_changing_inputs(devices: list[str]) -> None:
             with torch.cuda.device(communicator.device), torch.cuda.graph(graph, stream=communicator.stream):
                 static.run(rank, communicator, "exact")
             graphs.append(graph)
-        counters = warmed_counters(communicators, batches[0])
+        counters = warmed_counters(communicators, batches)
         for number in range(101):
             batch = batches[number % 5]
             static.wanted = batch.wanted
@@ -152,9 +176,9 @@ def test_cuda_graph_replayed_with_changing_inputs(devices: list[str]) -> None:
 
 def test_two_batches_overlap(devices: list[str]) -> None:
     """dispatch A, dispatch B, combine B, combine A: a result does not depend on buffers of a later round."""
-    cfg = EPConfig(4096, 32, 4, 128, len(devices), "bf16", timeout_s=20)
+    cfg = EPConfig(4096, 32, 4, MANY, len(devices), "bf16", timeout_s=20)
     with connected(cfg, devices) as communicators:
-        first = Workload(communicators, [128] * len(devices), "uniform", 1)
+        first = Workload(communicators, [MANY] * len(devices), "uniform", 1)
         second = Workload(communicators, [100] * len(devices), "zipf", 2)
         torch.cuda.synchronize()
         sent = []
@@ -227,11 +251,12 @@ def test_rank_that_never_comes(devices: list[str]) -> None:
         check_round(communicators, make_inputs(cfg, [64] * ranks, "uniform", 5))
 
 
-def test_rank_that_stops_before_combine(devices: list[str]) -> None:
+@pytest.mark.parametrize("tokens", [64, MANY])
+def test_rank_that_stops_before_combine(devices: list[str], tokens: int) -> None:
     ranks = len(devices)
-    cfg = EPConfig(2048, 64, 4, 64, ranks, "bf16", timeout_s=1.0)
+    cfg = EPConfig(2048, 64, 4, tokens, ranks, "bf16", timeout_s=1.0)
     with connected(cfg, devices) as communicators:
-        batch = Workload(communicators, [64] * ranks, "uniform", 6)
+        batch = Workload(communicators, [tokens] * ranks, "uniform", 6)
         torch.cuda.synchronize()
         dispatched = []
         for rank, communicator in enumerate(communicators):
@@ -247,10 +272,9 @@ def test_rank_that_stops_before_combine(devices: list[str]) -> None:
             assert (caught.value.phase, caught.value.missing) == ("RETURN", (0,)), rank
             ids, out, wanted = batch.arguments[rank][1], batch.outs[rank], batch.wanted[rank]["exact"]
             from_absent = ((ids >= 0) & (ids // cfg.local_experts == 0)).any(dim=1)
-            untouched = (out.view(torch.uint8) == 0xA5).all(dim=1)
-            complete = (out.view(torch.int16) == wanted.view(torch.int16)).all(dim=1)
+            untouched = out.view(torch.uint8) == POISON
             assert untouched[from_absent].all()  # a token is summed only when all its rows are home
-            assert (untouched | complete).all()
+            assert (untouched | (out.view(torch.uint8) == wanted.view(torch.uint8))).all()  # other pieces: all or none
 
 
 def test_split_calls_out_of_order_are_refused() -> None:
@@ -287,17 +311,45 @@ def test_expert_id_out_of_range_is_reported_and_masked(bad: int, rule: str) -> N
         assert int(dispatched.num_rows) == 31
 
 
-def test_more_rows_than_the_buffers_hold_are_reported_not_written() -> None:
-    cfg = EPConfig(2048, 8, 2, 64, 1, "nvfp4", timeout_s=5)
-    with connected(cfg, ["cuda:0"]) as (communicator,):
-        batch = Workload([communicator], [64], "uniform", 8)
-        small = communicator.allocate(100)
-        guard = communicator.allocate(300)
-        poison(guard.tokens)
-        x, ids, weights = batch.arguments[0]
-        communicator.dispatch(x, ids, weights, out=small)
-        with pytest.raises(EPInputError, match="out holds 100 rows"):
-            communicator.synchronize()
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("tokens", [16, FEW, MANY])
+def test_more_rows_than_the_buffers_hold_are_reported_not_written(
+    devices: list[str], tokens: int, shared: bool
+) -> None:
+    """One rank has room for half of its rows, or of its shared expert's: it alone reports that and announces none,
+    tokens that lost a row come home as NaN, all others right, and the next rounds are unharmed."""
+    ranks, short = len(devices), 1
+    cfg = EPConfig(1408, 8 * ranks, 4, MANY, ranks, "nvfp4", timeout_s=20, fused_shared_expert=shared)
+    with connected(cfg, devices) as communicators:
+        batch = Workload(communicators, [tokens] * ranks, "uniform", tokens)
+        whole, row_map = batch.buffers[short], batch.expected[short].row_map[:, :tokens]
+        room = (tokens if shared else int(batch.expected[short].num_rows)) // 2
+        small = replace(communicators[short].allocate(room), tokens=whole.tokens[:room], src_info=whole.src_info[:room])
+        batch.buffers[short], batch.rows[short] = small, batch.rows[short][:room]
+        for mode in ("exact", "partial"):
+            for rank, communicator in enumerate(communicators):
+                poison(batch.outs[rank])
+                torch.cuda.synchronize(communicator.device)
+            for rank, communicator in enumerate(communicators):
+                with on_stream(communicator):
+                    batch.run(rank, communicator, mode)
+            for communicator in communicators:
+                communicator.stream.synchronize()
+            with pytest.raises(EPInputError, match=f"rank {short}: out holds {room} rows, but row"):
+                communicators[short].synchronize()
+            synchronize(communicators)
+            assert int(small.num_rows) == 0 and not small.row_offsets.view(torch.int32).any()
+            for tensor in (whole.tokens, whole.src_info):
+                assert (tensor[room:].view(torch.uint8) == POISON).all()
+            assert (row_map >= 0).any(dim=2).any() and not (row_map >= 0).any(dim=2).all()
+            for rank, out in enumerate(batch.outs):
+                lost = (row_map[rank] >= 0).any(dim=1).to(out.device)
+                if shared and rank == short:
+                    lost[room:] = True
+                assert out[lost].isnan().all()
+                assert_bits(out[~lost], batch.wanted[rank][mode][~lost], f"rank {rank} {mode}")
+        for seed, count in enumerate((tokens, 1, MANY)):
+            check_round(communicators, make_inputs(cfg, [count] * ranks, "zipf", seed))
 
 
 def test_bad_arguments_are_refused_before_a_launch() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.config import EPConfig
+from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES, PIECED_TOKENS
+from cute_ep.tuning import MANY, Entry, Tuning, pieces_for
 from cute_ep.verify import RoundOptions, check_round
 from cute_ep.workloads import make_inputs
 
@@ -59,12 +61,41 @@ def test_bit_exact(devices: list[str], fmt: str, hidden: int, experts: int, top_
 
 @pytest.mark.parametrize("sms", [1, 3, 16])
 def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
-    cfg = EPConfig(2048, 128, 8, 1024, len(devices), "nvfp4", timeout_s=20)
+    most = max(EXPRESS_TOKENS, 1000) + 76
+    cfg = EPConfig(2048, 128, 8, most, len(devices), "nvfp4", timeout_s=20)
     with connected(cfg, devices, sms=sms) as communicators:
         assert all(communicator.max_ctas <= 2 * sms for communicator in communicators)
         for seed, split in enumerate((False, True)):
-            counts = [1000 - 100 * rank for rank in range(len(devices))]
+            counts = [most - 100 * rank for rank in range(len(devices))]
             check_round(communicators, make_inputs(cfg, counts, "zipf", seed), RoundOptions(split, seed=seed))
+
+
+ODD_SHAPES = ((1, 0, MAX_PIECES), (7, 0.9, 1), (33, 0.01, 2), (5, 0.3, 16), (MANY, 0.5, 4))
+"""(CTAs at most, share of senders, pieces while tokens are few)."""
+
+
+def odd_tuning(number: int) -> Tuning:
+    """Unlike tables for both families, and unlike those of the next number."""
+    tables = []
+    for turn in (number, number + 2):
+        grid, senders, pieces = ODD_SHAPES[turn % len(ODD_SHAPES)]
+        fewer = min(pieces, max(pieces_for(MANY)))
+        tables.append((Entry(PIECED_TOKENS, grid, senders, pieces), Entry(MANY, grid, senders, fewer)))
+    return Tuning(*tables)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "nvfp4_row"])
+def test_launch_shapes_do_not_change_bytes(devices: list[str], fmt: str) -> None:
+    """Every rank has its own, and another one in the next round."""
+    sizes = (1, 16, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, PIECED_TOKENS, PIECED_TOKENS + 1)
+    cfg = EPConfig(2880, 16 * len(devices), 4, max(sizes), len(devices), fmt, timeout_s=20)
+    with connected(cfg, devices, tuning=odd_tuning(0)) as communicators:
+        for turn, tokens in enumerate(sizes):
+            for split in (False, True):
+                inputs = make_inputs(cfg, uneven(tokens, len(devices), turn), "uniform", turn)
+                check_round(communicators, inputs, RoundOptions(split, seed=turn))
+                for rank, communicator in enumerate(communicators):
+                    communicator.tuning = odd_tuning(rank + 2 * turn + split)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(1024, 32), (32, 32)])

@@ -13,6 +13,7 @@ from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect
 from cute_ep.errors import EPTimeout
+from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.workloads import make_inputs
 
@@ -24,10 +25,11 @@ ROUNDS = 20
 def check_rounds(fmt: str, hidden: int) -> None:
     """ROUNDS rounds with different routing, bit for bit; a rank starts late in some of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    cfg = EPConfig(hidden, 128, 8, 256, world, fmt, timeout_s=60)
+    many = max(EXPRESS_TOKENS + 1, 256)
+    cfg = EPConfig(hidden, 128, 8, many, world, fmt, timeout_s=60)
     with connect(cfg, library=LIBRARY) as communicator:
         for number in range(ROUNDS):
-            counts = [(61 * number + 97 * peer) % 257 for peer in range(world)]
+            counts = [many if (number + peer) % 5 == 0 else (61 * number + 97 * peer) % 257 for peer in range(world)]
             inputs = make_inputs(cfg, counts, ("uniform", "zipf", "masked")[number % 3], number)
             device = communicator.device
             columns = (

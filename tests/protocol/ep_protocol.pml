@@ -17,6 +17,8 @@
  *   -DEMPTY                               rank 0 has no tokens: it sends a table and no messages, and its combine
  *                                         receives nothing and so waits for nobody
  *   -DDATES=256                           number of different dates; 256 are more than there are rounds
+ *   -DEXPRESS=ALL|SOME                    rounds whose rows travel as express words: all; those of some ranks
+ *   -DESCAPE                              some express words are BLANK by content, so their piece has a flag
  *   -DFINE                                words posted, and pieces read, one at a time in any order
  *   -DDEATH                               rank 0 stops for ever at some point; a wait for a word of a rank that is
  *                                         dead, or that has given up, may time out
@@ -44,11 +46,19 @@
  * the epoch modulo DATES, waits until it is equal to its own, and must then have the value of its own epoch. One store
  * writes both, so a word is never torn.
  *
+ * Express words. A piece has two, each of which holds BLANK or the epoch of its data. A store is one step, at any
+ * moment between the wait and the end of the launch. A reader takes the piece when neither word is BLANK, or when the
+ * flag is there, and then both must be what was sent. (It needs both, so without -DFINE words 0 are stored before
+ * words 1.) Blanking is a weak store: it lands at any moment between the read and the release that posts the round as
+ * consumed. So a word that was taken is FADING until that step. The own rank's later looks find it blank (stream
+ * order); the step in which a peer passes its wait, the earliest moment of a store, asserts that the words are BLANK.
+ *
  * Flags. A flag has one writer and one reading rank, only grows, and is only compared; a word changes only after its
  * reader has said that it may. Hence a post that arrives late cannot be told from a reader that polls late, and a rank
  * may post one item to all its peers in one step: the readers' own steps supply every delay. The exception is a writer
  * that stops between two posts, so the rank that dies may stop after posting an item to any subset of its peers. -DFINE
- * does without this reduction. A flag is posted only where the piece has rows, and only there it is waited for.
+ * does without this reduction. A flag is posted only where the piece has rows, and only there it is waited for. Express
+ * pieces have one only where a word is BLANK by content; a reader may, but need not, look at it before it takes them.
  *
  * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
  * that ends the launch (the latest read). A cell that holds n at both moments held n in between, because epoch
@@ -80,6 +90,7 @@
 #define ONE 0
 #define ALL 1
 #define SELF 2
+#define SOME 3
 #ifndef ROUTING
 #define ROUTING ONE
 #endif
@@ -132,6 +143,13 @@
 #define TWO_STORES 16        /* a date is stored before its value */
 #define WAIT_FOR_ALL 17      /* receivers wait for flags of pieces of which there are no rows */
 #define SILENT_OWNER 18      /* expert ranks post what returns only of the first piece */
+#define NO_BLANK 19          /* readers leave express words as they are */
+#define WEAK_ACK 20          /* "consumed" does not order the blanking before it */
+#define BLANK_IS_DATA 21     /* readers take a piece of which one word has arrived */
+#define SILENT_ESCAPE 22     /* a piece with a BLANK word has no flag */
+#define PASS_OVER 23         /* rank 1 does not take a piece, of round 1, that it has no room for */
+#define FLAG_ALWAYS 24       /* readers of express words wait for flags */
+#define HEEDLESS 25          /* a combine that only receives takes express words that are there, also after a timeout */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -143,6 +161,8 @@
 #ifndef GRID
 
 #define TORN 255
+#define FADING 254           /* an express word that was taken, until its blanking is sure to be over */
+#define BLANK 0
 #define TABLE 0              /* a word's item: header and counts; c: the entries of piece c */
 #define WORDS (PIECES + 1)
 #if ORDER == STREAMS
@@ -175,19 +195,45 @@
 #define slot(d) (d)
 #endif
 
+/* Express rounds of rank s; its pieces whose word 1 is BLANK by content. Both change between rounds of one parity. */
+#if defined(EXPRESS) && EXPRESS == ALL
+#define express(n, s) true
+#elif defined(EXPRESS)
+#define express(n, s) (((n) / 2 + (s)) % 2 == 0)
+#else
+#define express(n, s) false
+#endif
+#ifdef ESCAPE
+#define content(n, s, c, w) ((w) && ((n) / 2 + (s) + (c)) % 2 -> BLANK : (n))
+#else
+#define content(n, s, c, w) (n)
+#endif
+
 /* Arena words. D or C, then the rank that owns the memory, then the rank that writes. */
 #define D 0
 #define C 1
-#define items(phase, owner, writer) pieces(n, ((phase) == D -> (writer) : (owner)))
+#define source(phase, owner, writer) ((phase) == D -> (writer) : (owner))     /* whose tokens they are */
+#define items(phase, owner, writer) pieces(n, source(phase, owner, writer))
+#define by_words(phase, owner, writer) express(n, source(phase, owner, writer))
+#define sent_word(phase, owner, writer, item, w) content(n, source(phase, owner, writer), item, w)
 #define travels(phase, owner, writer, item) \
     ((phase) == D -> has_rows(n, writer, item, owner) : has_rows(n, owner, item, writer))
-#define CELL(phase, owner, n, writer, item) \
-    cell[((((phase) * N + (owner)) * 2 + parity(n)) * N + ((phase) == D -> (writer) : slot(writer))) * PIECES + (item) - 1]
+#define place(phase, owner, n, writer, item) \
+    (((((phase) * N + (owner)) * 2 + parity(n)) * N + ((phase) == D -> (writer) : slot(writer))) * PIECES + (item) - 1)
+#define CELL(phase, owner, n, writer, item) cell[place(phase, owner, n, writer, item)]
+#ifdef EXPRESS
+#define XWORD(phase, owner, n, writer, item, w) xword[2 * place(phase, owner, n, writer, item) + (w)]
+#else
+#define XWORD(phase, owner, n, writer, item, w) BLANK
+#endif
 #define FLAG(phase, owner, writer, item) flag[(((phase) * N + (owner)) * N + (writer)) * PIECES + (item) - 1]
 #define WORD(owner, n, writer, item) word[(((owner) * 2 + parity(n)) * N + (writer)) * WORDS + (item)]
 #define CONSUMED(phase, owner, writer) consumed[((phase) * N + (owner)) * N + (writer)]
 
 byte cell[2 * N * 2 * N * PIECES];   /* messages, returns; by parity */
+#ifdef EXPRESS
+byte xword[2 * 2 * N * 2 * N * PIECES];   /* express_messages, express_returns: two words a piece */
+#endif
 byte flag[2 * N * N * PIECES];       /* message_ready, return_ready */
 byte word[N * 2 * N * WORDS];        /* header + counts, entries + weights, by parity: the epoch of the value */
 byte consumed[2 * N * N];            /* dispatch_consumed, combine_consumed */
@@ -260,7 +306,30 @@ bool dead;
 #if MUTANT == WAIT_FOR_ALL
 #define awaited(phase, owner, writer, item) true
 #else
-#define awaited(phase, owner, writer, item) travels(phase, owner, writer, item)
+#define awaited(phase, owner, writer, item) taken(phase, owner, writer, item)
+#endif
+
+/* Express words that have arrived. The own rank's blanking is over for its own later looks. */
+#define blank(word) ((word) == BLANK || (word) == FADING)
+#if MUTANT == BLANK_IS_DATA
+#define whole(phase, owner, writer, item) \
+    !(blank(XWORD(phase, owner, n, writer, item, 0)) && blank(XWORD(phase, owner, n, writer, item, 1)))
+#elif MUTANT == FLAG_ALWAYS
+#define whole(phase, owner, writer, item) false
+#else
+#define whole(phase, owner, writer, item) \
+    !(blank(XWORD(phase, owner, n, writer, item, 0)) || blank(XWORD(phase, owner, n, writer, item, 1)))
+#endif
+#if MUTANT == NO_BLANK
+#define after_taking(word) (word)
+#else
+#define after_taking(word) FADING
+#endif
+#if MUTANT == PASS_OVER
+#define taken(phase, owner, writer, item) \
+    (travels(phase, owner, writer, item) && !((phase) == D && (owner) == 1 && n == 1))
+#else
+#define taken(phase, owner, writer, item) travels(phase, owner, writer, item)
 #endif
 
 #define writable(p) free_again(CONSUMED(PHASE, r, p))
@@ -320,7 +389,13 @@ inline check(phase) {
         do
         :: i <= items(phase, r, p) ->
             assert(phase == C || VALUE(r, n, p, i) == n);
-            assert(!travels(phase, r, p, i) || CELL(phase, r, n, p, i) == n);
+            if
+            :: !taken(phase, r, p, i)
+            :: taken(phase, r, p, i) && !by_words(phase, r, p) -> assert(CELL(phase, r, n, p, i) == n)
+            :: taken(phase, r, p, i) && by_words(phase, r, p) ->
+                assert(XWORD(phase, r, n, p, i, 0) == after_taking(n));
+                assert(XWORD(phase, r, n, p, i, 1) == after_taking(n))
+            fi;
             i++
         :: else -> break
         od;
@@ -348,13 +423,32 @@ inline check(phase) {
 #define reads_done received[PHASE * N + r]
 #endif
 
+/* A release: the blanking of the launches before this one is over. */
+#if defined(EXPRESS) && MUTANT != WEAK_ACK
+inline end_blanking() {
+    i = 0;
+    do
+    :: i < 2 * N * PIECES ->
+        if
+        :: xword[2 * place(PHASE, r, received[PHASE * N + r], 0, 1) + i] == FADING ->
+            xword[2 * place(PHASE, r, received[PHASE * N + r], 0, 1) + i] = BLANK
+        :: else
+        fi;
+        i++
+    :: else -> i = 0; break
+    od
+}
+#else
+#define end_blanking() skip
+#endif
+
 proctype Ack(byte r; byte q) {
     byte n, p, i, todo;
     do
     :: FINISHED -> break
     DEAD
 #ifdef FINE
-    :: d_step { begun(ACK) && may_post && !dead_rank(r) -> todo = (1 << N) - 1 }
+    :: d_step { begun(ACK) && may_post && !dead_rank(r) -> end_blanking(); todo = (1 << N) - 1 }
         do
         :: d_step { todo == 0 -> end_task(ACK) } break
         DEAD
@@ -366,6 +460,7 @@ proctype Ack(byte r; byte q) {
         od
 #else
     :: d_step { begun(ACK) && may_post && !dead_rank(r) ->
+        end_blanking();
         p = 0;
         do
         :: p < N && posts -> CONSUMED(PHASE, p, r) = reads_done; p++
@@ -374,6 +469,7 @@ proctype Ack(byte r; byte q) {
         end_task(ACK) }
 #ifdef DEATH
     :: atomic { r == DOOMED && begun(ACK) && !dead ->      /* posts to some and stops */
+        end_blanking();
         do
         :: p < N -> p++
         :: p < N -> CONSUMED(PHASE, p, r) = reads_done; p++
@@ -388,7 +484,9 @@ out: skip
 
 /* ---- SEND ------------------------------------------------------------------------------------------------------ */
 
-/* Posts of one launch, as bits of `todo`: word i to peer p is bit i * N + p, the flag of piece i bit (PIECES + i) * N + p.
+/* Posts of one launch, as bits of `todo`: word i to peer p is bit i * N + p, the flag of piece i (PIECES + i) * N + p. Of
+ * an express piece that is word 0; word 1 is (2 * PIECES + i) * N + p, and its flag (3 * PIECES + i) * N + p, which is
+ * added to `todo` when the warp has stored all words.
  *
  * The step that passes the wait: from now on stores of round n may arrive, at any peer, in any order.
  * Property (a): whatever the slots held has been read, by each peer, up to and including round n-2. */
@@ -409,7 +507,13 @@ inline overwrite(phase) {
             :: else
             fi;
             if
-            :: i > 0 && travels(phase, p, r, i) ->
+            :: i > 0 && travels(phase, p, r, i) && by_words(phase, p, r) ->
+                assert(XWORD(phase, p, n, r, i, 0) == BLANK && XWORD(phase, p, n, r, i, 1) == BLANK);
+#if MUTANT == FLAG_FIRST
+                FLAG(phase, p, r, i) = n;
+#endif
+                todo = todo | (1 << ((PIECES + i) * N + p)) | (1 << ((2 * PIECES + i) * N + p))
+            :: i > 0 && travels(phase, p, r, i) && !by_words(phase, p, r) ->
                 CELL(phase, p, n, r, i) = TORN;
 #if MUTANT == FLAG_FIRST
                 FLAG(phase, p, r, i) = n;
@@ -433,7 +537,32 @@ inline overwrite(phase) {
     i = 0; p = 0
 }
 
-/* Bit b, at peer b % N: a dated word, or payload has arrived and its flag follows. */
+/* The flags of express piece c at the peers that the warp which has stored to d stores to, when it has stored all words
+ * and one is BLANK by content. */
+inline add_flags(c, d) {
+    if
+    :: PHASE == D -> peers = (1 << N) - 1
+    :: else -> peers = 1 << (d)
+    fi;
+    if
+    :: todo & ((peers << ((PIECES + (c)) * N)) | (peers << ((2 * PIECES + (c)) * N)))
+    :: else ->
+        peer = 0;
+        do
+        :: peer < N ->
+            if
+            :: (peers & (1 << peer)) && travels(PHASE, peer, r, c) && sent_word(PHASE, peer, r, c, 1) == BLANK ->
+                todo = todo | (1 << ((3 * PIECES + (c)) * N + peer))
+            :: else
+            fi;
+            peer++
+        :: else -> break
+        od
+    fi;
+    peer = 0; peers = 0
+}
+
+/* Bit b, at peer b % N: a dated word, an express word, or payload has arrived and its flag follows. */
 inline post(b) {
     if
     :: (b) / N <= PIECES ->
@@ -442,10 +571,22 @@ inline post(b) {
         VALUE((b) % N, n, r, (b) / N) = n;
 #endif
         todo = todo & ~(1 << (b))
-    :: else ->
+    :: (b) / N > PIECES && !by_words(PHASE, (b) % N, r) ->
         CELL(PHASE, (b) % N, n, r, (b) / N - PIECES) = n;
         FLAG(PHASE, (b) % N, r, (b) / N - PIECES) = n;
         todo = todo & ~(1 << (b))
+#ifdef EXPRESS
+    :: (b) / N > PIECES && (b) / N <= 3 * PIECES && by_words(PHASE, (b) % N, r) ->
+        XWORD(PHASE, (b) % N, n, r, ((b) / N - 1) % PIECES + 1, ((b) / N > 2 * PIECES)) =
+            sent_word(PHASE, (b) % N, r, ((b) / N - 1) % PIECES + 1, ((b) / N > 2 * PIECES));
+        todo = todo & ~(1 << (b));
+#if MUTANT != SILENT_ESCAPE
+        add_flags(((b) / N - 1) % PIECES + 1, (b) % N)
+#endif
+    :: (b) / N > 3 * PIECES ->
+        FLAG(PHASE, (b) % N, r, (b) / N - 3 * PIECES) = n;
+        todo = todo & ~(1 << (b))
+#endif
     fi
 }
 
@@ -502,7 +643,12 @@ inline post_all() {
 
 proctype Send(byte r; byte q) {
     byte n, p, i;
+#ifdef EXPRESS
+    byte peer, peers;
+    int todo;
+#else
     short todo;
+#endif
     do
     :: FINISHED -> break
     DEAD
@@ -545,7 +691,13 @@ out: skip
 #endif
 #define listed(b) (PHASE == C || dated(WORD(r, n, (b) % N, (b) / N + 1)))
 #define here(b) \
-    (listed(b) && (!awaited(PHASE, r, (b) % N, (b) / N + 1) || arrived(FLAG(PHASE, r, (b) % N, (b) / N + 1))))
+    (listed(b) && (!awaited(PHASE, r, (b) % N, (b) / N + 1) || arrived(FLAG(PHASE, r, (b) % N, (b) / N + 1)) || \
+        by_words(PHASE, r, (b) % N) && whole(PHASE, r, (b) % N, (b) / N + 1)))
+#if MUTANT == HEEDLESS
+#define heeds(b) (!stale[q] || OPERATION == C * 4 + RECEIVE && by_words(PHASE, r, (b) % N))
+#else
+#define heeds(b) (!stale[q])
+#endif
 #ifdef TIMEOUTS
 #define DROP(b) \
     :: d_step { next(b) && !dead_rank(r) && (aborted[r] || !here(b) && gone((b) % N)) -> \
@@ -553,10 +705,24 @@ out: skip
 #else
 #define DROP(b)
 #endif
+#ifdef EXPRESS
+#define TAKE_WORD(b, w) \
+    assert(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, w) == sent_word(PHASE, r, (b) % N, (b) / N + 1, w)); \
+    XWORD(PHASE, r, n, (b) % N, (b) / N + 1, w) = after_taking(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, w))
+#else
+#define TAKE_WORD(b, w) skip
+#endif
 #define TAKE(b) \
-    :: d_step { next(b) && !dead_rank(r) && !stale[q] && here(b) -> \
+    :: d_step { next(b) && !dead_rank(r) && heeds(b) && here(b) -> \
         assert(PHASE == C || VALUE(r, n, (b) % N, (b) / N + 1) == n); \
-        assert(!travels(PHASE, r, (b) % N, (b) / N + 1) || CELL(PHASE, r, n, (b) % N, (b) / N + 1) == n); \
+        if \
+        :: !taken(PHASE, r, (b) % N, (b) / N + 1) \
+        :: taken(PHASE, r, (b) % N, (b) / N + 1) && !by_words(PHASE, r, (b) % N) -> \
+            assert(CELL(PHASE, r, n, (b) % N, (b) / N + 1) == n) \
+        :: taken(PHASE, r, (b) % N, (b) / N + 1) && by_words(PHASE, r, (b) % N) -> \
+            TAKE_WORD(b, 0); \
+            TAKE_WORD(b, 1) \
+        fi; \
         todo = todo & ~(1 << (b)) } \
     DROP(b)
 
@@ -732,6 +898,11 @@ init {
 #define receives(id) true
 #define ANNOUNCER (CTAS / 2)
 #endif
+#if ORDER == ROLES
+#define POSTER (CTAS / 4)    /* the middle of the sending CTAs */
+#else
+#define POSTER (CTAS / 2)
+#endif
 #define MESSAGE(n, id) message[((n) & 1) * CTAS + (id)]
 #define SHARE(n, id) table[((n) & 1) * CTAS + (id)]
 #define FAILED 16
@@ -795,7 +966,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
 #endif
 #if MUTANT != ACK_AFTER_WAIT
     if
-    :: id == CTAS / 2 -> consumed = received
+    :: id == POSTER -> consumed = received
     :: else
     fi;
 #endif
@@ -811,7 +982,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
         fi;
 #if MUTANT == ACK_AFTER_WAIT
         if
-        :: id == CTAS / 2 -> consumed = received
+        :: id == POSTER -> consumed = received
         :: else
         fi;
 #endif
