@@ -11,7 +11,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
+from perf.model import elsewhere_table, fit_model
 from perf.peers import PEERS
 from perf.tables import by_point, ceilings_text, machine_text, peers_table, ratio
 
@@ -57,16 +59,39 @@ def losses_text(run: dict) -> str:
         lines.append(f"- {peer.replace('_', ' ')} {fmt} at {tokens} tokens: {theirs:.1f} us, here {ours:.1f} us.")
     if run["peers"] and not lost:
         lines.append("- No pair of another library in the same format was faster in this run.")
-    far = sorted(
-        (ratio(case), tokens, fmt, name)
-        for (shape, routing, tokens, fmt), every in by_point(run["cases"]).items()
-        for name, case in every.items()
-        if (shape, routing) == (MAIN.text, "uniform") and tokens >= BYTES_TOKENS and not name.startswith("pair")
-    )
-    worst = [f"{name.replace('_', ' ')} {fmt} at {tokens}: {times:.2f}" for times, tokens, fmt, name in far[-WORST:]]
-    if worst:
-        lines.append(f"- Farthest from the floor, from {BYTES_TOKENS} tokens on: {'; '.join(reversed(worst))} times.")
+    own = {swiglu_key(row): row["p50_us"] for row in run["swiglu"]}
+    for row in run.get("compiled", ()):
+        ours = own.get(swiglu_key(row))
+        if ours is not None and row["p50_us"] < ours:
+            text = f"torch.compile of SwiGLU {row['format']} at {row['rows']} rows of {row['width']}"
+            lines.append(f"- {text}: {row['p50_us']:.0f} us, here {ours:.0f} us.")
+    for chosen in ("uniform", "zipf"):
+        far = sorted(
+            (ratio(case), tokens, fmt, name)
+            for (shape, routing, tokens, fmt), every in by_point(run["cases"]).items()
+            for name, case in every.items()
+            if (shape, routing) == (MAIN.text, chosen) and tokens >= BYTES_TOKENS and not name.startswith("pair")
+        )
+        worst = [
+            f"{name.replace('_', ' ')} {fmt} at {tokens}: {times:.2f}" for times, tokens, fmt, name in far[-WORST:]
+        ]
+        if worst:
+            where = f"from {BYTES_TOKENS} tokens on, {chosen} routing"
+            lines.append(f"- Farthest from the floor, {where}: {'; '.join(reversed(worst))} times.")
     return "\n".join(lines)
+
+
+def swiglu_key(row: dict) -> tuple:
+    """What a SwiGLU time is of."""
+    return row["format"], row["interleaved"], row["rows"], row["width"]
+
+
+def predictions_text(run: dict) -> str:
+    """What the model says of machines that were not measured; "" when it knows no rates for this one."""
+    ceilings = Ceilings(**run["ceilings"])
+    gpu = next(iter(run["machine"]["gpus"].values()))
+    table = elsewhere_table(fit_model(run["cases"], ceilings), ceilings, gpu)
+    return f"Predicted from this run by `perf.model`, not measured, in microseconds:\n\n{table}" if table else ""
 
 
 def section(run: dict, folder: str) -> str:
@@ -84,6 +109,7 @@ def section(run: dict, folder: str) -> str:
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
+        predictions_text(run),
         f"All tables (both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU): "
         f"[{folder}]({folder}/tables.md). `make perf` measures your machine, `python -m perf.model {folder}` says what "
         "ceilings explain; what was tried: [perf/LOG.md](perf/LOG.md).",
