@@ -23,6 +23,7 @@ import torch
 from cuda.bindings import driver
 
 from cute_ep.driver import HostMemory, check
+from cute_ep.errors import EPError
 
 SAMPLES = 200
 BURST = 32
@@ -50,17 +51,22 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Gate:
-    """Streams that `hold` has stopped go on when the host calls `open`, or after GATE_TIMEOUT_S."""
+    """Streams that `hold` has stopped go on when the host calls `open`, or after GATE_TIMEOUT_S.
+
+    forced: whether the time was over: then what was measured behind the gate includes the host's work.
+    """
 
     def __init__(self) -> None:
         self._memory = HostMemory(1)
         self._turn = 0
         self._timer: threading.Timer | None = None
+        self.forced = False
 
     def close(self) -> None:
         """Begin a new turn."""
         self._turn += 1
-        self._timer = threading.Timer(GATE_TIMEOUT_S, self.open)
+        self.forced = False
+        self._timer = threading.Timer(GATE_TIMEOUT_S, self._force)
         self._timer.daemon = True
         self._timer.start()
 
@@ -74,6 +80,10 @@ class Gate:
         if self._timer is not None:
             self._timer.cancel()
         self._memory.words[0] = self._turn
+
+    def _force(self) -> None:
+        self.forced = True
+        self.open()
 
     def free(self) -> None:
         """Release the memory; opens first, so that no stream is left waiting."""
@@ -201,5 +211,7 @@ class Runner:
             self._gate.open()
 
         self.on_all(queue, after=go)
+        if self._gate.forced:
+            raise EPError(f"timing: the launches of a burst were not queued within {GATE_TIMEOUT_S:.0f} s")
         samples = list(zip(*spans, strict=True))[IN_STEP:]
         return [max(start.elapsed_time(stop) for start, stop in lanes) / 1e3 for lanes in samples]

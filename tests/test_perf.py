@@ -132,7 +132,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
         def shutdown(self) -> None: ...
 
-    gate = SimpleNamespace(close=lambda: None, open=lambda: None, hold=lambda stream: None, free=lambda: None)
+    gate = SimpleNamespace(
+        close=lambda: None, open=lambda: None, hold=lambda stream: None, free=lambda: None, forced=False
+    )
     fakes = SimpleNamespace(Event=Event, stream=Lane, synchronize=lambda device: None)
     monkeypatch.setattr(timing.torch, "cuda", fakes)
     monkeypatch.setattr(timing, "Gate", lambda: gate)
@@ -159,6 +161,32 @@ def test_a_sample_is_its_slowest_lane(clocks: list[float], chained: bool) -> Non
         spans = runner.time(samples, enqueue, chained=chained)
     assert len(spans) == samples and len(met) == 3
     assert spans == pytest.approx([4e-3] * samples)
+
+
+def test_times_behind_a_gate_that_was_forced_open_do_not_count(
+    clocks: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = FakeStream()
+    stream.lane = 0
+    with Runner([stream]) as runner:
+        monkeypatch.setattr(runner._gate, "forced", True)
+        with pytest.raises(EPError, match="not queued within 60 s"):
+            runner.time(1, lambda lane, index: None)
+
+
+def test_a_gate_opens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(words=[0], address=0)
+    monkeypatch.setattr(timing, "HostMemory", lambda words: memory)
+    gate = timing.Gate()
+    gate.close()
+    assert memory.words == [0]
+    gate.open()
+    assert memory.words == [1] and not gate.forced
+    monkeypatch.setattr(timing, "GATE_TIMEOUT_S", 0.0)
+    gate.close()
+    assert gate._timer is not None
+    gate._timer.join(60)
+    assert memory.words == [2] and gate.forced
 
 
 def test_the_gate_opens_when_queueing_fails(clocks: list[float]) -> None:
