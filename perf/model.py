@@ -1,11 +1,12 @@
 """Predicts a time from ceilings and bytes, and says how far off it is.
 
-    t = launch + flag + overhead + max(link bytes / push, memory bytes / copy) / efficiency
+    t = launch + flag + overhead + max(link bytes / (push * link share), memory bytes / (copy * memory share))
 
-for each launch of a round. Launch, flag, push and copy are the run's ceilings. Overhead (the chain of waits and tables
-that no byte explains) and efficiency are fitted: one pair for each format of dispatch, one for each mode of combine,
-by least squares of relative errors over the main shape with uniform routing. A pair is the sum of its two launches;
-its errors, those of other shapes and of Zipf routing test the model and are not fitted.
+for each launch of a round. Launch, flag, push and copy are the ceilings of the run that a case is from. Overhead (the
+chain of waits and tables that no byte explains) and the two shares are fitted: one triple for each format of dispatch,
+one for each mode of combine, by least squares of relative errors over the main shape with uniform routing, for all
+given runs together. Ranks that share a GPU are another machine: their runs are fitted by themselves. A pair is the sum
+of its two launches; its errors, those of other shapes and of Zipf routing test the model and are not fitted.
 
 python -m perf.model perf/results/<run>...
 """
@@ -16,16 +17,20 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 
 import torch
 
 from cute_ep.ceilings import Ceilings
+from cute_ep.measure import CHAINED
 from cute_ep.traffic import count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 from perf.cases import MAIN
 from perf.tables import markdown
 
+GOOD = 0.15
+"""An error up to which a case counts as explained."""
 FITTED = ("dispatch", "combine_exact", "combine_partial")
 NOMINAL = {"H100": (450e9, 3.35e12), "H200": (450e9, 4.8e12), "B200": (900e9, 8e12)}
 """By a word of the GPU's name: bytes per second of its NVLinks one way and of its memory."""
@@ -37,10 +42,11 @@ PREDICTED = (("dispatch", "bf16"), ("dispatch", "nvfp4"), ("combine_partial", "b
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants of one operation: microseconds, and the share of the ceiling that is reached."""
+    """Constants of one operation: microseconds, and the shares of the two ceilings that it reaches."""
 
     overhead_us: float
-    efficiency: float
+    link: float
+    memory: float
 
 
 Key = tuple[str, str | None]
@@ -52,9 +58,9 @@ def key_of(operation: str, fmt: str) -> Key:
     return operation, fmt if operation == "dispatch" else None
 
 
-def work_us(part: Sequence[int], ceilings: Ceilings) -> float:
-    """Microseconds that the bytes of one launch take at the ceilings."""
-    return 1e6 * max(part[0] / ceilings.push, part[1] / ceilings.memory)
+def work_us(part: Sequence[int], ceilings: Ceilings) -> tuple[float, float]:
+    """Microseconds that the bytes of one launch take at the ceilings of links and of memory."""
+    return 1e6 * part[0] / ceilings.push, 1e6 * part[1] / ceilings.memory
 
 
 def latency_us(ceilings: Ceilings) -> float:
@@ -62,39 +68,52 @@ def latency_us(ceilings: Ceilings) -> float:
     return 1e6 * (ceilings.launch + ceilings.flag)
 
 
-def fit_line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> Fit:
-    """y = overhead + x / efficiency by weighted least squares, with overhead >= 0."""
+Point = tuple[float, float, float, float]
+"""Microseconds at the link ceiling and at the memory ceiling, measured without launch and flag, measured."""
+
+
+def fit_constants(points: Sequence[Point]) -> Fit:
+    """The triple with the least squares of relative errors: shares in steps of 0.01 up to 1, overhead >= 0 exactly.
+
+    Points that do not tell the shares apart leave the one that does not matter at the largest value that fits.
+    """
+    weights = [point[3] ** -2 for point in points]
     total = sum(weights)
-    sums = [
-        sum(w * value for w, value in zip(weights, values, strict=True))
-        for values in (
-            [x for x, _ in points],
-            [y for _, y in points],
-            [x * x for x, _ in points],
-            [x * y for x, y in points],
-        )
-    ]
-    by_x, by_y, by_xx, by_xy = sums
-    spread = total * by_xx - by_x * by_x
-    slope = (total * by_xy - by_x * by_y) / spread if spread > 1e-12 * total * by_xx else 1.0
-    overhead = (by_y - slope * by_x) / total
-    if overhead < 0 and by_xx:
-        overhead, slope = 0.0, by_xy / by_xx
-    return Fit(max(0.0, overhead), 1 / slope if slope > 0 else float("inf"))
+    best = (float("inf"), Fit(0.0, 1.0, 1.0))
+    for step, reach in ((0.05, 20), (0.01, 5)):
+        centre = best[1]
+        for link in _around(centre.link, step, reach):
+            for memory in _around(centre.memory, step, reach):
+                gaps = [point[2] - max(point[0] / link, point[1] / memory) for point in points]
+                overhead = max(0.0, sum(map(mul, weights, gaps)) / total)
+                squares = sum(weight * (gap - overhead) ** 2 for weight, gap in zip(weights, gaps, strict=True))
+                if squares < best[0] * (1 - 1e-9):
+                    best = squares, Fit(overhead, link, memory)
+    return best[1]
 
 
-def fit_model(cases: Iterable[dict], ceilings: Ceilings) -> dict[Key, Fit]:
+def _around(centre: float, step: float, reach: int) -> list[float]:
+    """Shares near one, in (0, 1], largest first."""
+    shares = [round(centre + index * step, 2) for index in range(reach, -reach - 1, -1)]
+    return [share for share in shares if 0 < share <= 1]
+
+
+def fit_model(runs: Sequence[dict]) -> dict[Key, Fit]:
     """The constants of every operation among the cases of the main shape with uniform routing."""
-    points: dict[Key, list[tuple[float, float]]] = {}
-    weights: dict[Key, list[float]] = {}
-    for case in cases:
-        if (case["shape"], case["routing"]) != (MAIN.text, "uniform") or case["operation"] not in FITTED:
-            continue
-        key = key_of(case["operation"], case["format"])
-        work = work_us(case["parts"][0], ceilings)
-        points.setdefault(key, []).append((work, case["p50_us"] - latency_us(ceilings)))
-        weights.setdefault(key, []).append(case["p50_us"] ** -2)
-    return {key: fit_line(points[key], weights[key]) for key in points}
+    points: dict[Key, list[Point]] = {}
+    for run in runs:
+        ceilings = Ceilings(**run["ceilings"])
+        for case in run["cases"]:
+            if (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in FITTED:
+                link, memory = work_us(case["parts"][0], ceilings)
+                point = link, memory, case["p50_us"] - latency_us(ceilings), case["p50_us"]
+                points.setdefault(key_of(case["operation"], case["format"]), []).append(point)
+    return {key: fit_constants(own) for key, own in points.items()}
+
+
+def shares_gpus(run: dict) -> bool:
+    """Whether several ranks of the run were on one GPU."""
+    return len(set(run["machine"]["devices"])) < len(run["machine"]["devices"])
 
 
 def operations_of(case: dict) -> tuple[str, ...]:
@@ -109,7 +128,8 @@ def predict(case: dict, fits: dict[Key, Fit], ceilings: Ceilings) -> float | Non
         fit = fits.get(key_of(operation, case["format"]))
         if fit is None:
             return None
-        total += latency_us(ceilings) + fit.overhead_us + work_us(part, ceilings) / fit.efficiency
+        link, memory = work_us(part, ceilings)
+        total += latency_us(ceilings) + fit.overhead_us + max(link / fit.link, memory / fit.memory)
     return total
 
 
@@ -142,12 +162,33 @@ def expected_case(operation: str, fmt: str, ranks: int, tokens: int) -> dict:
 
 
 def constants_table(fits: dict[Key, Fit]) -> str:
-    """Overheads and efficiencies."""
+    """Overheads and shares."""
     rows = [
-        (operation.replace("_", " "), fmt or "any", f"{fit.overhead_us:.1f}", f"{fit.efficiency:.2f}")
+        (operation.replace("_", " "), fmt or "any", f"{fit.overhead_us:.1f}", f"{fit.link:.2f}", f"{fit.memory:.2f}")
         for (operation, fmt), fit in fits.items()
     ]
-    return markdown(("operation", "format", "overhead (us)", "efficiency"), rows)
+    return markdown(("operation", "format", "overhead (us)", "share of links", "share of memory"), rows)
+
+
+def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
+    """How far off the model is, by shape and routing; `pair_chained` is launched without a graph and left out."""
+    ceilings = Ceilings(**run["ceilings"])
+    errors: dict[tuple[str, str], list[float]] = {}
+    for case in run["cases"]:
+        predicted = predict(case, fits, ceilings)
+        if predicted is not None and case["operation"] != CHAINED:
+            errors.setdefault((case["shape"], case["routing"]), []).append(abs(predicted / case["p50_us"] - 1))
+    rows = [
+        (
+            *where,
+            str(len(own)),
+            str(sum(error <= GOOD for error in own)),
+            f"{sum(own) / len(own):.0%}",
+            f"{max(own):.0%}",
+        )
+        for where, own in errors.items()
+    ]
+    return markdown(("shape", "routing", "cases", f"within {GOOD:.0%}", "mean error", "largest"), rows)
 
 
 def errors_table(cases: Iterable[dict], fits: dict[Key, Fit], ceilings: Ceilings) -> str:
@@ -176,26 +217,29 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
     return markdown(("machine", "operation", "format", *(f"{tokens} tokens" for tokens in PREDICTED_TOKENS)), rows)
 
 
-def page(run: dict) -> str:
-    """Constants, errors and predictions of one run."""
+def page(run: dict, runs: Sequence[dict]) -> str:
+    """Constants from all runs of the kind; errors of one run; predictions from its ceilings."""
     ceilings = Ceilings(**run["ceilings"])
-    fits = fit_model(run["cases"], ceilings)
+    fits = fit_model([one for one in runs if shares_gpus(one) == shares_gpus(run)])
     gpu = next(iter(run["machine"]["gpus"].values()))
-    return "\n".join(
-        filter(
-            None,
-            (constants_table(fits), elsewhere_table(fits, ceilings, gpu), errors_table(run["cases"], fits, ceilings)),
-        )
-    )
+    elsewhere = "" if shares_gpus(run) else elsewhere_table(fits, ceilings, gpu)
+    tables = (constants_table(fits), elsewhere, summary_table(run, fits), errors_table(run["cases"], fits, ceilings))
+    return "\n".join(filter(None, tables))
+
+
+def read_run(folder: Path) -> dict:
+    """A run's JSON."""
+    return json.loads((folder / "run.json").read_text())
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders with a run.json")
-    for folder in parser.parse_args().folders:
-        run = json.loads((folder / "run.json").read_text())
-        print(f"{folder}\n\n{page(run)}")  # noqa: T201
+    folders = parser.parse_args().folders
+    runs = [read_run(folder) for folder in folders]
+    for folder, run in zip(folders, runs, strict=True):
+        print(f"{folder}\n\n{page(run, runs)}")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def _token_axis(axis, values: Iterable[int]) -> None:
 def draw_latency(plt, run: dict):
     """Measured medians over the model, floors dashed."""
     ceilings = Ceilings(**run["ceilings"])
-    fits = fit_model(run["cases"], ceilings)
+    fits = fit_model([run])
     figure, axes = _panels(plt, len(SHOWN))
     for axis, operation in zip(axes, SHOWN, strict=True):
         for fmt in MEASURED_FORMATS if operation != "combine_partial" else ("bf16",):

@@ -6,14 +6,13 @@ It replaces what is between the markers, and leaves the rest of the file as it i
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
-from perf.model import elsewhere_table, fit_model
+from perf.model import elsewhere_table, fit_model, read_run, shares_gpus, summary_table
 from perf.peers import PEERS
 from perf.tables import by_point, ceilings_text, machine_text, peers_table, ratio
 
@@ -86,16 +85,19 @@ def swiglu_key(row: dict) -> tuple:
     return row["format"], row["interleaved"], row["rows"], row["width"]
 
 
-def predictions_text(run: dict) -> str:
-    """What the model says of machines that were not measured; "" when it knows no rates for this one."""
-    ceilings = Ceilings(**run["ceilings"])
-    gpu = next(iter(run["machine"]["gpus"].values()))
-    table = elsewhere_table(fit_model(run["cases"], ceilings), ceilings, gpu)
-    return f"Predicted from this run by `perf.model`, not measured, in microseconds:\n\n{table}" if table else ""
+def predictions_text(run: dict, others: Sequence[dict]) -> str:
+    """How well the model explains the run, and what it says of machines that were not measured; "" when it knows no
+    rates for this one."""
+    fits = fit_model([one for one in (run, *others) if shares_gpus(one) == shares_gpus(run)])
+    table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
+    if not table:
+        return ""
+    explained = f"The model of `perf/model.py` against this run:\n\n{summary_table(run, fits)}"
+    return f"{explained}\n\nWhat it predicts, not measured, in microseconds:\n\n{table}"
 
 
-def section(run: dict, folder: str) -> str:
-    """The section's text; `folder` is the run's, as seen from the README."""
+def section(run: dict, folder: str, others: Sequence[dict] = ()) -> str:
+    """The section's text; `folder` is the run's, as seen from the README. `others`: runs for the model's constants."""
     files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
     plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
@@ -109,7 +111,7 @@ def section(run: dict, folder: str) -> str:
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
-        predictions_text(run),
+        predictions_text(run, others),
         f"All tables (both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU): "
         f"[{folder}]({folder}/tables.md). `make perf` measures your machine, `python -m perf.model {folder}` says what "
         "ceilings explain; what was tried: [perf/LOG.md](perf/LOG.md).",
@@ -121,12 +123,13 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with a run.json")
+    parser.add_argument("others", nargs="*", type=Path, metavar="DIR", help="more runs for the model's constants")
     parser.add_argument("--readme", type=Path, default=README, metavar="FILE", help="(default: the project's)")
     args = parser.parse_args()
-    run = json.loads((args.folder / "run.json").read_text())
+    run = read_run(args.folder)
     folder = Path(os.path.relpath(args.folder, README.parent)).as_posix()
     try:
-        text = replace_between(args.readme.read_text(), section(run, folder))
+        text = replace_between(args.readme.read_text(), section(run, folder, [read_run(one) for one in args.others]))
     except ValueError as error:
         parser.error(f"{args.readme}: {error}")
     args.readme.write_text(text)

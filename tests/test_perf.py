@@ -41,16 +41,16 @@ def case(operation: str, fmt: str, tokens: int, p50: float, parts: list, **other
     return about | {"rounds": 8, "parts": parts} | times | floors(parts, CEILINGS) | other
 
 
-def synthetic(overhead: float = 5.0, efficiency: float = 0.8) -> list[dict]:
+def synthetic(overhead: float = 5.0, link: float = 0.8, memory: float = 0.5) -> list[dict]:
     """Cases that follow the model exactly."""
     cases = []
     fits = {
-        model.key_of(name, fmt): model.Fit(overhead, efficiency) for name in model.FITTED for fmt in ("bf16", "fp8")
+        model.key_of(name, fmt): model.Fit(overhead, link, memory) for name in model.FITTED for fmt in ("bf16", "fp8")
     }
     for fmt, message in (("bf16", 14336), ("fp8", 7392)):
         for tokens in (1, 16, 128, 4096):
             for operation, launches in PARTS.items():
-                parts = [[3 * tokens * message, 12 * tokens * message] for _ in launches]
+                parts = [[3 * tokens * message, (4 if tokens == 128 else 40) * tokens * message] for _ in launches]
                 one = case(operation, fmt, tokens, 1.0, parts)
                 time = model.predict(one, fits, CEILINGS)
                 assert time is not None
@@ -348,26 +348,37 @@ def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_fit_recovers_constants() -> None:
-    fits = model.fit_model(synthetic(overhead=7.5, efficiency=0.62), CEILINGS)
+    run = example_run() | {"cases": synthetic(overhead=7.5, link=0.62, memory=0.44)}
+    fits = model.fit_model([run, run])
     assert set(fits) == {("dispatch", "bf16"), ("dispatch", "fp8"), ("combine_exact", None), ("combine_partial", None)}
     for fit in fits.values():
-        assert fit.overhead_us == pytest.approx(7.5) and fit.efficiency == pytest.approx(0.62)
+        assert (fit.overhead_us, fit.link, fit.memory) == pytest.approx((7.5, 0.62, 0.44), rel=0.02)
 
 
 def test_fit_has_no_negative_overhead() -> None:
-    fit = model.fit_line([(10.0, 5.0), (20.0, 15.0)], [1.0, 1.0])
-    assert fit.overhead_us == 0 and fit.efficiency == pytest.approx(500 / 350)
-    assert model.fit_line([(10.0, 15.0)], [1.0]) == model.Fit(5.0, 1.0)
+    fit = model.fit_constants([(10.0, 0.0, 10.0, 12.0), (20.0, 0.0, 25.0, 27.0)])
+    assert fit.overhead_us == 0 and 0.8 <= fit.link <= 1
+    assert model.fit_constants([(0.0, 0.0, 5.0, 7.0)]).overhead_us == pytest.approx(5.0)
 
 
 def test_a_pair_is_its_launches() -> None:
     cases = synthetic()
-    fits = model.fit_model(cases, CEILINGS)
+    fits = model.fit_model([example_run() | {"cases": cases}])
     for one in cases:
-        assert model.predict(one, fits, CEILINGS) == pytest.approx(one["p50_us"])
+        assert model.predict(one, fits, CEILINGS) == pytest.approx(one["p50_us"], rel=0.01)
     assert model.predict(cases[0] | {"format": "mxfp4"}, fits, CEILINGS) is None
     text = model.errors_table(cases, fits, CEILINGS)
     assert text.count("+0%") + text.count("-0%") == len(cases)
+    graphs = sum(one["operation"] != "pair_chained" for one in cases)
+    assert f"| {graphs} | {graphs} | 0% | 0% |" in model.summary_table(example_run() | {"cases": cases}, fits)
+
+
+def test_ranks_that_share_a_gpu_are_another_machine() -> None:
+    alone, shared = example_run(), example_run()
+    shared["machine"] = shared["machine"] | {"devices": ["cuda:0", "cuda:0"]}
+    shared["cases"] = synthetic(overhead=50.0)
+    assert model.page(alone, [alone, shared]) == model.page(alone, [alone])
+    assert "NVL72" not in model.page(shared, [alone, shared]) and "| 50." in model.page(shared, [alone, shared])
 
 
 def test_other_machines_scale_with_their_nominal_rates() -> None:
@@ -377,7 +388,7 @@ def test_other_machines_scale_with_their_nominal_rates() -> None:
     assert model.ceilings_elsewhere(CEILINGS, "GeForce", "B200") is None
     eight = model.expected_case("dispatch", "bf16", 8, 64)
     assert eight["parts"][0][0] / (64 * 14336) == pytest.approx(4.63, rel=0.1)  # remote ranks of a token, top-8 of 256
-    text = model.page(example_run())
+    text = model.page(example_run(), [example_run()])
     assert "NVL72" in text and "8 x H200" in text
 
 
