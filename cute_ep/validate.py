@@ -52,13 +52,15 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
     actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(want not in (None, got) for got, want in zip(actual, shape, strict=True)):
+    if actual != shape and (
+        len(actual) != len(shape) or any(want not in (None, got) for got, want in zip(actual, shape, strict=True))
+    ):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise EPInputError(f"{name}.shape = {actual}: must be ({wanted})")
     if tensor.dtype != dtype:
         raise EPInputError(f"{name}.dtype = {tensor.dtype}: must be {dtype}")
-    if device is not None and tensor.device != torch.device(device):
-        raise EPInputError(f"{name}.device = {tensor.device}: must be {torch.device(device)}")
+    if device is not None and tensor.device != (device := torch.device(device)):
+        raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
     if not tensor.is_contiguous():
         raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous")
     if tensor.data_ptr() % alignment:

@@ -21,6 +21,7 @@ from cute_ep import communicator as module
 from cute_ep import connection, driver, reference
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
+from cute_ep.dispatched import DispatchBuffers
 from cute_ep.distributed import (
     DistributedEPCombine,
     DistributedEPDispatch,
@@ -576,6 +577,25 @@ def test_order_of_halves(rank: Communicator) -> None:
     rank.dispatch_wait(first)
     with pytest.raises(EPInputError, match="next to receive is 2"):
         rank.dispatch_wait(first)
+
+
+def test_buffers_are_checked_once(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    check = module.check_buffers
+
+    def counted(cfg: EPConfig, out: DispatchBuffers, device: torch.device) -> None:
+        checked.append(id(out))
+        check(cfg, out, device)
+
+    monkeypatch.setattr(module, "check_buffers", counted)
+    one, two = rank.allocate(16), rank.allocate(16)
+    for out in (one, two, one, two):
+        rank.dispatch(*arguments(), out=out)
+    assert checked == [id(one), id(two)]
+    wrong = replace(one, num_rows=one.num_rows.float())
+    for _ in range(2):
+        with pytest.raises(EPInputError, match=r"out\.num_rows"):
+            rank.dispatch(*arguments(), out=wrong)
 
 
 def test_buffers_have_whole_groups(make: Make) -> None:
