@@ -11,10 +11,10 @@ from cute_ep.kernels.block import THREADS, shared_array
 from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import zero_scale_rows
+from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
-from cute_ep.layouts.record import Region
 from cute_ep.layouts.scales import ATOM_ROWS
 
 PADDING_JOBS = 16
@@ -22,10 +22,10 @@ PADDING_JOBS = 16
 
 
 class Announce:
-    """Writes the small outputs from the tables that `Expand._read_routes` left in shared memory."""
+    """Writes the small outputs from the tables."""
 
-    def __init__(self, bases: Region, row_starts: Region, scale_starts: Region, headers: Region) -> None:
-        self.bases, self.row_starts, self.scale_starts, self.headers = bases, row_starts, scale_starts, headers
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
 
     @cute.jit
     def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
@@ -43,10 +43,10 @@ class Announce:
 
         No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
         """
-        sBase = shared_array(self.bases, Int32)
-        sStart = shared_array(self.row_starts, Int32)
-        sScaleStart = shared_array(self.scale_starts, Int32)
-        sHeader = shared_array(self.headers, Int32)
+        sBase = shared_array(self.tables.bases, Int32)
+        sStart = shared_array(self.tables.row_starts, Int32)
+        sScaleStart = shared_array(self.tables.scale_starts, Int32)
+        sHeader = shared_array(self.tables.headers, Int32)
         groups = group.local_experts + args.shared_groups
         gRowOffset = array(args.row_offsets, Int32, groups + 1)
         gRowCount = array(args.row_counts, Int32, groups)
@@ -87,9 +87,9 @@ class Announce:
     @cute.jit
     def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
-        sBase = shared_array(self.bases, Int32)
-        sStart = shared_array(self.row_starts, Int32)
-        sScaleStart = shared_array(self.scale_starts, Int32)
+        sBase = shared_array(self.tables.bases, Int32)
+        sStart = shared_array(self.tables.row_starts, Int32)
+        sScaleStart = shared_array(self.tables.scale_starts, Int32)
         start = Int32(0)
         rows = args.shared_rows
         scale_start = Int32(0)

@@ -1,9 +1,8 @@
 """Expand role: wait for each piece of a message and copy it to the token's expert rows, with its scale factors.
 
 Row of entry (source, token, k) with local expert e: row_start[e] + base[e, source] - base[e, 0] + position, where base
-is the exclusive prefix sum of the gathered counts and row_start leaves room for padding. Every receiving CTA scans the
-counts itself (at most MAX_EXPERTS numbers), so no CTA waits for another. Then each warp takes pieces (`pieces`): lane k
-finds the row of entry k. A token of the shared expert has one more row, on the own rank.
+is the exclusive prefix sum of the gathered counts and row_start leaves room for padding (`tables`). Each warp takes
+pieces (`pieces`): lane k finds the row of entry k. A token of the shared expert has one more row, on the own rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.announce import Announce
 from cute_ep.kernels.arith import anew
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, THREADS, shared_array, warp_exclusive_scan
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.express import (
     blank_vector,
@@ -35,13 +34,13 @@ from cute_ep.kernels.pieces import (
     dealt_stride,
     from_lane,
     lowest,
-    most_pieces,
     piece_of,
     spare_cta,
     units_of,
 )
 from cute_ep.kernels.scale_rows import store_scale_word
-from cute_ep.kernels.sync import block_all, warp_all
+from cute_ep.kernels.sync import warp_all
+from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord
 from cute_ep.layouts.device import array, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
@@ -49,8 +48,6 @@ from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import (
     LOST_ROW,
     MASKED_ENTRY,
-    MAX_EXPERTS,
-    MAX_RANKS,
     NO_ROW,
     Phase,
     entry_expert,
@@ -66,22 +63,18 @@ class Expand:
     """Turns received messages into the ragged, expert-major output. Knows sizes of rows, not formats."""
 
     def __init__(self, shared: RegionMap) -> None:
-        self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
-        self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
-        self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
-        self.items = shared.add("expand_items", 4, 1)
-        self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
-        self.announce = Announce(self.bases, self.row_starts, self.scale_starts, self.headers)
+        self.tables = Tables(shared)
+        self.announce = Announce(self.tables)
 
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
-        alive = self._read_routes(group, args, epoch)
+        alive = self.tables.read(group, args, epoch)
         if alive:
             if first == spare_cta(count):
                 self.announce.run(group, args)
-        sHeader = shared_array(self.headers, Int32)
-        sItems = shared_array(self.items, Int32)
+        sHeader = shared_array(self.tables.headers, Int32)
+        sItems = shared_array(self.tables.items, Int32)
         item = dealt_first(sItems[0], first, count, group.warp)
         while alive and item < sItems[0]:
             turn, index = group.by_ranks.split(item)
@@ -95,68 +88,6 @@ class Expand:
         if alive:
             self.announce.zero_padding(group, args, first, count)
         return alive
-
-    @cute.jit
-    def _read_routes(self, group, args, epoch: Int64) -> Boolean:
-        """Wait for every source's counts and header (`Route`) and fill the tables in shared memory from them.
-
-        sBase[e * R + source] = entries before that pair, sBase[E] = all. sStart[e] = first output row of local expert
-        e, sStart[L] = all rows; sScaleStart[e] = its first scale row.
-        """
-        parity = epoch & 1
-        sBase = shared_array(self.bases, Int32)
-        sStart = shared_array(self.row_starts, Int32)
-        sScaleStart = shared_array(self.scale_starts, Int32)
-        sHeader = shared_array(self.headers, Int32)
-        alive = Boolean(True)
-        pairs = group.experts + group.ranks * len(HeaderWord)
-        for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
-            source, column = group.by_ranks.split(item)
-            word = group.base + group.arena.table.at(parity, source, column)
-            value, came = group.read_dated(word, epoch, source, Phase.ROUTE, column)
-            if column < len(HeaderWord):
-                sHeader[source, column] = value
-            else:
-                sBase[item - group.ranks * len(HeaderWord)] = value
-            alive = alive & came
-        alive = block_all(alive)
-        if alive:
-            self._place_rows(group, args, sBase, sStart, sScaleStart)
-        return alive
-
-    @cute.jit
-    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
-        """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
-        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        if group.warp == 0:
-            warp_exclusive_scan(sBase, group.experts, group.lane)
-        if group.tid == 32:
-            sItems[0] = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES) * group.ranks
-        cute.arch.sync_threads()
-        if group.warp == 0:
-            self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
-        if group.warp == 1:
-            if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
-                self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def _place_groups(self, group, sBase, sStart, shared_rows: Int32, alignment: Int32) -> None:
-        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
-        warp."""
-        before = (shared_rows + alignment - 1) & -alignment
-        if alignment == 1:
-            for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
-                sStart[expert] = before + sBase[expert * group.ranks]
-        else:
-            for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
-                rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
-                sStart[expert] = (rows + alignment - 1) & -alignment
-            cute.arch.sync_warp()
-            warp_exclusive_scan(sStart, group.local_experts, group.lane)
-            if before != 0:
-                for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
-                    sStart[expert] = sStart[expert] + before
 
     @cute.jit
     def _take(self, group, args, epoch: Int64, source, piece) -> Boolean:
@@ -185,7 +116,7 @@ class Expand:
 
     def _tokens(self, source) -> Int32:
         """Tokens of a source, from its header."""
-        return shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)]
+        return shared_array(self.tables.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
     def _message(self, group, args, epoch: Int64, source, piece) -> Int64:
         """Address of the message that the piece belongs to."""
@@ -211,10 +142,10 @@ class Expand:
         NO_ROW where it is not this rank's, LOST_ROW where the output has no room. The warp with the first piece records
         the rows for combine."""
         lane = group.lane
-        sBase = shared_array(self.bases, Int32)
-        sStart = shared_array(self.row_starts, Int32)
-        sScaleStart = shared_array(self.scale_starts, Int32)
-        sHeader = shared_array(self.headers, Int32)
+        sBase = shared_array(self.tables.bases, Int32)
+        sStart = shared_array(self.tables.row_starts, Int32)
+        sScaleStart = shared_array(self.tables.scale_starts, Int32)
+        sHeader = shared_array(self.tables.headers, Int32)
         in_rank = group.max_tokens * group.top_k
         index = piece.token * group.top_k + lane
         row = Int32(NO_ROW)

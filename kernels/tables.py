@@ -1,0 +1,91 @@
+"""The tables of a receiving CTA: what every source has sent to this rank, and where its rows begin.
+
+Every receiving CTA scans the counts itself (at most MAX_EXPERTS numbers), so no CTA waits for another.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_ep.kernels.block import THREADS, shared_array, warp_exclusive_scan
+from cute_ep.kernels.pieces import most_pieces
+from cute_ep.kernels.sync import block_all
+from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, Phase
+
+
+class Tables:
+    """Shared memory that `read` fills.
+
+    bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e]: first output row of local expert e;
+    row_starts[L]: all rows. scale_starts[e]: its first scale row, where that is another one. items: pieces of all
+    sources. headers[source]: its `HeaderWord`s.
+    """
+
+    def __init__(self, shared: RegionMap) -> None:
+        self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
+        self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
+        self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
+        self.items = shared.add("expand_items", 4, 1)
+        self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
+
+    @cute.jit
+    def read(self, group, args, epoch: Int64) -> Boolean:
+        """Wait for every source's counts and header (`Route`) and fill the tables from them. False after a timeout."""
+        parity = epoch & 1
+        sBase = shared_array(self.bases, Int32)
+        sStart = shared_array(self.row_starts, Int32)
+        sScaleStart = shared_array(self.scale_starts, Int32)
+        sHeader = shared_array(self.headers, Int32)
+        alive = Boolean(True)
+        pairs = group.experts + group.ranks * len(HeaderWord)
+        for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
+            source, column = group.by_ranks.split(item)
+            word = group.base + group.arena.table.at(parity, source, column)
+            value, came = group.read_dated(word, epoch, source, Phase.ROUTE, column)
+            if column < len(HeaderWord):
+                sHeader[source, column] = value
+            else:
+                sBase[item - group.ranks * len(HeaderWord)] = value
+            alive = alive & came
+        alive = block_all(alive)
+        if alive:
+            self._place_rows(group, args, sBase, sStart, sScaleStart)
+        return alive
+
+    @cute.jit
+    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
+        """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
+        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+        if group.warp == 0:
+            warp_exclusive_scan(sBase, group.experts, group.lane)
+        if group.tid == 32:
+            sItems[0] = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES) * group.ranks
+        cute.arch.sync_threads()
+        if group.warp == 0:
+            self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
+        if group.warp == 1:
+            if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
+                self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _place_groups(self, group, sBase, sStart, shared_rows: Int32, alignment: Int32) -> None:
+        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
+        warp."""
+        before = (shared_rows + alignment - 1) & -alignment
+        if alignment == 1:
+            for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
+                sStart[expert] = before + sBase[expert * group.ranks]
+        else:
+            for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
+                rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+                sStart[expert] = (rows + alignment - 1) & -alignment
+            cute.arch.sync_warp()
+            warp_exclusive_scan(sStart, group.local_experts, group.lane)
+            if before != 0:
+                for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
+                    sStart[expert] = sStart[expert] + before
