@@ -39,7 +39,7 @@ from cute_ep.kernels.pieces import (
     units_of,
 )
 from cute_ep.kernels.scale_rows import store_scale_word
-from cute_ep.kernels.sync import warp_all
+from cute_ep.kernels.sync import wait_at_least, wait_two_dated, warp_all
 from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord
 from cute_ep.layouts.device import array, vector_atom, vector_tensor
@@ -158,7 +158,8 @@ class Expand:
             weights = words
             if piece.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
                 weights = group.base + group.arena.weights.at(epoch & 1, source, piece.token, lane)
-            entry, weight, came = group.read_two_dated(words, weights, epoch, source, Phase.ROUTE, piece.token)
+            watch = group.watch
+            entry, weight, came = wait_two_dated(watch, words, weights, epoch, source, Phase.ROUTE, piece.token)
             if not came:
                 entry = Int32(MASKED_ENTRY)
             local = entry_expert(entry) - group.rank * group.local_experts
@@ -204,7 +205,7 @@ class Expand:
         arrived = Boolean(True)
         if group.lane == 0:
             flag = group.base + group.arena.message_ready.at(source, piece.index)
-            arrived = group.wait_one(flag, epoch, source, Phase.MESSAGE, piece.index)
+            arrived = wait_at_least(group.watch, flag, epoch, source, Phase.MESSAGE, piece.index)
         return warp_all(arrived)
 
     @cute.jit
@@ -249,7 +250,7 @@ class Expand:
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
                 look_at_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
-                blank = blank | has_blank(rQ[None, slot], 4)
+                blank = blank | has_blank(rQ[None, slot])
         return Uint32(blank) & ~settled
 
     @cute.jit

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.divide import remainder
-from cute_ep.kernels.sync import now_ns
+from cute_ep.kernels.sync import now_ns, report
 from cute_ep.layouts.arena import BLANK, EXPRESS_TOKENS, Region
 from cute_ep.layouts.device import WORDS, pointer, vector_at, vector_atom
 
@@ -34,10 +34,10 @@ def home_of(express: Boolean, express_region: Region, region: Region, *coord) ->
     return cutlass.select_(express, express_region.at(*coord), region.at(*coord))
 
 
-def has_blank(words, count: int) -> Boolean:
-    """Whether one of `count` words is BLANK."""
+def has_blank(words) -> Boolean:
+    """Whether one of a vector's words is BLANK."""
     blank = words[0] == Uint32(BLANK)
-    for index in range(1, count):
+    for index in range(1, WORDS):
         blank = blank | (words[index] == Uint32(BLANK))
     return blank
 
@@ -115,7 +115,7 @@ def wait_whole(group, look, check, settled: Uint32, epoch: Int64, peer: Int32, p
             in_time = cute.arch.vote_all_sync(healthy & (_ticks(now_ns()) - limit <= 0))
             if not in_time:
                 if healthy & ((missing >> Uint32(group.lane)) & Uint32(1) != Uint32(0)):
-                    group.report_missing(peer, phase, index, epoch)
+                    report(group.watch, peer, phase, Int32(index), epoch, epoch - 1)
                 alive = Boolean(False)
                 waiting = Boolean(False)
     return alive

@@ -132,7 +132,7 @@ class GiveBack:
                     unit = (base + slot) * SEGMENT + lane
                     if (base + slot < piece.last) & (unit < units):
                         send_vector(rX[None, slot], slot_home + Int64(unit) * VECTOR_BYTES)
-                        blank = blank | has_blank(rX[None, slot], 4)
+                        blank = blank | has_blank(rX[None, slot])
         return blank
 
     @cute.jit

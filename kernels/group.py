@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, quotient, remainder
-from cute_ep.kernels.sync import block_all, post, report, wait_at_least, wait_dated, wait_two_dated
+from cute_ep.kernels.sync import Watch, block_all, post, report, wait_at_least
 from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of
 from cute_ep.layouts.device import array, pointer
 from cute_ep.layouts.record import Region, RegionMap
@@ -101,6 +101,11 @@ class GroupView:
         """Number of the warp within its CTA."""
         return quotient(self.tid, 32)
 
+    @property
+    def watch(self) -> Watch:
+        """For the waits of `sync`. Made where it is needed: it takes no registers elsewhere."""
+        return Watch(self.timeout_ns, self.status, self.base + self.arena.state.offset)
+
     def expert_of(self, given: Int32) -> Int32:
         """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
         that no address is formed from an unchecked id."""
@@ -121,34 +126,19 @@ class GroupView:
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
     @cute.jit
-    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, *index) -> Boolean:
-        """CTA barrier: wait until the word (peer, *index) of the own `flags` holds at least `epoch` for every peer. The
-        peer table may be read after it.
+    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr) -> Boolean:
+        """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`. The peer table may be
+        read after it.
 
         False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch.
         """
         alive = Boolean(True)
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
-            alive = self.wait_one(self.base + flags.at(tid, *index), epoch, tid, phase, *index)
+            flag = self.base + flags.at(tid)
+            alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
             sPeers[tid] = self.peer_base
         return block_all(alive)
-
-    def wait_one(self, flag: Int64, epoch: Int64, peer: Int32, phase: Phase, *index) -> Boolean:
-        """One thread's bounded wait for `peer`."""
-        state = self.base + self.arena.state.offset
-        at = index[0] if index else Int32(0)
-        return wait_at_least(flag, epoch, self.timeout_ns, self.status, state, peer, phase, at)
-
-    def read_dated(self, word: Int64, epoch: Int64, peer: Int32, phase: Phase, index):
-        """One thread's bounded wait for a dated word of `peer`: (value, whether it came)."""
-        state = self.base + self.arena.state.offset
-        return wait_dated(word, epoch, self.timeout_ns, self.status, state, peer, phase, index)
-
-    def read_two_dated(self, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: Phase, index):
-        """One thread's bounded wait for two dated words of `peer`: (value, value, whether both came)."""
-        state = self.base + self.arena.state.offset
-        return wait_two_dated(first, second, epoch, self.timeout_ns, self.status, state, peer, phase, index)
 
     def has_posted(self, flag: Int64, epoch: Int64) -> Boolean:
         """One look at a flag; orders it before all that happens after."""
@@ -159,23 +149,17 @@ class GroupView:
         abort = pointer(self.state_word(StateWord.ABORT), Int64)
         return cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
 
-    def report_missing(self, peer: Int32, phase: Phase, index, epoch: Int64) -> None:
-        """Tell the host that `peer` did not arrive in time, and the rank's other waits to give up."""
-        state = self.base + self.arena.state.offset
-        report(self.status, state, peer, phase, Int32(index), epoch, epoch - 1)
-
     def report_input(self, phase: Phase, index, expected, seen) -> None:
         """Tell the host what is wrong with this rank's input; the round goes on."""
-        state = self.base + self.arena.state.offset
-        report(self.status, state, self.ranks, phase, index, expected, seen)
+        report(self.watch, self.ranks, phase, index, expected, seen)
 
     @cute.jit
     def acknowledge(self, consumed: Region, received: Int64, cta) -> None:
         """Let the peers overwrite what this rank has read: post the rounds that it had completed at launch.
 
         Comes before any wait of the launch, since a peer may wait for it. Earlier launches have ended, so their reads
-        have; the release orders their blanking of express words. By one CTA, away from
-        those that carry the first messages.
+        have; the release orders their blanking of express words. By one CTA, away from those that carry the first
+        messages.
         """
         tid = self.tid
         if self.cta == cta and tid < self.ranks:

@@ -20,7 +20,7 @@ from cute_ep.kernels.give_back import LOST, row_units
 from cute_ep.kernels.group import owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of
-from cute_ep.kernels.sync import warp_all
+from cute_ep.kernels.sync import wait_at_least, warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
@@ -74,10 +74,8 @@ class Reduce:
         if not is_express(args.tokens):
             arrived = Boolean(True)
             if (filled >> Uint32(lane)) & Uint32(1) != Uint32(0):
-                flag = group.base + group.arena.return_ready.at(
-                    owner, piece.index
-                )  # posted by GiveBack on rank `owner`
-                arrived = group.wait_one(flag, epoch, owner, Phase.RETURN, piece.index)
+                flag = group.base + group.arena.return_ready.at(owner, piece.index)  # from GiveBack on `owner`
+                arrived = wait_at_least(group.watch, flag, epoch, owner, Phase.RETURN, piece.index)
             alive = warp_all(arrived)
         if alive:
             if cutlass.const_expr(self.mode == "unweighted"):
@@ -157,7 +155,7 @@ class Reduce:
                 left = left & (left - Uint32(1))
                 if valid:
                     look_at_vector(rX[None, turn], home + Int64(slot * pitch))
-                    if has_blank(rX[None, turn], 4):
+                    if has_blank(rX[None, turn]):
                         missing = missing | (Uint32(1) << Uint32(slot))
         return missing & ~settled
 

@@ -177,7 +177,7 @@ class Send:
             if ((mask >> Uint32(peer)) & Uint32(1) != Uint32(0)) & (unit < units):
                 home = group.sPeers[peer] + message
                 send_vector(rQ, home + Int64(unit) * VECTOR_BYTES)
-        return has_blank(rQ, 4)
+        return has_blank(rQ)
 
     @cute.jit
     def _push_scales(self, group, args, message: Int64, start, end, mask: Uint32) -> Boolean:
@@ -191,7 +191,7 @@ class Send:
         if 4 * lane < cutlass.min((end - start) * self.scale_words, words):
             sVector = cute.local_tile(sStaged[warp, None], (4,), (lane,))
             cute.autovec_copy(sVector, rWord)
-            blank = has_blank(rWord, 4)
+            blank = has_blank(rWord)
             offset = Int64(args.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
             for peer in cutlass.range(group.ranks, unroll=1):
                 if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):

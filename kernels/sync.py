@@ -24,6 +24,8 @@ None of these is a proxy fence: data moved by the async proxy needs its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
@@ -50,19 +52,28 @@ def now_ns() -> Int64:
     return Int64(cute.arch.globaltimer())
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What bounded waits and reports need: the longest time, the host-visible records, this rank's state words."""
+
+    timeout_ns: Int64
+    status: Int64
+    state: Int64
+
+
 @cute.jit
-def report(status: Int64, state: Int64, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
+def report(watch: Watch, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
     """Write one host-visible status record in a single 16-byte store, and raise this rank's abort word."""
     words = cute.make_rmem_tensor(len(StatusWord), Uint32)
     words[StatusWord.PHASE] = Uint32(int(phase))
     words[StatusWord.INDEX] = Uint32(index)
     words[StatusWord.EXPECTED] = Uint32(expected)
     words[StatusWord.SEEN] = Uint32(seen)
-    records = vector_tensor(status, 1, Int32(1 << 30))
+    records = vector_tensor(watch.status, 1, Int32(1 << 30))
     cute.autovec_copy(words, records[None, 0, record])
     cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(phase not in (Phase.EXPERT_ID, Phase.ROW_CAPACITY)):
-        cute.arch.store(pointer(state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
+        cute.arch.store(pointer(watch.state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
 
 
 POLLS_PER_TIME_CHECK = 64
@@ -70,64 +81,38 @@ POLLS_PER_TIME_CHECK = 64
 
 
 @cute.jit
-def wait_at_least(
-    flag: Int64,
-    epoch: Int64,
-    timeout_ns: Int64,
-    status: Int64,
-    state: Int64,
-    peer: Int32,
-    phase: cutlass.Constexpr,
-    index,
-) -> Boolean:
+def wait_at_least(watch: Watch, flag: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index) -> Boolean:
     """One thread polls `flag`, which `peer` posts, until it holds at least `epoch`.
 
-    False after `timeout_ns`, and then the status record of the peer says what was missing; False without a record when
-    another wait of this rank has failed, now or in an earlier launch.
+    False after the watch's time, and then the status record of the peer says what was missing; False without a record
+    when another wait of this rank has failed, now or in an earlier launch.
     """
-    _, arrived = _poll(flag, epoch, timeout_ns, status, state, peer, phase, index, False)
+    _, arrived = _poll(watch, flag, epoch, peer, phase, index, False)
     return arrived
 
 
 @cute.jit
-def wait_dated(
-    word: Int64,
-    epoch: Int64,
-    timeout_ns: Int64,
-    status: Int64,
-    state: Int64,
-    peer: Int32,
-    phase: cutlass.Constexpr,
-    index,
-):
+def wait_dated(watch: Watch, word: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
     """One thread polls a dated word, which `peer` posts, until it is of round `epoch`: (value, whether it is).
 
     Fails as `wait_at_least` does.
     """
-    content, arrived = _poll(word, epoch, timeout_ns, status, state, peer, phase, index, True)
+    content, arrived = _poll(watch, word, epoch, peer, phase, index, True)
     return Int32(content), arrived
 
 
 @cute.jit
 def wait_two_dated(
-    first: Int64,
-    second: Int64,
-    epoch: Int64,
-    timeout_ns: Int64,
-    status: Int64,
-    state: Int64,
-    peer: Int32,
-    phase: cutlass.Constexpr,
-    index,
+    watch: Watch, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
 ):
     """`wait_dated` for two words, whose latencies overlap: (value, value, whether both arrived)."""
     one = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
     other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
     came = _has_arrived(one, epoch, True)
     if not came:
-        one, came = _poll(first, epoch, timeout_ns, status, state, peer, phase, index, True)
+        one, came = _poll(watch, first, epoch, peer, phase, index, True)
     if came and not _has_arrived(other, epoch, True):
-        other, came = _poll(second, epoch, timeout_ns, status, state, peer, phase, index, True)
+        other, came = _poll(watch, second, epoch, peer, phase, index, True)
     return Int32(one), Int32(other), came
 
 
@@ -137,25 +122,17 @@ def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:
 
 @cute.jit
 def _poll(
-    word: Int64,
-    epoch: Int64,
-    timeout_ns: Int64,
-    status: Int64,
-    state: Int64,
-    peer: Int32,
-    phase: cutlass.Constexpr,
-    index,
-    dated: cutlass.Constexpr,
+    watch: Watch, word: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index, dated: cutlass.Constexpr
 ):
     """(last content seen, whether it is what was waited for and this rank is healthy)."""
     order = "relaxed" if cutlass.const_expr(dated) else "acquire"
     where = pointer(word, Int64)
-    abort = pointer(state + 8 * StateWord.ABORT, Int64)
+    abort = pointer(watch.state + 8 * StateWord.ABORT, Int64)
     healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
     seen = cute.arch.load(where, Int64, sem=order, scope="sys")
     arrived = _has_arrived(seen, epoch, dated)
     if not arrived:
-        limit = now_ns() + timeout_ns
+        limit = now_ns() + watch.timeout_ns
         in_time = Boolean(True)
         while not arrived and healthy and in_time:
             polls = Int32(0)
@@ -170,7 +147,7 @@ def _poll(
             epoch_seen = seen
             if cutlass.const_expr(dated):
                 epoch_seen = seen >> 32
-            report(status, state, peer, phase, Int32(index), epoch, epoch_seen)
+            report(watch, peer, phase, Int32(index), epoch, epoch_seen)
     return seen, arrived & healthy
 
 

@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import THREADS, shared_array, warp_exclusive_scan
 from cute_ep.kernels.pieces import most_pieces
-from cute_ep.kernels.sync import block_all
+from cute_ep.kernels.sync import block_all, wait_dated
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, Phase
@@ -45,7 +45,7 @@ class Tables:
         for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
             source, column = group.by_ranks.split(item)
             word = group.base + group.arena.table.at(parity, source, column)
-            value, came = group.read_dated(word, epoch, source, Phase.ROUTE, column)
+            value, came = wait_dated(group.watch, word, epoch, source, Phase.ROUTE, column)
             if column < len(HeaderWord):
                 sHeader[source, column] = value
             else:

@@ -116,6 +116,11 @@ def shares_gpus(run: dict) -> bool:
     return len(set(run["machine"]["devices"])) < len(run["machine"]["devices"])
 
 
+def fit_for(run: dict, runs: Sequence[dict]) -> dict[Key, Fit]:
+    """The constants that hold for `run`, from all of `runs` that are of its kind."""
+    return fit_model([one for one in runs if shares_gpus(one) == shares_gpus(run)])
+
+
 def operations_of(case: dict) -> tuple[str, ...]:
     """The launches of a case's round, as FITTED names them."""
     return ("dispatch", "combine_partial") if case["operation"].startswith("pair") else (case["operation"],)
@@ -220,7 +225,7 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
 def page(run: dict, runs: Sequence[dict]) -> str:
     """Constants from all runs of the kind; errors of one run; predictions from its ceilings."""
     ceilings = Ceilings(**run["ceilings"])
-    fits = fit_model([one for one in runs if shares_gpus(one) == shares_gpus(run)])
+    fits = fit_for(run, runs)
     gpu = next(iter(run["machine"]["gpus"].values()))
     elsewhere = "" if shares_gpus(run) else elsewhere_table(fits, ceilings, gpu)
     tables = (constants_table(fits), elsewhere, summary_table(run, fits), errors_table(run["cases"], fits, ceilings))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
-from perf.model import elsewhere_table, fit_model, read_run, shares_gpus, summary_table
+from perf.model import elsewhere_table, fit_for, read_run, summary_table
 from perf.peers import PEERS
 from perf.tables import by_point, ceilings_text, machine_text, peers_table, ratio
 
@@ -88,7 +88,7 @@ def swiglu_key(row: dict) -> tuple:
 def predictions_text(run: dict, others: Sequence[dict]) -> str:
     """How well the model explains the run, and what it says of machines that were not measured; "" when it knows no
     rates for this one."""
-    fits = fit_model([one for one in (run, *others) if shares_gpus(one) == shares_gpus(run)])
+    fits = fit_for(run, (run, *others))
     table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
     if not table:
         return ""

@@ -174,7 +174,7 @@ def test_a_word_is_blank_or_it_has_arrived() -> None:
     words = np.array([[0x7FFF7FFF] * 4, [0] * 4, *(np.roll([0xFFFFFFFF, 1, 2, 3], turn) for turn in range(4))])
     words = np.concatenate([words, 0xFFFFFFFF ^ (1 << np.arange(32))[:, None] * np.ones((1, 4), np.int64)])
     columns = words.T.astype(np.uint32).view(np.int32)
-    (blank,) = run_map(lambda *row: Int32(express.has_blank([Uint32(word) for word in row], 4)), *columns)
+    (blank,) = run_map(lambda *row: Int32(express.has_blank([Uint32(word) for word in row])), *columns)
     assert blank.tolist() == [0, 0, 1, 1, 1, 1] + [0] * 32
     tokens = np.array([0, 1, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, MAX_TOKENS_PER_RANK], np.int32)
     (few,) = run_map(lambda count: Int32(express.is_express(count)), tokens)
