@@ -17,6 +17,7 @@ from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import message_map, segment_words
 from cute_ep.layouts.formats import BF16
 from cute_ep.layouts.routing import Phase, StatusWord, division_magic
+from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
@@ -437,6 +438,7 @@ class Communicator:
             "headers": out.headers.data_ptr(),
             "weights": address(out.weights),
             "capacity": capacity,
+            "has_tiles": int(has_tiles(self.cfg.scales_as, capacity, self.cfg.alignment)),
             **self._row_sizes,
             **self._shared_arguments(sent.topk_ids.shape[0]),
             **scale_arguments(
@@ -520,7 +522,9 @@ class Communicator:
             return
         missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
         details = [
-            f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
+            f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
+            if phase == Phase.GRID
+            else f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
             for peer, (phase, index, expected, seen) in missing.items()
         ]
         phases = sorted({Phase(record[0]).name for record in missing.values()})
@@ -537,7 +541,7 @@ class Communicator:
             raise EPInputError(
                 f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
             )
-        raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but row {index} arrived")
+        raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but those that arrived take {seen}")
 
 
 def _tensors(buffers: DispatchBuffers) -> tuple[torch.Tensor | None, ...]:

@@ -78,7 +78,7 @@ SMALL = (
     Entry(192, MANY, 48 / 264, 2),
     Entry(PIECED_TOKENS, MANY, 48 / 264, 1),
     Entry(1024, MANY, 48 / 264, 4),
-    Entry(MANY, MANY, 64 / 264, 2),
+    Entry(MANY, MANY, 80 / 264, 2),
 )
 DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
 """Tables for messages of at most so many bytes. 4 x H200 (264 CTAs), hidden 7168, 256 experts, top-8, 2026-11-21:

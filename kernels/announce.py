@@ -15,6 +15,7 @@ from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.routing import Phase
 from cute_ep.layouts.scales import ATOM_ROWS
 
 PADDING_JOBS = 16
@@ -30,7 +31,7 @@ class Announce:
     @cute.jit
     def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
         """CTA `first` of `count` receiving CTAs. Jobs are dealt from the last warp down: those have the fewest rows."""
-        if (args.scale_words != 0) | (args.row_alignment != 1):
+        if ((args.scale_words != 0) & ~self.tables.are_tiled()) | (args.row_alignment != 1):
             jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
             last_first = item_stride(count) - 1 - first_item(first, count, group.warp)
             for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
@@ -54,7 +55,10 @@ class Announce:
         gScaleOffset = array(args.scales_offsets, Int32, groups)
         gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
         gNumRows = array(args.num_rows, Int32, 1)
-        fits = sStart[group.local_experts] <= args.capacity
+        rows = sStart[group.local_experts]
+        fits = rows <= args.capacity
+        if (group.tid == 0) & ~fits:
+            group.report_input(Phase.ROW_CAPACITY, Int32(0), args.capacity, rows)
         for place in cutlass.range(group.tid, groups + 1, THREADS, unroll=1):
             expert = place - args.shared_groups
             start = Int32(0)
@@ -99,7 +103,7 @@ class Announce:
             scale_start = sScaleStart[expert]
         end = start + ((rows + args.row_alignment - 1) & -args.row_alignment)
         if end <= args.capacity:
-            if args.scale_words != 0:
+            if (args.scale_words != 0) & ~self.tables.are_tiled():
                 if args.scale_alignment == args.row_alignment:
                     scale_start = start
                 scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ep.kernels.block import launch_config, shared_array
 from cute_ep.kernels.give_back import GiveBack
@@ -39,7 +39,7 @@ from cute_ep.kernels.reduce import Reduce
 from cute_ep.kernels.sync import block_all, count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import Phase
+from cute_ep.layouts.routing import NO_ROW, Phase
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,12 @@ class Combine:
         if cutlass.const_expr(not self.send):
             alive = cute.arch.vote_all_sync(group.is_healthy())  # express rows have no wait that begins with this
         if cutlass.const_expr(self.send):
+            row, weight = Int32(NO_ROW), Float32(0.0)
             if group.cta < args.send_ctas:
-                self.give_back_role.prepare(group, args)
+                row, weight = self.give_back_role.prepare(group, args)
             alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
             if group.cta < args.send_ctas and alive:
-                self.give_back_role.run(group, args)
+                self.give_back_role.run(group, args, row, weight)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first = group.cta - args.receive_from

@@ -36,7 +36,7 @@ from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.route import Route
 from cute_ep.kernels.scale_rows import ScaleArgs
 from cute_ep.kernels.send import Send
-from cute_ep.kernels.sync import block_all, count_out
+from cute_ep.kernels.sync import block_all, count_out, forget_meeting
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 
@@ -51,7 +51,7 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
     pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send).
     Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
-    receive_from (CTAs from it receive).
+    receive_from (CTAs from it receive), has_tiles (`layouts.scales.has_tiles` of out_scales).
     """
 
     payload_bytes: Int32
@@ -84,6 +84,7 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     row_alignment: Int32
     capacity: Int32
     receive_from: Int32
+    has_tiles: Int32
 
 
 class Dispatch:
@@ -147,6 +148,8 @@ class Dispatch:
             announces = group.cta - args.receive_from == spare_cta(group.ctas - args.receive_from)
         last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), announces, group.tid)
         if last:
+            if cutlass.const_expr(self.receive):
+                forget_meeting(group.state_word(StateWord.DISPATCH_MET))
             if complete:
                 if cutlass.const_expr(self.send):
                     group.complete(StateWord.DISPATCH_SEND_EPOCH, epoch)

@@ -39,56 +39,74 @@ class GiveBack:
         self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
 
     @cute.jit
-    def prepare(self, group, args) -> None:
-        """Read the headers; a CTA barrier must follow before `run`."""
+    def prepare(self, group, args):
+        """Read the headers, and begin with the warp's first item: what `_load_entries` returns, for `run`. A CTA
+        barrier must follow before `run`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         gHeader = vector_tensor(args.headers, 1, group.ranks)
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
-        if group.warp == 0:
-            pieces = Int32(0)
-            if group.lane < group.ranks:
-                cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)
+        rHeader.fill(0)
+        if group.lane < group.ranks:
+            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)
+            if group.warp == 0:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
                     sHeader[group.lane, word] = Int32(rHeader[word])
-                pieces = Int32(rHeader[int(HeaderWord.TOKENS)]) << Int32(rHeader[int(HeaderWord.RETURN_PIECES)])
-            most = Int32(cute.arch.warp_redux_sync(pieces, "max"))
-            if group.lane == 0:
-                sItems[0] = most * group.ranks
+        tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_PIECES)])
+        items = Int32(cute.arch.warp_redux_sync(tokens << log2, "max")) * group.ranks
+        if group.tid == 0:
+            sItems[0] = items
+        item = dealt_first(items, group.cta, args.send_ctas, group.warp)
+        source, index = self._split(group, item)
+        piece = piece_of(index, from_lane(log2, source), row_units(group))
+        due = (item < items) & (piece.token < from_lane(tokens, source)) & (piece.first < piece.last)
+        return self._load_entries(group, args, source, piece, due)
 
     @cute.jit
-    def run(self, group, args) -> None:
-        """By the warps of sending CTAs, after `prepare` and the wait for `combine_consumed`."""
+    def run(self, group, args, row: Int32, weight: Float32) -> None:
+        """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
+        `combine_consumed`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         item = dealt_first(sItems[0], group.cta, args.send_ctas, group.warp)
         while item < sItems[0]:
             source, piece = self._item(group, args, item)
-            if piece.token < sHeader[source, int(HeaderWord.TOKENS)] and piece.first < piece.last:
-                self._give_back(group, args, item, source, piece)
+            self._give_back(group, args, item, source, piece, row, weight)
             item += dealt_stride(sItems[0], args.send_ctas)
+            source, piece = self._item(group, args, item)
+            due = (item < sItems[0]) & (piece.token < sHeader[source, int(HeaderWord.TOKENS)])
+            row, weight = self._load_entries(group, args, source, piece, due & (piece.first < piece.last))
+
+    def _split(self, group, item):
+        """(source, number of the piece) of an item."""
+        turn, index = group.by_ranks.split(item)
+        source = group.rank + 1 + turn
+        return source - cutlass.select_(source >= group.ranks, group.ranks, Int32(0)), index
 
     def _item(self, group, args, item):
         """(source, piece) of an item."""
-        turn, index = group.by_ranks.split(item)
-        source = group.rank + 1 + turn
-        source -= cutlass.select_(source >= group.ranks, group.ranks, Int32(0))
+        source, index = self._split(group, item)
         pieces = shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
         return source, piece_of(index, pieces, row_units(group))
+
+    @cute.jit
+    def _load_entries(self, group, args, source, piece, due: Boolean):
+        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here."""
+        in_rank = group.max_tokens * group.top_k
+        index = piece.token * group.top_k + group.lane
+        row = Int32(NO_ROW)
+        weight = Float32(0.0)
+        if due & (group.lane < group.top_k):
+            row = array(args.row_map, Int32, group.ranks, in_rank)[source, index]
+            if cutlass.const_expr(self.partial):
+                weight = Float32(array(args.weights, Float32, group.ranks, in_rank)[source, index])
+        return row, weight
 
     def _is_express(self, source) -> Boolean:
         return is_express(shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)])
 
     @cute.jit
-    def _give_back(self, group, args, item, source, piece) -> None:
+    def _give_back(self, group, args, item, source, piece, row: Int32, weight: Float32) -> None:
         lane = group.lane
         sEpoch = shared_array(self.epoch, Int64)
-        in_rank = group.max_tokens * group.top_k
-        index = piece.token * group.top_k + lane
-        row = Int32(NO_ROW)
-        weight = Float32(0.0)
-        if lane < group.top_k:
-            row = array(args.row_map, Int32, group.ranks, in_rank)[source, index]
-            if cutlass.const_expr(self.partial):
-                weight = Float32(array(args.weights, Float32, group.ranks, in_rank)[source, index])
         wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
         if wanted != Uint32(0):
             regions = group.arena.express_returns, group.arena.returns
@@ -154,7 +172,7 @@ class GiveBack:
     ) -> None:
         """Neighbouring segments of the sum, with LOADS_IN_FLIGHT loads before the first addition."""
         units = row_units(group)
-        unit = segment * SEGMENT + group.lane
+        unit = segment * SEGMENT + anew(group.lane)
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)

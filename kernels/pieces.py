@@ -14,7 +14,6 @@ from cutlass import Int32, Uint32
 
 from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.divide import quotient
-from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
 
 SEGMENT = 32
@@ -27,7 +26,6 @@ class Piece:
 
     index: Int32
     token: Int32
-    number: Int32
     first: Int32
     last: Int32
 
@@ -36,25 +34,15 @@ def piece_of(index: Int32, pieces_log2: Int32, units: Int32) -> Piece:
     """The piece with an index, in a source whose rows of `units` units have 2^pieces_log2 pieces. The last pieces of a
     short row are empty (first >= last): nobody sends them, nobody waits for them."""
     token = index >> pieces_log2
-    number = index - (token << pieces_log2)
     segments = segments_of(units)
     share = (segments + (Int32(1) << pieces_log2) - 1) >> pieces_log2
-    first = number * share
-    return Piece(index, token, number, first, cutlass.min(first + share, segments))
+    first = (index - (token << pieces_log2)) * share
+    return Piece(index, token, first, cutlass.min(first + share, segments))
 
 
 def segments_of(units: Int32) -> Int32:
     """Segments of a row, the last one maybe in part."""
     return quotient(units + (SEGMENT - 1), SEGMENT)
-
-
-@cute.jit
-def most_pieces(sHeader, ranks: Int32, pieces: cutlass.Constexpr) -> Int32:
-    """Pieces of the source that has most, from the headers; `pieces` is the word that holds their logarithm."""
-    most = Int32(0)
-    for source in cutlass.range(ranks, unroll=1):
-        most = cutlass.max(most, sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(pieces)])
-    return most
 
 
 def units_of(row_bytes) -> Int32:

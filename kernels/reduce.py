@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, halves, round_vector
+from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.express import blank_vector, has_blank, home_of, is_express, look_at_vector, wait_whole
 from cute_ep.kernels.give_back import LOST, row_units
 from cute_ep.kernels.group import owns_shared
@@ -41,7 +42,8 @@ class Reduce:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
         alive = Boolean(True)
         items = args.tokens << args.return_pieces
-        item = dealt_first(items, first, count, group.warp)
+        # from the last warp down: with few tokens those have nothing to send before
+        item = dealt_first(items, first, count, WARPS - 1 - group.warp)
         while alive and item < items:
             piece = piece_of(item, args.return_pieces, row_units(group))
             if piece.first < piece.last:
@@ -109,40 +111,52 @@ class Reduce:
 
     @cute.jit
     def _sum(self, group, args, epoch: Int64, piece, filled: Uint32, owner, weight: Float32) -> Boolean:
-        """False after a timeout."""
-        lane = group.lane
+        """out[token] = the sum of its slots. False after a timeout."""
         units = row_units(group)
-        pitch = Int32(group.arena.returns.stride[2])
-        rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        add = partial(self._add, rSum, weight)
         alive = Boolean(True)
         segment = piece.first
         while alive and segment < piece.last:
-            unit = segment * SEGMENT + lane
-            home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
+            unit = segment * SEGMENT + group.lane
             rSum.fill(0.0)
-            left = filled
-            while alive and left != Uint32(0):
-                look = partial(self._look, rX, home, pitch, unit < units, left)
-                alive = self._wait_whole(group, args, epoch, piece, filled, owner, look)
-                for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                    if left != Uint32(0):
-                        slot = lowest(left)
-                        left = left & (left - Uint32(1))
-                        if cutlass.const_expr(self.mode == "partial"):
-                            accumulate(rSum, rX[None, turn], None)
-                        else:
-                            accumulate(rSum, rX[None, turn], from_lane(weight, slot))
-                        if is_express(args.tokens) & (unit < units):
-                            blank_vector(home + Int64(slot * pitch))
+            alive = self._take_slots(group, args, epoch, piece, filled, owner, unit, add)
             if alive & (unit < units):
-                self._add_shared(group, args, piece.token, unit, rX[None, 0], rSum)
+                self._add_shared(group, args, piece.token, unit, rSum)
                 if cutlass.const_expr(self.epilogue is not None):
                     context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
                     value = self.epilogue((piece.token, unit * VECTOR_ELEMENTS), rSum.load(), context)
                     rSum.store(value)
                 self._store(args, rSum, Int64(piece.token) * units + unit)
             segment += 1
+        return alive
+
+    def _add(self, rSum, weight: Float32, rX, slot) -> None:
+        """Add one unit of a slot; by all lanes."""
+        accumulate(rSum, rX, None if self.mode == "partial" else from_lane(weight, slot))
+
+    @cute.jit
+    def _take_slots(
+        self, group, args, epoch: Int64, piece, filled: Uint32, owner, unit, take: cutlass.Constexpr
+    ) -> Boolean:
+        """Wait for one unit of the filled slots and call take(rX, slot) for each, in ascending order; blank what is
+        express. False after a timeout."""
+        valid = unit < row_units(group)
+        pitch = Int32(group.arena.returns.stride[2])
+        home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
+        rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
+        alive = Boolean(True)
+        left = filled
+        while alive and left != Uint32(0):
+            look = partial(self._look, rX, home, pitch, valid, left)
+            alive = self._wait_whole(group, args, epoch, piece, filled, owner, look)
+            for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                if alive & (left != Uint32(0)):
+                    slot = lowest(left)
+                    left = left & (left - Uint32(1))
+                    take(rX[None, turn], slot)
+                    if is_express(args.tokens) & valid:
+                        blank_vector(home + Int64(slot * pitch))
         return alive
 
     @cute.jit
@@ -160,10 +174,11 @@ class Reduce:
         return missing & ~settled
 
     @cute.jit
-    def _add_shared(self, group, args, token, vector, rX, rSum) -> None:
+    def _add_shared(self, group, args, token, vector, rSum) -> None:
         """Add the shared expert's row of a token of the own rank; NaN for a row that dispatch had no room for."""
         row = token - args.shared_first
         if owns_shared(args, token):
+            rX = cute.make_rmem_tensor(4, Uint32)
             rX.fill(LOST)
             if row < args.capacity:
                 row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
@@ -174,46 +189,34 @@ class Reduce:
     @cute.jit
     def _hand_out(self, group, args, epoch: Int64, piece, filled: Uint32, owner) -> Boolean:
         """out[token, k] = the row of slot k, zeros where it is masked. False after a timeout."""
-        units = row_units(group)
-        pitch = Int32(group.arena.returns.stride[2])
-        rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
+        rZero = cute.make_rmem_tensor(4, Uint32)
+        rZero.fill(0)
         alive = Boolean(True)
         segment = piece.first
         while alive and segment < piece.last:
             unit = segment * SEGMENT + group.lane
-            home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
-            left = filled
-            while alive and left != Uint32(0):
-                look = partial(self._look, rX, home, pitch, unit < units, left)
-                alive = self._wait_whole(group, args, epoch, piece, filled, owner, look)
-                for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                    if left != Uint32(0):
-                        slot = lowest(left)
-                        left = left & (left - Uint32(1))
-                        if alive & (unit < units):
-                            self._store_row(group, args, rX[None, turn], piece.token, slot, unit)
-                            if is_express(args.tokens):
-                                blank_vector(home + Int64(slot * pitch))
-            rX.fill(0)
+            store = partial(self._store_row, group, args, anew(piece.token), unit)
+            alive = self._take_slots(group, args, epoch, piece, filled, owner, unit, store)
             for slot in cutlass.range(group.top_k, unroll=1):
-                if ((filled >> Uint32(slot)) & Uint32(1) == Uint32(0)) & (unit < units):
-                    self._store_row(group, args, rX[None, 0], piece.token, slot, unit)
+                if (filled >> Uint32(slot)) & Uint32(1) == Uint32(0):
+                    store(rZero, slot)
             segment += 1
         return alive
 
     @cute.jit
-    def _store_row(self, group, args, rX, token, slot, unit) -> None:
+    def _store_row(self, group, args, token, unit, rX, slot) -> None:
         """One unit of a returned row into the output's slot."""
-        index = (Int64(token) * group.top_k + slot) * row_units(group) + unit
-        if args.out_type == int(OutputType.BF16):
-            cute.copy(vector_atom(), rX, vector_at(args.out, index))
-        else:
-            rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-            for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
-                low, high = halves(rX[word])
-                rRow[2 * word] = low
-                rRow[2 * word + 1] = high
-            self._store(args, rRow, index)
+        if unit < row_units(group):
+            index = (Int64(token) * group.top_k + slot) * row_units(group) + unit
+            if args.out_type == int(OutputType.BF16):
+                cute.copy(vector_atom(), rX, vector_at(args.out, index))
+            else:
+                rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+                for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
+                    low, high = halves(rX[word])
+                    rRow[2 * word] = low
+                    rRow[2 * word + 1] = high
+                self._store(args, rRow, index)
 
     @cute.jit
     def _store(self, args, rSum, index: Int64) -> None:

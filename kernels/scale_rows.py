@@ -32,12 +32,16 @@ class ScaleArgs:
     scale_alignment: Int32
 
 
-def store_scale_word(args: ScaleArgs, row, column, word: Uint32) -> None:
-    """Store one word of scale factors: `ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
+def scale_word_offset(args: ScaleArgs, row, column) -> Int64:
+    """`ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
     in_block = remainder(row, ATOM_ROWS)
     inside = remainder(in_block, 32) * args.scale_inner + quotient(in_block, 32) * args.scale_middle
-    offset = Int64(quotient(row, ATOM_ROWS)) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step) + inside
-    cute.arch.store(pointer(args.out_scales + WORD_BYTES * offset, Uint32), word)
+    return Int64(quotient(row, ATOM_ROWS)) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step) + inside
+
+
+def store_scale_word(args: ScaleArgs, row, column, word: Uint32) -> None:
+    """Store one word of scale factors."""
+    cute.arch.store(pointer(args.out_scales + WORD_BYTES * scale_word_offset(args, row, column), Uint32), word)
 
 
 @cute.jit

@@ -14,6 +14,7 @@ that no round has written for exactly 2^32 rounds would pass for a new one.)
 | `block_all`         | barrier.cta.red.and                          | one thread's wait -> the whole CTA, and verdict |
 | `warp_all`          | vote, bar.warp.sync                          | one lane's wait -> the whole warp, and verdict  |
 | `count_out`         | atom.relaxed                                 | announcement -> withdrawal, if a wait failed    |
+| `meet`              | atom.release.gpu, ld.acquire.sys loop        | all of every CTA before it -> all after it      |
 | `send_vector`       | st.relaxed.sys.v4.b32                        | nothing: a word that is not BLANK has arrived   |
 | `look_at_vector`    | ld.relaxed.sys.v4.b32                        | nothing: the value is in the word               |
 
@@ -101,19 +102,18 @@ def wait_dated(watch: Watch, word: Int64, epoch: Int64, peer: Int32, phase: cutl
     return Int32(content), arrived
 
 
+def look_dated(word: Int64) -> Int64:
+    """One look at a dated word, for `settle_dated`. Looks that begin together take the time of one."""
+    return cute.arch.load(pointer(word, Int64), Int64, sem="relaxed", scope="sys")
+
+
 @cute.jit
-def wait_two_dated(
-    watch: Watch, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
-):
-    """`wait_dated` for two words, whose latencies overlap: (value, value, whether both arrived)."""
-    one = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
-    other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
-    came = _has_arrived(one, epoch, True)
+def settle_dated(watch: Watch, word: Int64, seen: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
+    """`wait_dated` for a word that has been looked at: (value, whether it is of round `epoch`)."""
+    came = _has_arrived(seen, epoch, True)
     if not came:
-        one, came = _poll(watch, first, epoch, peer, phase, index, True)
-    if came and not _has_arrived(other, epoch, True):
-        other, came = _poll(watch, second, epoch, peer, phase, index, True)
-    return Int32(one), Int32(other), came
+        seen, came = _poll(watch, word, epoch, peer, phase, index, True)
+    return Int32(seen), came
 
 
 def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:
@@ -166,6 +166,31 @@ def warp_all(verdict: Boolean) -> Boolean:
     result = cute.arch.vote_all_sync(verdict)
     cute.arch.sync_warp()
     return result
+
+
+PATIENCE = 8
+"""Times `timeout_ns` that a CTA waits for the others of its launch: they may have several waits before them."""
+
+
+@cute.jit
+def meet(watch: Watch, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean, tid: Int32) -> Boolean:
+    """Barrier of `ctas` CTAs of a launch, which must be resident together; `counter` begins at 0.
+
+    False, in every thread, if this CTA is not alive, or when another one is not: that has raised the abort word.
+    """
+    alive = block_all(alive)
+    if alive:
+        if tid == 0:
+            cute.arch.atomic_add(pointer(counter, Int64), Int64(1), sem="release", scope="gpu")
+            patient = Watch(watch.timeout_ns * PATIENCE, watch.status, watch.state)
+            alive = wait_at_least(patient, counter, Int64(ctas), rank, Phase.GRID, Int32(0))
+        alive = block_all(alive)
+    return alive
+
+
+def forget_meeting(counter: Int64) -> None:
+    """By the last CTA out: every CTA has met by then, or never will."""
+    cute.arch.store(pointer(counter, Int64), Int64(0), sem="relaxed", scope="gpu")
 
 
 FAILED = 1 << 16

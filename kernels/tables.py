@@ -1,6 +1,6 @@
 """The tables of a receiving CTA: what every source has sent to this rank, and where its rows begin.
 
-Every receiving CTA scans the counts itself (at most MAX_EXPERTS numbers), so no CTA waits for another.
+Every receiving CTA scans the counts itself (at most MAX_EXPERTS numbers), so no CTA waits for another one's.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import THREADS, shared_array, warp_exclusive_scan
-from cute_ep.kernels.pieces import most_pieces
+from cute_ep.kernels.express import is_express
 from cute_ep.kernels.sync import block_all, wait_dated
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, Phase
 
+SCATTERED_WORDS = 160
+"""Scale words for each token that some rank sends, beyond which `ScaleTiles` is faster: fewer are stored one by one
+while the link brings the next rows. Measured on 4 x H200 with 4096 tokens (`perf/LOG.md` 25)."""
+
 
 class Tables:
-    """Shared memory that `read` fills.
+    """Shared memory that `read` and `place` fill.
 
     bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e]: first output row of local expert e;
     row_starts[L]: all rows. scale_starts[e]: its first scale row, where that is another one. items: pieces of all
-    sources. headers[source]: its `HeaderWord`s.
+    sources. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
     """
 
     def __init__(self, shared: RegionMap) -> None:
@@ -30,15 +34,14 @@ class Tables:
         self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
         self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
         self.items = shared.add("expand_items", 4, 1)
+        self.tiled = shared.add("scales_tiled", 4, 1)
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
 
     @cute.jit
     def read(self, group, args, epoch: Int64) -> Boolean:
-        """Wait for every source's counts and header (`Route`) and fill the tables from them. False after a timeout."""
+        """Wait for every source's counts and header (`Route`). False after a timeout."""
         parity = epoch & 1
         sBase = shared_array(self.bases, Int32)
-        sStart = shared_array(self.row_starts, Int32)
-        sScaleStart = shared_array(self.scale_starts, Int32)
         sHeader = shared_array(self.headers, Int32)
         alive = Boolean(True)
         pairs = group.experts + group.ranks * len(HeaderWord)
@@ -51,26 +54,49 @@ class Tables:
             else:
                 sBase[item - group.ranks * len(HeaderWord)] = value
             alive = alive & came
-        alive = block_all(alive)
-        if alive:
-            self._place_rows(group, args, sBase, sStart, sScaleStart)
-        return alive
+        return block_all(alive)
 
     @cute.jit
-    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
-        """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
+    def count_items(self, group) -> Int32:
+        """Pieces of all sources, by each warp; after `read`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+        pieces = Int32(0)
+        if group.lane < group.ranks:
+            tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
+            pieces = tokens << sHeader[group.lane, int(HeaderWord.MESSAGE_PIECES)]
+        items = Int32(cute.arch.warp_redux_sync(pieces, "max")) * group.ranks
+        if group.tid == 0:
+            sItems[0] = items
+        return items
+
+    @cute.jit
+    def place(self, group, args) -> None:
+        """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
+        sBase = shared_array(self.bases, Int32)
+        sStart = shared_array(self.row_starts, Int32)
+        sScaleStart = shared_array(self.scale_starts, Int32)
+        sHeader, sTiled = shared_array(self.headers, Int32), shared_array(self.tiled, Int32)
         if group.warp == 0:
             warp_exclusive_scan(sBase, group.experts, group.lane)
-        if group.tid == 32:
-            sItems[0] = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES) * group.ranks
         cute.arch.sync_threads()
         if group.warp == 0:
             self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
         if group.warp == 1:
             if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
                 self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
+        if group.warp == 2:
+            tokens = Int32(0)
+            if group.lane < group.ranks:
+                tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
+            settled = cute.arch.vote_all_sync((tokens == 0) | ~is_express(tokens))
+            words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
+            many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * SCATTERED_WORDS
+            sTiled[0] = Int32((args.has_tiles != 0) & settled & many)
         cute.arch.sync_threads()
+
+    def are_tiled(self) -> Boolean:
+        """Whether `ScaleTiles` writes the scale factors of this launch; the same in all receiving CTAs."""
+        return shared_array(self.tiled, Int32)[0] != 0
 
     @cute.jit
     def _place_groups(self, group, sBase, sStart, shared_rows: Int32, alignment: Int32) -> None:

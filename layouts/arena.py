@@ -71,6 +71,7 @@ class StateWord(IntEnum):
     COMBINE_SEND_DONE = 6
     COMBINE_RECV_DONE = 7
     ABORT = 8
+    DISPATCH_MET = 9
 
 
 class HeaderWord(IntEnum):

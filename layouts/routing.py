@@ -84,6 +84,7 @@ class Phase(IntEnum):
     RETURN = 5
     EXPERT_ID = 6
     ROW_CAPACITY = 7
+    GRID = 8
 
 
 class OutputType(IntEnum):

@@ -28,6 +28,8 @@ ATOM_ROWS = 128
 ATOM_COLUMNS = 4
 ATOM_BYTES = ATOM_ROWS * ATOM_COLUMNS
 WORD_BYTES = 4
+LANE_ROWS = 4
+"""Rows whose words of one column are 16 contiguous bytes, where `has_tiles`."""
 ATOM = "atom128x4"
 LINEAR = "linear"
 TRANSPOSED = "transposed"
@@ -75,6 +77,17 @@ def scale_map(layout: str, scale_bytes: Int, rows: Int) -> ScaleMap:
     if layout == LINEAR:
         return ScaleMap(words, words, 32 * words, ATOM_ROWS * words, 1)
     return ScaleMap(words, 1, 32, ATOM_ROWS, rows)
+
+
+def has_tiles(layout: str | None, rows: int, row_alignment: int) -> bool:
+    """Whether words of LANE_ROWS rows of one expert can be stored together, in outputs with room for `rows` rows."""
+    return layout == ATOM or (layout == TRANSPOSED and rows % LANE_ROWS == 0 and row_alignment % LANE_ROWS == 0)
+
+
+def tile_row(lane: Int, part: Int, is_atom: Int) -> Int:
+    """Row `part` of the LANE_ROWS that one of 32 lanes takes of ATOM_ROWS rows: every 32nd one of an atom (is_atom 1),
+    neighbours of the transposed layout (0). Lanes' words of a column are neighbours too."""
+    return lane * (LANE_ROWS - (LANE_ROWS - 1) * is_atom) + part * (1 + (ATOM_ROWS // LANE_ROWS - 1) * is_atom)
 
 
 def scale_row_alignment(layout: str, row_alignment: int) -> int:

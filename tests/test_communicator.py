@@ -45,7 +45,7 @@ HOOKS = Hooks("a:epilogue", "a:weights", "a:scale")
 SEND_ONLY = {"x", "scales", "given_row_scales", "topk_ids", "router_weights", "global_scale", "tokens"}
 SEND_ONLY |= {"message_pieces", "return_pieces"}
 RECEIVE_ONLY = {"out_tokens", "out_row_scales", "row_offsets", "row_counts", "scales_offsets", "expert_ids"}
-RECEIVE_ONLY |= {"src_info", "num_rows", "row_map", "headers", "weights", "capacity"}
+RECEIVE_ONLY |= {"src_info", "num_rows", "row_map", "headers", "weights", "capacity", "has_tiles"}
 SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "scale_step", "scale_words"}
 SCALE_ARGUMENTS |= {"scale_alignment"}
 GIVE_BACK_ONLY = {"row_map", "headers", "weights"}
@@ -609,6 +609,12 @@ def test_buffers_have_whole_groups(make: Make) -> None:
         rank.dispatch(*arguments(), out=replace(out, row_counts=out.row_counts[:-1]))
 
 
+def test_timeout_of_the_own_launch_counts_ctas(rank: Communicator) -> None:
+    rank._status.words[:4] = [Phase.GRID, 0, 264, 200]
+    with pytest.raises(EPTimeout, match="GRID: 200 of 264 receiving CTAs came together"):
+        rank.synchronize()
+
+
 def test_timeout_is_raised_by_every_later_call(rank: Communicator) -> None:
     rank._status.words[4:8] = [Phase.MESSAGE, 3, 9, 8]
     assert rank.failed
@@ -626,8 +632,8 @@ def test_input_error_is_raised_once_and_stops_nothing(rank: Communicator) -> Non
     with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = -2: must be -1 or in \[0, 8\)"):
         rank.synchronize()
     rank.synchronize()
-    rank._status.words[8:12] = [Phase.ROW_CAPACITY, 70, 64, 70]
-    with pytest.raises(EPInputError, match="out holds 64 rows, but row 70 arrived"):
+    rank._status.words[8:12] = [Phase.ROW_CAPACITY, 0, 64, 70]
+    with pytest.raises(EPInputError, match="out holds 64 rows, but those that arrived take 70"):
         rank.synchronize()
 
 

@@ -62,7 +62,8 @@
  *
  * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
  * that ends the launch (the latest read). A cell that holds n at both moments held n in between, because epoch
- * n is written once. For the same reason the waits of several warps for the same words are one wait.
+ * n is written once. For the same reason the waits of several warps for the same words are one wait, and the second
+ * pass of a dispatch receive needs no step here: it reads, once more, what was whole. Its meeting is in -DGRID.
  *
  * Timeouts. Warps decide one by one: when one gives up, the others of its task may give up too or go on, and then drop
  * the items of those that gave up. A launch that begins after a timeout passes no wait.
@@ -150,6 +151,11 @@
 #define PASS_OVER 23         /* rank 1 does not take a piece, of round 1, that it has no room for */
 #define FLAG_ALWAYS 24       /* readers of express words wait for flags */
 #define HEEDLESS 25          /* a combine that only receives takes express words that are there, also after a timeout */
+#define NO_RESET 26          /* GRID: the last CTA out leaves the counter of the meeting as it is */
+#define EARLY_RESET 27       /* GRID: the announcing CTA resets it when it leaves, not the last one out */
+#define SILENT_FAILURE 28    /* GRID: a CTA whose wait failed does not raise the abort word */
+#define FAILED_JOINS 29      /* GRID: a CTA whose wait failed comes to the meeting all the same */
+#define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -871,10 +877,13 @@ init {
  *   ORDER=FUSED  fused; every CTA sends and then receives
  *   ORDER=SPLIT  async, async, wait, async, wait, wait; every CTA sends or receives
  *   ROUTERS      the CTAs with the highest indices, which push the routing table, a dated word each
+ *   MEET         some of the receives, by their tables, are tiled: their CTAs meet before a second pass
+ *   PATIENT      with -DSLOW: the wait for the others of the meeting never times out
  *
  *   every CTA of a launch works on the launch's epoch, however late it starts
  *   every receiving CTA waits for the words of all route CTAs, and has those of its own round
  *   when a receiving launch has ended, num_rows is its epoch, or 0 after a timeout (-DSLOW: any wait may time out)
+ *   a CTA in its second pass finds that every receiving CTA has ended its first one, of the same round
  *
  * The announcement is a weak store. Until the launch has ended it may land after the withdrawal, another CTA's store to
  * the same word, unless the announcing CTA fences before its add on the exit counter and the last one after its own.
@@ -906,9 +915,19 @@ init {
 #define MESSAGE(n, id) message[((n) & 1) * CTAS + (id)]
 #define SHARE(n, id) table[((n) & 1) * CTAS + (id)]
 #define FAILED 16
+#if ORDER == ROLES && MUTANT != ALL_MEET
+#define MEETING (CTAS - CTAS / 2)
+#else
+#define MEETING CTAS
+#endif
 
 byte send_epoch, receive_epoch, send_done, receive_done;    /* the state words */
 bool abort_word;
+#ifdef MEET
+byte met;                                   /* state word: CTAs that have come to the meeting */
+bool tiled;                                 /* the tables of the launch say so, to every CTA alike */
+byte first_pass[CTAS];                      /* ghost: the last round of which a CTA has ended its first pass */
+#endif
 byte consumed;                              /* dispatch_consumed of the own rank */
 byte num_rows, in_flight;                   /* the announcement; 0, or what may still land on it */
 bool fenced;                                /* the announcing CTA has counted itself out after a fence */
@@ -918,11 +937,36 @@ byte message_ready[CTAS];
 byte resident;
 byte failures;                              /* ghost: CTAs of the launch that gave up */
 
-#ifdef SLOW
+#if defined(SLOW) && MUTANT == SILENT_FAILURE
+#define TIMEOUT :: alive = false
+#elif defined(SLOW)
 #define TIMEOUT :: abort_word = true; alive = false
 #else
 #define TIMEOUT
 #endif
+#if defined(SLOW) && !defined(PATIENT)
+#define MEETING_TIMEOUT :: alive -> abort_word = true; alive = false
+#else
+#define MEETING_TIMEOUT
+#endif
+
+inline meet() {
+    if
+    :: alive -> d_step { first_pass[id] = received + 1; met++ }
+    :: !alive && MUTANT == FAILED_JOINS -> met++
+    :: else
+    fi;
+    if
+    :: d_step { alive && met >= MEETING ->      /* and the second pass, at its earliest */
+        do
+        :: i < CTAS -> assert(!receives(i) || first_pass[i] == received + 1); i++
+        :: else -> i = 0; break
+        od }
+    :: alive && abort_word -> alive = false
+    MEETING_TIMEOUT
+    :: !alive
+    fi
+}
 
 inline leave(counter, ctas, ends) {
     d_step {
@@ -935,9 +979,21 @@ inline leave(counter, ctas, ends) {
         :: else
         fi
     };
+#if defined(MEET) && MUTANT == EARLY_RESET
+    if
+    :: id == ANNOUNCER && ((ends) & RECEIVE) -> met = 0
+    :: else
+    fi;
+#endif
     if
     :: last ->
         counter = 0;
+#if defined(MEET) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
+        if
+        :: (ends) & RECEIVE -> met = 0
+        :: else
+        fi;
+#endif
         if
         :: whole && ((ends) & SEND) -> send_epoch = sent + 1
         :: else
@@ -1030,6 +1086,12 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
         od
     :: else
     fi;
+#ifdef MEET
+    if
+    :: tiled && (kind & RECEIVE) && receives(id) -> meet()
+    :: else
+    fi;
+#endif
 #if MUTANT == HALF_COUNTER
     if
     :: (kind & RECEIVE) && receives(id) -> leave(receive_done, (ORDER == ROLES -> CTAS / 2 : CTAS), RECEIVE)
@@ -1052,6 +1114,12 @@ done:
 
 inline launch_grid(kind) {
     id = 0;
+#ifdef MEET
+    if
+    :: (kind) & RECEIVE -> tiled = true
+    :: tiled = false
+    fi;
+#endif
     do
     :: id < CTAS -> atomic { resident < SLOTS -> resident++; run Cta(id, kind, sending + 1, receiving + 1); id++ }
     :: else -> id = 0; break

@@ -6,7 +6,19 @@ import torch
 from cute_ep import reference
 from cute_ep.compare import assert_bits
 from cute_ep.errors import EPInputError
-from cute_ep.layouts.scales import ATOM_BYTES, LINEAR, TRANSPOSED, atom_shape_stride, scale_map, scale_shape
+from cute_ep.layouts.scales import (
+    ATOM,
+    ATOM_BYTES,
+    ATOM_ROWS,
+    LANE_ROWS,
+    LINEAR,
+    TRANSPOSED,
+    atom_shape_stride,
+    has_tiles,
+    scale_map,
+    scale_shape,
+    tile_row,
+)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4, 6, 180])
@@ -71,3 +83,22 @@ def test_linear_and_transposed(layout, dtype, columns, counts):
     want = padded.flatten().view(torch.int32).view(rows, places.words).tolist()
     for row in range(rows):
         assert [words[places.at(row, column)] for column in range(places.words)] == want[row]
+
+
+@pytest.mark.parametrize("layout", [ATOM, TRANSPOSED])
+def test_tiles(layout):
+    """Lanes' rows are all of a tile, each once; their words of a column are neighbours, aligned to 16 bytes."""
+    places, is_atom, first, columns = scale_map(layout, 20, 388), int(layout == ATOM), 2 * ATOM_ROWS, range(5)
+    rows = [[first + tile_row(lane, part, is_atom) for part in range(LANE_ROWS)] for lane in range(32)]
+    assert sorted(row for lane in rows for row in lane) == list(range(first, first + ATOM_ROWS))
+    for column in columns:
+        words = [places.at(row, column) for lane in rows for row in lane]
+        assert words == list(range(words[0], words[0] + ATOM_ROWS)) and words[0] % LANE_ROWS == 0
+
+
+@pytest.mark.parametrize("layout, rows, alignment, tiled", [
+    (None, 128, 128, False), (LINEAR, 128, 128, False), (ATOM, 5, 1, True), (TRANSPOSED, 128, 4, True),
+    (TRANSPOSED, 130, 4, False), (TRANSPOSED, 128, 1, False),
+])  # fmt: skip
+def test_which_outputs_have_tiles(layout, rows, alignment, tiled):
+    assert has_tiles(layout, rows, alignment) == tiled
