@@ -40,7 +40,7 @@ from cute_ep.kernels.pieces import (
 )
 from cute_ep.kernels.scale_rows import store_scale_word
 from cute_ep.kernels.scale_tiles import ScaleTiles
-from cute_ep.kernels.sync import look_dated, meet, settle_dated, wait_at_least, warp_all
+from cute_ep.kernels.sync import meet, wait_at_least, wait_two_dated, warp_all
 from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord, StateWord
 from cute_ep.layouts.device import array, vector_atom, vector_tensor
@@ -72,27 +72,21 @@ class Expand:
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
         alive = self.tables.read(group, args, epoch)
-        sItems = shared_array(self.tables.items, Int32)
-        item = Int32(0)
-        entry, weight = Int64(0), Int64(0)
-        rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-        rQ.fill(BLANK)
         if alive:
-            items = self.tables.count_items(group)
-            item = dealt_first(items, first, count, group.warp)
-            # what is looked at here comes while rows are placed
-            entry, weight = self._look_at_entries(group, args, epoch, item, items)
-            self._look_at_message(group, args, epoch, item, items, rQ)
-            self.tables.place(group, args)
             if first == spare_cta(count):
                 self.announce.run(group, args)
+        sHeader = shared_array(self.tables.headers, Int32)
+        sItems = shared_array(self.tables.items, Int32)
+        item = dealt_first(sItems[0], first, count, group.warp)
         while alive and item < sItems[0]:
-            source, piece = self._item(group, args, item)
-            if self._has_content(source, piece):
-                alive = self._take(group, args, epoch, source, piece, entry, weight, rQ)
-            rQ.fill(BLANK)
+            turn, index = group.by_ranks.split(item)
+            source = group.rank + turn
+            if source >= group.ranks:
+                source -= group.ranks
+            piece = piece_of(index, sHeader[source, int(HeaderWord.MESSAGE_PIECES)], units_of(args.payload_bytes))
+            if piece.token < sHeader[source, int(HeaderWord.TOKENS)] and piece.first < piece.last:
+                alive = self._take(group, args, epoch, source, piece)
             item += dealt_stride(sItems[0], count)
-            entry, weight = self._look_at_entries(group, args, epoch, item, sItems[0])
         if alive:
             self.announce.zero_padding(group, args, first, count)
         if self.tables.are_tiled():  # chance, where the tables were not read: then this CTA is not alive
@@ -102,53 +96,10 @@ class Expand:
                 self.scale_tiles.run(group, args, epoch, anew(first), anew(count))
         return alive
 
-    def _item(self, group, args, item):
-        """(source, piece) of an item."""
-        turn, index = group.by_ranks.split(item)
-        source = group.rank + turn
-        source -= cutlass.select_(source >= group.ranks, group.ranks, Int32(0))
-        pieces = shared_array(self.tables.headers, Int32)[source, int(HeaderWord.MESSAGE_PIECES)]
-        return source, piece_of(index, pieces, units_of(args.payload_bytes))
-
-    def _has_content(self, source, piece) -> Boolean:
-        return (piece.token < self._tokens(source)) & (piece.first < piece.last)
-
     @cute.jit
-    def _look_at_entries(self, group, args, epoch: Int64, item: Int32, items: Int32):
-        """First look at what `_find_row` waits for: (entry, weight) as dated words; 0 where there is none."""
-        entry, weight = Int64(0), Int64(0)
-        if item < items:
-            source, piece = self._item(group, args, item)
-            if self._has_content(source, piece) & (group.lane < group.top_k):
-                entry = look_dated(self._entry_at(group, epoch, source, piece))
-                weight = look_dated(self._weight_at(group, epoch, source, piece))
-        return entry, weight
-
-    @cute.jit
-    def _look_at_message(self, group, args, epoch: Int64, item: Int32, items: Int32, rQ) -> None:
-        """First look at the first units of an express piece."""
-        if item < items:
-            source, piece = self._item(group, args, item)
-            if self._has_content(source, piece) & is_express(self._tokens(source)):
-                count = self._own_units(piece.first, piece.last, units_of(args.payload_bytes), group.lane)
-                unit_at = self._message(group, args, epoch, source, piece)
-                unit_at += Int64(piece.first * SEGMENT + group.lane) * VECTOR_BYTES
-                self._look_at_units(rQ, unit_at, count, Uint32(0))
-
-    def _entry_at(self, group, epoch: Int64, source, piece) -> Int64:
-        return group.base + group.arena.entries.at(epoch & 1, source, piece.token, group.lane)
-
-    def _weight_at(self, group, epoch: Int64, source, piece) -> Int64:
-        """Where the entry's weight is, which the warp with the first piece needs; for the others, the entry."""
-        weights = shared_array(self.tables.headers, Int32)[source, int(HeaderWord.HAS_WEIGHTS)] != 0
-        region = group.arena.weights.at(epoch & 1, source, piece.token, group.lane)
-        other = group.arena.entries.at(epoch & 1, source, piece.token, group.lane)
-        return group.base + cutlass.select_((piece.first == 0) & weights, region, other)
-
-    @cute.jit
-    def _take(self, group, args, epoch: Int64, source, piece, entry: Int64, weight: Int64, rQ) -> Boolean:
+    def _take(self, group, args, epoch: Int64, source, piece) -> Boolean:
         """Wait for one piece and copy it to all its rows. False after a timeout."""
-        row, scale_row, came = self._find_row(group, args, epoch, source, piece, entry, weight)
+        row, scale_row, came = self._find_row(group, args, epoch, source, piece)
         alive = warp_all(came)
         due = row >= 0
         shared_row = Int32(NO_ROW)
@@ -163,7 +114,7 @@ class Expand:
                 alive = self._wait_piece(group, epoch, source, piece)
             if alive:
                 wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
-                alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row, rQ)
+                alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row)
                 if alive & (args.scale_words != 0) & ~self.tables.are_tiled():
                     alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row)
                 if alive & (args.row_scale_bytes != 0) & (piece.first == 0):
@@ -193,11 +144,11 @@ class Expand:
         return Uint32(group.has_posted(flag, epoch))
 
     @cute.jit
-    def _find_row(self, group, args, epoch: Int64, source, piece, entry_seen: Int64, weight_seen: Int64):
+    def _find_row(self, group, args, epoch: Int64, source, piece):
         """(output row, scale row, whether it came) of the token's entry number `lane`, a dated word from `Route`;
         NO_ROW where it is not this rank's, LOST_ROW where the output has no room. The warp with the first piece records
         the rows for combine."""
-        lane = anew(group.lane)
+        lane = group.lane
         sBase = shared_array(self.tables.bases, Int32)
         sStart = shared_array(self.tables.row_starts, Int32)
         sScaleStart = shared_array(self.tables.scale_starts, Int32)
@@ -210,11 +161,12 @@ class Expand:
         entry = Int32(MASKED_ENTRY)
         weight = Int32(0)
         if lane < group.top_k:
-            watch, entry_at = group.watch, self._entry_at(group, epoch, source, piece)
-            entry, came = settle_dated(watch, entry_at, entry_seen, epoch, source, Phase.ROUTE, piece.token)
-            if came:
-                weight_at = self._weight_at(group, epoch, source, piece)
-                weight, came = settle_dated(watch, weight_at, weight_seen, epoch, source, Phase.ROUTE, piece.token)
+            words = group.base + group.arena.entries.at(epoch & 1, source, piece.token, lane)
+            weights = words
+            if piece.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
+                weights = group.base + group.arena.weights.at(epoch & 1, source, piece.token, lane)
+            watch = group.watch
+            entry, weight, came = wait_two_dated(watch, words, weights, epoch, source, Phase.ROUTE, piece.token)
             if not came:
                 entry = Int32(MASKED_ENTRY)
             local = entry_expert(entry) - group.rank * group.local_experts
@@ -261,21 +213,21 @@ class Expand:
         return warp_all(arrived)
 
     @cute.jit
-    def _copy_payload(self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row, rQ) -> Boolean:
-        """The piece's payload to all its rows; rQ holds a first look at it, or BLANK. False after a timeout."""
-        lane = anew(group.lane)
+    def _copy_payload(self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row) -> Boolean:
+        """The piece's payload to all its rows. False after a timeout."""
+        lane = group.lane
         units = units_of(anew(args.payload_bytes))
         gOut = vector_tensor(args.out_tokens, units, args.capacity, Int64(args.payload_bytes))
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
+        rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = piece.first
         while alive and base < piece.last:
             # the first unit of the lane's; its others are SEGMENT units apart
             message = self._message(group, args, epoch, source, piece) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
             count = self._own_units(base, piece.last, units, lane)
-            if (base > piece.first) | cute.arch.vote_any_sync(self._has_blank_unit(rQ, count)):
-                look = partial(self._look_at_units, rQ, message, count)
-                alive = self._wait_whole(group, args, epoch, source, piece, look)
+            look = partial(self._look_at_units, rQ, message, count)
+            alive = self._wait_whole(group, args, epoch, source, piece, look)
             if is_express(self._tokens(source)):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
@@ -298,23 +250,17 @@ class Expand:
 
     @cute.jit
     def _look_at_units(self, rQ, message: Int64, count, settled: Uint32) -> Uint32:
-        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if slot < count:
-                look_at_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
-        return Uint32(self._has_blank_unit(rQ, count)) & ~settled
-
-    @cute.jit
-    def _has_blank_unit(self, rQ, count) -> Boolean:
         blank = Boolean(False)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
+                look_at_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
                 blank = blank | has_blank(rQ[None, slot])
-        return blank
+        return Uint32(blank) & ~settled
 
     @cute.jit
     def _copy_scales(self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row) -> Boolean:
         """The words of the piece's segments. False after a timeout."""
-        lane = anew(group.lane)
+        lane = group.lane
         end = cutlass.min(piece.last * args.segment_words, args.scale_words)
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)

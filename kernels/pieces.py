@@ -14,6 +14,7 @@ from cutlass import Int32, Uint32
 
 from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.divide import quotient
+from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
 
 SEGMENT = 32
@@ -43,6 +44,15 @@ def piece_of(index: Int32, pieces_log2: Int32, units: Int32) -> Piece:
 def segments_of(units: Int32) -> Int32:
     """Segments of a row, the last one maybe in part."""
     return quotient(units + (SEGMENT - 1), SEGMENT)
+
+
+@cute.jit
+def most_pieces(sHeader, ranks: Int32, pieces: cutlass.Constexpr) -> Int32:
+    """Pieces of the source that has most, from the headers; `pieces` is the word that holds their logarithm."""
+    most = Int32(0)
+    for source in cutlass.range(ranks, unroll=1):
+        most = cutlass.max(most, sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(pieces)])
+    return most
 
 
 def units_of(row_bytes) -> Int32:

@@ -102,18 +102,19 @@ def wait_dated(watch: Watch, word: Int64, epoch: Int64, peer: Int32, phase: cutl
     return Int32(content), arrived
 
 
-def look_dated(word: Int64) -> Int64:
-    """One look at a dated word, for `settle_dated`. Looks that begin together take the time of one."""
-    return cute.arch.load(pointer(word, Int64), Int64, sem="relaxed", scope="sys")
-
-
 @cute.jit
-def settle_dated(watch: Watch, word: Int64, seen: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
-    """`wait_dated` for a word that has been looked at: (value, whether it is of round `epoch`)."""
-    came = _has_arrived(seen, epoch, True)
+def wait_two_dated(
+    watch: Watch, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
+):
+    """`wait_dated` for two words, whose latencies overlap: (value, value, whether both arrived)."""
+    one = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
+    other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
+    came = _has_arrived(one, epoch, True)
     if not came:
-        seen, came = _poll(watch, word, epoch, peer, phase, index, True)
-    return Int32(seen), came
+        one, came = _poll(watch, first, epoch, peer, phase, index, True)
+    if came and not _has_arrived(other, epoch, True):
+        other, came = _poll(watch, second, epoch, peer, phase, index, True)
+    return Int32(one), Int32(other), came
 
 
 def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:

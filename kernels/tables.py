@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import THREADS, shared_array, warp_exclusive_scan
 from cute_ep.kernels.express import is_express
+from cute_ep.kernels.pieces import most_pieces
 from cute_ep.kernels.sync import block_all, wait_dated
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.record import RegionMap
@@ -22,7 +23,7 @@ while the link brings the next rows. Measured on 4 x H200 with 4096 tokens (`per
 
 
 class Tables:
-    """Shared memory that `read` and `place` fill.
+    """Shared memory that `read` fills.
 
     bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e]: first output row of local expert e;
     row_starts[L]: all rows. scale_starts[e]: its first scale row, where that is another one. items: pieces of all
@@ -39,9 +40,11 @@ class Tables:
 
     @cute.jit
     def read(self, group, args, epoch: Int64) -> Boolean:
-        """Wait for every source's counts and header (`Route`). False after a timeout."""
+        """Wait for every source's counts and header (`Route`) and fill the tables from them. False after a timeout."""
         parity = epoch & 1
         sBase = shared_array(self.bases, Int32)
+        sStart = shared_array(self.row_starts, Int32)
+        sScaleStart = shared_array(self.scale_starts, Int32)
         sHeader = shared_array(self.headers, Int32)
         alive = Boolean(True)
         pairs = group.experts + group.ranks * len(HeaderWord)
@@ -54,30 +57,20 @@ class Tables:
             else:
                 sBase[item - group.ranks * len(HeaderWord)] = value
             alive = alive & came
-        return block_all(alive)
+        alive = block_all(alive)
+        if alive:
+            self._place_rows(group, args, sBase, sStart, sScaleStart)
+        return alive
 
     @cute.jit
-    def count_items(self, group) -> Int32:
-        """Pieces of all sources, by each warp; after `read`."""
-        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        pieces = Int32(0)
-        if group.lane < group.ranks:
-            tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
-            pieces = tokens << sHeader[group.lane, int(HeaderWord.MESSAGE_PIECES)]
-        items = Int32(cute.arch.warp_redux_sync(pieces, "max")) * group.ranks
-        if group.tid == 0:
-            sItems[0] = items
-        return items
-
-    @cute.jit
-    def place(self, group, args) -> None:
+    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
         """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
-        sBase = shared_array(self.bases, Int32)
-        sStart = shared_array(self.row_starts, Int32)
-        sScaleStart = shared_array(self.scale_starts, Int32)
-        sHeader, sTiled = shared_array(self.headers, Int32), shared_array(self.tiled, Int32)
+        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+        sTiled = shared_array(self.tiled, Int32)
         if group.warp == 0:
             warp_exclusive_scan(sBase, group.experts, group.lane)
+        if group.tid == 32:
+            sItems[0] = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES) * group.ranks
         cute.arch.sync_threads()
         if group.warp == 0:
             self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
