@@ -27,8 +27,13 @@ test: build/library/all.stamp  ## all tests that need no GPU, the kernels of all
 
 test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kernels in build/library
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp build/library/hooks.stamp
-	@$(PY) -c 'import pytest' || $(MAKE) $(VENV)/tools.stamp
-	$(PY) -m pytest tests/gpu
+	@$(PY) -c 'import pytest, xdist' || $(MAKE) $(VENV)/tools.stamp
+	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
+	every=$${CUDA_VISIBLE_DEVICES:-$$(seq -s, 0 $$((gpus - 1)))}; \
+	if [ $$gpus -gt 1 ]; then set -x; \
+	    CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$gpus --dist worksteal tests/gpu || status=1; \
+	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
+	else set -x; $(PY) -m pytest tests/gpu || status=1; fi; exit $$status
 
 sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memcheck, racecheck) over a small case of every kernel
 	for tool in memcheck racecheck; do \

@@ -7,13 +7,13 @@ import torch
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # a size of 1 may have any stride
-    return plain.view(_BITS[tensor.element_size()])
+def _bits(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).view(_BITS[tensor.element_size()])
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """Fail unless type, shape and every bit agree; any devices. NaNs agree when their bits do, +0 is not -0.
+    """Fail unless type, shape and every bit agree; any devices, compared on that of `actual`. NaNs agree when their
+    bits do, +0 is not -0.
 
     The message has the first differing coordinate, both elements in hex and the number of differing elements.
     """
@@ -21,7 +21,7 @@ def assert_bits(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None
     is_a, should_be = ((tensor.dtype, tuple(tensor.shape)) for tensor in (actual, expected))
     if is_a != should_be:
         raise AssertionError(f"{name}: is {is_a[0]} {is_a[1]}, expected {should_be[0]} {should_be[1]}")
-    got, want = _bits(actual), _bits(expected)
+    got, want = _bits(actual, actual.device), _bits(expected, actual.device)
     differs = got != want
     count = int(differs.sum())
     if count:
@@ -44,7 +44,8 @@ def assert_prefix_and_poison(actual: torch.Tensor, expected: torch.Tensor, poiso
     if actual.shape[0] < rows:
         raise AssertionError(f"{name}: has {actual.shape[0]} rows, expected at least {rows}")
     assert_bits(actual[:rows], expected, name)
-    rest = _bits(actual[rows:])
+    rest = _bits(actual[rows:], actual.device)
+    rest = rest.clone(memory_format=torch.contiguous_format)  # a size of 1 may have any stride
     rest = (rest.flatten(1) if rest.dim() > 1 else rest[:, None]).view(torch.uint8)
     touched = rest != poison_byte
     if touched.any():

@@ -1,7 +1,12 @@
-"""GPU fixtures: which devices play which rank, and the library of kernels under test."""
+"""GPU fixtures: which devices play which rank, and the library of kernels under test.
+
+A worker of pytest-xdist (`make test-gpu`, several GPUs) sees one GPU only, so that tests with virtual ranks run side by
+side, a GPU each.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +20,25 @@ from cute_ep.connection import connect_local
 
 LIBRARY = Path(__file__).parents[2] / "build" / "library"
 VIRTUAL_RANKS = 8
+
+
+def take_one_gpu(worker: int, workers: int) -> None:
+    """Leave only one of the GPUs in CUDA_VISIBLE_DEVICES to this process, which has not used any yet, and its share of
+    the cores. Nothing is done without such a list.
+
+    Raises:
+        UsageError: there are more workers than GPUs.
+    """
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(devices) > 1:
+        if workers > len(devices):
+            raise pytest.UsageError(f"{workers} workers, but {len(devices)} GPUs: start one a GPU")
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[worker]
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    take_one_gpu(int(os.environ["PYTEST_XDIST_WORKER"][len("gw") :]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
