@@ -8,7 +8,8 @@ lane takes such four rows: it reads 16 bytes of each from its message, four colu
 
 That takes every row of a tile, whichever CTA took its message: all receiving CTAs of the launch meet first. The words
 come from the arena, where they stay until the next launch posts `consumed`, so no source may be express. The token of a
-row stands in `src_info`, its source follows from its place among the rows of its expert.
+row stands in `src_info`, its source follows from its place among the rows of its expert. `Tables.are_tiled` says where
+this pays.
 """
 
 from __future__ import annotations

@@ -16,10 +16,7 @@ from cute_ep.kernels.sync import block_all, wait_dated
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, Phase
-
-SCATTERED_WORDS = 160
-"""Scale words for each token that some rank sends, beyond which `ScaleTiles` is faster: fewer are stored one by one
-while the link brings the next rows. Measured on 4 x H200 with 4096 tokens (`perf/LOG.md` 25)."""
+from cute_ep.layouts.scales import SCATTERED_WORDS
 
 
 class Tables:
@@ -88,7 +85,8 @@ class Tables:
         cute.arch.sync_threads()
 
     def are_tiled(self) -> Boolean:
-        """Whether `ScaleTiles` writes the scale factors of this launch; the same in all receiving CTAs."""
+        """Whether `ScaleTiles` writes the scale factors of this launch: with many of them, none from an express source,
+        and a layout that has tiles. The same in all receiving CTAs."""
         return shared_array(self.tiled, Int32)[0] != 0
 
     @cute.jit

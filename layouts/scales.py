@@ -30,6 +30,9 @@ ATOM_BYTES = ATOM_ROWS * ATOM_COLUMNS
 WORD_BYTES = 4
 LANE_ROWS = 4
 """Rows whose words of one column are 16 contiguous bytes, where `has_tiles`."""
+SCATTERED_WORDS = 160
+"""Scale words that a rank stores for each token that some rank sends, beyond which it stores them by tiles: fewer hide
+behind the link, one by one. Measured on 4 x H200 with 4096 tokens (`perf/LOG.md` 25)."""
 ATOM = "atom128x4"
 LINEAR = "linear"
 TRANSPOSED = "transposed"

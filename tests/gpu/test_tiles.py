@@ -1,0 +1,104 @@
+"""Scale factors that are written by tiles, behind a meeting of the receiving CTAs, against the reference."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from cute_ep.config import EPConfig
+from cute_ep.errors import EPInputError
+from cute_ep.layouts.arena import EXPRESS_TOKENS
+from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.scales import ATOM, SCATTERED_WORDS, TRANSPOSED, has_tiles, scale_words
+from cute_ep.verify import POISON, RoundOptions, check_round, poisoned_buffers
+from cute_ep.workloads import RankInputs, make_inputs
+
+from .conftest import connected
+
+MANY = EXPRESS_TOKENS + 1
+HIDDEN = 4096
+CASES = [
+    (name, layout)
+    for name, record in FORMATS.items()
+    for layout in record.scale_layouts
+    if layout in (ATOM, TRANSPOSED)
+]
+
+
+def config(ranks: int, fmt: str, layout: str, **options: object) -> EPConfig:
+    return EPConfig(HIDDEN, 16 * ranks, 8, MANY + 200, ranks, fmt, 20, layout, **options)
+
+
+def counts_of(ranks: int, turn: int) -> list[int]:
+    """Many tokens a rank, and none on some."""
+    return [0 if ranks > 2 and (rank + turn) % 4 == 3 else MANY + 30 * ((rank + turn) % 5) for rank in range(ranks)]
+
+
+def check_tiled(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> None:
+    """That a rank has words enough: otherwise these tests would test something else."""
+    first = rank * cfg.local_experts
+    rows = sum(int(((one.topk_ids >= first) & (one.topk_ids < first + cfg.local_experts)).sum()) for one in inputs)
+    words = rows * scale_words(cfg.format.scale_bytes(cfg.hidden))
+    assert has_tiles(cfg.scales_as, cfg.alignment, cfg.alignment)
+    assert words > SCATTERED_WORDS * sum(one.topk_ids.shape[0] for one in inputs)
+    assert all(one.topk_ids.shape[0] in (0, *range(MANY, cfg.max_tokens_per_rank + 1)) for one in inputs)
+
+
+@pytest.mark.parametrize(("fmt", "layout"), CASES)
+def test_every_format(devices: list[str], fmt: str, layout: str) -> None:
+    """Fused and split, made here and given, round after round; the other ranks have no rows, or few."""
+    cfg = config(len(devices), fmt, layout)
+    with connected(cfg, devices) as communicators:
+        for turn, (split, given) in enumerate(product((False, True), repeat=2)):
+            inputs = make_inputs(cfg, counts_of(len(devices), turn), "one_rank", turn)
+            check_tiled(cfg, inputs, len(devices) - 1)
+            check_round(communicators, inputs, RoundOptions(split, ("partial",), prequantized=given, seed=turn))
+
+
+@pytest.mark.parametrize(("fmt", "layout"), CASES)
+def test_padded_groups_and_shared_expert(devices: list[str], fmt: str, layout: str) -> None:
+    """Padding inside tiles is zero, what lies behind the last group is not touched."""
+    for turn, (alignment, shared) in enumerate(((4, True), (16, False), (128, True))):
+        cfg = config(len(devices), fmt, layout, row_alignment=alignment, fused_shared_expert=shared)
+        inputs = make_inputs(cfg, counts_of(len(devices), turn), "one_rank", turn)
+        check_tiled(cfg, inputs, len(devices) - 1)
+        with connected(cfg, devices) as communicators:
+            check_round(communicators, inputs, RoundOptions(turn == 1, ("partial",), seed=turn))
+
+
+def test_turns_with_rows_that_are_not_tiled(devices: list[str]) -> None:
+    """Tiled and not, by turns and by rank, on few CTAs; the count of the meeting begins anew each time."""
+    cfg = config(len(devices), "nvfp4", ATOM)
+    for sms in (1, 3, None):
+        with connected(cfg, devices, sms=sms) as communicators:
+            for turn, routing in enumerate(("one_rank", "uniform", "zipf", "one_rank", "masked", "one_expert")):
+                counts = counts_of(len(devices), turn) if turn != 3 else [MANY - 1] * len(devices)
+                inputs = make_inputs(cfg, counts, routing, turn)
+                check_round(communicators, inputs, RoundOptions(turn % 2 == 1, ("partial",), seed=turn))
+
+
+def test_rows_that_do_not_fit(devices: list[str]) -> None:
+    """A tiled receive without room announces nothing, writes no scale factors, and the next one is whole."""
+    cfg = config(len(devices), "nvfp4", ATOM)
+    last = len(devices) - 1
+    inputs = make_inputs(cfg, counts_of(len(devices), 0), "one_rank", 0)
+    check_tiled(cfg, inputs, last)
+    with connected(cfg, devices) as communicators:
+        small = [poisoned_buffers(communicator, 64) for communicator in communicators]
+        arguments = [
+            [tensor.to(communicator.device) for tensor in vars(one).values()]
+            for communicator, one in zip(communicators, inputs, strict=True)
+        ]
+        for communicator in communicators:
+            torch.cuda.synchronize(communicator.device)
+        for communicator, given, buffers in zip(communicators, arguments, small, strict=True):
+            communicator.dispatch(*given, out=buffers)
+        for communicator in communicators[:last]:
+            communicator.synchronize()
+        with pytest.raises(EPInputError, match="those that arrived take"):
+            communicators[last].synchronize()
+        assert int(small[last].num_rows) == 0
+        assert (small[last].scales.view(torch.uint8) == POISON).all()
+        check_round(communicators, inputs, RoundOptions(seed=1))
