@@ -15,7 +15,7 @@ from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, sc
 from cute_ep.driver import THREADS, Kernel, architecture
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import BF16, FORMATS, VECTOR_BYTES, Format
-from cute_ep.layouts.scales import ATOM, LINEAR, scale_shape
+from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
 from cute_ep.tuning import CTAS_PER_SM
@@ -255,7 +255,10 @@ def _check_out(
         if not isinstance(out, tuple) or len(out) != len(SwigluRows._fields):
             raise EPInputError(f"out = {type(out).__name__}: must be a SwigluRows")
         (payload, scales), name = out, "out.payload"
-        check_tensor("out.scales", scales, shape=scales_shape, dtype=scale_dtype(record), device=x.device, alignment=4)
+        alignment = VECTOR_BYTES if layout == ATOM else WORD_BYTES
+        check_tensor(
+            "out.scales", scales, shape=scales_shape, dtype=scale_dtype(record), device=x.device, alignment=alignment
+        )
     check_tensor(
         name, payload, shape=payload_shape, dtype=payload_dtype(record), device=x.device, alignment=VECTOR_BYTES
     )

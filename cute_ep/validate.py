@@ -224,12 +224,16 @@ def check_output(
     return shape
 
 
+MOVED_BY_VECTORS = ("tokens", "scales", "headers")
+"""Tensors of `DispatchBuffers` that kernels access 16 bytes at a time."""
+
+
 def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | str) -> None:
     """Check caller-owned dispatch buffers; their capacity is `out.tokens.shape[0]` rows.
 
     Raises:
-        EPInputError: a tensor has not the shape, type or device that `DispatchBuffers.allocate` gives it, or the
-            capacity is no multiple of the row alignment.
+        EPInputError: a tensor has not the shape, type, device or alignment that `DispatchBuffers.allocate` gives it, or
+            the capacity is no multiple of the row alignment.
     """
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
@@ -238,7 +242,7 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")
     for name, want in buffer_shapes(cfg, capacity).items():
         if want is not None:
-            alignment = VECTOR_BYTES if name == "tokens" else 1
+            alignment = VECTOR_BYTES if name in MOVED_BY_VECTORS else 1
             shape, dtype = want
             check_tensor(
                 f"out.{name}", getattr(out, name), shape=shape, dtype=dtype, device=device, alignment=alignment

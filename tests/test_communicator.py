@@ -609,6 +609,17 @@ def test_buffers_have_whole_groups(make: Make) -> None:
         rank.dispatch(*arguments(), out=replace(out, row_counts=out.row_counts[:-1]))
 
 
+@pytest.mark.parametrize("name", ["tokens", "scales", "headers"])
+def test_buffers_are_aligned(make: Make, name: str) -> None:
+    rank = make(replace(CFG, dispatch_format="nvfp4"))
+    out = rank.allocate(16)
+    tensor = getattr(out, name)
+    raw = torch.empty(tensor.nbytes + 64, dtype=torch.uint8)
+    shifted = raw[-raw.data_ptr() % 16 + 8 :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    with pytest.raises(EPInputError, match=rf"out\.{name}.*16"):
+        rank.dispatch(*arguments(), out=replace(out, **{name: shifted}))
+
+
 def test_timeout_of_the_own_launch_counts_ctas(rank: Communicator) -> None:
     rank._status.words[:4] = [Phase.GRID, 0, 264, 200]
     with pytest.raises(EPTimeout, match="GRID: 200 of 264 receiving CTAs came together"):
