@@ -31,7 +31,7 @@ class Announce:
     @cute.jit
     def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
         """CTA `first` of `count` receiving CTAs. Jobs are dealt from the last warp down: those have the fewest rows."""
-        if ((args.scale_words != 0) & ~self.tables.are_tiled()) | (args.row_alignment != 1):
+        if self.tables.are_scattered(args) | (args.row_alignment != 1):
             jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
             last_first = item_stride(count) - 1 - first_item(first, count, group.warp)
             for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
@@ -44,7 +44,6 @@ class Announce:
 
         No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
         """
-        sBase = shared_array(self.tables.bases, Int32)
         sStart = shared_array(self.tables.row_starts, Int32)
         sScaleStart = shared_array(self.tables.scale_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
@@ -68,7 +67,7 @@ class Announce:
                 start = sStart[expert]
                 rows = Int32(0)
                 if expert < group.local_experts:
-                    rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+                    rows = self.tables.rows_of(group, expert)
                     scale_start = sScaleStart[expert]
             if not fits:
                 start = Int32(0)
@@ -91,7 +90,6 @@ class Announce:
     @cute.jit
     def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
-        sBase = shared_array(self.tables.bases, Int32)
         sStart = shared_array(self.tables.row_starts, Int32)
         sScaleStart = shared_array(self.tables.scale_starts, Int32)
         start = Int32(0)
@@ -99,11 +97,11 @@ class Announce:
         scale_start = Int32(0)
         if expert >= 0:
             start = sStart[expert]
-            rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+            rows = self.tables.rows_of(group, expert)
             scale_start = sScaleStart[expert]
         end = start + ((rows + args.row_alignment - 1) & -args.row_alignment)
         if end <= args.capacity:
-            if (args.scale_words != 0) & ~self.tables.are_tiled():
+            if self.tables.are_scattered(args):
                 if args.scale_alignment == args.row_alignment:
                     scale_start = start
                 scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)

@@ -115,7 +115,7 @@ class Expand:
             if alive:
                 wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
                 alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row)
-                if alive & (args.scale_words != 0) & ~self.tables.are_tiled():
+                if alive & self.tables.are_scattered(args):
                     alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row)
                 if alive & (args.row_scale_bytes != 0) & (piece.first == 0):
                     alive = self._copy_row_scale(group, args, epoch, source, piece, row, shared_row)

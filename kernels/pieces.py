@@ -47,11 +47,13 @@ def segments_of(units: Int32) -> Int32:
 
 
 @cute.jit
-def most_pieces(sHeader, ranks: Int32, pieces: cutlass.Constexpr) -> Int32:
-    """Pieces of the source that has most, from the headers; `pieces` is the word that holds their logarithm."""
+def most_pieces(sHeader, ranks: Int32) -> Int32:
+    """Message pieces of the source that has most, from the headers."""
     most = Int32(0)
     for source in cutlass.range(ranks, unroll=1):
-        most = cutlass.max(most, sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(pieces)])
+        most = cutlass.max(
+            most, sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(HeaderWord.MESSAGE_PIECES)]
+        )
     return most
 
 

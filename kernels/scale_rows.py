@@ -10,10 +10,7 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.layouts.device import item_coord, pointer, vector_at, vector_atom
-from cute_ep.layouts.scales import ATOM_ROWS, WORD_BYTES
-
-ATOM_LINE_ROWS = ATOM_ROWS // 32
-"""Rows whose words of one column share 16 bytes of an atom."""
+from cute_ep.layouts.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.
     if args.scale_middle == 1:
         in_block = remainder(first, ATOM_ROWS)
         block = first - in_block
-        rZero = cute.make_rmem_tensor(ATOM_LINE_ROWS, Uint32)
+        rZero = cute.make_rmem_tensor(LANE_ROWS, Uint32)
         rZero.fill(0)
         items = 32 * columns
         if first == end:

@@ -67,7 +67,7 @@ class Tables:
         if group.warp == 0:
             warp_exclusive_scan(sBase, group.experts, group.lane)
         if group.tid == 32:
-            sItems[0] = most_pieces(sHeader, group.ranks, HeaderWord.MESSAGE_PIECES) * group.ranks
+            sItems[0] = most_pieces(sHeader, group.ranks) * group.ranks
         cute.arch.sync_threads()
         if group.warp == 0:
             self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
@@ -89,6 +89,15 @@ class Tables:
         and a layout that has tiles. The same in all receiving CTAs."""
         return shared_array(self.tiled, Int32)[0] != 0
 
+    def are_scattered(self, args) -> Boolean:
+        """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
+        return (args.scale_words != 0) & ~self.are_tiled()
+
+    def rows_of(self, group, expert) -> Int32:
+        """Rows of a local expert, without padding."""
+        sBase = shared_array(self.bases, Int32)
+        return sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+
     @cute.jit
     def _place_groups(self, group, sBase, sStart, shared_rows: Int32, alignment: Int32) -> None:
         """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
@@ -99,7 +108,7 @@ class Tables:
                 sStart[expert] = before + sBase[expert * group.ranks]
         else:
             for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
-                rows = sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+                rows = self.rows_of(group, expert)
                 sStart[expert] = (rows + alignment - 1) & -alignment
             cute.arch.sync_warp()
             warp_exclusive_scan(sStart, group.local_experts, group.lane)

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf.cases import Shape
-from perf.peers import MODULES, NOT_PRESENT, ROWS, place_file
+from perf.peers import CHAINED, MODULES, NOT_PRESENT, ROWS, place_file
 
 if TYPE_CHECKING:
     import torch
 
 SETS = 4
-CHAINED = "pair_chained"
 ROUNDS, LARGE_ROUNDS, LARGE_TOKENS = 8, 4, 1024
 """Rounds of a graph, even: DeepEP's low-latency calls alternate between two buffers."""
 SAMPLES, LARGE_SAMPLES = 200, 40

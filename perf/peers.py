@@ -40,6 +40,8 @@ PEERS = {
 }
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}
+CHAINED = "pair_chained"
+"""`cute_ep.measure.CHAINED`, without torch."""
 PEER_TOKENS = (1, 16, 128, 512, 1024, 4096, 8192)
 START_S = 45.0
 """Budget from a process's start to its first peer: imports and NCCL, about 10 s where the files are cached."""
@@ -202,7 +204,7 @@ def caveats(rows: Sequence[dict]) -> list[str]:
     found = []
     for peer in dict.fromkeys(row["peer"] for row in rows):
         own = [row for row in rows if row["peer"] == peer]
-        eager = sum(not row["graph"] for row in own if row["operation"] != "pair_chained")
+        eager = sum(not row["graph"] for row in own if row["operation"] != CHAINED)
         late = sum(not row["ahead"] for row in own)
         found += [f"{peer}: {eager} of {len(own)} results without CUDA graphs, for it cannot be captured"] * (eager > 0)
         found += [f"{peer}: {late} of {len(own)} results with launches that came late"] * (late > 0)

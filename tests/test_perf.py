@@ -23,7 +23,7 @@ from cute_ep.ceilings import Ceilings, floors
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect_local
 from cute_ep.errors import EPError, EPInputError
-from cute_ep.measure import OPERATIONS, PARTS, make_sets, measure
+from cute_ep.measure import CHAINED, OPERATIONS, PARTS, make_sets, measure
 from cute_ep.timing import Runner, percentile, summary
 from cute_ep.traffic import count_routing, traffic
 from perf import compiled, model, nvshmem, peer_worker, peers, plots, report, suite, tables
@@ -290,6 +290,10 @@ def test_ping_pong_assembles(arch: str, tmp_path: Path) -> None:
 
 
 # Cases
+
+
+def test_peers_call_the_chained_pair_what_the_measurement_does() -> None:
+    assert peers.CHAINED == CHAINED
 
 
 def test_the_suite_covers_what_it_promises() -> None:
