@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import Arena, message_bytes, return_slots
+from cute_ep.layouts.arena import Arena, message_of, return_slots
 from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.routing import (
     MAX_EXPERTS,
@@ -142,12 +142,14 @@ class EPConfig:
     @property
     def arena(self) -> Arena:
         """Byte map of one rank's symmetric memory."""
+        message = message_of(self.format, self.hidden)
         return Arena(
             ranks=self.peers,
             local_experts=self.local_experts,
             top_k=self.top_k,
             max_tokens=self.max_tokens_per_rank,
-            message=message_bytes(self.format, self.hidden),
+            message=message.nbytes,
+            scales=message.row_scale.offset - message.scales.offset,
             hidden=self.hidden,
             slots=return_slots(self.peers, self.top_k),
         )
@@ -157,8 +159,9 @@ def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
     Two parities of  R * (places * message + Tmax * 16 * K)  bytes for what arrives in dispatch and
-    places * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags,  16 * R * piece_slots(Tmax)
-    bytes, and the counts; every region is aligned to 256 bytes. `places` is Tmax, and EXPRESS_TOKENS more where Tmax
-    exceeds that. Exact: the sum that `layouts.arena.Arena` computes.
+    places * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags,  16 * R * most_flags(Tmax)
+    bytes, the counts, and the scale factors of EXPRESS_TOKENS messages of each rank; every region is aligned to 256
+    bytes. `places` is Tmax, and EXPRESS_TOKENS more where Tmax exceeds that. Exact: the sum that `layouts.arena.Arena`
+    computes.
     """
     return int(cfg.arena.nbytes)

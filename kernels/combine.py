@@ -3,8 +3,8 @@
     expert rank d                                   source rank s
     -------------                                   -------------
     wait combine_consumed[all] >= m-2
-    give back piece of a token of s           --->  arena.returns[m & 1][token][slot]
-    post return_ready[d][piece] = m           --->  wait return_ready[owners][piece] >= m, sum, write out
+    give back pieces of tokens of s           --->  arena.returns[m & 1][token][slot]
+    post return_ready[d][convoy] = m          --->  wait return_ready[owners][convoy] >= m, sum, write out
                                               <---  post combine_consumed[s] = m  (start of s's next launch)
 
 While a source has few tokens its returns take arena.express_returns and need no post: see `express`.

@@ -5,15 +5,15 @@
     wait dispatch_consumed[all] >= n-2
     route:  entries, weights, counts, header  --->  arena.entries/weights/counts/header[n & 1][s], dated n:
                                                     wait for each word, scan counts to row bases
-    send:   encode piece of a token           --->  arena.messages[n & 1][s][token]
-            post message_ready[s][piece] = n  --->  wait message_ready[s][piece] >= n, copy to expert rows
+    send:   encode pieces of tokens           --->  arena.messages[n & 1][s][token]
+            post message_ready[s][convoy] = n --->  wait message_ready[s][convoy] >= n, copy to expert rows
                                               <---  post dispatch_consumed[d] = n  (start of d's next launch)
 
 While a source has few tokens its messages take arena.express_messages and need no post: see `express`.
 
-Ordering: a post follows a warp barrier that follows the warp's stores, so the stores are visible to whoever sees the
-flag; routing words carry their own epoch, express words are their own flags. Nothing of round n + 2 can land on round n
-because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
+Ordering: a post follows a CTA barrier that follows the stores of a convoy of pieces, so the stores are visible
+to whoever sees the flag; routing words carry their own epoch, express words are their own flags. Nothing of round n + 2
+can land on round n because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
 
 The output's row order needs no atomics: see `layouts/routing.py`. One CTA writes offsets and `num_rows`; when any wait
 of the launch timed out, the last CTA out overwrites them with zeros.

@@ -42,8 +42,8 @@ from cute_ep.kernels.scale_rows import store_scale_word
 from cute_ep.kernels.scale_tiles import ScaleTiles
 from cute_ep.kernels.sync import meet, wait_at_least, wait_two_dated, warp_all
 from cute_ep.kernels.tables import Tables
-from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord, StateWord
-from cute_ep.layouts.device import array, vector_atom, vector_tensor
+from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord, StateWord, convoy_of
+from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import (
@@ -115,7 +115,7 @@ class Expand:
             if alive:
                 wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
                 alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row)
-                if alive & self.tables.are_scattered(args):
+                if alive & (args.scale_words != 0) & (express | ~self.tables.are_tiled()):
                     alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row)
                 if alive & (args.row_scale_bytes != 0) & (piece.first == 0):
                     alive = self._copy_row_scale(group, args, epoch, source, piece, row, shared_row)
@@ -205,10 +205,10 @@ class Expand:
 
     @cute.jit
     def _wait_piece(self, group, epoch: Int64, source, piece) -> Boolean:
-        """Warp-wide wait for message_ready[source][piece], posted by `Send.run` on `source`."""
+        """Warp-wide wait for message_ready[source][convoy], posted by `Send.run` on `source`."""
         arrived = Boolean(True)
         if group.lane == 0:
-            flag = group.base + group.arena.message_ready.at(source, piece.index)
+            flag = group.base + group.arena.message_ready.at(source, convoy_of(piece.index))
             arrived = wait_at_least(group.watch, flag, epoch, source, Phase.MESSAGE, piece.index)
         return warp_all(arrived)
 
@@ -259,7 +259,7 @@ class Expand:
 
     @cute.jit
     def _copy_scales(self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row) -> Boolean:
-        """The words of the piece's segments. False after a timeout."""
+        """The words of the piece's segments, to all its rows or aside for `ScaleTiles`. False after a timeout."""
         lane = group.lane
         end = cutlass.min(piece.last * args.segment_words, args.scale_words)
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
@@ -275,15 +275,22 @@ class Expand:
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if word + 32 * slot < end:
                         blank_word(scales + slot * (32 * WORD_BYTES))
-            left = wanted
-            for _ in cutlass.range(copies, unroll=1):
-                target = shared_row
-                if left != Uint32(0):
-                    target = from_lane(scale_row, lowest(left))
-                    left = left & (left - Uint32(1))
+            if self.tables.are_tiled():
+                kept = group.base + group.arena.kept_scales.at(anew(source), anew(piece.token))
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if word + 32 * slot < end:
-                        store_scale_word(args, target, word + 32 * slot, rWord[slot])
+                        place = kept + Int64(word + 32 * slot) * WORD_BYTES
+                        cute.arch.store(pointer(place, Uint32), rWord[slot])
+            else:
+                left = wanted
+                for _ in cutlass.range(copies, unroll=1):
+                    target = shared_row
+                    if left != Uint32(0):
+                        target = from_lane(scale_row, lowest(left))
+                        left = left & (left - Uint32(1))
+                    for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                        if word + 32 * slot < end:
+                            store_scale_word(args, target, word + 32 * slot, rWord[slot])
             base += 32 * SCALES_IN_FLIGHT
         return alive
 

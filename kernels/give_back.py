@@ -1,8 +1,9 @@
 """Give-back role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
 Each warp takes pieces (`pieces`), with the source varying fastest, starting after the own rank, so all links work at
-once; lane k holds the row and the weight of entry k. A token without rows here is passed over: its source knows. A row
-that dispatch had no room for comes home as NaN.
+once. If rows of some source are not express all are taken in convoys, and each convoy of such a source has a flag. Lane
+k holds the row and the weight of entry k. A token without rows here is passed over: its source knows. A row that
+dispatch had no room for comes home as NaN.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, round_vecto
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.express import has_blank, home_of, is_express, send_vector
-from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of
+from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of, whole_convoys
 from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import COMBINE_ITEMSIZE, HeaderWord
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, HeaderWord, convoy_of
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
@@ -36,6 +37,7 @@ class GiveBack:
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
         self.partial, self.segments, self.epoch = partial, segments, epoch
         self.items = shared.add("give_back_items", 4, 1)
+        self.convoys = shared.add("give_back_convoys", 4, 1)
         self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
 
     @cute.jit
@@ -52,11 +54,15 @@ class GiveBack:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
                     sHeader[group.lane, word] = Int32(rHeader[word])
         tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_PIECES)])
-        items = Int32(cute.arch.warp_redux_sync(tokens << log2, "max")) * group.ranks
+        convoys = cute.arch.vote_any_sync(~is_express(tokens))
+        most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
+        items = cutlass.select_(convoys, whole_convoys(most), most) * group.ranks
+        sConvoys = shared_array(self.convoys, Int32)
         if group.tid == 0:
             sItems[0] = items
-        item = dealt_first(items, group.cta, args.send_ctas, group.warp)
-        source, index = self._split(group, item)
+            sConvoys[0] = Int32(convoys)
+        item = dealt_first(items, group.cta, args.send_ctas, group.warp, convoys)
+        source, index = self._split(group, item, convoys)
         piece = piece_of(index, from_lane(log2, source), row_units(group))
         due = (item < items) & (piece.token < from_lane(tokens, source)) & (piece.first < piece.last)
         return self._load_entries(group, args, source, piece, due)
@@ -66,24 +72,43 @@ class GiveBack:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        item = dealt_first(sItems[0], group.cta, args.send_ctas, group.warp)
+        item = dealt_first(sItems[0], group.cta, args.send_ctas, group.warp, self._are_convoys())
         while item < sItems[0]:
             source, piece = self._item(group, args, item)
             self._give_back(group, args, item, source, piece, row, weight)
+            if self._are_convoys():
+                cute.arch.sync_threads()  # all of the convoy is stored
+                if group.tid == 0:
+                    self._post_convoy(group, args, item)
             item += dealt_stride(sItems[0], args.send_ctas)
             source, piece = self._item(group, args, item)
             due = (item < sItems[0]) & (piece.token < sHeader[source, int(HeaderWord.TOKENS)])
             row, weight = self._load_entries(group, args, source, piece, due & (piece.first < piece.last))
 
-    def _split(self, group, item):
-        """(source, number of the piece) of an item."""
-        turn, index = group.by_ranks.split(item)
+    def _are_convoys(self) -> Boolean:
+        """Whether rows of some source are not express: then items are dealt for convoys."""
+        return shared_array(self.convoys, Int32)[0] != 0
+
+    def _split(self, group, item, convoys: Boolean):
+        """(source, number of the piece) of an item. The source varies fastest from piece to piece, or from convoy to
+        convoy."""
+        turn, run = group.by_ranks.split(cutlass.select_(convoys, convoy_of(item), item))
         source = group.rank + 1 + turn
-        return source - cutlass.select_(source >= group.ranks, group.ranks, Int32(0)), index
+        source -= cutlass.select_(source >= group.ranks, group.ranks, Int32(0))
+        return source, cutlass.select_(convoys, run * CONVOY + (item & (CONVOY - 1)), run)
+
+    @cute.jit
+    def _post_convoy(self, group, args, item) -> None:
+        """The flag of the convoy that an item belongs to; express rows need none."""
+        sEpoch = shared_array(self.epoch, Int64)
+        source, piece = self._item(group, args, anew(item))
+        if not self._is_express(source):
+            flag = group.arena.return_ready.at(group.rank, convoy_of(piece.index))
+            post(group.sPeers[source] + flag, sEpoch[0])
 
     def _item(self, group, args, item):
         """(source, piece) of an item."""
-        source, index = self._split(group, item)
+        source, index = self._split(group, item, self._are_convoys())
         pieces = shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
         return source, piece_of(index, pieces, row_units(group))
 
@@ -118,9 +143,9 @@ class GiveBack:
                 blank = self._push_rows(group, args, home, piece, row, wanted)
             # computed again, not kept: registers are short above
             target, again = self._item(group, args, anew(item))
-            flagged = cute.arch.vote_any_sync(blank | ~self._is_express(target))
+            flagged = cute.arch.vote_any_sync(blank)
             cute.arch.sync_warp()
-            if flagged & (lane == 0):
+            if flagged & (lane == 0) & self._is_express(target):
                 post(group.sPeers[target] + group.arena.return_ready.at(group.rank, again.index), sEpoch[0])
 
     def _unit_at(self, group, args, row, unit) -> Int64:

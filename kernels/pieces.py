@@ -1,7 +1,9 @@
 """How rows are dealt out to warps: a row is cut into pieces, a piece into segments of 32 units of 16 bytes.
 
-A warp carries a piece by itself, from its loads to its flag, so that no warp waits for another one of its CTA. While
-tokens are few a row has several pieces, so that many warps carry it.
+A warp carries a piece by itself. While tokens are few a row has several pieces, so that many warps carry it, on as many
+SMs as there are. Where rows are not express, the warps of a CTA carry CONVOY neighbouring pieces side by side, which
+have one flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
+arrived.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.divide import quotient
-from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.arena import CONVOY, HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
 
 SEGMENT = 32
@@ -77,12 +79,21 @@ def spare_cta(ctas):
     return quotient(ctas, 2)
 
 
-def dealt_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32) -> Int32:
-    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where it has none."""
+def dealt_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, convoys=False) -> Int32:
+    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where it has none.
+
+    With `convoys`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
+    `items` is a multiple of CONVOY.
+    """
     spare, carriers = spare_cta(ctas), _carriers(items, ctas)
     place = cta - cutlass.select_(cta > spare, ctas - carriers, Int32(0))
-    first = first_item(place, carriers, warp)
+    first = cutlass.select_(Boolean(convoys), place * CONVOY + warp, first_item(place, carriers, warp))
     return cutlass.select_((carriers != ctas) & (cta == spare), items, first)
+
+
+def whole_convoys(pieces: Int32) -> Int32:
+    """`pieces` and as many that nobody has as fill their last convoy."""
+    return (pieces + (CONVOY - 1)) & -CONVOY
 
 
 def dealt_stride(items: Int32, ctas: Int32) -> Int32:

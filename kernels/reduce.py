@@ -22,7 +22,7 @@ from cute_ep.kernels.group import owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of
 from cute_ep.kernels.sync import wait_at_least, warp_all
-from cute_ep.layouts.arena import COMBINE_ITEMSIZE
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE, convoy_of
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.routing import MASKED_ENTRY, OutputType, Phase
@@ -76,7 +76,8 @@ class Reduce:
         if not is_express(args.tokens):
             arrived = Boolean(True)
             if (filled >> Uint32(lane)) & Uint32(1) != Uint32(0):
-                flag = group.base + group.arena.return_ready.at(owner, piece.index)  # from GiveBack on `owner`
+                # from GiveBack on `owner`
+                flag = group.base + group.arena.return_ready.at(owner, convoy_of(piece.index))
                 arrived = wait_at_least(group.watch, flag, epoch, owner, Phase.RETURN, piece.index)
             alive = warp_all(arrived)
         if alive:

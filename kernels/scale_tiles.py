@@ -3,13 +3,14 @@
 In the layouts that matmuls read, the scale words of a row lie far apart, and the rows of one token lie anywhere. Stored
 with the payload, each word is a 4-byte store to a 32-byte sector of its own: more than half of the time of receiving
 4096 NVFP4 tokens a rank. But four rows of a tile have their words of one column side by side (`layouts.scales`). So a
-lane takes such four rows: it reads 16 bytes of each from its message, four columns, and stores them column by column,
-16 bytes each, next to those of its neighbours.
+lane takes such four rows, a *line*: it reads 16 bytes of each, four columns, and stores them column by column, 16 bytes
+each, next to those of its neighbours.
 
 That takes every row of a tile, whichever CTA took its message: all receiving CTAs of the launch meet first. The words
-come from the arena, where they stay until the next launch posts `consumed`, so no source may be express. The token of a
-row stands in `src_info`, its source follows from its place among the rows of its expert. `Tables.are_tiled` says where
-this pays.
+come from the messages in the arena, which stay until the next launch posts `consumed`; those of express messages were
+set aside before they were blanked. The token of a row stands in `src_info`, its source follows from its place among the
+rows of its expert. `Tables.are_tiled` says where this pays. Weak loads will do: the meeting orders them behind whatever
+any CTA has waited for or stored.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import anew
 from cute_ep.kernels.block import shared_array
-from cute_ep.kernels.divide import quotient
-from cute_ep.kernels.express import look_at_vector
-from cute_ep.kernels.pieces import first_item, item_stride
+from cute_ep.kernels.divide import quotient, remainder
+from cute_ep.kernels.express import is_express
+from cute_ep.kernels.pieces import first_item, from_lane, item_stride
 from cute_ep.kernels.scale_rows import scale_word_offset
 from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.device import WORDS, array, vector_at, vector_atom
+from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES, tile_row
 
 CHUNK_WORDS = 16
-"""Word columns of a tile that a warp takes."""
+"""Word columns that a warp takes: 64 bytes of a row, four lanes."""
+LINES = 16
+"""Lines, LANE_ROWS rows each, that a warp takes: half a tile."""
+TURNS = LINES // 8
+"""Lines of a lane: eight at a time lie side by side, whose words of a column are 128 bytes."""
 
 
 class ScaleTiles:
@@ -42,17 +48,18 @@ class ScaleTiles:
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
         """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write."""
-        tile = first_item(first, count, group.warp)
+        half = first_item(first, count, group.warp)
         column = Int32(0)
         if shared_array(self.tables.row_starts, Int32)[group.local_experts] > args.capacity:
             column = args.scale_words
         while column < args.scale_words:
-            tiles = quotient(self._start(args, anew(group.local_experts)) + (ATOM_ROWS - 1), ATOM_ROWS)
-            if tile < tiles:
-                self._write(group, args, epoch, tile * ATOM_ROWS, column)
-                tile += item_stride(count)
+            rows = self._start(args, anew(group.local_experts))
+            halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
+            if half < halves:
+                self._write(group, args, epoch, rows, half * LINES, column)
+                half += item_stride(count)
             else:
-                tile -= tiles
+                half -= halves
                 column += CHUNK_WORDS
 
     def _start(self, args, expert) -> Int32:
@@ -61,31 +68,60 @@ class ScaleTiles:
         scale_start = shared_array(self.tables.scale_starts, Int32)[expert]
         return cutlass.select_(args.scale_alignment == args.row_alignment, start, scale_start)
 
-    @cute.jit
-    def _write(self, group, args, epoch: Int64, first_row: Int32, column: Int32) -> None:
-        """CHUNK_WORDS columns from `column` on of the tile that begins with a scale row."""
+    def _row(self, args, line, part) -> Int32:
+        """Scale row `part` of a line; lines are counted through all tiles."""
+        in_tile = ATOM_ROWS // LANE_ROWS
         is_atom = Int32(args.scale_middle == 1)
-        row = first_row + tile_row(anew(group.lane), 0, is_atom)
-        if row < self._start(args, group.local_experts):
-            expert = self._expert_of(group, args, row)
-            rFrom = cute.make_rmem_tensor(LANE_ROWS, Int64)
+        return quotient(line, in_tile) * ATOM_ROWS + tile_row(remainder(line, in_tile), part, is_atom)
+
+    @cute.jit
+    def _write(self, group, args, epoch: Int64, rows: Int32, first_line: Int32, column: Int32) -> None:
+        """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
+        lines i and 8 + i."""
+        rWhere = self._find_messages(group, args, epoch, rows, first_line)
+        lane = anew(group.lane)
+        place = column + remainder(lane, WORDS) * WORDS
+        # no load depends on a condition: then all are on their way at once
+        inside = cutlass.min(place, quotient(args.scale_words - 1, WORDS) * WORDS) * WORD_BYTES
+        rX = cute.make_rmem_tensor((WORDS, LANE_ROWS), Uint32)
+        rLine = cute.make_rmem_tensor(LANE_ROWS, Uint32)
+        for turn in cutlass.range_constexpr(TURNS):
             for part in cutlass.range_constexpr(LANE_ROWS):
-                rFrom[part] = self._message_of(group, args, epoch, expert, row + tile_row(0, part, is_atom))
-            rX = cute.make_rmem_tensor((WORDS, LANE_ROWS), Uint32)
-            rLine = cute.make_rmem_tensor(LANE_ROWS, Uint32)
-            end = cutlass.min(column + CHUNK_WORDS, args.scale_words)
-            line = args.out_scales + WORD_BYTES * scale_word_offset(args, row, column)
-            for at in cutlass.range(column, end, WORDS, unroll=1):
-                rX.fill(0)
-                for part in cutlass.range_constexpr(LANE_ROWS):
-                    if rFrom[part] != Int64(0):
-                        look_at_vector(rX[None, part], rFrom[part] + Int64(at) * WORD_BYTES)
+                where = self._from_finder(rWhere, lane, turn, part)
+                source = group.base + Int64(where) * VECTOR_BYTES + inside
+                cute.copy(vector_atom(), vector_at(source, 0), rX[None, part])
+            for part in cutlass.range_constexpr(LANE_ROWS):
+                if self._from_finder(rWhere, lane, turn, part) == Uint32(0):
+                    rX[None, part].fill(0)
+            row = self._row(args, first_line + turn * 8 + quotient(lane, WORDS), 0)
+            if row < rows:
+                line = args.out_scales + WORD_BYTES * scale_word_offset(args, row, place)
                 for word in cutlass.range_constexpr(WORDS):
-                    if at + word < end:
+                    if place + word < args.scale_words:
                         for part in cutlass.range_constexpr(LANE_ROWS):
                             rLine[part] = rX[word, part]
                         cute.copy(vector_atom(), rLine, vector_at(line, 0))
                     line += Int64(args.scale_step) * WORD_BYTES
+
+    def _from_finder(self, rWhere, lane, turn: int, part: int) -> Uint32:
+        """Where the row of a lane's turn and part is, from the lane that found it."""
+        return from_lane(rWhere[part % 2], (part // 2) * LINES + turn * 8 + quotient(lane, WORDS))
+
+    @cute.jit
+    def _find_messages(self, group, args, epoch: Int64, rows: Int32, first_line: Int32):
+        """Where the scale words of rows lie in the arena, in units of 16 bytes; 0 for padding. Lane (i, half) =
+        (lane % 16, lane // 16) finds two rows, parts 2 * half and 2 * half + 1 of line i."""
+        rWhere = cute.make_rmem_tensor(2, Uint32)
+        rWhere.fill(0)
+        lane = anew(group.lane)
+        line = first_line + remainder(lane, LINES)
+        part = 2 * quotient(lane, LINES)
+        row = self._row(args, line, part)
+        if row < rows:
+            expert = self._expert_of(group, args, row)
+            for index in cutlass.range_constexpr(2):
+                rWhere[index] = self._message_of(group, args, epoch, expert, self._row(args, line, part + index))
+        return rWhere
 
     @cute.jit
     def _expert_of(self, group, args, row: Int32) -> Int32:
@@ -101,25 +137,28 @@ class ScaleTiles:
         return low - 1
 
     @cute.jit
-    def _message_of(self, group, args, epoch: Int64, expert: Int32, row: Int32) -> Int64:
-        """Address of the scale words of a row's message; 0 for padding."""
+    def _message_of(self, group, args, epoch: Int64, expert: Int32, row: Int32) -> Uint32:
         sBase = shared_array(self.tables.bases, Int32)
         sStart = shared_array(self.tables.row_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
+        start, first, count = Int32(0), Int32(0), args.shared_rows  # of the group: scale row, output row, rows
+        if expert >= 0:
+            start, first, count = self._start(args, expert), sStart[expert], self.tables.rows_of(group, expert)
+        place = row - start
+        known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap
+        token = array(args.src_info, Int32, args.capacity, 2)[known, 0]
         source = group.rank
-        token = Int32(-1)
-        if expert < 0:
-            if row < args.shared_rows:
-                token = row + args.shared_first
-        else:
-            place = row - self._start(args, expert)
+        if expert >= 0:
+            source = Int32(0)
             number = sBase[expert * group.ranks] + place
-            if number < sBase[(expert + 1) * group.ranks]:
-                source = Int32(0)
-                for other in cutlass.range(1, group.ranks, unroll=1):
-                    source += Int32(sBase[expert * group.ranks + other] <= number)
-                token = array(args.src_info, Int32, args.capacity, 2)[sStart[expert] + place, 0]
-        address = Int64(0)
-        if (token >= 0) & (token < sHeader[source, int(HeaderWord.TOKENS)]):
-            address = group.base + group.arena.messages.at(anew(epoch & 1), source, token) + args.scales_at
-        return address
+            for other in cutlass.range(1, group.ranks, unroll=1):
+                source += Int32(sBase[expert * group.ranks + other] <= number)
+        where = Uint32(0)
+        if place < count:
+            tokens = sHeader[source, int(HeaderWord.TOKENS)]
+            if Uint32(token) < Uint32(tokens):
+                offset = group.arena.messages.at(anew(epoch & 1), source, token) + args.scales_at
+                if is_express(tokens):
+                    offset = group.arena.kept_scales.at(source, token)
+                where = Uint32(quotient(offset, VECTOR_BYTES))
+        return where

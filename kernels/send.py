@@ -1,8 +1,9 @@
 """Send role: encode tokens and store them into every destination rank's arena.
 
-Each warp takes pieces of tokens (`pieces`): it loads, encodes, stores to the destinations and posts the piece's flag at
-each of them. The destinations are a bit mask that its lanes find from the token's expert ids, one a lane; lanes that
-share a scale block sit side by side.
+Each warp takes pieces of tokens (`pieces`): it loads, encodes and stores to the destinations. When all warps of a CTA
+have stored their pieces of a convoy, its flag is posted at every rank. A piece of an express row has a flag of its own,
+which its warp posts at the destinations, and only if one of its words is BLANK. The destinations are a bit mask that
+its lanes find from the token's expert ids, one a lane; lanes that share a scale block sit side by side.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lan
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import has_blank, home_of, is_express, send_vector, send_word
 from cute_ep.kernels.group import owns_shared
-from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, piece_of, segments_of, units_of
+from cute_ep.kernels.pieces import (
+    SEGMENT,
+    dealt_first,
+    dealt_stride,
+    piece_of,
+    segments_of,
+    units_of,
+    whole_convoys,
+)
 from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import BLANK, segment_words
+from cute_ep.layouts.arena import BLANK, convoy_of, segment_words
 from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
@@ -47,17 +56,18 @@ class Send:
         lane = group.lane
         scale = self._global_scale(args)
         units = units_of(args.payload_bytes)
+        convoys = ~is_express(args.tokens)
         items = args.tokens << args.message_pieces
-        first = dealt_first(items, group.cta, args.send_ctas, group.warp)
+        items = cutlass.select_(convoys, whole_convoys(items), items)
+        first = dealt_first(items, group.cta, args.send_ctas, group.warp, convoys)
         for item in cutlass.range(first, items, dealt_stride(items, args.send_ctas), unroll=1):
             piece = piece_of(item, args.message_pieces, units)
-            if piece.first < piece.last:
+            if (piece.first < piece.last) & (item < args.tokens << args.message_pieces):
                 given = self._load_id(group, args, piece.token, lane)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     scale = self.codec.row_scale(self._row_maximum(args, piece.token, units, lane))
-                express = is_express(args.tokens)
                 regions = group.arena.express_messages, group.arena.messages
-                message = home_of(express, *regions, epoch & 1, group.rank, piece.token)
+                message = home_of(is_express(args.tokens), *regions, epoch & 1, group.rank, piece.token)
                 blank = self._push(group, args, message, piece, units, given, scale)
                 mask = self._destinations(group, args, piece.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
@@ -67,10 +77,15 @@ class Send:
                 if cutlass.const_expr(self.codec.fmt.scale is None):
                     if args.scales != Int64(0):
                         blank = blank | self._push_given_scales(group, args, message, piece, mask)
-                flagged = cute.arch.vote_any_sync(blank | ~express)
-                cute.arch.sync_warp()
-                if flagged & ((mask >> Uint32(lane)) & Uint32(1) != Uint32(0)):
-                    post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
+                if is_express(args.tokens):
+                    flagged = cute.arch.vote_any_sync(blank)
+                    cute.arch.sync_warp()
+                    if flagged & ((mask >> Uint32(lane)) & Uint32(1) != Uint32(0)):
+                        post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
+            if not is_express(args.tokens):
+                cute.arch.sync_threads()  # all of the convoy is stored
+                if (group.warp == 0) & (lane < group.ranks):
+                    post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, convoy_of(item)), epoch)
 
     @cute.jit
     def _global_scale(self, args) -> Float32:

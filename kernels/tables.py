@@ -16,7 +16,7 @@ from cute_ep.kernels.sync import block_all, wait_dated
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, Phase
-from cute_ep.layouts.scales import SCATTERED_WORDS
+from cute_ep.layouts.scales import FEW_WORDS, SCATTERED_EXPRESS_WORDS, SCATTERED_WORDS
 
 
 class Tables:
@@ -80,13 +80,16 @@ class Tables:
                 tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
             settled = cute.arch.vote_all_sync((tokens == 0) | ~is_express(tokens))
             words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
-            many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * SCATTERED_WORDS
-            sTiled[0] = Int32((args.has_tiles != 0) & settled & many)
+            scattered = cutlass.select_(settled, Int64(SCATTERED_WORDS), Int64(SCATTERED_EXPRESS_WORDS))
+            many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
+            if not settled:
+                many = many & (words > FEW_WORDS)
+            sTiled[0] = Int32((args.has_tiles != 0) & many)
         cute.arch.sync_threads()
 
     def are_tiled(self) -> Boolean:
-        """Whether `ScaleTiles` writes the scale factors of this launch: with many of them, none from an express source,
-        and a layout that has tiles. The same in all receiving CTAs."""
+        """Whether `ScaleTiles` writes the scale factors of this launch: with many of them, and a layout that has tiles.
+        The same in all receiving CTAs."""
         return shared_array(self.tiled, Int32)[0] != 0
 
     def are_scattered(self, args) -> Boolean:

@@ -8,8 +8,8 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | state             | (StateWord)                        | owner       | epochs, kernel exit counters, abort         |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
-| message_ready     | (source, piece)                    | source      | last epoch whose piece of a message is here |
-| return_ready      | (peer, piece)                      | peer        | last epoch whose piece of a return is here  |
+| message_ready     | (source, flag)                     | source      | last epoch whose pieces of messages are here|
+| return_ready      | (peer, flag)                       | peer        | last epoch whose pieces of returns are here |
 | table             | (parity, source, HeaderWord, then  | source      | tokens, pieces of a row, weights?; then     |
 |                   | local expert)                      |             | rows that `source` sends to each expert   * |
 | entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`  * |
@@ -19,12 +19,15 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | express_returns   | as returns                         | peer, owner | the same for at most EXPRESS_TOKENS      ** |
 | express_messages  | as messages                        | source,     | the same for at most EXPRESS_TOKENS      ** |
 |                   |                                    | owner       |                                             |
+| kept_scales       | (source, token, byte)              | owner       | scale factors taken from express_messages   |
 
 * Dated words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One store writes both, so
 whoever finds the epoch has the value, and no flag or fence is needed.
 
 ** Express words: 32 bits each that are BLANK until they have arrived. Whoever finds another content has the value, and
 blanks the word again; only a row that holds a BLANK word itself needs its flag.
+
+A flag stands for CONVOY neighbouring pieces of a source (`convoy_of`), or for one piece where its rows are express.
 
 Why no write can overtake a read: `docs/protocol.md`.
 """
@@ -36,7 +39,7 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.record import Region, RegionMap
+from cute_ep.layouts.record import Int, Region, RegionMap
 from cute_ep.layouts.scales import WORD_BYTES
 
 ARENA_ALIGNMENT = 256
@@ -51,6 +54,8 @@ PIECED_TOKENS = 512
 """Most tokens of a call whose rows are cut into MAX_PIECES."""
 MANY_PIECES = 4
 """Most pieces of a row where a call has more tokens."""
+CONVOY = 16
+"""Pieces that share a flag where rows are not express: one for each warp of a CTA."""
 EXPRESS_TOKENS = 1024
 """Most tokens of a call whose rows travel through the express regions."""
 BLANK = 0xFFFFFFFF
@@ -102,9 +107,14 @@ def message_map(payload_bytes: int, scale_bytes: int, row_scale_bytes: int) -> M
     return Message(payload, scales, row_scale, fields.nbytes)
 
 
+def message_of(fmt: Format, hidden: int) -> Message:
+    """The message of a format's rows."""
+    return message_map(fmt.payload_bytes(hidden), fmt.scale_bytes(hidden), fmt.row_scale_bytes)
+
+
 def message_bytes(fmt: Format, hidden: int) -> int:
     """Bytes of one message on the wire."""
-    return message_map(fmt.payload_bytes(hidden), fmt.scale_bytes(hidden), fmt.row_scale_bytes).nbytes
+    return message_of(fmt, hidden).nbytes
 
 
 class Arena:
@@ -115,7 +125,7 @@ class Arena:
         local_experts: experts a rank owns.
         top_k: experts a token chooses.
         max_tokens: most tokens of one rank in one call.
-        message: bytes of one dispatched message (`message_bytes`).
+        message: bytes of one dispatched message, and scales: of the scale factors in it (`message_map`).
         hidden: elements of one returned row.
         slots: return rows a token (`return_slots`).
 
@@ -124,14 +134,23 @@ class Arena:
     """
 
     def __init__(
-        self, *, ranks: int, local_experts: int, top_k: int, max_tokens: int, message: int, hidden: int, slots: int
+        self,
+        *,
+        ranks: int,
+        local_experts: int,
+        top_k: int,
+        max_tokens: int,
+        message: int,
+        scales: int,
+        hidden: int,
+        slots: int,
     ) -> None:
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
-        self.message_ready = regions.add("message_ready", 8, ranks, piece_slots(max_tokens))
-        self.return_ready = regions.add("return_ready", 8, ranks, piece_slots(max_tokens))
+        self.message_ready = regions.add("message_ready", 8, ranks, most_flags(max_tokens))
+        self.return_ready = regions.add("return_ready", 8, ranks, most_flags(max_tokens))
         self.table = regions.add("table", DATED_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
         self.entries = regions.add("entries", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.weights = regions.add("weights", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
@@ -141,6 +160,7 @@ class Arena:
         self.messages = regions.add("messages", 1, PARITIES, ranks, many, message)
         self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
         self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message)
+        self.kept_scales = regions.add("kept_scales", 1, ranks, few, scales)
         self.blank = (self.express_returns, self.express_messages)
         self.regions = regions.regions
         self.nbytes = regions.nbytes
@@ -161,9 +181,21 @@ def segment_words(fmt: Format) -> int:
     return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
 
 
-def piece_slots(max_tokens: int) -> int:
-    """Flags of one source's pieces: MAX_PIECES of a token up to PIECED_TOKENS, MANY_PIECES beyond."""
-    return max(MAX_PIECES * min(max_tokens, PIECED_TOKENS), MANY_PIECES * max_tokens)
+def convoy_of(piece: Int) -> Int:
+    """Number of the convoy, and so of the flag, that a piece belongs to where rows are not express."""
+    return piece >> (CONVOY.bit_length() - 1)
+
+
+def flags_of(tokens: int, pieces: int) -> int:
+    """Flags that a source of so many tokens has when its rows are cut into `pieces`."""
+    return tokens * pieces if tokens <= EXPRESS_TOKENS else convoy_of(tokens * pieces - 1) + 1
+
+
+def most_flags(max_tokens: int) -> int:
+    """Flags of one source: MAX_PIECES of a token up to PIECED_TOKENS, MANY_PIECES beyond."""
+    pieced = flags_of(min(max_tokens, PIECED_TOKENS), MAX_PIECES)
+    express = flags_of(min(max_tokens, EXPRESS_TOKENS), MANY_PIECES)
+    return max(pieced, express, flags_of(max_tokens, MANY_PIECES))
 
 
 def return_slots(ranks: int, top_k: int) -> int:
@@ -171,7 +203,7 @@ def return_slots(ranks: int, top_k: int) -> int:
     return max(ranks, top_k)
 
 
-ANY_ARENA = Arena(ranks=1, local_experts=1, top_k=1, max_tokens=1, message=VECTOR_BYTES, hidden=8, slots=1)
+ANY_ARENA = Arena(ranks=1, local_experts=1, top_k=1, max_tokens=1, message=32, scales=16, hidden=8, slots=1)
 """An arena that tells which regions there are, and how many modes each has."""
 
 

@@ -33,6 +33,10 @@ LANE_ROWS = 4
 SCATTERED_WORDS = 160
 """Scale words that a rank stores for each token that some rank sends, beyond which it stores them by tiles: fewer hide
 behind the link, one by one. Measured on 4 x H200 with 4096 tokens (`perf/LOG.md` 25)."""
+SCATTERED_EXPRESS_WORDS = 320
+"""The same where some source's rows are express: those words are set aside first."""
+FEW_WORDS = 1 << 19
+"""Scale words that a rank stores one by one in any case where some source's rows are express."""
 ATOM = "atom128x4"
 LINEAR = "linear"
 TRANSPOSED = "transposed"

@@ -25,7 +25,7 @@ from cute_ep.layouts.arena import (
     arena_of,
     message_bytes,
     message_map,
-    piece_slots,
+    most_flags,
     segment_words,
 )
 from cute_ep.layouts.formats import FORMATS
@@ -114,12 +114,19 @@ def message_by_hand(cfg: EPConfig) -> int:
     return sum(padded(field, 16) for field in fields[cfg.dispatch_format])
 
 
+def scales_by_hand(cfg: EPConfig) -> int:
+    """Bytes of the scale factors in a message."""
+    h = cfg.hidden
+    sizes = {"bf16": 0, "fp8": h // 128 * 4, "fp8_pow2": h // 128 * 4, "mxfp8": h // 32, "mxfp4": h // 32}
+    return padded(sizes.get(cfg.dispatch_format, h // 16), 16)
+
+
 def bytes_by_hand(cfg: EPConfig) -> int:
     """Symmetric memory of one rank, written out from the table in `layouts/arena.py`."""
     ranks = 1 if cfg.skip_a2a else cfg.world_size
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
     message, row = message_by_hand(cfg), 2 * cfg.hidden
-    flags = max(32 * min(tokens, 512), 4 * tokens)
+    flags = max(32 * min(tokens, 512), 4 * min(tokens, 1024), -(-4 * tokens // 16))
     few, many = (tokens, 0) if tokens <= 1024 else (1024, tokens)
     sizes = [
         8 * 9,  # state
@@ -134,6 +141,7 @@ def bytes_by_hand(cfg: EPConfig) -> int:
         2 * ranks * many * message,  # messages
         2 * few * max(ranks, k) * row,  # express_returns
         2 * ranks * few * message,  # express_messages
+        ranks * few * scales_by_hand(cfg),  # kept_scales
     ]
     return sum(padded(size, 256) for size in sizes)
 
@@ -165,8 +173,8 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1685, 1414, 1283]
-    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 36, 32]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1685, 1415, 1284]
+    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 36, 33]
 
 
 def test_defaults_come_from_the_format() -> None:
@@ -289,12 +297,14 @@ def test_dated_words_are_stored_whole(cfg: EPConfig) -> None:
 
 @given(configs)
 def test_every_piece_has_a_flag(cfg: EPConfig) -> None:
-    """In a call of any number of tokens, each has as many as its row may have pieces."""
-    tokens = cfg.max_tokens_per_rank
+    """In a call of any number of tokens: its own while the rows are express, else that of its convoy."""
+    most = cfg.max_tokens_per_rank
     for region in (cfg.arena.message_ready, cfg.arena.return_ready):
-        assert region.shape == (cfg.peers, piece_slots(tokens))
-    assert piece_slots(tokens) >= MANY_PIECES * tokens
-    assert piece_slots(tokens) >= MAX_PIECES * min(tokens, PIECED_TOKENS)
+        assert region.shape == (cfg.peers, most_flags(most))
+    for tokens in {1, 2, PIECED_TOKENS, PIECED_TOKENS + 1, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, most - 1, most}:
+        if 0 < tokens <= most:
+            last = tokens * (MAX_PIECES if tokens <= PIECED_TOKENS else MANY_PIECES) - 1
+            assert (last if tokens <= EXPRESS_TOKENS else last // 16) < most_flags(most)
     assert MAX_PIECES & (MAX_PIECES - 1) == 0, "pieces are counted by their logarithm"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutlass import Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cute_ep.kernels import express, sync
 from cute_ep.kernels.block import WARPS
@@ -23,8 +23,9 @@ from cute_ep.kernels.pieces import (
     piece_of,
     segments_of,
     spare_cta,
+    whole_convoys,
 )
-from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES, PIECED_TOKENS, SEGMENT_BYTES
+from cute_ep.layouts.arena import CONVOY, EXPRESS_TOKENS, MAX_PIECES, PIECED_TOKENS, SEGMENT_BYTES, convoy_of
 from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
@@ -94,6 +95,29 @@ def test_every_item_is_dealt_once() -> None:
         assert not mine or cta != spare_cta(ctas) or items > (ctas - 1) * WARPS
         taken[items, ctas] += mine
     assert all(sorted(found) == list(range(items)) for (items, _), found in taken.items())
+
+
+def test_convoys_stay_together() -> None:
+    """Each is dealt once, a piece to each warp of one CTA, in the same turn of all: barriers in the loop are met."""
+    assert CONVOY == WARPS
+    cases = [(pieces, ctas) for ctas in (1, 2, 3, 7, 40) for pieces in (1, 15, 16, 17, 16 * ctas, 333, 5000)]
+    warps = np.array([(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)])
+
+    def deal(pieces, ctas, cta, warp):
+        items = whole_convoys(pieces)
+        return items, Int32(dealt_first(items, cta, ctas, warp, Boolean(True))), Int32(dealt_stride(items, ctas))
+
+    items, starts, strides = run_map(deal, *warps.astype(np.int32).T, outputs=3)
+    convoys: dict[tuple, list] = {}
+    for (pieces, ctas, cta, warp), end, start, stride in zip(warps.tolist(), items, starts, strides, strict=True):
+        assert end % CONVOY == 0 and 0 <= end - pieces < CONVOY
+        mine = list(range(start, end, stride))
+        assert [item % CONVOY for item in mine] == [warp] * len(mine)
+        turns = [convoy_of(item) for item in mine]
+        assert convoys.setdefault((pieces, ctas, cta), turns) == turns
+    for pieces, ctas in cases:
+        found = [convoy for cta in range(ctas) for convoy in convoys[pieces, ctas, cta]]
+        assert sorted(found) == list(range(-(-pieces // CONVOY)))
 
 
 def test_a_segment_is_what_a_warp_carries() -> None:

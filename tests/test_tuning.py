@@ -21,7 +21,7 @@ from cute_ep.cli import main
 from cute_ep.commands import tune
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import MANY_PIECES, MAX_PIECES, PIECED_TOKENS, message_bytes, piece_slots
+from cute_ep.layouts.arena import MANY_PIECES, MAX_PIECES, PIECED_TOKENS, flags_of, message_bytes, most_flags
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 from cute_ep.layouts.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
@@ -82,7 +82,7 @@ def test_every_piece_has_a_flag(launch: tuple[EPConfig, int, int], made: Tuning)
             for family in FAMILIES:
                 shape = tuning.shape(family, tokens, ctas)
                 assert 1 <= 1 << shape.pieces_log2 == shape.pieces <= MAX_PIECES
-                assert tokens * shape.pieces <= piece_slots(cfg.max_tokens_per_rank)
+                assert flags_of(tokens, shape.pieces) <= most_flags(cfg.max_tokens_per_rank)
 
 
 @given(launches, tunings, st.sampled_from(OPERATIONS))
@@ -295,7 +295,7 @@ def test_every_candidate_is_valid(launch: tuple[EPConfig, int, int], family: str
         for value in values:
             entry = replace(base.entry(family, tokens), tokens=tokens, **{name: value})
             shape = base.revised(family, {tokens: entry}).shape(family, tokens, max_ctas)
-            assert tokens * shape.pieces <= piece_slots(cfg.max_tokens_per_rank)
+            assert flags_of(tokens, shape.pieces) <= most_flags(cfg.max_tokens_per_rank)
             assert shape.pieces in pieces_for(tokens)
             assert shape.grid <= max_ctas and shape.send_ctas >= 1 and shape.receive_from < shape.grid
 

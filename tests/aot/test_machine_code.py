@@ -112,6 +112,8 @@ SYSTEM = re.compile(r"\b(LD|ST)G?\.E\.(?:(U?\d+)\.)?STRONG\.SYS\b")
 PAYLOAD_STORE = re.compile(r"^(?!.*(STRONG\.GPU|\.64\.STRONG)).*\b(STG|ST)\b")
 PAYLOAD_LOAD = re.compile(r"^(?!.*(STRONG\.GPU|\.64\.STRONG)).*\bLDG\.E\.(128|(128\.)?STRONG\.SYS)\b")
 WEAK_VECTOR = re.compile(r"\b(LD|ST)G?\.E\.128(?!\.STRONG)\b")
+BARRIER = re.compile(r"\bBAR\.SYNC\b")
+MEETING = re.compile(r"\b(RED|ATOMG)\.E\.ADD\.64\b")
 ANY_STORE = re.compile(r"\b(STG|ST|RED|ATOMG)\b")
 ANY_LOAD = re.compile(r"\bLDG\b")
 
@@ -176,7 +178,7 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
     releases, relaxed_posts, bad_posts = posts(sass(variant))
     acquiring, relaxed_polls, bad_waits = waits(sass(variant))
     assert not bad_posts and not bad_waits
-    assert releases == 1 + sends, "consumed; message_ready or return_ready"
+    assert releases == 1 + 2 * sends, "consumed; message_ready or return_ready, of a convoy and of an express piece"
     assert relaxed_posts >= 4 if dispatches and sends else relaxed_posts == 0
     looks = receives * (3 if dispatches else 1)
     meets = dispatches and receives
@@ -185,6 +187,16 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
         "that are blank"
     )
     assert relaxed_polls >= 4 if dispatches and receives else relaxed_polls == 0, "words of the table, of an entry"
+
+
+@GROUP
+def test_convoys_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) -> None:
+    """One post of a kernel that sends: no payload is stored between the CTA's barrier and it."""
+    code = sass(variant)
+    flags = [index for index, line in enumerate(code) if FLAG_STORE.search(line)]
+    released = [index for index in flags if stops_at(reversed(code[:index]), FENCE, ANY_STORE)]
+    behind = [index for index in released if stops_at(reversed(code[:index]), BARRIER, PAYLOAD_STORE)]
+    assert len(behind) == halves(variant)[1]
 
 
 @GROUP
@@ -206,14 +218,15 @@ def test_words_are_whole(sass: Sass, variant: Variant) -> None:
 def test_rows_travel_in_words_that_may_be_looked_at(sass: Sass, variant: Variant) -> None:
     """What peers poll is stored and loaded in strong accesses. Weak 16-byte ones are left, in a kernel that only sends,
     for records of the status (with a fence behind), in one that only receives, for the shared expert's row and the
-    residual of the hook."""
+    residual of the hook, or behind the meeting of the CTAs, for scale factors."""
     dispatches, sends, receives = halves(variant)
     code = sass(variant)
     weak = [(index, found[1]) for index, line in enumerate(code) if (found := WEAK_VECTOR.search(line))]
     if sends and not receives:
         assert all(FENCE.search(code[index + 1]) for index, kind in weak if kind == "ST")
     if receives and not sends:
-        loads = [code[index] for index, kind in weak if kind == "LD"]
+        meeting = max((index for index, line in enumerate(code) if MEETING.search(line)), default=len(code))
+        loads = [code[index] for index, kind in weak if kind == "LD" and index < meeting]
         sums = not dispatches and not variant.kernel.endswith("unweighted")
         assert len(loads) == sums + (variant.hooks == RESIDUAL), loads
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +12,15 @@ from cute_ep.config import EPConfig
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import ATOM, SCATTERED_WORDS, TRANSPOSED, has_tiles, scale_words
+from cute_ep.layouts.scales import (
+    ATOM,
+    FEW_WORDS,
+    SCATTERED_EXPRESS_WORDS,
+    SCATTERED_WORDS,
+    TRANSPOSED,
+    has_tiles,
+    scale_words,
+)
 from cute_ep.verify import POISON, RoundOptions, check_round, poisoned_buffers
 from cute_ep.workloads import RankInputs, make_inputs
 
@@ -36,14 +45,20 @@ def counts_of(ranks: int, turn: int) -> list[int]:
     return [0 if ranks > 2 and (rank + turn) % 4 == 3 else MANY + 30 * ((rank + turn) % 5) for rank in range(ranks)]
 
 
-def check_tiled(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> None:
-    """That a rank has words enough: otherwise these tests would test something else."""
+def words_of(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> int:
+    """Scale words that a rank has to store."""
     first = rank * cfg.local_experts
     rows = sum(int(((one.topk_ids >= first) & (one.topk_ids < first + cfg.local_experts)).sum()) for one in inputs)
-    words = rows * scale_words(cfg.format.scale_bytes(cfg.hidden))
+    return rows * scale_words(cfg.format.scale_bytes(cfg.hidden))
+
+
+def check_tiled(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> None:
+    """That a rank has words enough: otherwise these tests would test something else."""
+    counts = [one.topk_ids.shape[0] for one in inputs]
+    express = any(0 < tokens <= EXPRESS_TOKENS for tokens in counts)
+    scattered = SCATTERED_EXPRESS_WORDS if express else SCATTERED_WORDS
     assert has_tiles(cfg.scales_as, cfg.alignment, cfg.alignment)
-    assert words > SCATTERED_WORDS * sum(one.topk_ids.shape[0] for one in inputs)
-    assert all(one.topk_ids.shape[0] in (0, *range(MANY, cfg.max_tokens_per_rank + 1)) for one in inputs)
+    assert words_of(cfg, inputs, rank) > max(scattered * sum(counts), FEW_WORDS if express else 0)
 
 
 @pytest.mark.parametrize(("fmt", "layout"), CASES)
@@ -66,6 +81,21 @@ def test_padded_groups_and_shared_expert(devices: list[str], fmt: str, layout: s
         check_tiled(cfg, inputs, len(devices) - 1)
         with connected(cfg, devices) as communicators:
             check_round(communicators, inputs, RoundOptions(turn == 1, ("partial",), seed=turn))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_row"])
+def test_express_sources(devices: list[str], fmt: str) -> None:
+    """Of ranks with few tokens, all or some; rows that are their own flags and rows that hold words of all ones."""
+    cfg = replace(config(len(devices), fmt, ATOM), hidden=7168)
+    few = [EXPRESS_TOKENS - 100 * (rank % 2) for rank in range(len(devices))]
+    mixed = [tokens if rank % 2 else MANY + rank for rank, tokens in enumerate(few)]
+    with connected(cfg, devices) as communicators:
+        for turn, (counts, split, given) in enumerate(product((few, mixed, few), (False, True), (False, True))):
+            inputs = make_inputs(cfg, counts, "one_rank", turn)
+            check_tiled(cfg, inputs, len(devices) - 1)
+            for one in inputs:
+                one.x[turn % 3 :: 3] = -1.5  # as e2m1 all ones
+            check_round(communicators, inputs, RoundOptions(split, ("partial",), prequantized=given, seed=turn))
 
 
 def test_turns_with_rows_that_are_not_tiled(devices: list[str]) -> None:

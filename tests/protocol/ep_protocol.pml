@@ -33,8 +33,8 @@
  * ordered. A launch begins when the one before it on its stream has ended, and it has ended when its tasks have. The
  * epoch words move in that last step: no CTA reads them between the last CTA's store and the end of the launch.
  *
- * Payload. A payload cell (a piece of a message; a piece of what returns, in a slot that another rank may fill in
- * another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
+ * Payload. A payload cell (a convoy of pieces of messages, here one of one piece; a piece of what returns, in a slot
+ * that another rank may fill in another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
  * ordered among themselves, only before the flag that follows them (st.release.sys): they arrive at any moment between
  * the wait that precedes them and that flag, never after it. So the cells of ALL peers turn TORN in the step that
  * passes the wait (the earliest moment a store can arrive), and a cell turns to n in the step that posts its flag (the
@@ -57,8 +57,9 @@
  * reader has said that it may. Hence a post that arrives late cannot be told from a reader that polls late, and a rank
  * may post one item to all its peers in one step: the readers' own steps supply every delay. The exception is a writer
  * that stops between two posts, so the rank that dies may stop after posting an item to any subset of its peers. -DFINE
- * does without this reduction. A flag is posted only where the piece has rows, and only there it is waited for. Express
- * pieces have one only where a word is BLANK by content; a reader may, but need not, look at it before it takes them.
+ * does without this reduction. The flag of a convoy is posted at every rank, and waited for only where a piece of it has
+ * rows. Express pieces have one only where they have rows and a word is BLANK by content; a reader may, but need not,
+ * look at it before it takes them.
  *
  * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
  * that ends the launch (the latest read). A cell that holds n at both moments held n in between, because epoch
@@ -519,8 +520,11 @@ inline overwrite(phase) {
                 FLAG(phase, p, r, i) = n;
 #endif
                 todo = todo | (1 << ((PIECES + i) * N + p)) | (1 << ((2 * PIECES + i) * N + p))
-            :: i > 0 && travels(phase, p, r, i) && !by_words(phase, p, r) ->
-                CELL(phase, p, n, r, i) = TORN;
+            :: i > 0 && !by_words(phase, p, r) ->
+                if
+                :: travels(phase, p, r, i) -> CELL(phase, p, n, r, i) = TORN
+                :: else
+                fi;
 #if MUTANT == FLAG_FIRST
                 FLAG(phase, p, r, i) = n;
 #endif
@@ -578,7 +582,10 @@ inline post(b) {
 #endif
         todo = todo & ~(1 << (b))
     :: (b) / N > PIECES && !by_words(PHASE, (b) % N, r) ->
-        CELL(PHASE, (b) % N, n, r, (b) / N - PIECES) = n;
+        if
+        :: travels(PHASE, (b) % N, r, (b) / N - PIECES) -> CELL(PHASE, (b) % N, n, r, (b) / N - PIECES) = n
+        :: else
+        fi;
         FLAG(PHASE, (b) % N, r, (b) / N - PIECES) = n;
         todo = todo & ~(1 << (b))
 #ifdef EXPRESS
