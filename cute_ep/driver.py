@@ -49,6 +49,14 @@ class Kernel:
         self._values = (ctypes.c_uint64 * count)()
         base = ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * count)(*(base + 8 * index for index in range(count)))
+        chained = driver.CUlaunchAttribute()
+        chained.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        chained.value.programmaticStreamSerializationAllowed = 1
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = THREADS, 1, 1
+        self._config.sharedMemBytes = entry.smem_bytes
+        self._config.attrs = [chained]
 
     def bind(self, constants: Mapping[str, int]) -> None:
         """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
@@ -57,8 +65,9 @@ class Kernel:
                 self._values[index] = constants[name] & mask
         self._free = [parameter for parameter in self._free if parameter[1] not in constants]
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
-        """Launch `grid` CTAs on a stream (a raw handle) of the current device.
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, chained: bool = False) -> None:
+        """Launch `grid` CTAs on a stream (a raw handle) of the current device; `chained`: they may start before the
+        launch before has ended, if that allows it, and wait for its end (programmatic dependent launch).
 
         Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given.
         """
@@ -66,9 +75,8 @@ class Kernel:
         for index, name, mask in self._free:
             values[index] = arguments.get(name, 0) & mask
         address = ctypes.addressof(self._pointers)
-        check(
-            driver.cuLaunchKernel(self._function, grid, 1, 1, THREADS, 1, 1, self.entry.smem_bytes, stream, address, 0)
-        )
+        self._config.gridDimX, self._config.hStream, self._config.numAttrs = grid, stream, int(chained)
+        check(driver.cuLaunchKernelEx(self._config, self._function, address, 0))
 
     def unload(self) -> None:
         """Release the module; no launch may be running."""

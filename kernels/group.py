@@ -28,6 +28,8 @@ class GroupArgs(ArenaArgs):
     arena: this rank's arena. peers: int64[R], every rank's arena as this device maps it. status: host-visible
     records, (R + 1) x 16 bytes. *_magic: the `division_magic` of the count before it.
 
+    chained: 1 where the next launch may start while this one runs, to wait for its end.
+
     experts: those that the group's ranks own together, ids first_expert .. first_expert + experts - 1 out of
     all_experts. They are all of them, except with `skip_a2a`, where each rank is a group of its own.
     """
@@ -48,6 +50,7 @@ class GroupArgs(ArenaArgs):
     top_k_magic: Uint32
     max_tokens: Int32
     hidden: Int32
+    chained: Int32
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class GroupView:
 
 @cute.jit
 def open_group(args: GroupArgs, peers: Region) -> GroupView:
-    """Start reading the peer table and derive this CTA's view.
+    """Start reading the peer table, wait for the end of the launch before, and derive this CTA's view.
 
     peer_base is peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
     overlaps with that of the first wait.
@@ -179,6 +182,9 @@ def open_group(args: GroupArgs, peers: Region) -> GroupView:
     peer_base = Int64(0)
     if tid < args.ranks:
         peer_base = gPeers[tid]
+    cute.arch.griddepcontrol_wait()
+    if args.chained != 0:
+        cute.arch.griddepcontrol_launch_dependents()
     return GroupView(
         tid=tid,
         cta=cute.arch.block_idx()[0],

@@ -42,60 +42,69 @@ class Route:
     def run(self, group, args, epoch: Int64) -> Boolean:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout.
 
-        Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. A chunk is ranked
-        before the wait.
+        Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. The first chunk is
+        on its way from memory during the wait, whose barrier also stands behind the tables' zeros.
         """
         entries = args.tokens * group.top_k
         chunks = cutlass.max(quotient(entries + (ROUTE_ENTRIES - 1), ROUTE_ENTRIES), Int32(1))
-        sHistogram = shared_array(self.histogram, Int32)
         chunk = group.ctas - 1 - group.cta
-        entry = Int32(MASKED_ENTRY)
-        weight = Int32(0)
-        alive = Boolean(True)
-        waited = Boolean(False)
-        going = Boolean(True)
-        while going:
-            first = chunk * ROUTE_ENTRIES
-            last = cutlass.min(first + ROUTE_ENTRIES, entries)
-            if chunk < chunks:
-                entry, weight = self._rank_chunk(group, args, first, last, sHistogram)
-            if not waited:
-                alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
-                waited = Boolean(True)
-            if alive and chunk < chunks:
-                if chunk == chunks - 1:
-                    self._push_header(group, args, epoch)
-                    self._push_counts(group, epoch, sHistogram)
-                self._push_entries(group, args, epoch, first, last, entry, weight)
+        given, weight = self._load_chunk(group, args, chunk)
+        if chunk < chunks:
+            self._zero_counts(group)
+        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
+        while alive and chunk < chunks:
+            entry = self._rank_chunk(group, args, chunk, given)
+            if chunk == chunks - 1:
+                self._push_header(group, args, epoch)
+                self._push_counts(group, epoch)
+            self._push_entries(group, args, epoch, chunk, entry, weight)
             chunk += group.ctas
-            going = alive and chunk < chunks
+            given, weight = self._load_chunk(group, args, chunk)
+            if chunk < chunks:
+                cute.arch.sync_threads()
+                self._zero_counts(group)
+                cute.arch.sync_threads()
         return alive
 
     @cute.jit
-    def _rank_chunk(self, group, args, first: Int32, last: Int32, sHistogram):
-        """(packed entry, bits of its weight) of the thread's own entry, first + tid. Afterwards the histogram counts
-        the chunk's entries too.
-
-        Entries of one expert are told apart by lane within a warp, by a table of counts among the chunk's warps, and by
-        the histogram among chunks.
-        """
-        index = first + group.tid
+    def _load_chunk(self, group, args, chunk: Int32):
+        """(given expert id, bits of its weight) of the thread's entry of a chunk."""
+        index = chunk * ROUTE_ENTRIES + group.tid
         given = Int32(MASKED_ENTRY)
         weight = Int32(0)
-        if index < last:
+        if (group.tid < ROUTE_ENTRIES) & (index < args.tokens * group.top_k):
+            given = array(args.topk_ids, Int32, args.tokens * group.top_k)[index]
             if args.router_weights != Int64(0):
                 weight = self.weights.read(args.router_weights, index, group).bitcast(Int32)
-            given = array(args.topk_ids, Int32, args.tokens * group.top_k)[index]
-        self._count_before(group, args, first, sHistogram)
-        if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
-            group.report_input(Phase.EXPERT_ID, index, group.all_experts, given)
-        expert = group.expert_of(given)
+        return given, weight
+
+    @cute.jit
+    def _zero_counts(self, group) -> None:
+        sCounts = shared_array(self.warp_words, Uint32)
+        sHistogram = shared_array(self.histogram, Int32)
+        for item in cutlass.range(group.tid, ROUTE_WARPS * MAX_EXPERTS // 4, THREADS, unroll_full=True):
+            sCounts[item] = Uint32(0)
+        for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
+            sHistogram[expert] = 0
+
+    @cute.jit
+    def _rank_chunk(self, group, args, chunk: Int32, given: Int32) -> Int32:
+        """Packed entry of the thread's own entry of a chunk. Afterwards the histogram counts the entries before the
+        chunk, the table of counts those of the chunk's warps.
+
+        Entries of one expert are told apart by lane within a warp, by the table among the chunk's warps, and by the
+        histogram among chunks.
+        """
+        sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
+        self._count_before(group, args, chunk * ROUTE_ENTRIES, sHistogram)
+        if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
+            group.report_input(Phase.EXPERT_ID, chunk * ROUTE_ENTRIES + group.tid, group.all_experts, given)
+        expert = group.expert_of(given)
         same = cute.arch.match_sync(-1, expert)
         earlier = Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
-        count = Int32(cute.arch.popc(same))
         if (expert >= 0) & (earlier == 0):
-            sCounts[group.warp, expert] = Uint8(count)
+            sCounts[group.warp, expert] = Uint8(cute.arch.popc(same))
         cute.arch.sync_threads()
         entry = Int32(MASKED_ENTRY)
         if expert >= 0:
@@ -104,21 +113,11 @@ class Route:
                 if warp < group.warp:
                     position += Int32(sCounts[warp, expert])
             entry = pack_entry(expert, position)
-        cute.arch.sync_threads()
-        if (expert >= 0) & (earlier == 0):
-            cute.arch.atomic_add(sHistogram.iterator + expert, count)
-        cute.arch.sync_threads()
-        return entry, weight
+        return entry
 
     @cute.jit
     def _count_before(self, group, args, first: Int32, sHistogram) -> None:
-        """sHistogram[expert] = entries of this rank before `first` that chose it; the table of counts is zeroed."""
-        sCounts = shared_array(self.warp_words, Uint32)
-        for item in cutlass.range(group.tid, ROUTE_WARPS * MAX_EXPERTS // 4, THREADS, unroll_full=True):
-            sCounts[item] = Uint32(0)
-        for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
-            sHistogram[expert] = 0
-        cute.arch.sync_threads()
+        """sHistogram[expert] += entries of this rank before `first` that chose it."""
         if first > 0:
             gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
             rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
@@ -131,7 +130,6 @@ class Route:
                     expert = group.expert_of(rId[slot])
                     if expert >= 0:
                         cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
-            cute.arch.sync_threads()
 
     @cute.jit
     def _push_header(self, group, args, epoch: Int64) -> None:
@@ -148,10 +146,10 @@ class Route:
             post_dated(group.sPeers[peer] + group.arena.table.at(epoch & 1, group.rank, word), value, epoch)
 
     @cute.jit
-    def _push_entries(self, group, args, epoch: Int64, first: Int32, last: Int32, entry: Int32, weight: Int32) -> None:
-        parity = epoch & 1
-        index = first + group.tid
-        if index < last:
+    def _push_entries(self, group, args, epoch: Int64, chunk: Int32, entry: Int32, weight: Int32) -> None:
+        index = chunk * ROUTE_ENTRIES + group.tid
+        if (group.tid < ROUTE_ENTRIES) & (index < args.tokens * group.top_k):
+            parity = epoch & 1
             for peer in cutlass.range(group.ranks, unroll=1):
                 arena = group.sPeers[peer]
                 offset = Int64(index) * DATED_BYTES
@@ -160,9 +158,14 @@ class Route:
                     post_dated(arena + group.arena.weights.at(parity, group.rank) + offset, weight, epoch)
 
     @cute.jit
-    def _push_counts(self, group, epoch: Int64, sHistogram) -> None:
-        """After the last chunk the histogram holds this rank's count of every expert."""
+    def _push_counts(self, group, epoch: Int64) -> None:
+        """By the CTA of the last chunk, after it was ranked: this rank's count of every expert."""
+        sHistogram = shared_array(self.histogram, Int32)
+        sCounts = shared_array(self.warp_counts, Uint8)
         for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
+            total = sHistogram[expert]
+            for warp in cutlass.range_constexpr(ROUTE_WARPS):
+                total += Int32(sCounts[warp, expert])
             local, peer = group.by_local_experts.split(expert)
             count = group.sPeers[peer] + group.arena.table.at(epoch & 1, group.rank, len(HeaderWord) + local)
-            post_dated(count, sHistogram[expert], epoch)
+            post_dated(count, total, epoch)

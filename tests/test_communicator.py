@@ -88,7 +88,8 @@ class RecordingKernel:
     def bind(self, constants: Mapping[str, int]) -> None:
         self.bound |= constants
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, chained: bool) -> None:
+        assert arguments["chained"] == chained
         names = parameters(self.variant.kernel)
         assert not set(arguments) & set(self.bound)
         arguments = self.bound | dict(arguments)
@@ -404,6 +405,8 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
     roles = [(launch.grid, *(launch.arguments[name] for name in ("send_ctas", "receive_from"))) for launch in LAUNCHES]
     fused, halves = [(40, 10, 10), (30, 3, 3), (20, 10, 10), (30, 3, 3)], [(10, 10, 10), (10, 0, 0)]
     assert roles == [*fused, *halves, (10, 10, 0)], "no tokens: as many as there may be"
+    chained = [launch.arguments["chained"] for launch in LAUNCHES]
+    assert chained == [int(launch.grid <= 32) for launch in LAUNCHES], "two of them fit into 64 CTAs"
     pieces = [launch.arguments.get("message_pieces") for launch in LAUNCHES]
     assert pieces == [3, None, 2, None, 0, None, 0]
     pieces = [launch.arguments.get("return_pieces") for launch in LAUNCHES]
@@ -415,24 +418,26 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
 
 def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound ones stay, the others are those of the call, or 0; each in its width and place."""
-    launches = []
+    launches, shapes = [], []
 
-    def launch(*words: int) -> tuple[int]:
+    def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
         count = len(entry.params)
-        pointers = (ctypes.c_void_p * count).from_address(words[9])
+        pointers = (ctypes.c_void_p * count).from_address(address)
         launches.append([ctypes.c_uint64.from_address(pointers[place]).value for place in range(count)])
+        shapes.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
         return (driver.driver.CUresult.CUDA_SUCCESS,)
 
     names = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")
     for name in names:
         monkeypatch.setattr(driver.driver, name, lambda *_: (driver.driver.CUresult.CUDA_SUCCESS, 0))
-    monkeypatch.setattr(driver.driver, "cuLaunchKernel", launch)
+    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
     params = (("arena", "i64"), ("rank", "i32"), ("x", "i64"), ("tokens", "i32"))
-    entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=0, read=bytes)
+    entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes)
     kernel = driver.Kernel(entry)
     kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
-    for arguments in ({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}):
-        kernel.launch(1, arguments, 0)
+    for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}), 1):
+        kernel.launch(grid, arguments, 1000 + grid, chained=grid == 2)
+    assert shapes == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3)]
     word = (1 << 32) - 1
     assert launches == [
         [1 << 40, word, 1 << 50, 7],

@@ -115,6 +115,7 @@ WEAK_VECTOR = re.compile(r"\b(LD|ST)G?\.E\.128(?!\.STRONG)\b")
 BARRIER = re.compile(r"\bBAR\.SYNC\b")
 MEETING = re.compile(r"\b(RED|ATOMG)\.E\.ADD\.64\b")
 ANY_STORE = re.compile(r"\b(STG|ST|RED|ATOMG)\b")
+STORE_OR_BARRIER = re.compile(r"\b(STG|ST|RED|ATOMG|BAR)\b")
 ANY_LOAD = re.compile(r"\bLDG\b")
 
 
@@ -139,7 +140,7 @@ def posts(code: list[str]) -> tuple[int, int, list[str]]:
     for index, line in enumerate(code):
         if FLAG_STORE.search(line):
             before = list(reversed(code[:index]))
-            if stops_at(before, FENCE, ANY_STORE):
+            if stops_at(before, FENCE, STORE_OR_BARRIER):
                 releases += 1
             else:
                 relaxed += 1
@@ -163,6 +164,18 @@ def waits(code: list[str]) -> tuple[int, int, list[str]]:
         if any(PAYLOAD_LOAD.search(line) for line in code[poll:end]):
             bad.append(code[poll])
     return len(acquiring), len(polls) - len(acquiring), bad
+
+
+@GROUP
+def test_launches_wait_for_the_one_before(sass: Sass, variant: Variant) -> None:
+    """Before anything but the peer table, which no launch writes, is read, and before anything is stored; only then
+    the next launch may start."""
+    code = sass(variant)
+    (waited,) = (index for index, line in enumerate(code) if re.search(r"\bACQBULK\b", line))
+    (released,) = (index for index, line in enumerate(code) if re.search(r"\bPREEXIT\b", line))
+    loads = [line for line in code[:waited] if ANY_LOAD.search(line)]
+    assert waited < released and len(loads) <= 1
+    assert not [line for line in code[:released] if ANY_STORE.search(line)]
 
 
 def halves(variant: Variant) -> tuple[bool, bool, bool]:
@@ -194,7 +207,7 @@ def test_convoys_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) 
     """One post of a kernel that sends: no payload is stored between the CTA's barrier and it."""
     code = sass(variant)
     flags = [index for index, line in enumerate(code) if FLAG_STORE.search(line)]
-    released = [index for index in flags if stops_at(reversed(code[:index]), FENCE, ANY_STORE)]
+    released = [index for index in flags if stops_at(reversed(code[:index]), FENCE, STORE_OR_BARRIER)]
     behind = [index for index in released if stops_at(reversed(code[:index]), BARRIER, PAYLOAD_STORE)]
     assert len(behind) == halves(variant)[1]
 
