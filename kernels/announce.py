@@ -45,7 +45,6 @@ class Announce:
         No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
         """
         sStart = shared_array(self.tables.row_starts, Int32)
-        sScaleStart = shared_array(self.tables.scale_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
         groups = group.local_experts + args.shared_groups
         gRowOffset = array(args.row_offsets, Int32, groups + 1)
@@ -68,7 +67,7 @@ class Announce:
                 rows = Int32(0)
                 if expert < group.local_experts:
                     rows = self.tables.rows_of(group, expert)
-                    scale_start = sScaleStart[expert]
+                    scale_start = self.tables.scale_start(args, expert)
             if not fits:
                 start = Int32(0)
                 rows = Int32(0)
@@ -78,8 +77,6 @@ class Announce:
                 gRowCount[place] = rows
                 gExpertId[place] = place
                 if args.scales_offsets != Int64(0):
-                    if args.scale_alignment == args.row_alignment:
-                        scale_start = start
                     gScaleOffset[place] = quotient(scale_start, ATOM_ROWS) - quotient(start, ATOM_ROWS)
             else:
                 gNumRows[0] = start
@@ -91,19 +88,16 @@ class Announce:
     def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
         sStart = shared_array(self.tables.row_starts, Int32)
-        sScaleStart = shared_array(self.tables.scale_starts, Int32)
         start = Int32(0)
         rows = args.shared_rows
         scale_start = Int32(0)
         if expert >= 0:
             start = sStart[expert]
             rows = self.tables.rows_of(group, expert)
-            scale_start = sScaleStart[expert]
+            scale_start = self.tables.scale_start(args, expert)
         end = start + ((rows + args.row_alignment - 1) & -args.row_alignment)
         if end <= args.capacity:
             if self.tables.are_scattered(args):
-                if args.scale_alignment == args.row_alignment:
-                    scale_start = start
                 scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)
                 zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.lane)
             if start + rows < end:

@@ -151,7 +151,6 @@ class Expand:
         lane = group.lane
         sBase = shared_array(self.tables.bases, Int32)
         sStart = shared_array(self.tables.row_starts, Int32)
-        sScaleStart = shared_array(self.tables.scale_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
         in_rank = group.max_tokens * group.top_k
         index = piece.token * group.top_k + lane
@@ -173,9 +172,7 @@ class Expand:
             if entry != Int32(MASKED_ENTRY) and local >= 0 and local < group.local_experts:
                 in_expert = sBase[local * group.ranks + source] - sBase[local * group.ranks] + entry_position(entry)
                 row = sStart[local] + in_expert
-                scale_row = row
-                if args.scale_alignment != args.row_alignment:
-                    scale_row = sScaleStart[local] + in_expert
+                scale_row = self.tables.scale_start(args, local) + in_expert
                 if sStart[group.local_experts] > args.capacity:
                     row = Int32(LOST_ROW)
             if piece.first == 0:

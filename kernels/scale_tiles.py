@@ -53,7 +53,7 @@ class ScaleTiles:
         if shared_array(self.tables.row_starts, Int32)[group.local_experts] > args.capacity:
             column = args.scale_words
         while column < args.scale_words:
-            rows = self._start(args, anew(group.local_experts))
+            rows = self.tables.scale_start(args, anew(group.local_experts))
             halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
             if half < halves:
                 self._write(group, args, epoch, rows, half * LINES, column)
@@ -61,12 +61,6 @@ class ScaleTiles:
             else:
                 half -= halves
                 column += CHUNK_WORDS
-
-    def _start(self, args, expert) -> Int32:
-        """First scale row of a local expert; all scale rows for the number of them."""
-        start = shared_array(self.tables.row_starts, Int32)[expert]
-        scale_start = shared_array(self.tables.scale_starts, Int32)[expert]
-        return cutlass.select_(args.scale_alignment == args.row_alignment, start, scale_start)
 
     def _row(self, args, line, part) -> Int32:
         """Scale row `part` of a line; lines are counted through all tiles."""
@@ -130,7 +124,7 @@ class ScaleTiles:
         high = group.local_experts
         while low < high:
             middle = quotient(low + high, 2)
-            if self._start(args, middle) <= row:
+            if self.tables.scale_start(args, middle) <= row:
                 low = middle + 1
             else:
                 high = middle
@@ -143,7 +137,8 @@ class ScaleTiles:
         sHeader = shared_array(self.tables.headers, Int32)
         start, first, count = Int32(0), Int32(0), args.shared_rows  # of the group: scale row, output row, rows
         if expert >= 0:
-            start, first, count = self._start(args, expert), sStart[expert], self.tables.rows_of(group, expert)
+            start, first = self.tables.scale_start(args, expert), sStart[expert]
+            count = self.tables.rows_of(group, expert)
         place = row - start
         known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap
         token = array(args.src_info, Int32, args.capacity, 2)[known, 0]

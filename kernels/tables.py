@@ -96,6 +96,12 @@ class Tables:
         """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
         return (args.scale_words != 0) & ~self.are_tiled()
 
+    def scale_start(self, args, expert) -> Int32:
+        """First scale row of a local expert; for the number of these, all scale rows."""
+        start = shared_array(self.row_starts, Int32)[expert]
+        scale_start = shared_array(self.scale_starts, Int32)[expert]
+        return cutlass.select_(args.scale_alignment == args.row_alignment, start, scale_start)
+
     def rows_of(self, group, expert) -> Int32:
         """Rows of a local expert, without padding."""
         sBase = shared_array(self.bases, Int32)
