@@ -99,10 +99,9 @@ class Combine:
     def kernel(self, args: CombineArgs):
         group = open_group(args, self.sPeers)
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
-        completed = received  # a fused launch finds as many rounds sent as received
-        if cutlass.const_expr(self.send and not self.receive):
-            completed = group.completed(StateWord.COMBINE_SEND_EPOCH)
-        epoch = completed + 1
+        epoch = received + 1  # a fused launch finds as many rounds sent as received
+        if cutlass.const_expr(not self.receive):
+            epoch = group.completed(StateWord.COMBINE_SEND_EPOCH) + 1
         sEpoch = shared_array(self.epoch, Int64)  # for what needs it seldom: registers are short
         if group.tid == 0:
             sEpoch[0] = epoch

@@ -116,10 +116,9 @@ class Dispatch:
     def kernel(self, args: DispatchArgs):
         group = open_group(args, self.sPeers)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
-        completed = received  # a fused launch finds as many rounds sent as received
-        if cutlass.const_expr(self.send and not self.receive):
-            completed = group.completed(StateWord.DISPATCH_SEND_EPOCH)
-        epoch = completed + 1
+        epoch = received + 1  # a fused launch finds as many rounds sent as received
+        if cutlass.const_expr(not self.receive):
+            epoch = group.completed(StateWord.DISPATCH_SEND_EPOCH) + 1
         spare = spare_cta(args.send_ctas if self.send else group.ctas)
         group.acknowledge(group.arena.dispatch_consumed, received, spare)
         alive = Boolean(True)
