@@ -14,7 +14,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import message_map, segment_words
+from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16
 from cute_ep.layouts.routing import Phase, StatusWord, division_magic
 from cute_ep.layouts.scales import has_tiles
@@ -116,7 +116,7 @@ class Communicator:
             **cfg.arena.arguments(),
         }
         fmt = cfg.format
-        message = message_map(fmt.payload_bytes(cfg.hidden), fmt.scale_bytes(cfg.hidden), fmt.row_scale_bytes)
+        message = message_of(fmt, cfg.hidden)
         self._row_sizes = {
             "payload_bytes": fmt.payload_bytes(cfg.hidden),
             "scale_bytes": fmt.scale_bytes(cfg.hidden),

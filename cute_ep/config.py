@@ -142,14 +142,12 @@ class EPConfig:
     @property
     def arena(self) -> Arena:
         """Byte map of one rank's symmetric memory."""
-        message = message_of(self.format, self.hidden)
         return Arena(
             ranks=self.peers,
             local_experts=self.local_experts,
             top_k=self.top_k,
             max_tokens=self.max_tokens_per_rank,
-            message=message.nbytes,
-            scales=message.row_scale.offset - message.scales.offset,
+            message=message_of(self.format, self.hidden),
             hidden=self.hidden,
             slots=return_slots(self.peers, self.top_k),
         )

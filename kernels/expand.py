@@ -215,7 +215,6 @@ class Expand:
         lane = group.lane
         units = units_of(anew(args.payload_bytes))
         gOut = vector_tensor(args.out_tokens, units, args.capacity, Int64(args.payload_bytes))
-        copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = piece.first
@@ -229,17 +228,29 @@ class Expand:
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
                         blank_vector(message + slot * SEGMENT_BYTES)
-            left = wanted
-            for _ in cutlass.range(copies, unroll=1):
-                target = shared_row
-                if left != Uint32(0):
-                    target = from_lane(row, lowest(left))
-                    left = left & (left - Uint32(1))
-                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    if slot < count:
-                        cute.copy(vector_atom(), rQ[None, slot], gOut[None, (base + slot) * SEGMENT + lane, target])
+            store = partial(self._store_units, gOut, rQ, base, lane, count)
+            self._to_each(row, wanted, shared_row, store)
             base += LOADS_IN_FLIGHT
         return alive
+
+    @cute.jit
+    def _to_each(self, row, wanted: Uint32, shared_row, store: cutlass.Constexpr) -> None:
+        """Call store(target) for each row that a piece is copied to: in lanes `wanted`, then the shared expert's."""
+        copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
+        left = wanted
+        for _ in cutlass.range(copies, unroll=1):
+            target = shared_row
+            if left != Uint32(0):
+                target = from_lane(row, lowest(left))
+                left = left & (left - Uint32(1))
+            store(target)
+
+    @cute.jit
+    def _store_units(self, gOut, rQ, base, lane, count, target) -> None:
+        """`count` units of a lane, from segment `base` on, to one row."""
+        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if slot < count:
+                cute.copy(vector_atom(), rQ[None, slot], gOut[None, (base + slot) * SEGMENT + lane, target])
 
     def _own_units(self, base, last, units, lane) -> Int32:
         """Units of a lane from segment `base` on, in segments below `last`."""
@@ -259,7 +270,6 @@ class Expand:
         """The words of the piece's segments, to all its rows or aside for `ScaleTiles`. False after a timeout."""
         lane = group.lane
         end = cutlass.min(piece.last * args.segment_words, args.scale_words)
-        copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
         alive = Boolean(True)
         base = piece.first * args.segment_words
@@ -279,17 +289,16 @@ class Expand:
                         place = kept + Int64(word + 32 * slot) * WORD_BYTES
                         cute.arch.store(pointer(place, Uint32), rWord[slot])
             else:
-                left = wanted
-                for _ in cutlass.range(copies, unroll=1):
-                    target = shared_row
-                    if left != Uint32(0):
-                        target = from_lane(scale_row, lowest(left))
-                        left = left & (left - Uint32(1))
-                    for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                        if word + 32 * slot < end:
-                            store_scale_word(args, target, word + 32 * slot, rWord[slot])
+                self._to_each(scale_row, wanted, shared_row, partial(self._store_words, args, rWord, word, end))
             base += 32 * SCALES_IN_FLIGHT
         return alive
+
+    @cute.jit
+    def _store_words(self, args, rWord, word, end, target) -> None:
+        """The words of `_look_at_scales`, of which `word` is the first, to one scale row."""
+        for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+            if word + 32 * slot < end:
+                store_scale_word(args, target, word + 32 * slot, rWord[slot])
 
     @cute.jit
     def _look_at_scales(self, rWord, scales: Int64, words, settled: Uint32) -> Uint32:

@@ -31,12 +31,15 @@ from cute_ep.layouts.device import WORDS, array, vector_at, vector_atom
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES, tile_row
 
-CHUNK_WORDS = 16
+CHUNK_WORDS = WORDS * WORDS
 """Word columns that a warp takes: 64 bytes of a row, four lanes."""
 LINES = 16
 """Lines, LANE_ROWS rows each, that a warp takes: half a tile."""
-TURNS = LINES // 8
-"""Lines of a lane: eight at a time lie side by side, whose words of a column are 128 bytes."""
+SIDE_BY_SIDE = 32 // WORDS
+"""Lines that a warp takes at a time, neighbours: their words of a column are 128 bytes."""
+TURNS = LINES // SIDE_BY_SIDE
+FOUND_ROWS = LINES * LANE_ROWS // 32
+"""Rows of which a lane finds the messages."""
 
 
 class ScaleTiles:
@@ -71,7 +74,7 @@ class ScaleTiles:
     @cute.jit
     def _write(self, group, args, epoch: Int64, rows: Int32, first_line: Int32, column: Int32) -> None:
         """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
-        lines i and 8 + i."""
+        lines i and SIDE_BY_SIDE + i."""
         rWhere = self._find_messages(group, args, epoch, rows, first_line)
         lane = anew(group.lane)
         place = column + remainder(lane, WORDS) * WORDS
@@ -87,7 +90,7 @@ class ScaleTiles:
             for part in cutlass.range_constexpr(LANE_ROWS):
                 if self._from_finder(rWhere, lane, turn, part) == Uint32(0):
                     rX[None, part].fill(0)
-            row = self._row(args, first_line + turn * 8 + quotient(lane, WORDS), 0)
+            row = self._row(args, first_line + turn * SIDE_BY_SIDE + quotient(lane, WORDS), 0)
             if row < rows:
                 line = args.out_scales + WORD_BYTES * scale_word_offset(args, row, place)
                 for word in cutlass.range_constexpr(WORDS):
@@ -99,21 +102,22 @@ class ScaleTiles:
 
     def _from_finder(self, rWhere, lane, turn: int, part: int) -> Uint32:
         """Where the row of a lane's turn and part is, from the lane that found it."""
-        return from_lane(rWhere[part % 2], (part // 2) * LINES + turn * 8 + quotient(lane, WORDS))
+        finder = (part // FOUND_ROWS) * LINES + turn * SIDE_BY_SIDE + quotient(lane, WORDS)
+        return from_lane(rWhere[part % FOUND_ROWS], finder)
 
     @cute.jit
     def _find_messages(self, group, args, epoch: Int64, rows: Int32, first_line: Int32):
-        """Where the scale words of rows lie in the arena, in units of 16 bytes; 0 for padding. Lane (i, half) =
-        (lane % 16, lane // 16) finds two rows, parts 2 * half and 2 * half + 1 of line i."""
-        rWhere = cute.make_rmem_tensor(2, Uint32)
+        """Where the scale words of rows lie in the arena, in units of 16 bytes; 0 for padding. Lane (i, j) =
+        (lane % LINES, lane // LINES) finds FOUND_ROWS rows, from part j * FOUND_ROWS on, of line i."""
+        rWhere = cute.make_rmem_tensor(FOUND_ROWS, Uint32)
         rWhere.fill(0)
         lane = anew(group.lane)
         line = first_line + remainder(lane, LINES)
-        part = 2 * quotient(lane, LINES)
+        part = FOUND_ROWS * quotient(lane, LINES)
         row = self._row(args, line, part)
         if row < rows:
             expert = self._expert_of(group, args, row)
-            for index in cutlass.range_constexpr(2):
+            for index in cutlass.range_constexpr(FOUND_ROWS):
                 rWhere[index] = self._message_of(group, args, epoch, expert, self._row(args, line, part + index))
         return rWhere
 
@@ -132,6 +136,7 @@ class ScaleTiles:
 
     @cute.jit
     def _message_of(self, group, args, epoch: Int64, expert: Int32, row: Int32) -> Uint32:
+        """The same for one scale row of a local expert, or of the shared one (-1)."""
         sBase = shared_array(self.tables.bases, Int32)
         sStart = shared_array(self.tables.row_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)

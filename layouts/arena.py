@@ -39,7 +39,7 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.record import Int, Region, RegionMap
+from cute_ep.layouts.record import Int, Region, RegionMap, align_up
 from cute_ep.layouts.scales import WORD_BYTES
 
 ARENA_ALIGNMENT = 256
@@ -125,7 +125,7 @@ class Arena:
         local_experts: experts a rank owns.
         top_k: experts a token chooses.
         max_tokens: most tokens of one rank in one call.
-        message: bytes of one dispatched message, and scales: of the scale factors in it (`message_map`).
+        message: byte map of one dispatched message (`message_of`).
         hidden: elements of one returned row.
         slots: return rows a token (`return_slots`).
 
@@ -140,8 +140,7 @@ class Arena:
         local_experts: int,
         top_k: int,
         max_tokens: int,
-        message: int,
-        scales: int,
+        message: Message,
         hidden: int,
         slots: int,
     ) -> None:
@@ -157,10 +156,10 @@ class Arena:
         row = hidden * COMBINE_ITEMSIZE
         few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
         self.returns = regions.add("returns", 1, PARITIES, many, slots, row)
-        self.messages = regions.add("messages", 1, PARITIES, ranks, many, message)
+        self.messages = regions.add("messages", 1, PARITIES, ranks, many, message.nbytes)
         self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
-        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message)
-        self.kept_scales = regions.add("kept_scales", 1, ranks, few, scales)
+        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message.nbytes)
+        self.kept_scales = regions.add("kept_scales", 1, ranks, few, align_up(message.scales.nbytes, VECTOR_BYTES))
         self.blank = (self.express_returns, self.express_messages)
         self.regions = regions.regions
         self.nbytes = regions.nbytes
@@ -203,7 +202,9 @@ def return_slots(ranks: int, top_k: int) -> int:
     return max(ranks, top_k)
 
 
-ANY_ARENA = Arena(ranks=1, local_experts=1, top_k=1, max_tokens=1, message=32, scales=16, hidden=8, slots=1)
+ANY_ARENA = Arena(
+    ranks=1, local_experts=1, top_k=1, max_tokens=1, message=message_map(VECTOR_BYTES, 0, 0), hidden=8, slots=1
+)
 """An arena that tells which regions there are, and how many modes each has."""
 
 

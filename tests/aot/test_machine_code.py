@@ -129,6 +129,11 @@ def stops_at(lines: Iterable[str], wanted: re.Pattern, stop: re.Pattern) -> bool
     return False
 
 
+def is_released(code: list[str], index: int) -> bool:
+    """Whether the store at an index has a system fence directly before."""
+    return stops_at(reversed(code[:index]), FENCE, STORE_OR_BARRIER)
+
+
 def posts(code: list[str]) -> tuple[int, int, list[str]]:
     """(releases, relaxed posts, those of either kind that follow a store of payload with no system fence between).
 
@@ -139,12 +144,11 @@ def posts(code: list[str]) -> tuple[int, int, list[str]]:
     releases, relaxed, bad = 0, 0, []
     for index, line in enumerate(code):
         if FLAG_STORE.search(line):
-            before = list(reversed(code[:index]))
-            if stops_at(before, FENCE, STORE_OR_BARRIER):
+            if is_released(code, index):
                 releases += 1
             else:
                 relaxed += 1
-            if stops_at(before, PAYLOAD_STORE, FENCE):
+            if stops_at(reversed(code[:index]), PAYLOAD_STORE, FENCE):
                 bad.append(line)
     return releases, relaxed, bad
 
@@ -206,8 +210,7 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
 def test_convoys_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) -> None:
     """One post of a kernel that sends: no payload is stored between the CTA's barrier and it."""
     code = sass(variant)
-    flags = [index for index, line in enumerate(code) if FLAG_STORE.search(line)]
-    released = [index for index in flags if stops_at(reversed(code[:index]), FENCE, STORE_OR_BARRIER)]
+    released = [index for index, line in enumerate(code) if FLAG_STORE.search(line) and is_released(code, index)]
     behind = [index for index in released if stops_at(reversed(code[:index]), BARRIER, PAYLOAD_STORE)]
     assert len(behind) == halves(variant)[1]
 
