@@ -17,7 +17,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.routing import MAX_RANKS
-from cute_ep.timing import SAMPLES, Runner, summary
+from cute_ep.timing import LARGE_TOKENS, SAMPLES, Runner, rounds_per_graph, summary
 from cute_ep.traffic import RoutingCounts, Traffic, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 
@@ -33,14 +33,6 @@ are queued one by one, and its time is from one round's beginning to the next on
 OPERATIONS = tuple(PARTS)
 CHAINED = "pair_chained"
 SETS = 4
-LARGE_TOKENS = 1024
-"""From this many tokens on a graph has fewer rounds, and from twice as many there are fewer samples."""
-ROUNDS, LARGE_ROUNDS = 8, 4
-
-
-def rounds_per_graph(tokens: int) -> int:
-    """Rounds of one graph: enough that the events around it cost less than 1 % of them."""
-    return ROUNDS if tokens < LARGE_TOKENS else LARGE_ROUNDS
 
 
 @dataclass

@@ -35,6 +35,17 @@ GATE_TIMEOUT_S = 60.0
 PERCENTILES = (50, 95, 99)
 
 
+LARGE_TOKENS = 1024
+"""From this many tokens on a graph has fewer rounds, and from twice as many there are fewer samples."""
+ROUNDS, LARGE_ROUNDS = 32, 4
+
+
+def rounds_per_graph(tokens: int) -> int:
+    """Rounds of one graph, even. From the last round of a graph to the first of the next 8 us pass (H200, 2026-11-21):
+    0.3 us of each of ROUNDS rounds, which as many layers of a model in one graph would pay too."""
+    return ROUNDS if tokens < LARGE_TOKENS else LARGE_ROUNDS
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that at least `percent` % of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

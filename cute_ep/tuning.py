@@ -62,7 +62,7 @@ LARGE = (
     Entry(192, MANY, 64 / 264, 4),
     Entry(384, MANY, 64 / 264, 2),
     Entry(1024, MANY, 48 / 264, 4),
-    Entry(MANY, MANY, 48 / 264, 2),
+    Entry(MANY, MANY, 64 / 264, 4),
 )
 MEDIUM = (
     Entry(2, 128, 1 / 8, 32),
@@ -70,15 +70,15 @@ MEDIUM = (
     Entry(192, MANY, 48 / 264, 4),
     Entry(384, MANY, 64 / 264, 2),
     Entry(PIECED_TOKENS, MANY, 64 / 264, 1),
-    Entry(MANY, MANY, 64 / 264, 2),
+    Entry(1024, MANY, 64 / 264, 2),
+    Entry(MANY, MANY, 64 / 264, 4),
 )
 SMALL = (
     Entry(2, 128, 1 / 8, 32),
     Entry(32, 128, 1 / 4, 8),
-    Entry(192, MANY, 48 / 264, 2),
+    Entry(256, MANY, 48 / 264, 2),
     Entry(PIECED_TOKENS, MANY, 48 / 264, 1),
-    Entry(1024, MANY, 48 / 264, 4),
-    Entry(MANY, MANY, 80 / 264, 2),
+    Entry(MANY, MANY, 64 / 264, 1),
 )
 DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
 """Tables for messages of at most so many bytes. 4 x H200 (264 CTAs), hidden 7168, 256 experts, top-8, 2026-11-21:
@@ -86,9 +86,9 @@ DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
 COMBINE = (
     Entry(2, 64, 0, 32),
     Entry(32, 128, 0, 32),
-    Entry(128, MANY, 0, 32),
-    Entry(PIECED_TOKENS, MANY, 0, 16),
-    Entry(MANY, MANY, 180 / 264, 4),
+    Entry(256, MANY, 0, 32),
+    Entry(PIECED_TOKENS, MANY, 2 / 3, 16),
+    Entry(MANY, MANY, 2 / 3, 4),
 )
 
 
@@ -100,6 +100,10 @@ class Shape(NamedTuple):
     send_ctas: int
     receive_from: int
     pieces: int
+
+    def undivided(self) -> Shape:
+        """The same with every CTA doing both."""
+        return self._replace(send_ctas=self.grid, receive_from=0)
 
     @property
     def pieces_log2(self) -> int:

@@ -44,7 +44,6 @@ class Announce:
 
         No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
         """
-        sStart = shared_array(self.tables.row_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
         groups = group.local_experts + args.shared_groups
         gRowOffset = array(args.row_offsets, Int32, groups + 1)
@@ -53,7 +52,7 @@ class Announce:
         gScaleOffset = array(args.scales_offsets, Int32, groups)
         gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
         gNumRows = array(args.num_rows, Int32, 1)
-        rows = sStart[group.local_experts]
+        rows = self.tables.row_start(group, args, group.local_experts)
         fits = rows <= args.capacity
         if (group.tid == 0) & ~fits:
             group.report_input(Phase.ROW_CAPACITY, Int32(0), args.capacity, rows)
@@ -63,11 +62,11 @@ class Announce:
             rows = args.shared_rows
             scale_start = Int32(0)
             if expert >= 0:
-                start = sStart[expert]
+                start = self.tables.row_start(group, args, expert)
                 rows = Int32(0)
                 if expert < group.local_experts:
                     rows = self.tables.rows_of(group, expert)
-                    scale_start = self.tables.scale_start(args, expert)
+                    scale_start = self.tables.scale_start(group, args, expert)
             if not fits:
                 start = Int32(0)
                 rows = Int32(0)
@@ -87,14 +86,13 @@ class Announce:
     @cute.jit
     def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
-        sStart = shared_array(self.tables.row_starts, Int32)
         start = Int32(0)
         rows = args.shared_rows
         scale_start = Int32(0)
         if expert >= 0:
-            start = sStart[expert]
+            start = self.tables.row_start(group, args, expert)
             rows = self.tables.rows_of(group, expert)
-            scale_start = self.tables.scale_start(args, expert)
+            scale_start = self.tables.scale_start(group, args, expert)
         end = start + ((rows + args.row_alignment - 1) & -args.row_alignment)
         if end <= args.capacity:
             if self.tables.are_scattered(args):

@@ -74,7 +74,7 @@ class Combine:
     Args:
         mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
-        segments: of `GiveBack`.
+        segments: of `GiveBack` and `Reduce`.
         router_weights, epilogue: the user's hooks, or None.
     """
 
@@ -88,7 +88,7 @@ class Combine:
         self.sPeers = peer_table(shared)
         self.epoch = shared.add("epoch", 8, 1)
         self.give_back_role = GiveBack(mode == "partial", segments, self.epoch, shared)
-        self.reduce_role = Reduce(mode, WeightReader(router_weights), epilogue)
+        self.reduce_role = Reduce(mode, segments, WeightReader(router_weights), epilogue, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -107,9 +107,10 @@ class Combine:
             sEpoch[0] = epoch
         spare = spare_cta(args.send_ctas if self.send else group.ctas)
         group.acknowledge(group.arena.combine_consumed, received, spare)
-        alive = Boolean(True)
+        self.reduce_role.numbers.open(group.tid)
+        alive, uneven = Boolean(True), Boolean(False)
         if cutlass.const_expr(not self.send):
-            alive = cute.arch.vote_all_sync(group.is_healthy())  # express rows have no wait that begins with this
+            alive = block_all(group.is_healthy())  # express rows have no wait that begins with this
         if cutlass.const_expr(self.send):
             row, weight = Int32(NO_ROW), Float32(0.0)
             if group.cta < args.send_ctas:
@@ -117,10 +118,11 @@ class Combine:
             alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
             if group.cta < args.send_ctas and alive:
                 self.give_back_role.run(group, args, row, weight)
+                uneven = self.give_back_role.are_uneven(args)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
-                first = group.cta - args.receive_from
-                alive = self.reduce_role.run(group, args, epoch, first, group.ctas - args.receive_from)
+                first, count = group.cta - args.receive_from, group.ctas - args.receive_from
+                alive = self.reduce_role.run(group, args, epoch, first, count, uneven)
         self._leave(group, alive)
 
     @cute.jit

@@ -114,9 +114,11 @@ class Expand:
                 alive = self._wait_piece(group, epoch, source, piece)
             if alive:
                 wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
-                alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row)
+                rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
+                rWord.fill(BLANK)
+                alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row, rWord)
                 if alive & (args.scale_words != 0) & (express | ~self.tables.are_tiled()):
-                    alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row)
+                    alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row, rWord)
                 if alive & (args.row_scale_bytes != 0) & (piece.first == 0):
                     alive = self._copy_row_scale(group, args, epoch, source, piece, row, shared_row)
         return alive
@@ -150,7 +152,6 @@ class Expand:
         the rows for combine."""
         lane = group.lane
         sBase = shared_array(self.tables.bases, Int32)
-        sStart = shared_array(self.tables.row_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
         in_rank = group.max_tokens * group.top_k
         index = piece.token * group.top_k + lane
@@ -171,9 +172,9 @@ class Expand:
             local = entry_expert(entry) - group.rank * group.local_experts
             if entry != Int32(MASKED_ENTRY) and local >= 0 and local < group.local_experts:
                 in_expert = sBase[local * group.ranks + source] - sBase[local * group.ranks] + entry_position(entry)
-                row = sStart[local] + in_expert
-                scale_row = self.tables.scale_start(args, local) + in_expert
-                if sStart[group.local_experts] > args.capacity:
+                row = self.tables.row_start(group, args, local) + in_expert
+                scale_row = self.tables.scale_start(group, args, local) + in_expert
+                if self.tables.row_start(group, args, group.local_experts) > args.capacity:
                     row = Int32(LOST_ROW)
             if piece.first == 0:
                 gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
@@ -210,8 +211,11 @@ class Expand:
         return warp_all(arrived)
 
     @cute.jit
-    def _copy_payload(self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row) -> Boolean:
-        """The piece's payload to all its rows. False after a timeout."""
+    def _copy_payload(
+        self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row, rWord
+    ) -> Boolean:
+        """The piece's payload to all its rows; rWord is a first look at its scale words, whose latency the stores hide.
+        False after a timeout."""
         lane = group.lane
         units = units_of(anew(args.payload_bytes))
         gOut = vector_tensor(args.out_tokens, units, args.capacity, Int64(args.payload_bytes))
@@ -228,6 +232,9 @@ class Expand:
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
                         blank_vector(message + slot * SEGMENT_BYTES)
+            if (args.scale_words != 0) & is_express(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= piece.last):
+                words = self._scale_count(args, piece) - lane
+                self._look_at_scales(rWord, self._first_scale(group, args, epoch, source, piece), words, Uint32(0))
             store = partial(self._store_units, gOut, rQ, base, lane, count)
             self._to_each(row, wanted, shared_row, store)
             base += LOADS_IN_FLIGHT
@@ -265,39 +272,54 @@ class Expand:
                 blank = blank | has_blank(rQ[None, slot])
         return Uint32(blank) & ~settled
 
+    def _first_scale(self, group, args, epoch: Int64, source, piece) -> Int64:
+        """Address of the lane's first scale word of a piece."""
+        word = piece.first * args.segment_words + group.lane
+        return self._message(group, args, epoch, source, piece) + args.scales_at + Int64(word) * WORD_BYTES
+
+    def _scale_count(self, args, piece) -> Int32:
+        """Scale words of a piece."""
+        return cutlass.min(piece.last * args.segment_words, args.scale_words) - piece.first * args.segment_words
+
     @cute.jit
-    def _copy_scales(self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row) -> Boolean:
-        """The words of the piece's segments, to all its rows or aside for `ScaleTiles`. False after a timeout."""
-        lane = group.lane
-        end = cutlass.min(piece.last * args.segment_words, args.scale_words)
-        rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
+    def _copy_scales(
+        self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row, rWord
+    ) -> Boolean:
+        """The words of the piece's segments, to all its rows or aside for `ScaleTiles`; rWord is what a look at the
+        first of them has seen. False after a timeout."""
+        count = self._scale_count(args, piece)
         alive = Boolean(True)
-        base = piece.first * args.segment_words
-        while alive and base < end:
-            word = base + lane
-            scales = self._message(group, args, epoch, source, piece) + args.scales_at + Int64(word) * WORD_BYTES
-            look = partial(self._look_at_scales, rWord, scales, end - word)
-            alive = self._wait_whole(group, args, epoch, source, piece, look)
+        base = Int32(0)
+        while alive and base < count:
+            scales = self._first_scale(group, args, epoch, source, piece) + Int64(base) * WORD_BYTES
+            words = count - base - group.lane
+            missing = Boolean(base != 0)
+            for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(BLANK)))
+            if cute.arch.vote_any_sync(missing):
+                look = partial(self._look_at_scales, rWord, scales, words)
+                alive = self._wait_whole(group, args, epoch, source, piece, look)
             if is_express(self._tokens(source)):
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                    if word + 32 * slot < end:
+                    if 32 * slot < words:
                         blank_word(scales + slot * (32 * WORD_BYTES))
+            word = piece.first * args.segment_words + base + group.lane
             if self.tables.are_tiled():
                 kept = group.base + group.arena.kept_scales.at(anew(source), anew(piece.token))
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                    if word + 32 * slot < end:
+                    if 32 * slot < words:
                         place = kept + Int64(word + 32 * slot) * WORD_BYTES
                         cute.arch.store(pointer(place, Uint32), rWord[slot])
             else:
-                self._to_each(scale_row, wanted, shared_row, partial(self._store_words, args, rWord, word, end))
+                self._to_each(scale_row, wanted, shared_row, partial(self._store_words, args, rWord, word, words))
             base += 32 * SCALES_IN_FLIGHT
         return alive
 
     @cute.jit
-    def _store_words(self, args, rWord, word, end, target) -> None:
+    def _store_words(self, args, rWord, word, words, target) -> None:
         """The words of `_look_at_scales`, of which `word` is the first, to one scale row."""
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-            if word + 32 * slot < end:
+            if 32 * slot < words:
                 store_scale_word(args, target, word + 32 * slot, rWord[slot])
 
     @cute.jit

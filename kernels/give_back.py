@@ -13,10 +13,21 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, round_vector
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
-from cute_ep.kernels.divide import quotient
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array
+from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import has_blank, home_of, is_express, send_vector
-from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of, whole_convoys
+from cute_ep.kernels.pieces import (
+    SEGMENT,
+    Numbers,
+    are_many,
+    dealt_first,
+    dealt_stride,
+    first_item,
+    from_lane,
+    lowest,
+    piece_of,
+    whole_convoys,
+)
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, HeaderWord, convoy_of
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
@@ -31,7 +42,7 @@ LOST = 0x7FFF7FFF
 class GiveBack:
     """Pushes expert rows, or their weighted sums, to the source ranks.
 
-    segments: neighbouring segments, 1 or 2, that a warp sums at a time.
+    segments: neighbouring segments, 1 or 2, that a warp carries at a time.
     """
 
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
@@ -39,6 +50,7 @@ class GiveBack:
         self.items = shared.add("give_back_items", 4, 1)
         self.convoys = shared.add("give_back_convoys", 4, 1)
         self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
+        self.numbers = Numbers("give_back_numbers", WARPS, shared)
 
     @cute.jit
     def prepare(self, group, args):
@@ -61,7 +73,8 @@ class GiveBack:
         if group.tid == 0:
             sItems[0] = items
             sConvoys[0] = Int32(convoys)
-        item = dealt_first(items, group.cta, args.send_ctas, group.warp, convoys)
+        self.numbers.open(group.tid)
+        item = self._first(group, args, items, convoys)
         source, index = self._split(group, item, convoys)
         piece = piece_of(index, from_lane(log2, source), row_units(group))
         due = (item < items) & (piece.token < from_lane(tokens, source)) & (piece.first < piece.last)
@@ -72,22 +85,53 @@ class GiveBack:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        item = dealt_first(sItems[0], group.cta, args.send_ctas, group.warp, self._are_convoys())
+        sEpoch = shared_array(self.epoch, Int64)
+        item = self._first(group, args, sItems[0], self._are_convoys())
+        turn = group.warp  # of a convoy's warps: where in the token each of them begins
         while item < sItems[0]:
-            source, piece = self._item(group, args, item)
-            self._give_back(group, args, item, source, piece, row, weight)
+            source, piece = self._item(group, item)
+            wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+            blank = Boolean(False)
+            if wanted != Uint32(0):
+                regions = group.arena.express_returns, group.arena.returns
+                home = group.sPeers[source] + home_of(self._is_express(source), *regions, sEpoch[0] & 1, piece.token)
+                first, step = piece.first, Int32(self.segments)
+                if self._are_convoys():
+                    first, step = first + turn * self.segments, step * CONVOY
+                blank = self._push(group, args, home, first, piece.last, step, row, weight, wanted)
+            # computed again, not kept: registers are short above
+            source, piece = self._item(group, anew(item))
+            after = sItems[0]
             if self._are_convoys():
-                cute.arch.sync_threads()  # all of the convoy is stored
-                if group.tid == 0:
-                    self._post_convoy(group, args, item)
-            item += dealt_stride(sItems[0], args.send_ctas)
-            source, piece = self._item(group, args, item)
+                turn -= quotient(piece.last - piece.first + (self.segments - 1), self.segments)
+                turn = remainder(turn, CONVOY)
+                after = item + self._together(source)
+                if remainder(after, CONVOY) == 0:
+                    after += dealt_stride(sItems[0], args.send_ctas) - CONVOY
+                    cute.arch.sync_threads()  # all of the convoy is stored
+                    if group.warp == 0:
+                        self._post_convoy(group, source, convoy_of(piece.index))
+            else:
+                self._post_piece(group, source, piece, blank)
+                if are_many(sItems[0], args.send_ctas):
+                    after = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
+            item = after
+            source, piece = self._item(group, item)
             due = (item < sItems[0]) & (piece.token < sHeader[source, int(HeaderWord.TOKENS)])
             row, weight = self._load_entries(group, args, source, piece, due & (piece.first < piece.last))
+
+    def are_uneven(self, args) -> Boolean:
+        """Whether warps of a sending CTA do not come back from `run` together."""
+        return ~self._are_convoys() & are_many(shared_array(self.items, Int32)[0], args.send_ctas)
 
     def _are_convoys(self) -> Boolean:
         """Whether rows of some source are not express: then items are dealt for convoys."""
         return shared_array(self.convoys, Int32)[0] != 0
+
+    def _first(self, group, args, items, convoys: Boolean) -> Int32:
+        """A warp's first item. Warps of a convoy carry all its tokens together."""
+        warp = cutlass.select_(convoys, Int32(0), group.warp)
+        return dealt_first(items, group.cta, args.send_ctas, warp, convoys)
 
     def _split(self, group, item, convoys: Boolean):
         """(source, number of the piece) of an item. The source varies fastest from piece to piece, or from convoy to
@@ -95,22 +139,41 @@ class GiveBack:
         turn, run = group.by_ranks.split(cutlass.select_(convoys, convoy_of(item), item))
         source = group.rank + 1 + turn
         source -= cutlass.select_(source >= group.ranks, group.ranks, Int32(0))
-        return source, cutlass.select_(convoys, run * CONVOY + (item & (CONVOY - 1)), run)
+        return source, cutlass.select_(convoys, run * CONVOY + remainder(item, CONVOY), run)
 
-    @cute.jit
-    def _post_convoy(self, group, args, item) -> None:
-        """The flag of the convoy that an item belongs to; express rows need none."""
-        sEpoch = shared_array(self.epoch, Int64)
-        source, piece = self._item(group, args, anew(item))
-        if not self._is_express(source):
-            flag = group.arena.return_ready.at(group.rank, convoy_of(piece.index))
-            post(group.sPeers[source] + flag, sEpoch[0])
-
-    def _item(self, group, args, item):
-        """(source, piece) of an item."""
+    def _item(self, group, item):
+        """(source, piece) of an item; of a convoy, its pieces of a token as one."""
         source, index = self._split(group, item, self._are_convoys())
         pieces = shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
-        return source, piece_of(index, pieces, row_units(group))
+        return source, piece_of(index, pieces, row_units(group), self._together(source))
+
+    def _together(self, source) -> Int32:
+        """Pieces of a token that are carried together."""
+        pieces = Int32(1) << shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
+        return cutlass.select_(self._are_convoys(), cutlass.min(pieces, Int32(CONVOY)), Int32(1))
+
+    @cute.jit
+    def _post_convoy(self, group, source, convoy: Int32) -> None:
+        """The flag of a convoy, by one warp; those of its pieces where rows are express and may hold a BLANK word."""
+        sHeader, sEpoch = shared_array(self.headers, Int32), shared_array(self.epoch, Int64)
+        pieces = sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(HeaderWord.RETURN_PIECES)]
+        first = convoy * CONVOY
+        flag, due = convoy, (group.lane == 0) & (first < pieces)
+        if self._is_express(source):
+            flag = first + group.lane
+            due = Boolean(not self.partial) & (group.lane < CONVOY) & (flag < pieces)
+        if due:
+            post(group.sPeers[source] + group.arena.return_ready.at(group.rank, flag), sEpoch[0])
+
+    @cute.jit
+    def _post_piece(self, group, source, piece, blank: Boolean) -> None:
+        """The flag of an express piece in which some lane stored a BLANK word."""
+        if cutlass.const_expr(not self.partial):
+            sEpoch = shared_array(self.epoch, Int64)
+            flagged = cute.arch.vote_any_sync(blank)
+            cute.arch.sync_warp()
+            if flagged & (group.lane == 0):
+                post(group.sPeers[source] + group.arena.return_ready.at(group.rank, piece.index), sEpoch[0])
 
     @cute.jit
     def _load_entries(self, group, args, source, piece, due: Boolean):
@@ -128,80 +191,41 @@ class GiveBack:
     def _is_express(self, source) -> Boolean:
         return is_express(shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)])
 
-    @cute.jit
-    def _give_back(self, group, args, item, source, piece, row: Int32, weight: Float32) -> None:
-        lane = group.lane
-        sEpoch = shared_array(self.epoch, Int64)
-        wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
-        if wanted != Uint32(0):
-            regions = group.arena.express_returns, group.arena.returns
-            home = group.sPeers[source] + home_of(self._is_express(source), *regions, sEpoch[0] & 1, piece.token)
-            blank = Boolean(False)
-            if cutlass.const_expr(self.partial):
-                self._push_sum(group, args, home, piece, row, weight, wanted)
-            else:
-                blank = self._push_rows(group, args, home, piece, row, wanted)
-            # computed again, not kept: registers are short above
-            target, again = self._item(group, args, anew(item))
-            flagged = cute.arch.vote_any_sync(blank)
-            cute.arch.sync_warp()
-            if flagged & (lane == 0) & self._is_express(target):
-                post(group.sPeers[target] + group.arena.return_ready.at(group.rank, again.index), sEpoch[0])
-
     def _unit_at(self, group, args, row, unit) -> Int64:
         """Address of one unit of an expert's output."""
         return args.rows + Int64(row) * Int64(group.hidden * COMBINE_ITEMSIZE) + Int64(unit) * VECTOR_BYTES
 
     @cute.jit
-    def _push_rows(self, group, args, home: Int64, piece, row, wanted: Uint32) -> Boolean:
-        """Each row to its own slot; returns whether this lane stored a BLANK word."""
-        lane = group.lane
-        units = row_units(group)
+    def _push(
+        self, group, args, home: Int64, first: Int32, last: Int32, step: Int32, row, weight, wanted: Uint32
+    ) -> Boolean:
+        """`segments` segments of every `step`, in first .. last - 1; returns whether this lane stored a BLANK word."""
         blank = Boolean(False)
-        rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
-        left = wanted
-        for _ in cutlass.range(Int32(cute.arch.popc(wanted)), unroll=1):
-            k = lowest(left)
-            left = left & (left - Uint32(1))
-            one = from_lane(row, k)
-            slot_home = home + k * group.arena.returns.stride[2]
-            for base in cutlass.range(piece.first, piece.last, LOADS_IN_FLIGHT, unroll=1):
-                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    unit = (base + slot) * SEGMENT + lane
-                    rX[None, slot].fill(LOST)
-                    if (base + slot < piece.last) & (unit < units) & (one < args.capacity):
-                        cute.copy(vector_atom(), vector_at(self._unit_at(group, args, one, unit), 0), rX[None, slot])
-                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    unit = (base + slot) * SEGMENT + lane
-                    if (base + slot < piece.last) & (unit < units):
-                        send_vector(rX[None, slot], slot_home + Int64(unit) * VECTOR_BYTES)
-                        blank = blank | has_blank(rX[None, slot])
+        segment = first
+        while segment < last:
+            if cutlass.const_expr(self.segments == 2):
+                if segment + 1 < last:
+                    blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, 2)
+                else:
+                    blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, 1)
+            else:
+                blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, 1)
+            segment += step
         return blank
 
     @cute.jit
-    def _push_sum(self, group, args, home: Int64, piece, row, weight, wanted: Uint32) -> None:
-        """The rows' weighted sum to the own rank's slot. Its words are never BLANK: a NaN is rounded to 0x7FFF."""
-        own_home = home + group.rank * group.arena.returns.stride[2]
-        segment = piece.first
-        if cutlass.const_expr(self.segments == 2):
-            while segment + 1 < piece.last:
-                self._push_segments(group, args, own_home, segment, row, weight, wanted, 2)
-                segment += 2
-        while segment < piece.last:
-            self._push_segments(group, args, own_home, segment, row, weight, wanted, 1)
-            segment += 1
-
-    @cute.jit
     def _push_segments(
-        self, group, args, own_home: Int64, segment, row, weight, wanted: Uint32, segments: cutlass.Constexpr
-    ) -> None:
-        """Neighbouring segments of the sum, with LOADS_IN_FLIGHT loads before the first addition."""
+        self, group, args, home: Int64, segment, row, weight, wanted: Uint32, segments: cutlass.Constexpr
+    ) -> Boolean:
+        """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
+        words are never BLANK, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use."""
         units = row_units(group)
         unit = segment * SEGMENT + anew(group.lane)
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
         rSum.fill(0.0)
+        blank = Boolean(False)
         left = wanted
         while left != Uint32(0):
             again = left
@@ -217,14 +241,28 @@ class GiveBack:
                             rX[None, part, turn].fill(LOST)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
-                    factor = from_lane(weight, lowest(again))
+                    k = lowest(again)
                     again = again & (again - Uint32(1))
                     for part in cutlass.range_constexpr(segments):
-                        accumulate(rSum[None, part], rX[None, part, turn], factor)
-        for part in cutlass.range_constexpr(segments):
-            if unit + part * SEGMENT < units:
+                        if cutlass.const_expr(self.partial):
+                            accumulate(rSum[None, part], rX[None, part, turn], from_lane(weight, k))
+                        else:
+                            blank = blank | self._store(group, home, k, unit + part * SEGMENT, rX[None, part, turn])
+        if cutlass.const_expr(self.partial):
+            for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-                send_vector(rX[None, part, 0], own_home + Int64(unit + part * SEGMENT) * VECTOR_BYTES)
+                self._store(group, home, group.rank, unit + part * SEGMENT, rX[None, part, 0])
+        return blank
+
+    @cute.jit
+    def _store(self, group, home: Int64, slot, unit, rX) -> Boolean:
+        """One unit of a row to a slot; returns whether it has a BLANK word."""
+        blank = Boolean(False)
+        if unit < row_units(group):
+            send_vector(rX, home + slot * group.arena.returns.stride[2] + Int64(unit) * VECTOR_BYTES)
+            if cutlass.const_expr(not self.partial):
+                blank = has_blank(rX)
+        return blank
 
 
 def row_units(group) -> Int32:

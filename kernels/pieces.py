@@ -14,10 +14,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
-from cute_ep.kernels.block import WARPS
+from cute_ep.kernels.block import WARPS, shared_array
 from cute_ep.kernels.divide import quotient
 from cute_ep.layouts.arena import CONVOY, HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.record import RegionMap
 
 SEGMENT = 32
 """Units that a warp takes at a time, one a lane."""
@@ -33,14 +34,15 @@ class Piece:
     last: Int32
 
 
-def piece_of(index: Int32, pieces_log2: Int32, units: Int32) -> Piece:
-    """The piece with an index, in a source whose rows of `units` units have 2^pieces_log2 pieces. The last pieces of a
-    short row are empty (first >= last): nobody sends them, nobody waits for them."""
+def piece_of(index: Int32, pieces_log2: Int32, units: Int32, count=1) -> Piece:
+    """The piece with an index, in a source whose rows of `units` units have 2^pieces_log2 pieces, or `count`
+    neighbouring pieces of one row as one. The last pieces of a short row are empty (first >= last): nobody sends them,
+    nobody waits for them."""
     token = index >> pieces_log2
     segments = segments_of(units)
     share = (segments + (Int32(1) << pieces_log2) - 1) >> pieces_log2
     first = (index - (token << pieces_log2)) * share
-    return Piece(index, token, first, cutlass.min(first + share, segments))
+    return Piece(index, token, first, cutlass.min(first + count * share, segments))
 
 
 def segments_of(units: Int32) -> Int32:
@@ -89,6 +91,35 @@ def dealt_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, convoys=Fals
     place = cta - cutlass.select_(cta > spare, ctas - carriers, Int32(0))
     first = cutlass.select_(Boolean(convoys), place * CONVOY + warp, first_item(place, carriers, warp))
     return cutlass.select_((carriers != ctas) & (cta == spare), items, first)
+
+
+def are_many(items: Int32, ctas: Int32) -> Boolean:
+    """Whether there are more items than warps in `ctas` CTAs; then no CTA is spared."""
+    return items > item_stride(ctas)
+
+
+class Numbers:
+    """Numbers, from `first` on, each of which one warp of a CTA takes: a warp that is held up takes fewer."""
+
+    def __init__(self, name: str, first: int, shared: RegionMap) -> None:
+        self.first = first
+        self.next = shared.add(name, 4, 1)
+
+    @cute.jit
+    def open(self, tid: Int32) -> None:
+        """A CTA barrier must follow before `take`."""
+        sNext = shared_array(self.next, Int32)
+        if tid == 0:
+            sNext[0] = Int32(self.first)
+
+    @cute.jit
+    def take(self, lane: Int32) -> Int32:
+        """Warp-wide."""
+        sNext = shared_array(self.next, Int32)
+        number = Int32(0)
+        if lane == 0:
+            number = cute.arch.atomic_add(sNext.iterator, Int32(1))
+        return from_lane(number, 0)
 
 
 def whole_convoys(pieces: Int32) -> Int32:

@@ -20,35 +20,46 @@ from cute_ep.kernels.express import blank_vector, has_blank, home_of, is_express
 from cute_ep.kernels.give_back import LOST, row_units
 from cute_ep.kernels.group import owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
-from cute_ep.kernels.pieces import SEGMENT, dealt_first, dealt_stride, from_lane, lowest, piece_of
+from cute_ep.kernels.pieces import SEGMENT, Numbers, are_many, first_item, from_lane, lowest, piece_of
 from cute_ep.kernels.sync import wait_at_least, warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, convoy_of
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, OutputType, Phase
 
 SLOTS_IN_FLIGHT = 4
-"""Slots of one vector that a thread loads before it adds the first."""
+"""Loads of 16 bytes that a thread issues before the first addition."""
 
 
 class Reduce:
-    """Sums returned rows into the output, or (mode "unweighted") hands them out slot by slot."""
+    """Sums returned rows into the output, or (mode "unweighted") hands them out slot by slot.
 
-    def __init__(self, mode: str, weights: WeightReader, epilogue) -> None:
+    segments: neighbouring segments, 1 or 2, of a partial sum that a warp takes at a time when they have arrived.
+    """
+
+    def __init__(self, mode: str, segments: int, weights: WeightReader, epilogue, shared: RegionMap) -> None:
         self.mode, self.weights, self.epilogue = mode, weights, epilogue
+        self.segments = segments if mode == "partial" else 1
+        self.numbers = Numbers("reduce_numbers", 0, shared)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
-        """CTA `first` of `count` receiving CTAs. False after a timeout."""
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32, uneven: Boolean) -> Boolean:
+        """CTA `first` of `count` receiving CTAs, `uneven`: whose warps do not come together. False after a timeout."""
         alive = Boolean(True)
         items = args.tokens << args.return_pieces
-        # from the last warp down: with few tokens those have nothing to send before
-        item = dealt_first(items, first, count, WARPS - 1 - group.warp)
+        numbered = uneven | are_many(items, count)
+        number = WARPS - 1 - group.warp  # with few tokens the last warps have nothing to send before
+        if numbered:
+            number = self.numbers.take(group.lane)
+        item = first_item(first, count, number)
         while alive and item < items:
             piece = piece_of(item, args.return_pieces, row_units(group))
             if piece.first < piece.last:
                 alive = self._take(group, args, epoch, piece)
-            item += dealt_stride(items, count)
+            item = items
+            if numbered:
+                item = first_item(first, count, self.numbers.take(group.lane))
         return alive
 
     @cute.jit
@@ -113,7 +124,19 @@ class Reduce:
     @cute.jit
     def _sum(self, group, args, epoch: Int64, piece, filled: Uint32, owner, weight: Float32) -> Boolean:
         """out[token] = the sum of its slots. False after a timeout."""
-        units = row_units(group)
+        alive = Boolean(True)
+        if cutlass.const_expr(self.segments == 1):
+            alive = self._sum_slots(group, args, epoch, piece, filled, owner, weight)
+        else:
+            if is_express(args.tokens):
+                alive = self._sum_slots(group, args, epoch, piece, filled, owner, weight)
+            else:
+                self._sum_segments(group, args, epoch, piece, filled)
+        return alive
+
+    @cute.jit
+    def _sum_slots(self, group, args, epoch: Int64, piece, filled: Uint32, owner, weight: Float32) -> Boolean:
+        """`_sum` with as many slots on their way as there are, up to SLOTS_IN_FLIGHT."""
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         add = partial(self._add, rSum, weight)
         alive = Boolean(True)
@@ -122,15 +145,53 @@ class Reduce:
             unit = segment * SEGMENT + group.lane
             rSum.fill(0.0)
             alive = self._take_slots(group, args, epoch, piece, filled, owner, unit, add)
-            if alive & (unit < units):
-                self._add_shared(group, args, piece.token, unit, rSum)
-                if cutlass.const_expr(self.epilogue is not None):
-                    context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
-                    value = self.epilogue((piece.token, unit * VECTOR_ELEMENTS), rSum.load(), context)
-                    rSum.store(value)
-                self._store(args, rSum, Int64(piece.token) * units + unit)
+            if alive & (unit < row_units(group)):
+                self._finish(group, args, piece.token, unit, rSum)
             segment += 1
         return alive
+
+    @cute.jit
+    def _sum_segments(self, group, args, epoch: Int64, piece, filled: Uint32) -> None:
+        """`_sum` of a piece that has arrived, with `segments` segments of fewer slots on their way."""
+        pitch = Int32(group.arena.returns.stride[2])
+        slots = SLOTS_IN_FLIGHT // self.segments
+        rX = cute.make_rmem_tensor((4, self.segments, slots), Uint32)
+        rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, self.segments), Float32)
+        for segment in cutlass.range(piece.first, piece.last, self.segments, unroll=1):
+            unit = segment * SEGMENT + anew(group.lane)
+            end = cutlass.min(row_units(group), piece.last * SEGMENT)
+            home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
+            rSum.fill(0.0)
+            left = filled
+            while left != Uint32(0):
+                again = left
+                for turn in cutlass.range_constexpr(slots):
+                    if left != Uint32(0):
+                        at = home + Int64(lowest(left) * pitch)
+                        left = left & (left - Uint32(1))
+                        for part in cutlass.range_constexpr(self.segments):
+                            if unit + part * SEGMENT < end:
+                                cute.copy(vector_atom(), vector_at(at, part * SEGMENT), rX[None, part, turn])
+                            else:
+                                rX[None, part, turn].fill(0)
+                for turn in cutlass.range_constexpr(slots):
+                    if again != Uint32(0):
+                        again = again & (again - Uint32(1))
+                        for part in cutlass.range_constexpr(self.segments):
+                            accumulate(rSum[None, part], rX[None, part, turn], None)
+            for part in cutlass.range_constexpr(self.segments):
+                if unit + part * SEGMENT < end:
+                    self._finish(group, args, piece.token, unit + part * SEGMENT, rSum[None, part])
+
+    @cute.jit
+    def _finish(self, group, args, token, unit, rSum) -> None:
+        """The shared expert's row, the epilogue, and the output."""
+        self._add_shared(group, args, token, unit, rSum)
+        if cutlass.const_expr(self.epilogue is not None):
+            context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
+            value = self.epilogue((token, unit * VECTOR_ELEMENTS), rSum.load(), context)
+            rSum.store(value)
+        self._store(args, rSum, Int64(token) * row_units(group) + unit)
 
     def _add(self, rSum, weight: Float32, rX, slot) -> None:
         """Add one unit of a slot; by all lanes."""

@@ -42,24 +42,29 @@ class Route:
     def run(self, group, args, epoch: Int64) -> Boolean:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout.
 
-        Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. The first chunk is
-        on its way from memory during the wait, whose barrier also stands behind the tables' zeros.
+        Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. The first chunk,
+        and ids before it, are on their way from memory during the wait, whose barrier also stands behind the tables'
+        zeros. Counts go first: rows are placed by them before their entries are looked at.
         """
         entries = args.tokens * group.top_k
         chunks = cutlass.max(quotient(entries + (ROUTE_ENTRIES - 1), ROUTE_ENTRIES), Int32(1))
         chunk = group.ctas - 1 - group.cta
+        rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
         given, weight = self._load_chunk(group, args, chunk)
+        self._load_before(group, args, chunk, group.tid, rId)
         if chunk < chunks:
             self._zero_counts(group)
         alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
         while alive and chunk < chunks:
-            entry = self._rank_chunk(group, args, chunk, given)
             if chunk == chunks - 1:
                 self._push_header(group, args, epoch)
+            expert, earlier = self._count_chunk(group, args, chunk, given, rId)
+            if chunk == chunks - 1:
                 self._push_counts(group, epoch)
-            self._push_entries(group, args, epoch, chunk, entry, weight)
+            self._push_entries(group, args, epoch, chunk, self._entry(group, expert, earlier), weight)
             chunk += group.ctas
             given, weight = self._load_chunk(group, args, chunk)
+            self._load_before(group, args, chunk, group.tid, rId)
             if chunk < chunks:
                 cute.arch.sync_threads()
                 self._zero_counts(group)
@@ -88,16 +93,31 @@ class Route:
             sHistogram[expert] = 0
 
     @cute.jit
-    def _rank_chunk(self, group, args, chunk: Int32, given: Int32) -> Int32:
-        """Packed entry of the thread's own entry of a chunk. Afterwards the histogram counts the entries before the
-        chunk, the table of counts those of the chunk's warps.
+    def _load_before(self, group, args, chunk: Int32, index: Int32, rId) -> None:
+        """Expert ids of entries index, index + THREADS, ... that come before a chunk."""
+        entries, before = args.tokens * group.top_k, chunk * ROUTE_ENTRIES
+        rId.fill(MASKED_ENTRY)
+        if (index < before) & (before < entries):
+            gIds = array(args.topk_ids, Int32, entries)
+            for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                if index + slot * THREADS < before:
+                    rId[slot] = gIds[index + slot * THREADS]
 
-        Entries of one expert are told apart by lane within a warp, by the table among the chunk's warps, and by the
-        histogram among chunks.
-        """
+    @cute.jit
+    def _count_chunk(self, group, args, chunk: Int32, given: Int32, rId):
+        """(expert of the thread's own entry of a chunk, entries of its warp before it that chose the same); rId holds
+        the first ids before the chunk. Afterwards the histogram counts all of these, the table of counts the entries of
+        the chunk's warps."""
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
-        self._count_before(group, args, chunk * ROUTE_ENTRIES, sHistogram)
+        index = group.tid
+        while index < chunk * ROUTE_ENTRIES:
+            for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                before = group.expert_of(rId[slot])
+                if before >= 0:
+                    cute.arch.atomic_add(sHistogram.iterator + before, Int32(1))
+            index += THREADS * IDS_IN_FLIGHT
+            self._load_before(group, args, chunk, index, rId)
         if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
             group.report_input(Phase.EXPERT_ID, chunk * ROUTE_ENTRIES + group.tid, group.all_experts, given)
         expert = group.expert_of(given)
@@ -106,6 +126,17 @@ class Route:
         if (expert >= 0) & (earlier == 0):
             sCounts[group.warp, expert] = Uint8(cute.arch.popc(same))
         cute.arch.sync_threads()
+        return expert, earlier
+
+    @cute.jit
+    def _entry(self, group, expert: Int32, earlier: Int32) -> Int32:
+        """Packed entry of the thread's own entry of the chunk that was counted.
+
+        Entries of one expert are told apart by lane within a warp, by the table among the chunk's warps, and by the
+        histogram among chunks.
+        """
+        sHistogram = shared_array(self.histogram, Int32)
+        sCounts = shared_array(self.warp_counts, Uint8)
         entry = Int32(MASKED_ENTRY)
         if expert >= 0:
             position = sHistogram[expert] + earlier
@@ -116,25 +147,9 @@ class Route:
         return entry
 
     @cute.jit
-    def _count_before(self, group, args, first: Int32, sHistogram) -> None:
-        """sHistogram[expert] += entries of this rank before `first` that chose it."""
-        if first > 0:
-            gIds = array(args.topk_ids, Int32, args.tokens * group.top_k)
-            rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
-            for base in cutlass.range(group.tid, first, THREADS * IDS_IN_FLIGHT, unroll=1):
-                for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                    rId[slot] = Int32(MASKED_ENTRY)
-                    if base + slot * THREADS < first:
-                        rId[slot] = gIds[base + slot * THREADS]
-                for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                    expert = group.expert_of(rId[slot])
-                    if expert >= 0:
-                        cute.arch.atomic_add(sHistogram.iterator + expert, Int32(1))
-
-    @cute.jit
     def _push_header(self, group, args, epoch: Int64) -> None:
-        """Thread (peer, word) sends one word of this rank's header."""
-        word, peer = item_coord(group.tid, len(HeaderWord))
+        """A thread a peer and word sends this rank's header: the last ones, which have no entries."""
+        word, peer = item_coord(THREADS - 1 - group.tid, len(HeaderWord))
         if peer < group.ranks:
             value = args.tokens
             if word == int(HeaderWord.MESSAGE_PIECES):

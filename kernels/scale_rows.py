@@ -45,32 +45,30 @@ def store_scale_word(args: ScaleArgs, row, column, word: Uint32) -> None:
 def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, lane: Int32) -> None:
     """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one warp.
 
-    The rows lie in one 128-row block, and end there when it is an atom: then rows line, line + 32, ... of a column are
-    16 contiguous bytes, which one store zeroes where all four are padding.
+    The rows lie in one 128-row block, and end there when it is an atom: then lane l takes the four rows l, l + 32, ...,
+    whose words of a column are 16 contiguous bytes, the last ones zeros.
     """
-    columns = quotient(args.scale_words - part + parts - 1, parts)
     if args.scale_middle == 1:
         in_block = remainder(first, ATOM_ROWS)
-        block = first - in_block
+        taken = quotient(in_block - lane + 31, 32)  # words of a column that belong to rows before `first`
+        if first == end:
+            taken = Int32(LANE_ROWS)
+        home = args.out_scales + WORD_BYTES * scale_word_offset(args, first - in_block + lane, part)
+        step = Int64(args.scale_step) * (WORD_BYTES * parts)
         rZero = cute.make_rmem_tensor(LANE_ROWS, Uint32)
         rZero.fill(0)
-        items = 32 * columns
-        if first == end:
-            items = Int32(0)
-        for item in cutlass.range(lane, items, 32, unroll=1):
-            line, turn = item_coord(item, 32)
-            column = part + turn * parts
-            if line >= in_block:
-                offset = Int64(quotient(block, ATOM_ROWS)) * Int64(args.scale_outer) + Int64(column) * Int64(
-                    args.scale_step
-                )
-                cute.copy(vector_atom(), rZero, vector_at(args.out_scales + WORD_BYTES * offset, line))
+        for _ in cutlass.range(part, args.scale_words, parts, unroll=1):
+            if taken <= 0:
+                cute.copy(vector_atom(), rZero, vector_at(home, 0))
             else:
-                for row in cutlass.range(line + 32, ATOM_ROWS, 32, unroll=1):
-                    if row >= in_block:
-                        store_scale_word(args, block + row, column, Uint32(0))
+                if (taken & 1) != 0:
+                    cute.arch.store(pointer(home + taken * WORD_BYTES, Uint32), Uint32(0))
+                if taken <= 2:
+                    cute.arch.store(pointer(home + 2 * WORD_BYTES, Int64), Int64(0))
+            home += step
     else:
         rows = end - first
+        columns = quotient(args.scale_words - part + parts - 1, parts)
         for item in cutlass.range(lane, rows * columns, 32, unroll=1):
             row, turn = item_coord(item, rows)
             store_scale_word(args, first + row, part + turn * parts, Uint32(0))

@@ -53,10 +53,10 @@ class ScaleTiles:
         """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write."""
         half = first_item(first, count, group.warp)
         column = Int32(0)
-        if shared_array(self.tables.row_starts, Int32)[group.local_experts] > args.capacity:
+        if self.tables.row_start(group, args, group.local_experts) > args.capacity:
             column = args.scale_words
         while column < args.scale_words:
-            rows = self.tables.scale_start(args, anew(group.local_experts))
+            rows = self.tables.scale_start(group, args, anew(group.local_experts))
             halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
             if half < halves:
                 self._write(group, args, epoch, rows, half * LINES, column)
@@ -128,7 +128,7 @@ class ScaleTiles:
         high = group.local_experts
         while low < high:
             middle = quotient(low + high, 2)
-            if self.tables.scale_start(args, middle) <= row:
+            if self.tables.scale_start(group, args, middle) <= row:
                 low = middle + 1
             else:
                 high = middle
@@ -138,11 +138,10 @@ class ScaleTiles:
     def _message_of(self, group, args, epoch: Int64, expert: Int32, row: Int32) -> Uint32:
         """The same for one scale row of a local expert, or of the shared one (-1)."""
         sBase = shared_array(self.tables.bases, Int32)
-        sStart = shared_array(self.tables.row_starts, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
         start, first, count = Int32(0), Int32(0), args.shared_rows  # of the group: scale row, output row, rows
         if expert >= 0:
-            start, first = self.tables.scale_start(args, expert), sStart[expert]
+            start, first = self.tables.scale_start(group, args, expert), self.tables.row_start(group, args, expert)
             count = self.tables.rows_of(group, expert)
         place = row - start
         known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap

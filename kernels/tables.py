@@ -22,9 +22,9 @@ from cute_ep.layouts.scales import FEW_WORDS, SCATTERED_EXPRESS_WORDS, SCATTERED
 class Tables:
     """Shared memory that `read` fills.
 
-    bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e]: first output row of local expert e;
-    row_starts[L]: all rows. scale_starts[e]: its first scale row, where that is another one. items: pieces of all
-    sources. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
+    bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e], scale_starts[e]: first row of local
+    expert e where rows, or scale rows, are aligned; [L]: all of them. items: pieces of all sources. tiled: 1 if
+    `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
     """
 
     def __init__(self, shared: RegionMap) -> None:
@@ -68,24 +68,28 @@ class Tables:
             warp_exclusive_scan(sBase, group.experts, group.lane)
         if group.tid == 32:
             sItems[0] = most_pieces(sHeader, group.ranks) * group.ranks
+        if group.tid == 64:
+            sTiled[0] = Int32(0)
         cute.arch.sync_threads()
-        if group.warp == 0:
-            self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
-        if group.warp == 1:
-            if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
-                self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
-        if group.warp == 2:
-            tokens = Int32(0)
-            if group.lane < group.ranks:
-                tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
-            settled = cute.arch.vote_all_sync((tokens == 0) | ~is_express(tokens))
-            words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
-            scattered = cutlass.select_(settled, Int64(SCATTERED_WORDS), Int64(SCATTERED_EXPRESS_WORDS))
-            many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
-            if not settled:
-                many = many & (words > FEW_WORDS)
-            sTiled[0] = Int32((args.has_tiles != 0) & many)
-        cute.arch.sync_threads()
+        if (args.row_alignment != 1) | (args.scale_words != 0):
+            if group.warp == 0:
+                if args.row_alignment != 1:
+                    self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
+            if group.warp == 1:
+                if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
+                    self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
+            if group.warp == 2:
+                tokens = Int32(0)
+                if group.lane < group.ranks:
+                    tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
+                settled = cute.arch.vote_all_sync((tokens == 0) | ~is_express(tokens))
+                words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
+                scattered = cutlass.select_(settled, Int64(SCATTERED_WORDS), Int64(SCATTERED_EXPRESS_WORDS))
+                many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
+                if not settled:
+                    many = many & (words > FEW_WORDS)
+                sTiled[0] = Int32((args.has_tiles != 0) & many)
+            cute.arch.sync_threads()
 
     def are_tiled(self) -> Boolean:
         """Whether `ScaleTiles` writes the scale factors of this launch: with many of them, and a layout that has tiles.
@@ -96,9 +100,14 @@ class Tables:
         """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
         return (args.scale_words != 0) & ~self.are_tiled()
 
-    def scale_start(self, args, expert) -> Int32:
+    def row_start(self, group, args, expert) -> Int32:
+        """First output row of a local expert; for the number of these, all rows."""
+        plain = args.shared_rows + shared_array(self.bases, Int32)[expert * group.ranks]
+        return cutlass.select_(args.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[expert])
+
+    def scale_start(self, group, args, expert) -> Int32:
         """First scale row of a local expert; for the number of these, all scale rows."""
-        start = shared_array(self.row_starts, Int32)[expert]
+        start = self.row_start(group, args, expert)
         scale_start = shared_array(self.scale_starts, Int32)[expert]
         return cutlass.select_(args.scale_alignment == args.row_alignment, start, scale_start)
 
@@ -112,15 +121,11 @@ class Tables:
         """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
         warp."""
         before = (shared_rows + alignment - 1) & -alignment
-        if alignment == 1:
+        for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
+            rows = self.rows_of(group, expert)
+            sStart[expert] = (rows + alignment - 1) & -alignment
+        cute.arch.sync_warp()
+        warp_exclusive_scan(sStart, group.local_experts, group.lane)
+        if before != 0:
             for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
-                sStart[expert] = before + sBase[expert * group.ranks]
-        else:
-            for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
-                rows = self.rows_of(group, expert)
-                sStart[expert] = (rows + alignment - 1) & -alignment
-            cute.arch.sync_warp()
-            warp_exclusive_scan(sStart, group.local_experts, group.lane)
-            if before != 0:
-                for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
-                    sStart[expert] = sStart[expert] + before
+                sStart[expert] = sStart[expert] + before

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 SETS = 4
-ROUNDS, LARGE_ROUNDS, LARGE_TOKENS = 8, 4, 1024
-"""Rounds of a graph, even: DeepEP's low-latency calls alternate between two buffers."""
 SAMPLES, LARGE_SAMPLES = 200, 40
 BURST = 10
-"""Samples queued at once: with ROUNDS rounds of up to 8 launches far from the about 1000 at which a launch blocks."""
+"""Samples queued at once, a graph or one round each: far from the about 1000 queue entries at which a launch blocks."""
 WARM_UP = 4
 MOST_LATE = 5
 SLEEP_S, MOST_SLEEP_S = 2e-3, 0.5
@@ -242,10 +240,10 @@ def time_works(
 
 def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], None]) -> dict:
     """One result."""
-    from cute_ep.timing import summary
+    from cute_ep.timing import LARGE_TOKENS, rounds_per_graph, summary
 
-    large = work.tokens >= LARGE_TOKENS
-    rounds, samples = (LARGE_ROUNDS, LARGE_SAMPLES) if large else (ROUNDS, SAMPLES)
+    # an even number: DeepEP's low-latency calls alternate between two buffers
+    rounds, samples = rounds_per_graph(work.tokens), LARGE_SAMPLES if work.tokens >= LARGE_TOKENS else SAMPLES
     enqueue, graph = partial(one_round, work, operation), None
     if operation != CHAINED:
         at(", capturing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from perf.cases import MAIN, OTHERS
-from perf.peers import PEERS
+from perf.peers import CHAINED, PEERS
 
 COLUMNS = {
     "dispatch": "dispatch",
@@ -138,6 +138,17 @@ def machine_text(run: dict) -> str:
     )
 
 
+def rounds_text(cases: Sequence[dict]) -> str:
+    """How many rounds the graphs of some cases have: "rounds (32 from 1 tokens on, 4 from 1024 tokens on)"."""
+    found: dict[int, int] = {}
+    for case in cases:
+        if case["operation"] != CHAINED:
+            found[case["rounds"]] = min(case["tokens"], found.get(case["rounds"], case["tokens"]))
+    ordered = sorted(found.items(), key=lambda item: item[1])
+    parts = (f"{rounds} from {tokens} tokens on" for rounds, tokens in ordered)
+    return f"rounds ({', '.join(parts)})"
+
+
 def page(run: dict) -> str:
     """The whole run."""
     if not run["ceilings"]:
@@ -145,8 +156,8 @@ def page(run: dict) -> str:
     parts = [
         f"# {machine_text(run)}\n\n`{run['machine']['command']}`\n\nCeilings of this run: "
         f"{ceilings_text(run['ceilings'])}.\n\nTimes in microseconds, slowest GPU, median (99th percentile) of graphs "
-        "of 8 rounds (4 from 1024 tokens on). Pair: dispatch, then partial combine. Floor: for each launch the larger "
-        "of link bytes over the ceiling of SM stores and memory bytes over the copy ceiling, plus a flag and an empty "
+        f"of several {rounds_text(run['cases'])}. Pair: dispatch, then partial combine. Floor: for each launch the "
+        "larger of link bytes over the ceiling of SM stores and memory bytes over the copy ceiling, plus a flag and an empty "
         "launch.\n"
     ]
 

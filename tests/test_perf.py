@@ -24,7 +24,7 @@ from cute_ep.config import EPConfig
 from cute_ep.connection import connect_local
 from cute_ep.errors import EPError, EPInputError
 from cute_ep.measure import CHAINED, OPERATIONS, PARTS, make_sets, measure
-from cute_ep.timing import Runner, percentile, summary
+from cute_ep.timing import Runner, percentile, rounds_per_graph, summary
 from cute_ep.traffic import count_routing, traffic
 from perf import compiled, model, nvshmem, peer_worker, peers, plots, report, suite, tables
 from perf.cases import MAIN, MEASURED_FORMATS, OTHERS, TOKENS, Shape, case_groups
@@ -234,7 +234,7 @@ def test_measure_runs_every_operation_on_every_set() -> None:
     assert all(batch.dispatched is not None and batch.result.abs().sum() > 0 for batch in batches)
     for one in results:
         assert (one["samples"], one["tokens"], one["format"], one["routing"]) == (7, 9, "nvfp4", "zipf")
-        assert one["rounds"] == (1 if one["operation"] == "pair_chained" else 8)
+        assert one["rounds"] == (1 if one["operation"] == "pair_chained" else rounds_per_graph(9))
         assert len(one["parts"]) == len(PARTS[one["operation"]])
     with pytest.raises(EPInputError, match="operation = 'fly': must be one of"):
         measure(communicators, sets, ("fly",))
@@ -630,7 +630,7 @@ def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def time(self, samples: int, enqueue: Callable, *, chained: bool = False) -> tuple[list[float], bool]:
             enqueue(0)
-            return [8e-6] * samples, True
+            return [64e-6] * samples, True
 
     def works() -> Any:
         for fmt, tokens in (("bf16", 1), ("fp8", 2048)):
@@ -641,7 +641,7 @@ def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     peer_worker.time_works(works, FakeLane(), rows.append, places.append)  # type: ignore[arg-type]
     assert [row["operation"] for row in rows] == ["pair", "pair_chained"] * 2 + ["dispatch", "combine"] * 2
     assert [row["graph"] for row in rows] == [True, False, False, False, True, True, False, False]
-    assert rows[0]["p50_us"] == pytest.approx(1) and rows[1]["p50_us"] == pytest.approx(8)
+    assert rows[0]["p50_us"] == pytest.approx(64 / rounds_per_graph(1)) and rows[1]["p50_us"] == pytest.approx(64)
     assert rows[0]["samples"] == peer_worker.SAMPLES and rows[-1]["samples"] == peer_worker.LARGE_SAMPLES
     assert (
         done.count("d") == done.count("c") and done.count("reset") == 3 and "bf16, 1 tokens, pair, capturing" in places

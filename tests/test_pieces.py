@@ -16,6 +16,7 @@ from cute_ep.kernels.codec.base import word_lanes
 from cute_ep.kernels.divide import Divisor, quotient, remainder
 from cute_ep.kernels.pieces import (
     SEGMENT,
+    are_many,
     dealt_first,
     dealt_stride,
     first_item,
@@ -63,6 +64,25 @@ def test_pieces_partition_a_row() -> None:
             assert (np.where(inside, last[mine], 0).max(axis=0) == segments_of(units)).all()
 
 
+def test_neighbouring_pieces_as_one() -> None:
+    """`count` pieces of a row begin where the first begins and end where the last ends."""
+    units = np.array([*range(1, 34 * SEGMENT, 7), 65536 // 8], np.int32)
+    for log2 in range(MOST_LOG2 + 1):
+        for count in (1 << step for step in range(log2 + 1)):
+            first = np.arange(0, 2 << log2, count, dtype=np.int32)
+            index, row = (grid.ravel() for grid in np.meshgrid(first, units, indexing="ij"))
+
+            def ends(index, units, log2=log2, count=count):
+                whole, last = (
+                    piece_of(index, Int32(log2), units, count),
+                    piece_of(index + count - 1, Int32(log2), units),
+                )
+                return whole.first, whole.last, piece_of(index, Int32(log2), units).first, last.last
+
+            whole_first, whole_last, first_first, last_last = run_map(ends, index, row, outputs=4)
+            assert (whole_first == first_first).all() and (whole_last == last_last).all()
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 7, 264])
 def test_every_item_is_taken_once(ctas: int) -> None:
     items = 3 * ctas * WARPS + 5
@@ -95,6 +115,31 @@ def test_every_item_is_dealt_once() -> None:
         assert not mine or cta != spare_cta(ctas) or items > (ctas - 1) * WARPS
         taken[items, ctas] += mine
     assert all(sorted(found) == list(range(items)) for (items, _), found in taken.items())
+
+
+def test_numbers_go_on_where_first_items_end() -> None:
+    """Where there are more items than warps, a warp's later items are those of its CTA's numbers from WARPS on."""
+    cases = [
+        (items, ctas) for ctas in (1, 2, 7, 40) for items in (ctas * WARPS - 1, ctas * WARPS, ctas * WARPS + 1, 5000)
+    ]
+    warps = np.array(
+        [(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)], np.int32
+    )
+
+    def deal(items, ctas, cta, warp):
+        return Int32(dealt_first(items, cta, ctas, warp)), Int32(are_many(items, ctas))
+
+    starts, many = run_map(deal, *warps.T, outputs=2)
+    taken: dict[tuple, list] = {case: [] for case in cases}
+    for (items, ctas, _, _), start, more in zip(warps.tolist(), starts.tolist(), many.tolist(), strict=True):
+        assert bool(more) == (items > ctas * WARPS)
+        taken[items, ctas] += [start] if start < items else []
+    for items, ctas in cases:
+        if items > ctas * WARPS:
+            numbers = range(WARPS, items)
+            later = [first_item(cta, ctas, number) for cta in range(ctas) for number in numbers]
+            taken[items, ctas] += [item for item in later if item < items]
+        assert sorted(taken[items, ctas]) == list(range(items))
 
 
 def test_convoys_stay_together() -> None:
