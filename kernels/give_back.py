@@ -1,7 +1,8 @@
 """Give-back role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
 Each warp takes pieces (`pieces`), with the source varying fastest, starting after the own rank, so all links work at
-once. If rows of some source are not express all are taken in convoys, and each convoy of such a source has a flag. Lane
+once. If rows of some source are not express all are taken in convoys, and each convoy of such a source has a flag. The
+warps of a convoy carry its tokens one after the other, each token together: tokens have different numbers of rows. Lane
 k holds the row and the weight of entry k. A token without rows here is passed over: its source knows. A row that
 dispatch had no room for comes home as NaN.
 """

@@ -3,7 +3,7 @@
 A warp carries a piece by itself. While tokens are few a row has several pieces, so that many warps carry it, on as many
 SMs as there are. Where rows are not express, the warps of a CTA carry CONVOY neighbouring pieces side by side, which
 have one flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
-arrived.
+arrived. Where a CTA has more items than warps, its warps may take them by number (`Numbers`), as they get ready.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ def page(run: dict) -> str:
         f"# {machine_text(run)}\n\n`{run['machine']['command']}`\n\nCeilings of this run: "
         f"{ceilings_text(run['ceilings'])}.\n\nTimes in microseconds, slowest GPU, median (99th percentile) of graphs "
         f"of several {rounds_text(run['cases'])}. Pair: dispatch, then partial combine. Floor: for each launch the "
-        "larger of link bytes over the ceiling of SM stores and memory bytes over the copy ceiling, plus a flag and an empty "
-        "launch.\n"
+        "larger of link bytes over the ceiling of SM stores and memory bytes over the copy ceiling, plus a flag and an "
+        "empty launch.\n"
     ]
 
     def section(title: str, text: str) -> None:
