@@ -508,15 +508,14 @@ class Communicator:
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(stream)
-        chained = 2 * shape.grid <= self.max_ctas  # two grids fit side by side: `docs/protocol.md` 7
         every = arguments | {
             "send_ctas": shape.send_ctas,
             "receive_from": shape.receive_from,
-            "chained": int(chained),
+            "chained": int(2 * shape.grid <= self.max_ctas),  # two fit side by side: `docs/protocol.md` 7
         }
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
         with guard:
-            self._kernels[name].launch(shape.grid, every, stream.cuda_stream, chained=chained)
+            self._kernels[name].launch(shape.grid, every, stream.cuda_stream)
 
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of this rank's input."""

@@ -65,17 +65,18 @@ class Kernel:
                 self._values[index] = constants[name] & mask
         self._free = [parameter for parameter in self._free if parameter[1] not in constants]
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, chained: bool = False) -> None:
-        """Launch `grid` CTAs on a stream (a raw handle) of the current device; `chained`: they may start before the
-        launch before has ended, if that allows it, and wait for its end (programmatic dependent launch).
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
+        """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
-        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given.
+        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given. With
+        `chained` 1 the CTAs may start before the launch before has ended, if that allows it, and wait for its end
+        (programmatic dependent launch).
         """
         values = self._values
         for index, name, mask in self._free:
             values[index] = arguments.get(name, 0) & mask
         address = ctypes.addressof(self._pointers)
-        self._config.gridDimX, self._config.hStream, self._config.numAttrs = grid, stream, int(chained)
+        self._config.gridDimX, self._config.hStream, self._config.numAttrs = grid, stream, arguments.get("chained", 0)
         check(driver.cuLaunchKernelEx(self._config, self._function, address, 0))
 
     def unload(self) -> None:

@@ -88,8 +88,7 @@ class RecordingKernel:
     def bind(self, constants: Mapping[str, int]) -> None:
         self.bound |= constants
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, chained: bool) -> None:
-        assert arguments["chained"] == chained
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
         names = parameters(self.variant.kernel)
         assert not set(arguments) & set(self.bound)
         arguments = self.bound | dict(arguments)
@@ -436,8 +435,8 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes)
     kernel = driver.Kernel(entry)
     kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
-    for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}), 1):
-        kernel.launch(grid, arguments, 1000 + grid, chained=grid == 2)
+    for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2, "chained": 1}, {"rank": 5}), 1):
+        kernel.launch(grid, arguments, 1000 + grid)
     assert shapes == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3)]
     word = (1 << 32) - 1
     assert launches == [
