@@ -10,6 +10,7 @@ import torch
 from cute_ep.config import EPConfig
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, message_bytes
 from cute_ep.layouts.record import align_up
+from cute_ep.layouts.scales import WORD_BYTES, scale_row_alignment, scale_words
 
 OPERATIONS = ("dispatch", "combine_exact", "combine_partial")
 
@@ -26,6 +27,7 @@ class RoutingCounts:
         shared: per rank the tokens that its shared expert takes.
         tokens: per source rank its tokens.
         rows: per rank the rows of its dispatch output, those of the shared expert and padding included.
+        scale_rows: per rank the same for its scale factors, which may be padded further.
     """
 
     entries: torch.Tensor
@@ -34,6 +36,7 @@ class RoutingCounts:
     shared: tuple[int, ...]
     tokens: tuple[int, ...]
     rows: tuple[int, ...]
+    scale_rows: tuple[int, ...]
 
     def rows_received(self, rank: int) -> int:
         """Rows of `rank`'s dispatch output."""
@@ -59,10 +62,15 @@ def count_routing(cfg: EPConfig, topk_ids: Sequence[torch.Tensor]) -> RoutingCou
         messages[source] = takes.sum(dim=0)
         shared.append(count)
         per_expert += torch.bincount(expert[owner < ranks], minlength=cfg.num_experts)
-    padded = align_up(per_expert, cfg.alignment).view(ranks, local).sum(dim=1).tolist()
-    rows = (align_up(count, cfg.alignment) + routed for count, routed in zip(shared, padded, strict=True))
-    tokens = (ids.shape[0] for ids in topk_ids)
-    return RoutingCounts(entries, pairs, messages, tuple(shared), tuple(tokens), tuple(rows))
+
+    def rows(alignment: int) -> tuple[int, ...]:
+        """Per rank its rows, each group's rounded up to a multiple."""
+        routed = align_up(per_expert, alignment).view(ranks, local).sum(dim=1).tolist()
+        return tuple(align_up(count, alignment) + own for count, own in zip(shared, routed, strict=True))
+
+    scale_alignment = cfg.alignment if cfg.scales_as is None else scale_row_alignment(cfg.scales_as, cfg.alignment)
+    tokens = tuple(ids.shape[0] for ids in topk_ids)
+    return RoutingCounts(entries, pairs, messages, tuple(shared), tokens, rows(cfg.alignment), rows(scale_alignment))
 
 
 @dataclass(frozen=True)
@@ -103,17 +111,19 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     """Bytes of one operation out of OPERATIONS.
 
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every
-    message at its receiver and writes the output rows, padding included; combine reads the expert rows, writes and
-    reads what returns to its source and writes the sums. Rows of the shared expert do not travel in combine: their
-    source reads them where they are. Routing tables (4 bytes a slot) are left out.
+    message at its receiver and writes the output rows and scale factors, padding included; combine reads the expert
+    rows, writes and reads what returns to its source and writes the sums. Rows of the shared expert do not travel in
+    combine: their source reads them where they are. Routing tables (4 bytes a slot) are left out.
     """
     fmt, token = cfg.format, cfg.hidden * COMBINE_ITEMSIZE
     message = message_bytes(fmt, cfg.hidden)
-    row = fmt.payload_bytes(cfg.hidden) + fmt.scale_bytes(cfg.hidden) + fmt.row_scale_bytes
+    row = fmt.payload_bytes(cfg.hidden) + fmt.row_scale_bytes
+    scales = scale_words(fmt.scale_bytes(cfg.hidden)) * WORD_BYTES
     made = counts.entries.sum(dim=0) + torch.tensor(counts.shared)
     if operation == "dispatch":
         moved, logical = counts.messages * message, int(made.sum()) * message
-        at_rank = 2 * moved.sum(dim=0) + torch.tensor(counts.rows) * row
+        written = torch.tensor(counts.rows) * row + torch.tensor(counts.scale_rows) * scales
+        at_rank = 2 * moved.sum(dim=0) + written
     else:
         returned = counts.entries if operation == "combine_exact" else counts.pairs
         moved, logical = returned.T * token, int(counts.entries.sum()) * token

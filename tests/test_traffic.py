@@ -10,6 +10,7 @@ import torch
 from cute_ep import reference
 from cute_ep.config import EPConfig
 from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.scales import ATOM
 from cute_ep.traffic import OPERATIONS, add_traffic, count_routing, per_expert_receive_bytes, traffic
 from tests.cases import CASES
 
@@ -69,7 +70,8 @@ def test_replicated_tokens_stay_at_home() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_message_has_all_that_its_row_has(fmt: str) -> None:
-    """Payload, scale factors and row scale, each padded to 16 bytes on the wire and packed in the output."""
+    """Payload, scale factors and row scale, each padded to 16 bytes on the wire and packed in the output, where atoms
+    of scale factors have 128 rows."""
     cfg = EPConfig(128, 2, 1, 1, 2, fmt, row_alignment=FORMATS[fmt].row_alignment)
     sent = traffic(cfg, count_routing(cfg, [torch.tensor([[1]]), torch.tensor([[-1]])]), "dispatch")
     payload, scales, row_scale = {
@@ -83,7 +85,9 @@ def test_a_message_has_all_that_its_row_has(fmt: str) -> None:
     }[fmt]
     message = payload + 16 * (scales > 0) + 16 * (row_scale > 0)
     assert sent.remote.tolist() == [[0, message], [0, 0]]
-    assert sent.memory[1] == 256 + 2 * message + FORMATS[fmt].row_alignment * (payload + scales + row_scale)
+    rows = FORMATS[fmt].row_alignment
+    scale_rows = 128 if cfg.scales_as == ATOM else rows
+    assert sent.memory[1] == 256 + 2 * message + rows * (payload + row_scale) + scale_rows * scales
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.hidden <= 256], ids=lambda case: case.id)
@@ -94,6 +98,9 @@ def test_counts_agree_with_the_reference(case) -> None:
     counts = count_routing(case.cfg, ids)
     for rank, batch in enumerate(received):
         assert counts.rows_received(rank) == batch.num_rows.item()
+        if batch.scales_offsets is not None:
+            blocks = [-(-count // 128) for count in batch.row_counts.tolist()]
+            assert counts.scale_rows[rank] == 128 * sum(blocks)
         sources = [rank] if case.skip else range(len(ids))
         arrived = (batch.row_map >= 0).any(dim=2).sum(dim=1).tolist()
         assert counts.pairs[sources, rank].tolist() == arrived and counts.pairs[:, rank].sum() == sum(arrived)
