@@ -102,11 +102,11 @@ def test_shape(launch: tuple[EPConfig, int, int], made: Tuning, operation: str) 
 
 
 @given(launches, tunings)
-def test_undivided(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
+def test_whole_rows(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
     """Every CTA sends and receives; nothing else is different."""
     _, tokens, max_ctas = launch
     shape = made.shape("combine", tokens, max_ctas)
-    assert shape.undivided() == (shape.grid, shape.grid, 0, shape.pieces)
+    assert made.shape("combine", tokens, max_ctas, whole_rows=True) == (shape.grid, shape.grid, 0, shape.pieces)
 
 
 @given(launches, st.sampled_from(OPERATIONS))
