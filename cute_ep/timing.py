@@ -33,8 +33,6 @@ IN_STEP = 2
 """Samples at the start of a burst that are dropped."""
 GATE_TIMEOUT_S = 60.0
 PERCENTILES = (50, 95, 99)
-
-
 LARGE_TOKENS = 1024
 """From this many tokens on a graph has fewer rounds, and from twice as many there are fewer samples."""
 ROUNDS, LARGE_ROUNDS = 32, 4

@@ -68,7 +68,7 @@ def count_routing(cfg: EPConfig, topk_ids: Sequence[torch.Tensor]) -> RoutingCou
         routed = align_up(per_expert, alignment).view(ranks, local).sum(dim=1).tolist()
         return tuple(align_up(count, alignment) + own for count, own in zip(shared, routed, strict=True))
 
-    scale_alignment = cfg.alignment if cfg.scales_as is None else scale_row_alignment(cfg.scales_as, cfg.alignment)
+    scale_alignment = scale_row_alignment(cfg.scales_as, cfg.alignment)
     tokens = tuple(ids.shape[0] for ids in topk_ids)
     return RoutingCounts(entries, pairs, messages, tuple(shared), tokens, rows(cfg.alignment), rows(scale_alignment))
 

@@ -97,8 +97,9 @@ def tile_row(lane: Int, part: Int, is_atom: Int) -> Int:
     return lane * (LANE_ROWS - (LANE_ROWS - 1) * is_atom) + part * (1 + (ATOM_ROWS // LANE_ROWS - 1) * is_atom)
 
 
-def scale_row_alignment(layout: str, row_alignment: int) -> int:
-    """Multiple at which an expert's scale rows start: atoms own whole 128-row blocks, others follow the rows."""
+def scale_row_alignment(layout: str | None, row_alignment: int) -> int:
+    """Multiple at which an expert's scale rows start: atoms own whole 128-row blocks, others follow the rows, as does
+    None where there are none."""
     return ATOM_ROWS if layout == ATOM else row_alignment
 
 
