@@ -3,6 +3,8 @@ run on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -97,13 +99,17 @@ def test_every_item_is_taken_once(ctas: int) -> None:
     assert starts == set(range(ctas)), "neighbouring items go to different CTAs"
 
 
+def all_warps(cases: Iterable[tuple[int, int]]) -> np.ndarray:
+    """(items, CTAs, CTA, warp) of every warp of every case (items, CTAs)."""
+    rows = [(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)]
+    return np.array(rows, np.int32)
+
+
 def test_every_item_is_dealt_once() -> None:
     """And none to the spare CTA, as long as the warps of the others are enough for one each."""
     few = {(items, ctas) for ctas in (1, 2, 3, 7, 40) for items in (0, 1, ctas, (ctas - 1) * WARPS, ctas * WARPS)}
     cases = few | {(items + more, ctas) for items, ctas in few for more in (1, 5 * ctas * WARPS)}
-    warps = np.array(
-        [(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)], np.int32
-    )
+    warps = all_warps(cases)
 
     def deal(items, ctas, cta, warp):
         return Int32(dealt_first(items, cta, ctas, warp)), Int32(dealt_stride(items, ctas))
@@ -122,9 +128,7 @@ def test_numbers_go_on_where_first_items_end() -> None:
     cases = [
         (items, ctas) for ctas in (1, 2, 7, 40) for items in (ctas * WARPS - 1, ctas * WARPS, ctas * WARPS + 1, 5000)
     ]
-    warps = np.array(
-        [(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)], np.int32
-    )
+    warps = all_warps(cases)
 
     def deal(items, ctas, cta, warp):
         return Int32(dealt_first(items, cta, ctas, warp)), Int32(are_many(items, ctas))
@@ -146,13 +150,13 @@ def test_convoys_stay_together() -> None:
     """Each is dealt once, a piece to each warp of one CTA, in the same turn of all: barriers in the loop are met."""
     assert CONVOY == WARPS
     cases = [(pieces, ctas) for ctas in (1, 2, 3, 7, 40) for pieces in (1, 15, 16, 17, 16 * ctas, 333, 5000)]
-    warps = np.array([(*case, cta, warp) for case in cases for cta in range(case[1]) for warp in range(WARPS)])
+    warps = all_warps(cases)
 
     def deal(pieces, ctas, cta, warp):
         items = whole_convoys(pieces)
         return items, Int32(dealt_first(items, cta, ctas, warp, Boolean(True))), Int32(dealt_stride(items, ctas))
 
-    items, starts, strides = run_map(deal, *warps.astype(np.int32).T, outputs=3)
+    items, starts, strides = run_map(deal, *warps.T, outputs=3)
     convoys: dict[tuple, list] = {}
     for (pieces, ctas, cta, warp), end, start, stride in zip(warps.tolist(), items, starts, strides, strict=True):
         assert end % CONVOY == 0 and 0 <= end - pieces < CONVOY

@@ -212,11 +212,13 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
 
 @GROUP
 def test_convoys_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) -> None:
-    """A post of a kernel that sends: no payload is stored between the CTA's barrier and it."""
+    """One post of a kernel that sends: no payload is stored between the CTA's barrier and it. In a combine of whole
+    rows the code for the post of an escape comes next."""
     code = sass(variant)
     released = [index for index, line in enumerate(code) if FLAG_STORE.search(line) and is_released(code, index)]
     behind = [index for index in released if stops_at(reversed(code[:index]), BARRIER, PAYLOAD_STORE)]
-    assert bool(behind) == halves(variant)[1]
+    dispatches, sends, _ = halves(variant)
+    assert len(behind) == sends * (1 if dispatches or variant.kernel.endswith("partial") else 2)
 
 
 @GROUP
