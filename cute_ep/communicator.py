@@ -457,7 +457,8 @@ class Communicator:
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
         check_rows(self.cfg, rows, dispatched)
         return {
-            "rows": rows.data_ptr(),
+            # lost rows are read from row 0: without any, from memory that holds as much
+            "rows": rows.data_ptr() or self.arena.address,
             "row_map": dispatched.row_map.data_ptr(),
             "headers": dispatched.headers.data_ptr(),
             "weights": address(dispatched.weights),

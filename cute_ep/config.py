@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import Arena, message_of, return_slots
+from cute_ep.layouts.arena import MAX_STRIDE, Arena, message_of, return_slots
 from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.routing import (
     MAX_EXPERTS,
@@ -82,6 +82,12 @@ class EPConfig:
             self.format.check_hidden(self.hidden)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
+        size = message_of(self.format, self.hidden).nbytes
+        require(
+            self.max_tokens_per_rank * size < MAX_STRIDE,
+            "max_tokens_per_rank",
+            f"must leave the messages of a rank, {size} bytes each, below 2 GiB",
+        )
         layouts = self.format.scale_layouts
         require(
             self.scale_layout is None or self.scale_layout in layouts,

@@ -59,6 +59,7 @@ class Entry:
 LARGE = (
     Entry(2, 64, 1 / 8, 32),
     Entry(32, 128, 1 / 4, 8),
+    Entry(64, MANY, 48 / 264, 8),
     Entry(192, MANY, 64 / 264, 4),
     Entry(384, MANY, 64 / 264, 2),
     Entry(1024, MANY, 48 / 264, 4),
@@ -76,6 +77,7 @@ MEDIUM = (
 SMALL = (
     Entry(2, 128, 1 / 8, 32),
     Entry(32, 128, 1 / 4, 8),
+    Entry(192, MANY, 48 / 264, 4),
     Entry(256, MANY, 48 / 264, 2),
     Entry(PIECED_TOKENS, MANY, 48 / 264, 1),
     Entry(MANY, MANY, 64 / 264, 1),

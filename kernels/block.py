@@ -51,8 +51,8 @@ SCAN_RUN = 8
 
 
 @cute.jit
-def warp_exclusive_scan(sValues, count: Int32, lane: Int32) -> None:
-    """Replace sValues[0 .. count) by its exclusive prefix sum and store the total at [count].
+def warp_exclusive_scan(value: cutlass.Constexpr, sSums, count: Int32, lane: Int32, start: Int32) -> None:
+    """sSums[i] = start + value(0) + ... + value(i - 1) for i = 0 .. count; value(i) may be what sSums[i] was.
 
     By one warp, whose lanes take a run of the numbers each; other warps see it after a CTA barrier.
     """
@@ -64,19 +64,20 @@ def warp_exclusive_scan(sValues, count: Int32, lane: Int32) -> None:
     for base in cutlass.range(first, last, SCAN_RUN, unroll=1):
         for index in cutlass.range_constexpr(SCAN_RUN):
             if base + index < last:
-                total += sValues[base + index]
-    before = warp_prefix_sum(total, lane) - total
+                rValue[index] = value(base + index)
+                total += rValue[index]
+    before = start + warp_prefix_sum(total, lane) - total
     for base in cutlass.range(first, last, SCAN_RUN, unroll=1):
+        if run > SCAN_RUN:  # else they are still there
+            for index in cutlass.range_constexpr(SCAN_RUN):
+                if base + index < last:
+                    rValue[index] = value(base + index)
         for index in cutlass.range_constexpr(SCAN_RUN):
             if base + index < last:
-                rValue[index] = sValues[base + index]
-        for index in cutlass.range_constexpr(SCAN_RUN):
-            if base + index < last:
-                sValues[base + index] = before
+                sSums[base + index] = before
                 before += rValue[index]
     if lane == 31:
-        sValues[count] = before
-    cute.arch.sync_warp()
+        sSums[count] = before
 
 
 LOADS_IN_FLIGHT = 4

@@ -14,7 +14,6 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.arith import anew
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
-from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.express import (
     blank_vector,
     blank_word,
@@ -25,12 +24,12 @@ from cute_ep.kernels.express import (
     look_at_word,
     wait_whole,
 )
-from cute_ep.kernels.pieces import SEGMENT, from_lane, lowest, units_of
-from cute_ep.kernels.scale_rows import store_scale_word
+from cute_ep.kernels.pieces import SEGMENT, from_lane, lowest, own_units, units_of
+from cute_ep.kernels.scale_rows import scale_word_offset
 from cute_ep.kernels.sync import wait_at_least, warp_all
 from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, HeaderWord, convoy_of
-from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
+from cute_ep.layouts.device import array, pointer, vector_at, vector_atom
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.routing import Phase
 from cute_ep.layouts.scales import WORD_BYTES
@@ -103,14 +102,15 @@ class CopyPiece:
         False after a timeout."""
         lane = group.lane
         units = units_of(anew(args.payload_bytes))
-        gOut = vector_tensor(args.out_tokens, units, args.capacity, Int64(args.payload_bytes))
+        home = args.out_tokens + Int64(row) * args.payload_bytes
+        shared_home = args.out_tokens + Int64(shared_row) * args.payload_bytes
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = piece.first
         while alive and base < piece.last:
             # the first unit of the lane's; its others are SEGMENT units apart
             message = self._message(group, args, epoch, source, piece) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
-            count = self._own_units(base, piece.last, units, lane)
+            count = own_units(base, piece.last, units, lane)
             look = partial(self._look_at_units, rQ, message, count)
             alive = self._wait_whole(group, args, epoch, source, piece, look)
             if is_express(self._tokens(source)):
@@ -120,33 +120,30 @@ class CopyPiece:
             if (args.scale_words != 0) & is_express(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= piece.last):
                 words = self._scale_count(args, piece) - lane
                 self._look_at_scales(rWord, self._first_scale(group, args, epoch, source, piece), words, Uint32(0))
-            store = partial(self._store_units, gOut, rQ, base, lane, count)
-            self._to_each(row, wanted, shared_row, store)
+            store = partial(self._store_units, rQ, count, Int64(base * SEGMENT + lane) * VECTOR_BYTES)
+            self._to_each(home, wanted, shared_home, shared_row, store)
             base += LOADS_IN_FLIGHT
         return alive
 
     @cute.jit
-    def _to_each(self, row, wanted: Uint32, shared_row, store: cutlass.Constexpr) -> None:
-        """Call store(target) for each row that a piece is copied to: in lanes `wanted`, then the shared expert's."""
+    def _to_each(self, home: Int64, wanted: Uint32, shared_home: Int64, shared_row, store: cutlass.Constexpr) -> None:
+        """Call store(address) for each row that a piece is copied to: those of lanes `wanted`, then the shared
+        expert's."""
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
         left = wanted
         for _ in cutlass.range(copies, unroll=1):
-            target = shared_row
+            target = shared_home
             if left != Uint32(0):
-                target = from_lane(row, lowest(left))
+                target = from_lane(home, lowest(left))
                 left = left & (left - Uint32(1))
             store(target)
 
     @cute.jit
-    def _store_units(self, gOut, rQ, base, lane, count, target) -> None:
-        """`count` units of a lane, from segment `base` on, to one row."""
+    def _store_units(self, rQ, count, first: Int64, home: Int64) -> None:
+        """`count` units of a lane, the first one `first` bytes behind a row's begin, SEGMENT units apart."""
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
-                cute.copy(vector_atom(), rQ[None, slot], gOut[None, (base + slot) * SEGMENT + lane, target])
-
-    def _own_units(self, base, last, units, lane) -> Int32:
-        """Units of a lane from segment `base` on, in segments below `last`."""
-        return cutlass.min(last - base, quotient(units - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
+                cute.copy(vector_atom(), rQ[None, slot], vector_at(home + first, slot * SEGMENT))
 
     @cute.jit
     def _look_at_units(self, rQ, message: Int64, count, settled: Uint32) -> Uint32:
@@ -196,16 +193,20 @@ class CopyPiece:
                         place = kept + Int64(word + 32 * slot) * WORD_BYTES
                         cute.arch.store(pointer(place, Uint32), rWord[slot])
             else:
-                self._to_each(scale_row, wanted, shared_row, partial(self._store_words, args, rWord, word, words))
+                home = args.out_scales + WORD_BYTES * scale_word_offset(args, scale_row, 0)
+                shared_home = args.out_scales + WORD_BYTES * scale_word_offset(args, shared_row, 0)
+                store = partial(self._store_words, args, rWord, word, words)
+                self._to_each(home, wanted, shared_home, shared_row, store)
             base += 32 * SCALES_IN_FLIGHT
         return alive
 
     @cute.jit
-    def _store_words(self, args, rWord, word, words, target) -> None:
-        """The words of `_look_at_scales`, of which `word` is the first, to one scale row."""
+    def _store_words(self, args, rWord, word, words, home: Int64) -> None:
+        """The words of `_look_at_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
-                store_scale_word(args, target, word + 32 * slot, rWord[slot])
+                place = home + Int64(word + 32 * slot) * Int64(args.scale_step * WORD_BYTES)
+                cute.arch.store(pointer(place, Uint32), rWord[slot])
 
     @cute.jit
     def _look_at_scales(self, rWord, scales: Int64, words, settled: Uint32) -> Uint32:

@@ -104,7 +104,7 @@ class Expand:
             words = group.base + group.arena.entries.at(epoch & 1, source, piece.token, lane)
             weights = words
             if piece.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
-                weights = group.base + group.arena.weights.at(epoch & 1, source, piece.token, lane)
+                weights += group.arena.weights.offset - group.arena.entries.offset  # laid out alike
             watch = group.watch
             entry, weight, came = wait_two_dated(watch, words, weights, epoch, source, Phase.ROUTE, piece.token)
             if not came:

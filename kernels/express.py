@@ -11,6 +11,8 @@ the sender waits for that.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
@@ -30,16 +32,19 @@ def is_express(tokens) -> Boolean:
 
 
 def home_of(express: Boolean, express_region: Region, region: Region, *coord) -> Int64:
-    """Byte offset of a row in one of the two regions that rows travel through."""
-    return cutlass.select_(express, express_region.at(*coord), region.at(*coord))
+    """Byte offset of a row in one of the two regions that rows travel through; one computation for both."""
+    offset = cutlass.select_(express, express_region.offset, region.offset)
+    strides = zip(express_region.stride, region.stride, strict=True)
+    chosen = [cutlass.select_(express, few, many) for few, many in strides][: len(coord)]
+    return replace(region, offset=offset, stride=tuple(chosen)).at(*coord)
 
 
 def has_blank(words) -> Boolean:
     """Whether one of a vector's words is BLANK."""
-    blank = words[0] == Uint32(BLANK)
+    largest = words[0]
     for index in range(1, WORDS):
-        blank = blank | (words[index] == Uint32(BLANK))
-    return blank
+        largest = cutlass.max(largest, words[index])
+    return largest == Uint32(BLANK)
 
 
 def send_vector(words, address: Int64) -> None:

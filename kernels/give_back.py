@@ -76,50 +76,75 @@ class GiveBack:
             sConvoys[0] = Int32(convoys)
         self.numbers.open(group.tid)
         item = self._first(group, args, items, convoys)
-        source, index = self._split(group, item, convoys)
+        source, run = self._split(group, cutlass.select_(convoys, convoy_of(item), item))
+        index = cutlass.select_(convoys, run * CONVOY + remainder(item, CONVOY), run)
         piece = piece_of(index, from_lane(log2, source), row_units(group))
         due = (item < items) & (piece.token < from_lane(tokens, source)) & (piece.first < piece.last)
-        return self._load_entries(group, args, source, piece, due)
+        return self._load_entries(group, args, source, piece.token, due)
 
     @cute.jit
     def run(self, group, args, row: Int32, weight: Float32) -> None:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
-        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        sEpoch = shared_array(self.epoch, Int64)
-        item = self._first(group, args, sItems[0], self._are_convoys())
-        turn = group.warp  # of a convoy's warps: where in the token each of them begins
+        if self._are_convoys():
+            self._carry_convoys(group, args, row, weight)
+        else:
+            self._carry_pieces(group, args, row, weight)
+
+    @cute.jit
+    def _carry_pieces(self, group, args, row: Int32, weight: Float32) -> None:
+        """Express rows: a warp carries a piece. With few tokens this half waits for nothing but these instructions:
+        256 tokens of 4 rows each took 12,000 of a scheduler's 18,000 cycles (H200, 2026-11-21)."""
+        sItems, sEpoch = shared_array(self.items, Int32), shared_array(self.epoch, Int64)
+        region = group.arena.express_returns
+        item = self._first(group, args, sItems[0], Boolean(False))
+        source, index = self._split(group, item)
+        piece = self._piece(group, source, index)
+        first, last = piece.first, piece.last
+        home = group.sPeers[source] + region.at(sEpoch[0] & 1, piece.token)
         while item < sItems[0]:
-            source, piece = self._item(group, item)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             blank = Boolean(False)
             if wanted != Uint32(0):
+                blank = self._push(group, args, home, first, last, Int32(self.segments), row, weight, wanted)
+            if cutlass.const_expr(not self.partial):
+                self._post_piece(group, source, index, blank)
+            item = sItems[0]
+            if are_many(sItems[0], args.send_ctas):
+                item = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
+            source, index = self._split(group, item)
+            piece = self._piece(group, source, index)
+            first, last = piece.first, piece.last
+            due = (item < sItems[0]) & (piece.token < self._tokens(source)) & (first < last)
+            row, weight = self._load_entries(group, args, source, piece.token, due)
+            home = group.sPeers[source] + region.at(sEpoch[0] & 1, piece.token)
+
+    @cute.jit
+    def _carry_convoys(self, group, args, row: Int32, weight: Float32) -> None:
+        """Rows of which some are not express: the warps of a convoy carry its tokens one after the other."""
+        sItems, sEpoch = shared_array(self.items, Int32), shared_array(self.epoch, Int64)
+        item = self._first(group, args, sItems[0], Boolean(True))
+        while item < sItems[0]:
+            source, piece = self._item(group, item)
+            wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+            if wanted != Uint32(0):
                 regions = group.arena.express_returns, group.arena.returns
                 home = group.sPeers[source] + home_of(self._is_express(source), *regions, sEpoch[0] & 1, piece.token)
-                first, step = piece.first, Int32(self.segments)
-                if self._are_convoys():
-                    first, step = first + turn * self.segments, step * CONVOY
-                blank = self._push(group, args, home, first, piece.last, step, row, weight, wanted)
+                # where in the token each warp begins: a step behind the last one of the token before
+                steps = quotient(piece.last - piece.first + (self.segments - 1), self.segments)
+                first = piece.first + remainder(group.warp - piece.token * steps, CONVOY) * self.segments
+                self._push(group, args, home, first, piece.last, Int32(self.segments * CONVOY), row, weight, wanted)
             # computed again, not kept: registers are short above
             source, piece = self._item(group, anew(item))
-            after = sItems[0]
-            if self._are_convoys():
-                turn -= quotient(piece.last - piece.first + (self.segments - 1), self.segments)
-                turn = remainder(turn, CONVOY)
-                after = item + self._together(source)
-                if remainder(after, CONVOY) == 0:
-                    after += dealt_stride(sItems[0], args.send_ctas) - CONVOY
-                    cute.arch.sync_threads()  # all of the convoy is stored
-                    if group.warp == 0:
-                        self._post_convoy(group, source, convoy_of(piece.index))
-            else:
-                self._post_piece(group, source, piece, blank)
-                if are_many(sItems[0], args.send_ctas):
-                    after = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
-            item = after
+            item += self._together(source)
+            if remainder(item, CONVOY) == 0:
+                item += dealt_stride(sItems[0], args.send_ctas) - CONVOY
+                cute.arch.sync_threads()  # all of the convoy is stored
+                if group.warp == 0:
+                    self._post_convoy(group, source, convoy_of(piece.index))
             source, piece = self._item(group, item)
-            due = (item < sItems[0]) & (piece.token < sHeader[source, int(HeaderWord.TOKENS)])
-            row, weight = self._load_entries(group, args, source, piece, due & (piece.first < piece.last))
+            due = (item < sItems[0]) & (piece.token < self._tokens(source)) & (piece.first < piece.last)
+            row, weight = self._load_entries(group, args, source, piece.token, due)
 
     def are_uneven(self, args) -> Boolean:
         """Whether warps of a sending CTA do not come back from `run` together."""
@@ -134,24 +159,29 @@ class GiveBack:
         warp = cutlass.select_(convoys, Int32(0), group.warp)
         return dealt_first(items, group.cta, args.send_ctas, warp, convoys)
 
-    def _split(self, group, item, convoys: Boolean):
-        """(source, number of the piece) of an item. The source varies fastest from piece to piece, or from convoy to
-        convoy."""
-        turn, run = group.by_ranks.split(cutlass.select_(convoys, convoy_of(item), item))
+    def _split(self, group, item):
+        """(source, number of its piece or convoy) of an item or convoy: the source varies fastest."""
+        turn, run = group.by_ranks.split(item)
         source = group.rank + 1 + turn
-        source -= cutlass.select_(source >= group.ranks, group.ranks, Int32(0))
-        return source, cutlass.select_(convoys, run * CONVOY + remainder(item, CONVOY), run)
+        return source - cutlass.select_(source >= group.ranks, group.ranks, Int32(0)), run
+
+    def _piece(self, group, source, index, count=1):
+        """`piece_of` in what a source gets back."""
+        pieces = shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
+        return piece_of(index, pieces, row_units(group), count)
 
     def _item(self, group, item):
-        """(source, piece) of an item; of a convoy, its pieces of a token as one."""
-        source, index = self._split(group, item, self._are_convoys())
-        pieces = shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
-        return source, piece_of(index, pieces, row_units(group), self._together(source))
+        """(source, pieces of a token that are carried together, as one) of an item of a convoy."""
+        source, run = self._split(group, convoy_of(item))
+        return source, self._piece(group, source, run * CONVOY + remainder(item, CONVOY), self._together(source))
 
     def _together(self, source) -> Int32:
-        """Pieces of a token that are carried together."""
+        """Pieces of a token in a convoy."""
         pieces = Int32(1) << shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
-        return cutlass.select_(self._are_convoys(), cutlass.min(pieces, Int32(CONVOY)), Int32(1))
+        return cutlass.min(pieces, Int32(CONVOY))
+
+    def _tokens(self, source) -> Int32:
+        return shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
     @cute.jit
     def _post_convoy(self, group, source, convoy: Int32) -> None:
@@ -167,34 +197,32 @@ class GiveBack:
             post(group.sPeers[source] + group.arena.return_ready.at(group.rank, flag), sEpoch[0])
 
     @cute.jit
-    def _post_piece(self, group, source, piece, blank: Boolean) -> None:
+    def _post_piece(self, group, source, index: Int32, blank: Boolean) -> None:
         """The flag of an express piece in which some lane stored a BLANK word."""
-        if cutlass.const_expr(not self.partial):
-            sEpoch = shared_array(self.epoch, Int64)
-            flagged = cute.arch.vote_any_sync(blank)
-            cute.arch.sync_warp()
-            if flagged & (group.lane == 0):
-                post(group.sPeers[source] + group.arena.return_ready.at(group.rank, piece.index), sEpoch[0])
+        sEpoch = shared_array(self.epoch, Int64)
+        flagged = cute.arch.vote_any_sync(blank)
+        cute.arch.sync_warp()
+        if flagged & (group.lane == 0):
+            post(group.sPeers[source] + group.arena.return_ready.at(group.rank, index), sEpoch[0])
 
     @cute.jit
-    def _load_entries(self, group, args, source, piece, due: Boolean):
-        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here."""
+    def _load_entries(self, group, args, source, token, due: Boolean):
+        """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here. In a sum a row that dispatch
+        had no room for is row 0 with weight NaN."""
         in_rank = group.max_tokens * group.top_k
-        index = piece.token * group.top_k + group.lane
+        index = token * group.top_k + group.lane
         row = Int32(NO_ROW)
         weight = Float32(0.0)
         if due & (group.lane < group.top_k):
             row = array(args.row_map, Int32, group.ranks, in_rank)[source, index]
             if cutlass.const_expr(self.partial):
                 weight = Float32(array(args.weights, Float32, group.ranks, in_rank)[source, index])
+                if row >= args.capacity:
+                    row, weight = Int32(0), Float32(float("nan"))
         return row, weight
 
     def _is_express(self, source) -> Boolean:
-        return is_express(shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)])
-
-    def _unit_at(self, group, args, row, unit) -> Int64:
-        """Address of one unit of an expert's output."""
-        return args.rows + Int64(row) * Int64(group.hidden * COMBINE_ITEMSIZE) + Int64(unit) * VECTOR_BYTES
+        return is_express(self._tokens(source))
 
     @cute.jit
     def _push(
@@ -219,9 +247,11 @@ class GiveBack:
         self, group, args, home: Int64, segment, row, weight, wanted: Uint32, segments: cutlass.Constexpr
     ) -> Boolean:
         """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
-        words are never BLANK, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use."""
+        words are never BLANK, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use. Returns
+        whether this lane stored a BLANK word."""
         units = row_units(group)
         unit = segment * SEGMENT + anew(group.lane)
+        at = args.rows + Int64(unit) * VECTOR_BYTES
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
@@ -234,12 +264,12 @@ class GiveBack:
                 if left != Uint32(0):
                     one = from_lane(row, lowest(left))
                     left = left & (left - Uint32(1))
-                    at = self._unit_at(group, args, one, unit)
+                    row_at = at + Int64(one) * Int32(group.hidden * COMBINE_ITEMSIZE)
                     for part in cutlass.range_constexpr(segments):
-                        if (unit + part * SEGMENT < units) & (one < args.capacity):
-                            cute.copy(vector_atom(), vector_at(at, part * SEGMENT), rX[None, part, turn])
-                        else:
+                        if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
+                        if (unit + part * SEGMENT < units) & (self.partial | (one < args.capacity)):
+                            cute.copy(vector_atom(), vector_at(row_at, part * SEGMENT), rX[None, part, turn])
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)

@@ -12,12 +12,14 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, quotient, remainder
 from cute_ep.kernels.sync import Watch, block_all, post, report, wait_at_least
-from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of
-from cute_ep.layouts.device import array, pointer
+from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of, is_wide
+from cute_ep.layouts.device import DeviceRegion, array, pointer
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_RANKS, Phase
 
-ArenaArgs = make_dataclass("ArenaArgs", [(name, Int64) for name in ANY_ARENA.arguments()], frozen=True)
+ArenaArgs = make_dataclass(
+    "ArenaArgs", [(name, Int64 if is_wide(name) else Int32) for name in ANY_ARENA.arguments()], frozen=True
+)
 """Where the regions of an arena are (`Arena.arguments`)."""
 
 
@@ -202,7 +204,7 @@ def open_group(args: GroupArgs, peers: Region) -> GroupView:
         timeout_ns=args.timeout_ns,
         base=args.arena,
         peer_base=peer_base,
-        arena=arena_of(args),
+        arena=arena_of(args, DeviceRegion),
         by_ranks=Divisor(args.ranks, args.ranks_magic),
         by_top_k=Divisor(args.top_k, args.top_k_magic),
         by_local_experts=Divisor(args.local_experts, args.local_experts_magic),

@@ -50,6 +50,11 @@ def segments_of(units: Int32) -> Int32:
     return quotient(units + (SEGMENT - 1), SEGMENT)
 
 
+def own_units(base: Int32, last: Int32, units: Int32, lane: Int32) -> Int32:
+    """How many of segments base .. last - 1 of a row of `units` units have one for the lane."""
+    return cutlass.min(last - base, quotient(units - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
+
+
 @cute.jit
 def most_pieces(sHeader, ranks: Int32) -> Int32:
     """Message pieces of the source that has most, from the headers."""
@@ -118,7 +123,11 @@ class Numbers:
         sNext = shared_array(self.next, Int32)
         number = Int32(0)
         if lane == 0:
-            number = cute.arch.atomic_add(sNext.iterator, Int32(1))
+            number = cute.arch.inline_ptx(
+                "atom.shared.inc.u32 {$w0}, [{$r0}], 0x7fffffff;",
+                write_only_types=[Int32],
+                read_only_args=[sNext.iterator.toint()],
+            )
         return from_lane(number, 0)
 
 

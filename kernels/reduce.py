@@ -153,7 +153,7 @@ class Reduce:
     @cute.jit
     def _sum_segments(self, group, args, epoch: Int64, piece, filled: Uint32) -> None:
         """`_sum` of a piece that has arrived, with `segments` segments of fewer slots on their way."""
-        pitch = Int32(group.arena.returns.stride[2])
+        pitch = group.arena.returns.stride[2]
         slots = SLOTS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, self.segments, slots), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, self.segments), Float32)
@@ -204,7 +204,7 @@ class Reduce:
         """Wait for one unit of the filled slots and call take(rX, slot) for each, in ascending order; blank what is
         express. False after a timeout."""
         valid = unit < row_units(group)
-        pitch = Int32(group.arena.returns.stride[2])
+        pitch = group.arena.returns.stride[2]
         home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)

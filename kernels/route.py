@@ -44,10 +44,12 @@ class Route:
 
         Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. The first chunk,
         and ids before it, are on their way from memory during the wait, whose barrier also stands behind the tables'
-        zeros. Counts go first: rows are placed by them before their entries are looked at.
+        zeros. Counts are what the peers wait for first. Behind several chunks comes an empty one, whose CTA counts and
+        has nothing to rank.
         """
         entries = args.tokens * group.top_k
-        chunks = cutlass.max(quotient(entries + (ROUTE_ENTRIES - 1), ROUTE_ENTRIES), Int32(1))
+        chunks = quotient(entries + (ROUTE_ENTRIES - 1), ROUTE_ENTRIES)
+        chunks += Int32(chunks != 1)
         chunk = group.ctas - 1 - group.cta
         rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
         given, weight = self._load_chunk(group, args, chunk)
@@ -92,12 +94,17 @@ class Route:
         for expert in cutlass.range(group.tid, group.experts, THREADS, unroll=1):
             sHistogram[expert] = 0
 
+    def _before(self, group, args, chunk: Int32) -> Int32:
+        """Entries before a chunk."""
+        return cutlass.min(chunk * ROUTE_ENTRIES, args.tokens * group.top_k)
+
     @cute.jit
     def _load_before(self, group, args, chunk: Int32, index: Int32, rId) -> None:
         """Expert ids of entries index, index + THREADS, ... that come before a chunk."""
-        entries, before = args.tokens * group.top_k, chunk * ROUTE_ENTRIES
+        entries = args.tokens * group.top_k
+        before = self._before(group, args, chunk)
         rId.fill(MASKED_ENTRY)
-        if (index < before) & (before < entries):
+        if (index < before) & ((chunk - 1) * ROUTE_ENTRIES < entries):
             gIds = array(args.topk_ids, Int32, entries)
             for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
                 if index + slot * THREADS < before:
@@ -111,7 +118,7 @@ class Route:
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
         index = group.tid
-        while index < chunk * ROUTE_ENTRIES:
+        while index < self._before(group, args, chunk):
             for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
                 before = group.expert_of(rId[slot])
                 if before >= 0:

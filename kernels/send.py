@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 
-from cute_ep.kernels.arith import unit_amax
+from cute_ep.kernels.arith import anew, unit_amax
 from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
@@ -23,13 +23,14 @@ from cute_ep.kernels.pieces import (
     SEGMENT,
     dealt_first,
     dealt_stride,
+    own_units,
     piece_of,
     segments_of,
     units_of,
     whole_convoys,
 )
 from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import BLANK, convoy_of, segment_words
+from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, convoy_of, segment_words
 from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
@@ -153,29 +154,28 @@ class Send:
         gX = self._source(args, piece.token, units)
         state = self.codec.state(scale)
         rX = cute.make_rmem_tensor((4 * self.source_vectors, self.batch), Uint32)
+        rQ = cute.make_rmem_tensor((4, self.batch), Uint32)
         for start in cutlass.range(piece.first, piece.last, STAGED_SEGMENTS, unroll=1):
             end = cutlass.min(start + STAGED_SEGMENTS, piece.last)
             for base in cutlass.range(start, end, self.batch, unroll=1):
                 for slot in cutlass.range_constexpr(self.batch):
                     unit = (base + slot) * SEGMENT + lane
                     self._load_unit(gX, rX[None, slot], unit, (base + slot < end) & (unit < units))
-                mask = self._destinations(group, args, piece.token, given)
                 for slot in cutlass.range_constexpr(self.batch):
                     if base + slot < end:
-                        unit = (base + slot) * SEGMENT + lane
-                        place = base + slot - start
-                        blank = blank | self._push_unit(group, message, unit, units, place, rX[None, slot], mask, state)
+                        blank = blank | self._encode(group, base + slot - start, rX[None, slot], rQ[None, slot], state)
+                # `anew`: what follows from the id must not be computed, and waited for, before the loads
+                mask = self._destinations(group, args, piece.token, anew(given))
+                self._send_units(group, message, rQ, base, own_units(base, end, units, lane), mask)
             if cutlass.const_expr(self.scale_words > 0):
                 mask = self._destinations(group, args, piece.token, given)
                 blank = blank | self._push_scales(group, args, message, start, end, mask)
         return blank
 
     @cute.jit
-    def _push_unit(self, group, message: Int64, unit, units, place, rX, mask: Uint32, state) -> Boolean:
-        """Encode one unit and store it to each destination, starting after the own rank to spread the links. Its scale
-        word waits in shared memory until it fills packets with others: a small packet costs a link as much as a large
-        one."""
-        rQ = cute.make_rmem_tensor(4, Uint32)
+    def _encode(self, group, place, rX, rQ, state) -> Boolean:
+        """Encode one unit; returns whether it has a BLANK word. Its scale word waits in shared memory until it fills
+        packets with others: a small packet costs a link as much as a large one."""
         bits = self.codec.encode(rX, rQ, state)
         if cutlass.const_expr(self.scale_words > 0):
             lane, warp = group.lane, group.warp
@@ -184,15 +184,23 @@ class Send:
             word = join_scale_word(self.codec.fmt, bits)
             if remainder(lane, lanes) == 0:
                 sStaged[warp, place * self.scale_words + quotient(lane, lanes)] = word
+        return has_blank(rQ)
+
+    @cute.jit
+    def _send_units(self, group, message: Int64, rQ, base, count, mask: Uint32) -> None:
+        """The lane's first `count` units from segment `base` on to each destination, starting after the own rank to
+        spread the links."""
+        first = message + Int64(base * SEGMENT + group.lane) * VECTOR_BYTES
         peer = group.rank
         for _ in cutlass.range(group.ranks, unroll=1):
             peer += 1
             if peer == group.ranks:
                 peer = Int32(0)
-            if ((mask >> Uint32(peer)) & Uint32(1) != Uint32(0)) & (unit < units):
-                home = group.sPeers[peer] + message
-                send_vector(rQ, home + Int64(unit) * VECTOR_BYTES)
-        return has_blank(rQ)
+            if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
+                home = group.sPeers[peer] + first
+                for slot in cutlass.range_constexpr(self.batch):
+                    if slot < count:
+                        send_vector(rQ[None, slot], home + slot * SEGMENT_BYTES)
 
     @cute.jit
     def _push_scales(self, group, args, message: Int64, start, end, mask: Uint32) -> Boolean:

@@ -65,7 +65,7 @@ class Tables:
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         sTiled = shared_array(self.tiled, Int32)
         if group.warp == 0:
-            warp_exclusive_scan(sBase, group.experts, group.lane)
+            warp_exclusive_scan(lambda pair: sBase[pair], sBase, group.experts, group.lane, Int32(0))
         if group.tid == 32:
             sItems[0] = most_pieces(sHeader, group.ranks) * group.ranks
         if group.tid == 64:
@@ -74,10 +74,10 @@ class Tables:
         if (args.row_alignment != 1) | (args.scale_words != 0):
             if group.warp == 0:
                 if args.row_alignment != 1:
-                    self._place_groups(group, sBase, sStart, args.shared_rows, args.row_alignment)
+                    self._place_groups(group, sStart, args.shared_rows, args.row_alignment)
             if group.warp == 1:
                 if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
-                    self._place_groups(group, sBase, sScaleStart, args.shared_rows, args.scale_alignment)
+                    self._place_groups(group, sScaleStart, args.shared_rows, args.scale_alignment)
             if group.warp == 2:
                 tokens = Int32(0)
                 if group.lane < group.ranks:
@@ -117,15 +117,14 @@ class Tables:
         return sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
 
     @cute.jit
-    def _place_groups(self, group, sBase, sStart, shared_rows: Int32, alignment: Int32) -> None:
+    def _place_groups(self, group, sStart, shared_rows: Int32, alignment: Int32) -> None:
         """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
         warp."""
-        before = (shared_rows + alignment - 1) & -alignment
-        for expert in cutlass.range(group.lane, group.local_experts, 32, unroll=1):
-            rows = self.rows_of(group, expert)
-            sStart[expert] = (rows + alignment - 1) & -alignment
-        cute.arch.sync_warp()
-        warp_exclusive_scan(sStart, group.local_experts, group.lane)
-        if before != 0:
-            for expert in cutlass.range(group.lane, group.local_experts + 1, 32, unroll=1):
-                sStart[expert] = sStart[expert] + before
+
+        def whole(rows):
+            return (rows + alignment - 1) & -alignment
+
+        def rows_of(expert):
+            return whole(self.rows_of(group, expert))
+
+        warp_exclusive_scan(rows_of, sStart, group.local_experts, group.lane, whole(shared_rows))

@@ -60,6 +60,8 @@ EXPRESS_TOKENS = 1024
 """Most tokens of a call whose rows travel through the express regions."""
 BLANK = 0xFFFFFFFF
 """Content of an express word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
+MAX_STRIDE = 1 << 31
+"""Kernels are given all strides but those of a region's first mode in 32 bits."""
 COMBINE_ITEMSIZE = 2
 """Bytes of one element of a returned row (bfloat16)."""
 
@@ -166,13 +168,19 @@ class Arena:
 
     def arguments(self) -> dict[str, int]:
         """The map as kernel arguments: `<region>_at`, bytes from the arena's start, and for each mode but the last
-        `<region>_stride<mode>`, in bytes. Computed once here, the addresses of a kernel are a few products."""
+        `<region>_stride<mode>`, in bytes. Computed once here, the addresses of a kernel are a few products. All but
+        those that `is_wide` names are below MAX_STRIDE, if the messages of one rank are."""
         found = {}
         for name, region in self.regions.items():
             found[f"{name}_at"] = int(region.offset)
             for mode, stride in enumerate(region.stride[:-1]):
                 found[f"{name}_stride{mode}"] = int(stride) * region.itemsize
         return found
+
+
+def is_wide(argument: str) -> bool:
+    """Whether one of `Arena.arguments` may reach MAX_STRIDE: offsets, and strides of the first mode."""
+    return not argument.endswith(("_stride1", "_stride2"))
 
 
 def segment_words(fmt: Format) -> int:
@@ -208,11 +216,11 @@ ANY_ARENA = Arena(
 """An arena that tells which regions there are, and how many modes each has."""
 
 
-def arena_of(arguments) -> SimpleNamespace:
+def arena_of(arguments, region_type: type[Region] = Region) -> SimpleNamespace:
     """The regions, by name, from kernel arguments that are named as in `Arena.arguments`."""
     regions = {}
     for name, region in ANY_ARENA.regions.items():
         modes = range(len(region.stride) - 1)
         strides = (*(getattr(arguments, f"{name}_stride{mode}") for mode in modes), region.itemsize)
-        regions[name] = Region(name, getattr(arguments, f"{name}_at"), 1, (), strides)
+        regions[name] = region_type(name, getattr(arguments, f"{name}_at"), 1, (), strides)
     return SimpleNamespace(**regions)

@@ -7,6 +7,7 @@ from math import lcm
 from hypothesis import strategies as st
 
 from cute_ep.config import MAX_HIDDEN, EPConfig
+from cute_ep.layouts.arena import MAX_STRIDE, message_bytes
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 
@@ -25,11 +26,13 @@ def deployments(
     fmt = FORMATS[draw(st.sampled_from(sorted(FORMATS)))]
     world, local = draw(st.integers(1, ranks)), draw(st.integers(1, per_rank))
     unit = lcm(fmt.block, VECTOR_BYTES * 8 // fmt.bits)
+    width = unit * draw(st.integers(1, hidden // unit))
+    most = min(tokens, (MAX_STRIDE - 1) // message_bytes(fmt, width))
     return EPConfig(
-        hidden=unit * draw(st.integers(1, hidden // unit)),
+        hidden=width,
         num_experts=local * world,
         top_k=draw(st.integers(1, min(top_k, local * world))),
-        max_tokens_per_rank=draw(st.integers(1, tokens)),
+        max_tokens_per_rank=draw(st.integers(1, most)),
         world_size=world,
         dispatch_format=fmt.name,
         scale_layout=draw(st.sampled_from([None, *fmt.scale_layouts])),

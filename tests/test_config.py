@@ -23,6 +23,7 @@ from cute_ep.layouts.arena import (
     HeaderWord,
     StateWord,
     arena_of,
+    is_wide,
     message_bytes,
     message_map,
     most_flags,
@@ -51,6 +52,7 @@ GOOD = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=128, 
         ({"max_tokens_per_rank": 0}, "0", "[1, 32768]"),
         ({"max_tokens_per_rank": 32769}, "32769", "[1, 32768]"),
         ({"max_tokens_per_rank": "128"}, "'128'", "integer"),
+        ({"max_tokens_per_rank": 32768, "hidden": 32768}, "32768", "65536 bytes each, below 2 GiB"),
         ({"timeout_s": 0}, "0", "(0, 3600]"),
         ({"timeout_s": 3601.0}, "3601.0", "(0, 3600]"),
         ({"timeout_s": float("nan")}, "nan", "(0, 3600]"),
@@ -240,7 +242,8 @@ def test_kernels_are_given_the_map(cfg: EPConfig, random: Random) -> None:
     """Every address that a kernel forms from its arguments is the one of the host's map."""
     arena = cfg.arena
     given = arena.arguments()
-    assert all(type(number) is int and 0 <= number < 2**63 for number in given.values())
+    for name, number in given.items():
+        assert type(number) is int and 0 <= number < (2**63 if is_wide(name) else 2**31), name
     regions = vars(arena_of(SimpleNamespace(**given)))
     assert set(regions) == set(arena.regions)
     for name, region in arena.regions.items():
