@@ -457,13 +457,15 @@ class Communicator:
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
         check_rows(self.cfg, rows, dispatched)
         return {
-            # lost rows are read from row 0: without any, from memory that holds as much
-            "rows": rows.data_ptr() or self.arena.address,
             "row_map": dispatched.row_map.data_ptr(),
             "headers": dispatched.headers.data_ptr(),
             "weights": address(dispatched.weights),
-            "capacity": rows.shape[0],
+            **self._rows_arguments(rows),
         }
+
+    def _rows_arguments(self, rows: torch.Tensor) -> dict[str, int]:
+        """Lost rows are read from row 0: where there is none, from memory that holds as much."""
+        return {"rows": rows.data_ptr() or self.arena.address, "capacity": rows.shape[0]}
 
     def _prepare_sum(
         self,
@@ -482,8 +484,7 @@ class Communicator:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)
         return out, {
-            "rows": rows.data_ptr(),
-            "capacity": rows.shape[0],
+            **self._rows_arguments(rows),
             "out": out.data_ptr(),
             "out_type": int(OUTPUT_TYPES[dtype]),
             "topk_ids": dispatched.topk_ids.data_ptr(),

@@ -210,6 +210,17 @@ def test_fused_calls(rank: Communicator) -> None:
     assert (combined["rows"], combined["out"]) == (rows.data_ptr(), result.data_ptr())
 
 
+def test_no_rows_have_an_address_that_may_be_read(rank: Communicator) -> None:
+    """In both halves, and a sum of lost rows reads row 0."""
+    dispatched = rank.dispatch(*arguments())
+    rows = expert_rows(dispatched)[:0]
+    assert rows.data_ptr() == 0
+    rank.combine(rows, dispatched, mode="partial")
+    rank.combine_wait(rank.combine_async(rows, dispatched, mode="partial"))
+    assert [launch.arguments["rows"] for launch in LAUNCHES[1:]] == [rank.arena.address] * 3
+    assert all(launch.arguments["capacity"] == 0 for launch in LAUNCHES[1:])
+
+
 def test_group_arguments(make: Make) -> None:
     """All ranks are one group."""
     make(rank=1).dispatch(*arguments())
