@@ -83,15 +83,19 @@ SMALL = (
     Entry(MANY, MANY, 64 / 264, 1),
 )
 DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
-"""Tables for messages of at most so many bytes. 4 x H200 (264 CTAs), hidden 7168, 256 experts, top-8, 2026-11-21:
+"""Tables for messages of at most so many bytes. 2 and 4 x H200 (264 CTAs), hidden 7168, 256 experts, top-8, 2026-11-21:
 `perf/LOG.md`."""
-COMBINE = (
+RETURNS = (
     Entry(2, 64, 0, 32),
     Entry(32, 128, 0, 32),
     Entry(256, MANY, 0, 32),
     Entry(PIECED_TOKENS, MANY, 2 / 3, 16),
-    Entry(MANY, MANY, 2 / 3, 4),
 )
+COMBINE = {
+    2: (*RETURNS, Entry(2048, MANY, 2 / 3, 4), Entry(MANY, MANY, 208 / 264, 4)),
+    MANY: (*RETURNS, Entry(MANY, MANY, 2 / 3, 4)),
+}
+"""Tables for at most so many ranks: a sum of two rows needs fewer CTAs (4096 tokens: 201 us for 211)."""
 
 
 class Shape(NamedTuple):
@@ -174,5 +178,8 @@ class Tuning:
 
 def built_in(cfg: EPConfig) -> Tuning:
     """The tables that ship."""
-    size = message_bytes(cfg.format, cfg.hidden)
-    return Tuning(next(table for most, table in DISPATCH.items() if size <= most), COMBINE)
+    dispatch, combine = (
+        next(table for most, table in tables.items() if size <= most)
+        for tables, size in ((DISPATCH, message_bytes(cfg.format, cfg.hidden)), (COMBINE, cfg.peers))
+    )
+    return Tuning(dispatch, combine)

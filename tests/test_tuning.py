@@ -122,16 +122,19 @@ def test_few_tokens_are_carried_by_many_warps() -> None:
     assert all(few.pieces > many.pieces and few.grid < many.grid == 264 for few, many in zip(one, most, strict=True))
 
 
-def test_messages_of_every_size_have_a_table() -> None:
-    """The first one that holds their size; rows come home in one type, so in one table."""
-    assert list(DISPATCH) == sorted(DISPATCH) and list(DISPATCH)[-1] == MANY
+def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
+    """The first one that holds their size, or number; rows come home in one type."""
+    for tables in (DISPATCH, COMBINE):
+        assert list(tables) == sorted(tables) and list(tables)[-1] == MANY
     used = set()
     for fmt in FORMATS:
-        cfg = replace(CFG, dispatch_format=fmt)
-        size = min(most for most in DISPATCH if message_bytes(cfg.format, cfg.hidden) <= most)
-        assert built_in(cfg) == Tuning(DISPATCH[size], COMBINE)
-        used.add(size)
+        for ranks, combine in ((1, 2), (2, 2), (4, MANY), (8, MANY)):
+            cfg = replace(CFG, dispatch_format=fmt, world_size=ranks)
+            size = min(most for most in DISPATCH if message_bytes(cfg.format, cfg.hidden) <= most)
+            assert built_in(cfg) == Tuning(DISPATCH[size], COMBINE[combine])
+            used.add(size)
     assert used == set(DISPATCH)
+    assert built_in(replace(CFG, skip_a2a=True)).combine == COMBINE[2], "each rank alone"
 
 
 @pytest.mark.parametrize(
@@ -427,7 +430,7 @@ def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.Capt
     formats = ["bf16", "mxfp8", "mxfp4", "nvfp4", "nvfp4_row"]
     assert [rank.cfg.dispatch_format for rank in machine[::2]] == formats
     sizes = [int(word) for word in tune.QUICK_TOKENS.split(",")]
-    for tuning in (built_in(replace(CFG, dispatch_format=fmt)) for fmt in FORMATS):
+    for tuning in (built_in(replace(CFG, dispatch_format=fmt, world_size=n)) for fmt in FORMATS for n in (2, 4)):
         for family in FAMILIES:
             assert {tuning.entry(family, tokens) for tokens in sizes} == set(tuning.table(family)), "none is left out"
     assert {int(word) for word in tune.TOKENS.split(",")} >= {PIECED_TOKENS} and max(sizes) == 4096
