@@ -5,6 +5,7 @@ The only module of the runtime package that imports the kernels, and only inside
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -19,6 +20,9 @@ import cute_ep
 from cute_ep.cubin import read_resources
 from cute_ep.layouts.variants import Variant
 from cute_ep.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
+
+LOCK = "manifest.lock"
+"""Beside a manifest: who changes it holds this file."""
 
 
 def build_one(variant: Variant, folder: Path) -> LibraryEntry:
@@ -77,6 +81,7 @@ def build(
         if (entry.source_hash, entry.dsl) == (source_hash(variant.hooks), dsl_version()) and entry.path.exists()
     }
     todo = [variant for variant in wanted if variant not in fresh]
+    done = set()
     for variant in wanted:
         if variant in fresh and on_done:
             on_done(variant, False)
@@ -90,15 +95,25 @@ def build(
                     variant = futures[future]
                     try:
                         entries[variant] = future.result()
+                        done.add(variant)
                     except Exception as error:
                         raise RuntimeError(f"{variant.symbol} ({variant.arch}) did not compile: {error}") from error
                     if on_done:
                         on_done(variant, True)
     finally:
+        add_to_manifest(folder, {variant: entries[variant] for variant in todo if variant in done})
+    return [entries[variant] for variant in wanted]
+
+
+def add_to_manifest(folder: Path, made: dict[Variant, LibraryEntry]) -> None:
+    """Add to a folder's manifest, which other processes may be adding to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries = read_manifest(folder) | made
         rows = [entries[variant].to_json() for variant in sorted(entries, key=lambda v: (v.arch, v.symbol))]
         manifest = {"version": cute_ep.__version__, "variants": rows}
         _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-    return [entries[variant] for variant in wanted]
 
 
 def _write(path: Path, data: bytes) -> None:

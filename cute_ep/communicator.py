@@ -11,7 +11,7 @@ import torch
 
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import message_of, segment_words
@@ -24,10 +24,12 @@ from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.tuning import Shape, Tuning
 from cute_ep.validate import (
     OUTPUT_TYPES,
+    check_batch,
     check_buffers,
     check_input_scale,
     check_mode,
     check_output,
+    check_place,
     check_rows,
     check_tensor,
     check_tokens,
@@ -151,9 +153,9 @@ class Communicator:
         Args:
             x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks); with `scales`, rows
                 that are in the dispatch format already (`QuantizedRows.payload`).
-            topk_ids: [T, top_k] int32 expert ids; -1 masks an entry.
+            topk_ids: [T, top_k] int32 expert ids; -1 masks an entry. Read again by combine: leave them until then.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
-                may use them ("partial" must).
+                may use them ("partial" must); exact combine reads them again too.
             input_scale: float32[1] on the device, the format's global scale G (any type with the `input_scale` hook);
                 None: 1.
             out: buffers from `allocate`, overwritten; None allocates new ones.
@@ -190,6 +192,7 @@ class Communicator:
         tensors = (*sent.keep_alive, *_tensors(buffers))
 
         def launch() -> Dispatched:
+            self._dispatches.check_fused()
             self._launch(name, shape, arguments | received, tensors)
             self._dispatches.count_fused()
             return self._result(sent, buffers)
@@ -275,6 +278,7 @@ class Communicator:
     ) -> Plan[torch.Tensor]:
         """All of `combine` but the launch; arguments and errors are the same."""
         self._combines.check_fused()
+        check_batch(self.cfg, dispatched, self.device)
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
@@ -282,6 +286,7 @@ class Communicator:
         tensors = (rows, result, weights, epilogue_data)
 
         def launch() -> torch.Tensor:
+            self._combines.check_fused()
             self._launch(f"combine_{mode}", shape, sent | received, tensors)
             self._combines.count_fused()
             return result
@@ -291,8 +296,9 @@ class Communicator:
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
         """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
         self._combines.check_send()
+        check_batch(self.cfg, dispatched, self.device)
         check_mode(mode)
-        if mode == "partial":
+        if mode != "exact":  # which may be given its weights by `combine_wait`
             combine_weights(self.cfg, mode, None, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
@@ -387,9 +393,11 @@ class Communicator:
         if self.hooks.input_scale is None:
             check_input_scale(self.cfg.format, input_scale)
             if input_scale is not None and not isinstance(input_scale, torch.Tensor):
-                input_scale = torch.tensor([input_scale], dtype=torch.float32, device=self.device)
+                input_scale = torch.full((1,), input_scale, dtype=torch.float32, device=self.device)
             if input_scale is not None:
                 check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
+        elif input_scale is not None:
+            check_place("input_scale", input_scale, self.device)
         tokens = x.shape[0]
         return_pieces = self._shape("combine", tokens).pieces_log2
         arguments = {
@@ -448,7 +456,7 @@ class Communicator:
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
         return Dispatched(
-            **vars(out),
+            **tensors_of(out),
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
@@ -480,6 +488,10 @@ class Communicator:
         tokens = dispatched.topk_ids.shape[0]
         dtype = dtype if out is None else out.dtype
         shape = check_output(self.cfg, mode, tokens, dtype, out, self.device)
+        if epilogue_data is not None:
+            if self.hooks.epilogue is None or mode == "unweighted":
+                raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
+            check_place("epilogue_data", epilogue_data, self.device)
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)
@@ -551,4 +563,4 @@ class Communicator:
 
 
 def _tensors(buffers: DispatchBuffers) -> tuple[torch.Tensor | None, ...]:
-    return tuple(vars(buffers).values())
+    return tuple(tensors_of(buffers).values())

@@ -76,7 +76,10 @@ class EPConfig:
             f"must be a multiple of world_size = {self.world_size}",
         )
         require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
-        require(0 < self.timeout_s <= 3600, "timeout_s", "must be in (0, 3600] seconds")
+        number = isinstance(self.timeout_s, (int, float))
+        require(number and 0 < self.timeout_s <= 3600, "timeout_s", "must be in (0, 3600] seconds")
+        for name in ("fused_shared_expert", "skip_a2a"):
+            require(isinstance(getattr(self, name), bool), name, "must be True or False")
         require(self.dispatch_format in FORMATS, "dispatch_format", f"must be one of {', '.join(FORMATS)}")
         try:
             self.format.check_hidden(self.hidden)

@@ -49,6 +49,8 @@ def connect_local(
     if len(chosen) != cfg.world_size:
         raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
     if all(device.type == "cpu" for device in chosen):
+        if hooks != NO_HOOKS:
+            raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
         return connect_reference(cfg)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")

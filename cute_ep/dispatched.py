@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,11 @@ class DispatchBuffers:
                 for name, want in shapes.items()
             }
         )
+
+
+def tensors_of(buffers: DispatchBuffers) -> dict[str, torch.Tensor | None]:
+    """The tensors of `DispatchBuffers` by name, also of a batch that was returned in them."""
+    return {field.name: getattr(buffers, field.name) for field in fields(DispatchBuffers)}
 
 
 def payload_dtype(fmt: Format) -> torch.dtype:

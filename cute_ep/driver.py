@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -34,7 +35,7 @@ def architecture(device: torch.device) -> str:
 class Kernel:
     """A loaded kernel of one device, with a parameter buffer of its own.
 
-    Not thread-safe: one launch fills the buffer that the next one reuses (the driver copies it at launch).
+    One launch fills the buffer that the next one reuses (the driver copies it at launch); threads take turns.
     """
 
     def __init__(self, entry: LibraryEntry) -> None:
@@ -52,6 +53,7 @@ class Kernel:
         chained = driver.CUlaunchAttribute()
         chained.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         chained.value.programmaticStreamSerializationAllowed = 1
+        self._lock = threading.Lock()
         self._config = driver.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = THREADS, 1, 1
@@ -72,12 +74,12 @@ class Kernel:
         `chained` 1 the CTAs may start before the launch before has ended, if that allows it, and wait for its end
         (programmatic dependent launch).
         """
-        values = self._values
-        for index, name, mask in self._free:
-            values[index] = arguments.get(name, 0) & mask
-        address = ctypes.addressof(self._pointers)
-        self._config.gridDimX, self._config.hStream, self._config.numAttrs = grid, stream, arguments.get("chained", 0)
-        check(driver.cuLaunchKernelEx(self._config, self._function, address, 0))
+        values, config, address = self._values, self._config, ctypes.addressof(self._pointers)
+        with self._lock:
+            for index, name, mask in self._free:
+                values[index] = arguments.get(name, 0) & mask
+            config.gridDimX, config.hStream, config.numAttrs = grid, stream, arguments.get("chained", 0)
+            check(driver.cuLaunchKernelEx(config, self._function, address, 0))
 
     def unload(self) -> None:
         """Release the module; no launch may be running."""

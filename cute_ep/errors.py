@@ -30,6 +30,9 @@ class EPTimeout(EPError, TimeoutError):
         lines = "".join(f"\n  {line}" for line in details)
         super().__init__(f"rank {rank} gave up waiting in phase {phase} for rank(s) {list(missing)}{lines}")
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.phase, self.rank, self.missing, self.details)
+
 
 class VariantMissing(EPError, LookupError):
     """No compiled kernel fits: carries the command that builds it."""

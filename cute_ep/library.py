@@ -173,19 +173,26 @@ class Library:
         self.entries = {}
         for path in reversed(self.folders):
             found = read_manifest(path)
-            self.entries |= {v: entry for v, entry in found.items() if entry.source_hash == source_hash(v.hooks)}
+            self.entries |= {
+                variant: entry
+                for variant, entry in found.items()
+                if entry.source_hash == source_hash(variant.hooks) and entry.path.exists()
+            }
 
     def find(self, kernel: str, arch: str, fmt: str | None = None, hooks: Hooks = NO_HOOKS) -> LibraryEntry:
         """The variant of `kernel` with those of the hooks that it calls; built into the user's cache where the DSL is
         installed.
 
         Raises:
-            VariantMissing: there is none, and no DSL (or it failed); the message holds the command that builds it.
+            VariantMissing: there is none for such GPUs at all; or there is none here, and no DSL (or it failed): the
+                message holds the command that builds it.
         """
+        if arch not in ARCHITECTURES:
+            raise VariantMissing(f"{arch}: there are kernels for {', '.join(ARCHITECTURES)} only")
         wanted = Variant(kernel, arch, fmt, hooks.of_kernel(kernel))
         if wanted in self.entries:
             return self.entries[wanted]
-        if dsl_version() is not None and arch in ARCHITECTURES:
+        if dsl_version() is not None:
             sys.stderr.write(f"cute_ep: building {wanted.symbol} for {arch}\n")
             subprocess.run([sys.executable, "-m", "cute_ep.cli", *build_arguments(wanted)], check=False)
             self.reload()

@@ -16,14 +16,10 @@ from cute_ep.errors import EPConfigError
 
 VIRTUAL_RANKS = 4
 """Ranks that "auto" puts on a machine with one GPU, and that "cpu" stands for."""
-DEVICES_HELP = (
-    "auto: all GPUs, or 4 virtual ranks on a single one; cuda:0,cuda:1,...: one rank each; "
-    "virtual:N: N ranks on cuda:0; cpu or cpu:N: the reference backend with N (default 4) ranks"
-)
 
 
 def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
-    """One device name a rank, ["cuda:0", "cuda:1"], from a `--devices` argument (see DEVICES_HELP).
+    """One device name a rank, ["cuda:0", "cuda:1"], from a `--devices` argument (its help says which there are).
 
     Args:
         text: the argument.

@@ -3,8 +3,8 @@
 The calls of the ranks are made one after the other, so no call waits. A call returns buffers at once; they
 are filled when the last rank has made its call of the same round, as a GPU's are once its stream has been
 synchronised. Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th
-dispatch, and likewise for combine; with `skip_a2a` every rank has rounds of its own. Arguments are copied during
-the call, so they may be overwritten afterwards, as on a stream.
+dispatch, and likewise for combine; with `skip_a2a` every rank has rounds of its own. What a call sends is copied during
+the call, so it may be overwritten afterwards, as on a stream; `topk_ids` and router weights are read by combine again.
 """
 
 from __future__ import annotations

@@ -162,6 +162,21 @@ def check_mode(mode: str) -> None:
         raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
 
 
+def check_place(name: str, tensor: torch.Tensor, device: torch.device | str) -> None:
+    """EPInputError unless a tensor of any type and shape, which a hook reads, is contiguous on `device`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
+    check_tensor(name, tensor, shape=tuple(tensor.shape), dtype=tensor.dtype, device=device)
+
+
+def check_batch(cfg: EPConfig, dispatched: Dispatched, device: torch.device | str) -> None:
+    """EPInputError unless `dispatched` is a batch of this configuration, on this device."""
+    if not isinstance(dispatched, Dispatched):
+        raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
+    routed = (cfg.peers, cfg.max_tokens_per_rank, cfg.top_k)
+    check_tensor("dispatched.row_map", dispatched.row_map, shape=routed, dtype=torch.int32, device=device)
+
+
 def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> None:
     """Check expert outputs: [N, hidden] bfloat16 beside `dispatched`, 16-byte aligned, else EPInputError.
 

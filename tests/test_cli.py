@@ -140,7 +140,11 @@ def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:
 def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "--preset", "deepseek-v3", "--library", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "messages" in out and "470 MB" in out and "15 GB" in out and "total, one rank" in out
+    assert "470 MB" in out and "15 GB" in out and "total, one rank" in out
+    for tokens, size in ((128, "7.34 MB"), (4096, "235 MB")):
+        assert main(["info", "--max-tokens", str(tokens), "--library", str(tmp_path)]) == 0
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if "received once a round" in line)
+        assert size in row, row
     assert main(["info", "--preset", "nobody"]) == 2
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -219,6 +220,39 @@ def test_no_rows_have_an_address_that_may_be_read(rank: Communicator) -> None:
     rank.combine_wait(rank.combine_async(rows, dispatched, mode="partial"))
     assert [launch.arguments["rows"] for launch in LAUNCHES[1:]] == [rank.arena.address] * 3
     assert all(launch.arguments["capacity"] == 0 for launch in LAUNCHES[1:])
+
+
+def test_a_batch_is_of_this_configuration_and_its_buffers_may_be_used_again(make: Make, rank: Communicator) -> None:
+    first = rank.dispatch(*arguments())
+    again = rank.dispatch(*arguments(), out=first)
+    assert again.tokens is first.tokens and again.topk_ids is not first.topk_ids
+    other = make(replace(CFG, max_tokens_per_rank=8)).dispatch(*arguments())
+    before = len(LAUNCHES)
+    for batch, rule in ((other, r"dispatched\.row_map\.shape"), (first.tokens, "must be what dispatch returned")):
+        for call in (rank.combine, rank.combine_async):
+            with pytest.raises(EPInputError, match=rule):
+                call(expert_rows(first), batch)
+    assert len(LAUNCHES) == before
+
+
+def test_what_hooks_read_is_on_the_device(make: Make, rank: Communicator) -> None:
+    """And there is a hook that reads it."""
+    batch = rank.dispatch(*arguments())
+    hooked = make(hooks=HOOKS)
+    sums, far = hooked.dispatch(*arguments()), torch.zeros(3, device="meta")
+    before = len(LAUNCHES)
+    for one, dispatched, mode, data, rule in (
+        (rank, batch, "exact", torch.zeros(3), "exact combine has no epilogue here"),
+        (hooked, sums, "unweighted", torch.zeros(3), "unweighted combine has no epilogue here"),
+        (hooked, sums, "exact", far, r"epilogue_data\.device"),
+        (hooked, sums, "exact", torch.zeros(4, 4).T, r"epilogue_data\.stride"),
+        (hooked, sums, "exact", 3.0, "epilogue_data = float"),
+    ):
+        with pytest.raises(EPInputError, match=rule):
+            one.combine(expert_rows(dispatched), dispatched, mode=mode, epilogue_data=data)
+    with pytest.raises(EPInputError, match=r"input_scale\.device"):
+        hooked.dispatch(*arguments(), input_scale=far)
+    assert len(LAUNCHES) == before
 
 
 def test_group_arguments(make: Make) -> None:
@@ -593,6 +627,42 @@ def test_order_of_halves(rank: Communicator) -> None:
     rank.dispatch_wait(first)
     with pytest.raises(EPInputError, match="next to receive is 2"):
         rank.dispatch_wait(first)
+
+
+def test_a_plan_waits_for_split_rounds(rank: Communicator) -> None:
+    """A fused launch would receive the round that was sent before."""
+    batch = rank.dispatch(*arguments())
+    plans = rank.plan_dispatch(*arguments()), rank.plan_combine(expert_rows(batch), batch)
+    pending = rank.dispatch_async(*arguments()), rank.combine_async(expert_rows(batch), batch)
+    before = len(LAUNCHES)
+    for plan in plans:
+        with pytest.raises(EPInputError, match="outstanding"):
+            plan.launch()
+    assert len(LAUNCHES) == before
+    rank.dispatch_wait(pending[0])
+    rank.combine_wait(pending[1])
+    assert [type(plan.launch()) for plan in plans] == [type(batch), torch.Tensor]
+
+
+def test_a_shared_expert_has_no_rows_to_hand_out(make: Make) -> None:
+    """Which the sending half says: nobody could receive that round."""
+    rank = make(SHARED)
+    batch = rank.dispatch(*arguments())
+    for call in (rank.combine, rank.combine_async):
+        with pytest.raises(EPInputError, match="mode = 'unweighted'"):
+            call(expert_rows(batch), batch, mode="unweighted")
+    assert rank.combine(expert_rows(batch), batch).shape == (5, 128)
+
+
+def test_a_timeout_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(EPTimeout("MESSAGE", 2, (0, 3), ("a", "b"))))
+    assert (error.phase, error.rank, error.missing, error.details) == ("MESSAGE", 2, (0, 3), ("a", "b"))
+    assert "rank 2 gave up waiting in phase MESSAGE for rank(s) [0, 3]" in str(error)
+
+
+def test_the_cpu_has_no_hooks() -> None:
+    with pytest.raises(EPConfigError, match="must be none on the reference backend"):
+        connection.connect_local(CFG, ["cpu"] * 2, hooks=HOOKS)
 
 
 def test_buffers_are_checked_once(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.record import Region
 from cute_ep.presets import PRESETS, Preset, preset_named
 
 
@@ -95,6 +96,11 @@ def served_formats(shape: Preset, formats: Iterable[str] = FORMATS) -> list[str]
             config(shape, 1, 1, fmt)
             served.append(fmt)
     return served
+
+
+def message_regions(cfg: EPConfig) -> tuple[Region, Region]:
+    """Where messages arrive in an arena, two rounds of them: of calls with few tokens, and of calls with many."""
+    return cfg.arena.express_messages, cfg.arena.messages
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -16,6 +16,7 @@ from cute_ep.commands.common import (
     bytes_text,
     chosen_shape,
     config,
+    message_regions,
     one_thread_on_a_cpu,
     print_table,
     seconds_text,
@@ -73,7 +74,7 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
     on_cpu = devices[0] == "cpu"
     if on_cpu and args.hidden is None:
         shape = demo.cpu_preset(shape)
-    tokens = args.tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)
+    tokens = args.tokens if args.tokens is not None else CPU_TOKENS if on_cpu else GPU_TOKENS
     name, text = demo.read_text(args.text)
     configs = {fmt: config(shape, len(devices), tokens, fmt) for fmt in served_formats(shape) or [next(iter(FORMATS))]}
     batches = demo.text_batches(text, shape, len(devices), tokens, args.seed)
@@ -85,7 +86,8 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
         highlight=False,
     )
     if on_cpu:
-        console.print("without a GPU the reference backend runs and widths, experts and tokens are reduced")
+        reduced = "" if args.hidden is not None else "; widths, experts and tokens are reduced"
+        console.print(f"without a GPU the reference backend runs{reduced}")
     console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte a token", highlight=False, soft_wrap=True)
 
     with console.status("routing"):
@@ -178,7 +180,7 @@ def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
         entries = int(counts.entries.sum() - counts.entries.diag().sum())
         pairs = int(counts.pairs.sum() - counts.pairs.diag().sum())
         per_expert = sent[0] * entries // max(pairs, 1)
-        receive = cfg.arena.regions["messages"].nbytes
+        receive = sum(region.nbytes for region in message_regions(cfg))
         token = message_bytes(cfg.format, cfg.hidden)
         cells = (token, sent[0], per_expert, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
         table.add_row(fmt, *map(bytes_text, cells))

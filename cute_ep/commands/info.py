@@ -14,6 +14,7 @@ from cute_ep.commands.common import (
     chosen_shape,
     config,
     format_names,
+    message_regions,
     print_table,
     seconds_text,
 )
@@ -143,7 +144,7 @@ def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:
     table = Table(
         title=f"memory of one rank: {shape.name}, {shape.num_experts} experts, hidden {shape.hidden}, "
         f"top-{shape.top_k}, {fmt}, {max_tokens} tokens a rank",
-        caption="two parities of R * Tmax * (message + 8 * K) + Tmax * max(K, R) * 2 * hidden, + flags and counts",
+        caption="two parities of R * Tmax * (message + 16 * K) + Tmax * max(K, R) * 2 * hidden, + flags and counts",
     )
     table.add_column("region")
     for ranks in configs:
@@ -154,7 +155,7 @@ def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:
     table.add_row("total, one rank", *(bytes_text(memory_bytes(cfg)) for cfg in configs.values()), style="bold")
     table.add_row(
         "messages, received once a round",
-        *(bytes_text(cfg.arena.regions["messages"].nbytes // 2) for cfg in configs.values()),
+        *(bytes_text(max(region.nbytes for region in message_regions(cfg)) // 2) for cfg in configs.values()),
     )
     table.add_row(
         "slots per (expert, source): E * Tmax * message",

@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 import cute_ep
 from cute_ep import library
-from cute_ep.build import build
+from cute_ep.build import add_to_manifest, build
 from cute_ep.cubin import read_resources
 from cute_ep.errors import VariantMissing
 from cute_ep.layouts.variants import (
@@ -287,6 +288,24 @@ def test_the_given_folder_comes_first(empty_library: Library, private: Path) -> 
     (private / MANIFEST).write_text(json.dumps({"version": cute_ep.__version__, "variants": [stale]}))
     with pytest.raises(VariantMissing, match="no cute_ep_copy for sm_90a"):
         Library(private).find(COPY.kernel, COPY.arch)
+
+
+def test_a_cubin_that_is_gone_counts_as_missing(empty_library: Library, private: Path) -> None:
+    """And does not hide a good one in a later folder."""
+    Library(private).find(COPY.kernel, COPY.arch).path.unlink()
+    assert not Library(private).entries
+
+
+def test_gpus_without_kernels(empty_library: Library) -> None:
+    with pytest.raises(VariantMissing, match="sm_80a: there are kernels for sm_90a, sm_100a, sm_103a, sm_120a only"):
+        empty_library.find("copy", "sm_80a")
+
+
+def test_builders_side_by_side_keep_each_other_s_entries(library: dict[Variant, LibraryEntry], tmp_path: Path) -> None:
+    entries = list(library.values())[:8]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda entry: add_to_manifest(tmp_path, {entry.variant: entry}), entries))
+    assert set(read_manifest(tmp_path)) == {entry.variant for entry in entries}
 
 
 def test_not_a_cubin() -> None:
