@@ -468,12 +468,14 @@ class Communicator:
             "row_map": dispatched.row_map.data_ptr(),
             "headers": dispatched.headers.data_ptr(),
             "weights": address(dispatched.weights),
-            **self._rows_arguments(rows),
+            **self._rows_arguments(rows, dispatched),
         }
 
-    def _rows_arguments(self, rows: torch.Tensor) -> dict[str, int]:
-        """Lost rows are read from row 0: where there is none, from memory that holds as much."""
-        return {"rows": rows.data_ptr() or self.arena.address, "capacity": rows.shape[0]}
+    def _rows_arguments(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
+        """Rows that dispatch had no room for are lost whatever `rows` holds there. They are read from row 0: where
+        there is none, from memory that holds as much."""
+        capacity = min(rows.shape[0], dispatched.tokens.shape[0])
+        return {"rows": rows.data_ptr() or self.arena.address, "capacity": capacity}
 
     def _prepare_sum(
         self,
@@ -496,7 +498,7 @@ class Communicator:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)
         return out, {
-            **self._rows_arguments(rows),
+            **self._rows_arguments(rows, dispatched),
             "out": out.data_ptr(),
             "out_type": int(OUTPUT_TYPES[dtype]),
             "topk_ids": dispatched.topk_ids.data_ptr(),

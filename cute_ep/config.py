@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import MAX_STRIDE, Arena, message_of, return_slots
+from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
 from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.routing import (
     MAX_EXPERTS,
@@ -90,6 +90,11 @@ class EPConfig:
             self.max_tokens_per_rank * size < MAX_STRIDE,
             "max_tokens_per_rank",
             f"must leave the messages of a rank, {size} bytes each, below 2 GiB",
+        )
+        require(
+            self.format.scale is None or self.arena.nbytes <= MAX_SCALED,
+            "max_tokens_per_rank",
+            f"must leave the memory of a rank, {self.arena.nbytes} bytes, within 64 GiB",
         )
         layouts = self.format.scale_layouts
         require(

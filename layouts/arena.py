@@ -62,6 +62,8 @@ BLANK = 0xFFFFFFFF
 """Content of an express word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
 MAX_STRIDE = 1 << 31
 """Kernels are given all strides but those of a region's first mode in 32 bits."""
+MAX_SCALED = 1 << 36
+"""Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte units in 32 bits."""
 COMBINE_ITEMSIZE = 2
 """Bytes of one element of a returned row (bfloat16)."""
 

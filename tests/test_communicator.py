@@ -222,6 +222,13 @@ def test_no_rows_have_an_address_that_may_be_read(rank: Communicator) -> None:
     assert all(launch.arguments["capacity"] == 0 for launch in LAUNCHES[1:])
 
 
+def test_more_rows_than_dispatch_had_room_for_are_not_read(rank: Communicator) -> None:
+    batch = rank.dispatch(*arguments(), out=rank.allocate(8))
+    for count in (3, 8, 100):
+        rank.combine(torch.zeros(count, 128, dtype=torch.bfloat16), batch)
+        assert LAUNCHES[-1].arguments["capacity"] == min(count, 8)
+
+
 def test_a_batch_is_of_this_configuration_and_its_buffers_may_be_used_again(make: Make, rank: Communicator) -> None:
     first = rank.dispatch(*arguments())
     again = rank.dispatch(*arguments(), out=first)
