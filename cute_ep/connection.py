@@ -56,6 +56,7 @@ def connect_local(
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     chosen = [torch.device("cuda", device.index or 0) for device in chosen]
     sharing = Counter(chosen)
+    ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
     for device in sharing:
         for peer in sharing:
             enable_peer_access(device.index, peer.index)
@@ -89,7 +90,7 @@ def connect_local(
                 [addresses[rank]] if cfg.skip_a2a else addresses,
                 kernels=kernels[rank],
                 hooks=hooks,
-                max_ctas=_max_ctas(device, sms, sharing[device]),
+                max_ctas=ctas[device],
                 tuning=tuning,
                 shared_device=sharing[device] > 1,
                 release=release,
