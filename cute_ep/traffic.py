@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_ep.config import EPConfig
+from cute_ep.errors import EPInputError
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, message_bytes
 from cute_ep.layouts.record import align_up
 from cute_ep.layouts.scales import WORD_BYTES, scale_row_alignment, scale_words
@@ -114,7 +115,12 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     message at its receiver and writes the output rows and scale factors, padding included; combine reads the expert
     rows, writes and reads what returns to its source and writes the sums. Rows of the shared expert do not travel in
     combine: their source reads them where they are. Routing tables (4 bytes a slot) are left out.
+
+    Raises:
+        EPInputError: there is no such operation.
     """
+    if operation not in OPERATIONS:
+        raise EPInputError(f"operation = {operation!r}: must be one of {', '.join(OPERATIONS)}")
     fmt, token = cfg.format, cfg.hidden * COMBINE_ITEMSIZE
     message = message_bytes(fmt, cfg.hidden)
     row = fmt.payload_bytes(cfg.hidden) + fmt.row_scale_bytes
@@ -130,12 +136,6 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
         at_rank = 2 * moved.sum(dim=0) + made * token
     memory = (int(at_rank[rank]) + count * token for rank, count in enumerate(counts.tokens))
     return Traffic(moved - torch.diag(moved.diag()), logical, tuple(memory))
-
-
-def add_traffic(first: Traffic, second: Traffic) -> Traffic:
-    """Bytes of two operations, one after the other."""
-    memory = tuple(a + b for a, b in zip(first.memory, second.memory, strict=True))
-    return Traffic(first.remote + second.remote, first.logical + second.logical, memory)
 
 
 def per_expert_receive_bytes(cfg: EPConfig) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_ep.commands.common import formats_of
 from cute_ep.config import EPConfig
-from cute_ep.layouts.formats import FORMATS
 
 TIMEOUT_S = 30.0
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -36,14 +36,6 @@ class Shape:
     def text(self) -> str:
         """7168/256/8."""
         return f"{self.hidden}/{self.num_experts}/{self.top_k}"
-
-    def holds(self, fmt: str) -> bool:
-        """Whether rows of this shape can be in the format."""
-        try:
-            FORMATS[fmt].check_hidden(self.hidden)
-        except ValueError:
-            return False
-        return True
 
     def config(self, fmt: str, ranks: int, tokens: int) -> EPConfig:
         """The deployment; EPConfigError names the rule that it breaks."""
@@ -75,5 +67,5 @@ def case_groups(quick: bool) -> list[Group]:
     groups = [Group(MAIN, fmt, points) for fmt in (QUICK_FORMATS if quick else MEASURED_FORMATS)]
     if not quick:
         few = tuple((tokens, "uniform") for tokens in SHAPE_TOKENS)
-        groups += [Group(shape, fmt, few) for shape in OTHERS for fmt in MEASURED_FORMATS if shape.holds(fmt)]
+        groups += [Group(shape, fmt, few) for shape in OTHERS for fmt in formats_of(shape.hidden, MEASURED_FORMATS)]
     return groups

@@ -24,14 +24,13 @@ import torch
 
 from cute_ep.ceilings import Ceilings
 from cute_ep.measure import CHAINED
-from cute_ep.traffic import count_routing, traffic
+from cute_ep.traffic import OPERATIONS, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 from perf.cases import MAIN
 from perf.tables import markdown
 
 GOOD = 0.15
 """An error up to which a case counts as explained."""
-FITTED = ("dispatch", "combine_exact", "combine_partial")
 NOMINAL = {"H100": (450e9, 3.35e12), "H200": (450e9, 4.8e12), "B200": (900e9, 8e12)}
 """By a word of the GPU's name: bytes per second of its NVLinks one way and of its memory."""
 ELSEWHERE = (("8 x H200", "H200", 8), ("NVL72 (Blackwell), 8 ranks", "B200", 8), ("NVL72, 32 ranks", "B200", 32))
@@ -104,7 +103,7 @@ def fit_model(runs: Sequence[dict]) -> dict[Key, Fit]:
     for run in runs:
         ceilings = Ceilings(**run["ceilings"])
         for case in run["cases"]:
-            if (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in FITTED:
+            if (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in OPERATIONS:
                 link, memory = work_us(case["parts"][0], ceilings)
                 point = link, memory, case["p50_us"] - latency_us(ceilings), case["p50_us"]
                 points.setdefault(key_of(case["operation"], case["format"]), []).append(point)
@@ -122,7 +121,7 @@ def fit_for(run: dict, runs: Sequence[dict]) -> dict[Key, Fit]:
 
 
 def operations_of(case: dict) -> tuple[str, ...]:
-    """The launches of a case's round, as FITTED names them."""
+    """The launches of a case's round, as OPERATIONS names them."""
     return ("dispatch", "combine_partial") if case["operation"].startswith("pair") else (case["operation"],)
 
 

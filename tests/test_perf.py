@@ -20,6 +20,7 @@ import torch
 from cute_ep import ceilings as ceilings_module
 from cute_ep import timing
 from cute_ep.ceilings import Ceilings, floors
+from cute_ep.commands.common import formats_of
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect_local
 from cute_ep.errors import EPError, EPInputError
@@ -45,7 +46,9 @@ def synthetic(overhead: float = 5.0, link: float = 0.8, memory: float = 0.5) -> 
     """Cases that follow the model exactly."""
     cases = []
     fits = {
-        model.key_of(name, fmt): model.Fit(overhead, link, memory) for name in model.FITTED for fmt in ("bf16", "fp8")
+        model.key_of(name, fmt): model.Fit(overhead, link, memory)
+        for name in model.OPERATIONS
+        for fmt in ("bf16", "fp8")
     }
     for fmt, message in (("bf16", 14336), ("fp8", 7392)):
         for tokens in (1, 16, 128, 4096):
@@ -304,7 +307,7 @@ def test_the_suite_covers_what_it_promises() -> None:
         assert [tokens for tokens, routing in group.points if routing == "uniform"] == list(TOKENS)
         assert any(routing == "zipf" for _, routing in group.points) and group.max_tokens == 8192
     assert {group.shape for group in groups} == {MAIN, *OTHERS}
-    assert not Shape(2880, 128, 4).holds("fp8") and Shape(2880, 128, 4).holds("nvfp4")
+    assert {group.format for group in groups if group.shape.hidden == 2880} == set(formats_of(2880, MEASURED_FORMATS))
     for group in groups:
         group.shape.config(group.format, 4, group.max_tokens)
     assert {group.shape for group in case_groups(quick=True)} == {MAIN}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ep.commands.common import config, served_formats
+from cute_ep.commands.common import config, formats_of
 from cute_ep.demo import cpu_preset
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.formats import FORMATS
@@ -18,9 +18,9 @@ def test_every_preset_is_a_valid_deployment(name: str, fmt: str, ranks: int) -> 
     config(cpu_preset(PRESETS[name]), ranks, 64, fmt)
     if PRESETS[name].hidden % FORMATS[fmt].block:
         assert (name, FORMATS[fmt].block) == ("gpt-oss-120b", 128)
-        assert fmt not in served_formats(PRESETS[name])
+        assert fmt not in formats_of(PRESETS[name].hidden)
         return
-    assert fmt in served_formats(PRESETS[name])
+    assert fmt in formats_of(PRESETS[name].hidden)
     cfg = config(PRESETS[name], ranks, 4096, fmt)
     assert (cfg.hidden, cfg.num_experts, cfg.top_k) == (
         PRESETS[name].hidden,

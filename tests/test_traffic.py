@@ -9,9 +9,10 @@ import torch
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
+from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.scales import ATOM
-from cute_ep.traffic import OPERATIONS, add_traffic, count_routing, per_expert_receive_bytes, traffic
+from cute_ep.traffic import OPERATIONS, count_routing, per_expert_receive_bytes, traffic
 from tests.cases import CASES
 
 
@@ -33,8 +34,9 @@ def test_by_hand() -> None:
     assert exact.memory == ((2 + 2 * 4 + 2) * row, (4 + 2 * 2 + 1) * row)
     assert sent.busiest_link(["cuda:0", "cuda:1"]) == 2 * row
     assert sent.busiest_memory(["cuda:0", "cuda:0"]) == sum(sent.memory)
-    assert add_traffic(sent, exact).remote_bytes == 4 * row
     assert per_expert_receive_bytes(cfg) == 4 * 2 * row
+    with pytest.raises(EPInputError, match="operation = 'combine'"):
+        traffic(cfg, counts, "combine")
 
 
 def test_shared_expert_by_hand() -> None:

@@ -15,9 +15,9 @@ from cute_ep.commands.common import (
     chosen_shape,
     config,
     format_names,
+    formats_of,
     print_table,
     seconds_text,
-    served_formats,
     token_counts,
     write_json,
 )
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from cute_ep.machine import describe_devices, environment, parse_devices
 
     shape, sizes = chosen_shape(args), token_counts(args.tokens)
-    formats = format_names(args.format) if args.format else served_formats(shape, DEFAULT_FORMATS) or DEFAULT_FORMATS
+    formats = format_names(args.format) if args.format else formats_of(shape.hidden, DEFAULT_FORMATS) or DEFAULT_FORMATS
     if args.iterations < 1:
         raise EPConfigError(f"iterations = {args.iterations}: must be at least 1")
     devices = parse_devices(args.devices, shape.num_experts)

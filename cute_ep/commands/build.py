@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ep.commands.common import bytes_text, format_names, print_table, seconds_text, served_formats
+from cute_ep.commands.common import bytes_text, format_names, formats_of, print_table, seconds_text
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import ARCHITECTURES, Hooks, Variant, variants
@@ -56,7 +56,7 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
     if args.jobs is not None and args.jobs < 1:
         raise EPConfigError(f"jobs = {args.jobs}: must be at least 1")
     for shape in presets_named(args.preset) if args.preset else ():
-        if not served_formats(shape, formats):
+        if not formats_of(shape.hidden, formats):
             raise EPConfigError(f"{shape.name}: hidden = {shape.hidden} fits none of the formats {', '.join(formats)}")
     made = variants(archs, formats, Hooks(**{hook: getattr(args, hook) for hook in HOOK_HELP}))
     if args.kernel:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     jobs = min(args.jobs or os.cpu_count() or 1, len(made))
     sys.path.insert(0, os.getcwd())  # where hooks are, beside what is installed
     for shape in presets_named(args.preset) if args.preset else ():
-        served = ", ".join(served_formats(shape, format_names(args.format)))
+        served = ", ".join(formats_of(shape.hidden, format_names(args.format)))
         console.print(
             f"{shape.name} (hidden {shape.hidden}, top-k {shape.top_k}) is served in {served}", highlight=False
         )

@@ -88,14 +88,14 @@ def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 
     return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, fmt, timeout_s)
 
 
-def served_formats(shape: Preset, formats: Iterable[str] = FORMATS) -> list[str]:
-    """Those of the formats that can hold the rows of a shape."""
-    served = []
+def formats_of(hidden: int, formats: Iterable[str] = FORMATS) -> list[str]:
+    """Those of the formats that rows of `hidden` elements fit."""
+    fits = []
     for fmt in formats:
-        with suppress(EPConfigError):
-            config(shape, 1, 1, fmt)
-            served.append(fmt)
-    return served
+        with suppress(ValueError):
+            FORMATS[fmt].check_hidden(hidden)
+            fits.append(fmt)
+    return fits
 
 
 def message_regions(cfg: EPConfig) -> tuple[Region, Region]:

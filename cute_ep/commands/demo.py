@@ -16,11 +16,11 @@ from cute_ep.commands.common import (
     bytes_text,
     chosen_shape,
     config,
+    formats_of,
     message_regions,
     one_thread_on_a_cpu,
     print_table,
     seconds_text,
-    served_formats,
 )
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.layouts.arena import message_bytes
@@ -76,7 +76,9 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
         shape = demo.cpu_preset(shape)
     tokens = args.tokens if args.tokens is not None else CPU_TOKENS if on_cpu else GPU_TOKENS
     name, text = demo.read_text(args.text)
-    configs = {fmt: config(shape, len(devices), tokens, fmt) for fmt in served_formats(shape) or [next(iter(FORMATS))]}
+    configs = {
+        fmt: config(shape, len(devices), tokens, fmt) for fmt in formats_of(shape.hidden) or [next(iter(FORMATS))]
+    }
     batches = demo.text_batches(text, shape, len(devices), tokens, args.seed)
     cfg = next(iter(configs.values()))
     each = batches[0].x.shape[0]

@@ -20,8 +20,8 @@ from cute_ep.commands.common import (
     chosen_shape,
     config,
     format_names,
+    formats_of,
     print_table,
-    served_formats,
     token_counts,
 )
 from cute_ep.config import EPConfig
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     model = chosen_shape(args)
     sizes = sorted(set(token_counts(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))))
-    formats = format_names(args.format) if args.format else served_formats(model)
+    formats = format_names(args.format) if args.format else formats_of(model.hidden)
     devices = parse_devices(args.devices, model.num_experts)
     if devices[0] == "cpu":
         raise EPConfigError("devices = 'cpu': tune measures GPUs")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from cute_ep.commands.common import add_device_arguments, one_thread_on_a_cpu, seconds_text, write_json
+from cute_ep.commands.common import add_device_arguments, formats_of, one_thread_on_a_cpu, seconds_text, write_json
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPError
 from cute_ep.layouts.formats import FORMATS
@@ -94,18 +94,6 @@ def tokens_of_ranks(tokens: int, ranks: int) -> tuple[int, ...]:
     """`tokens` on rank 0 and other numbers, some of them 0, on the others."""
     pattern = (tokens, tokens // 2, max(0, tokens - 1), tokens // 7)
     return tuple(pattern[rank % len(pattern)] for rank in range(ranks))
-
-
-def formats_of(hidden: int) -> list[str]:
-    """The formats that rows of `hidden` elements fit."""
-    fits = []
-    for name, fmt in FORMATS.items():
-        try:
-            fmt.check_hidden(hidden)
-        except ValueError:
-            continue
-        fits.append(name)
-    return fits
 
 
 def cases_of(shape: tuple[int, int, int], ranks: int, sizes: Sequence[int], routings: Sequence[str]) -> Iterator[Case]:
