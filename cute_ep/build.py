@@ -81,7 +81,7 @@ def build(
         if (entry.source_hash, entry.dsl) == (source_hash(variant.hooks), dsl_version()) and entry.path.exists()
     }
     todo = [variant for variant in wanted if variant not in fresh]
-    done = set()
+    made: dict[Variant, LibraryEntry] = {}
     for variant in wanted:
         if variant in fresh and on_done:
             on_done(variant, False)
@@ -94,14 +94,14 @@ def build(
                 for future in as_completed(futures):
                     variant = futures[future]
                     try:
-                        entries[variant] = future.result()
-                        done.add(variant)
+                        made[variant] = future.result()
                     except Exception as error:
                         raise RuntimeError(f"{variant.symbol} ({variant.arch}) did not compile: {error}") from error
                     if on_done:
                         on_done(variant, True)
     finally:
-        add_to_manifest(folder, {variant: entries[variant] for variant in todo if variant in done})
+        add_to_manifest(folder, made)
+    entries |= made
     return [entries[variant] for variant in wanted]
 
 

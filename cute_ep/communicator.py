@@ -29,7 +29,6 @@ from cute_ep.validate import (
     check_input_scale,
     check_mode,
     check_output,
-    check_place,
     check_rows,
     check_tensor,
     check_tokens,
@@ -397,7 +396,7 @@ class Communicator:
             if input_scale is not None:
                 check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
         elif input_scale is not None:
-            check_place("input_scale", input_scale, self.device)
+            check_tensor("input_scale", input_scale, device=self.device)
         tokens = x.shape[0]
         return_pieces = self._shape("combine", tokens).pieces_log2
         arguments = {
@@ -493,7 +492,7 @@ class Communicator:
         if epilogue_data is not None:
             if self.hooks.epilogue is None or mode == "unweighted":
                 raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
-            check_place("epilogue_data", epilogue_data, self.device)
+            check_tensor("epilogue_data", epilogue_data, device=self.device)
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
+from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, Arena, message_bytes, message_of, return_slots
 from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.routing import (
     MAX_EXPERTS,
@@ -85,17 +85,19 @@ class EPConfig:
             self.format.check_hidden(self.hidden)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
-        size = message_of(self.format, self.hidden).nbytes
+        size = message_bytes(self.format, self.hidden)
         require(
             self.max_tokens_per_rank * size < MAX_STRIDE,
             "max_tokens_per_rank",
             f"must leave the messages of a rank, {size} bytes each, below 2 GiB",
         )
-        require(
-            self.format.scale is None or self.arena.nbytes <= MAX_SCALED,
-            "max_tokens_per_rank",
-            f"must leave the memory of a rank, {self.arena.nbytes} bytes, within 64 GiB",
-        )
+        if self.format.scale is not None:
+            memory = memory_bytes(self)
+            require(
+                memory <= MAX_SCALED,
+                "max_tokens_per_rank",
+                f"must leave the memory of a rank, {memory} bytes, within 64 GiB",
+            )
         layouts = self.format.scale_layouts
         require(
             self.scale_layout is None or self.scale_layout in layouts,

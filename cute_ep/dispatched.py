@@ -103,10 +103,14 @@ def scale_dtype(fmt: Format) -> torch.dtype:
     return torch.float32 if fmt.scale == "f32" else torch.uint8
 
 
+def routed_shape(cfg: EPConfig) -> tuple[int, int, int]:
+    """Extents of what dispatch keeps of every entry (source, token, k)."""
+    return cfg.peers, cfg.max_tokens_per_rank, cfg.top_k
+
+
 def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
     """(shape, type) of every tensor of `DispatchBuffers` for `rows` rows; None where the configuration has none."""
-    fmt, groups = cfg.format, cfg.groups
-    routed = (cfg.peers, cfg.max_tokens_per_rank, cfg.top_k)
+    fmt, groups, routed = cfg.format, cfg.groups, routed_shape(cfg)
     scales = None
     if cfg.scales_as is not None:
         shape = scale_shape(cfg.scales_as, fmt.scale_bytes(cfg.hidden), fmt.scale_itemsize, rows, groups)

@@ -10,14 +10,14 @@ the call, so it may be overwritten afterwards, as on a stream; `topk_ids` and ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
+from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.routing import Phase
 from cute_ep.layouts.scales import TRANSPOSED
@@ -276,7 +276,7 @@ class ReferenceCommunicator:
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
-        buffers = {one.name: getattr(out, one.name) for one in fields(out)}
+        buffers = tensors_of(out)
         given = {"topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
         dispatched = _OwnDispatched(**buffers, **given, return_pieces=0, origin=pending)
         self._exchange.dispatch.receive(pending, lambda current: self._fill(current, buffers))

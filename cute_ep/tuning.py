@@ -178,8 +178,9 @@ class Tuning:
 
 def built_in(cfg: EPConfig) -> Tuning:
     """The tables that ship."""
-    dispatch, combine = (
-        next(table for most, table in tables.items() if size <= most)
-        for tables, size in ((DISPATCH, message_bytes(cfg.format, cfg.hidden)), (COMBINE, cfg.peers))
-    )
-    return Tuning(dispatch, combine)
+    return Tuning(_first_of(DISPATCH, message_bytes(cfg.format, cfg.hidden)), _first_of(COMBINE, cfg.peers))
+
+
+def _first_of(tables: Mapping[int, tuple[Entry, ...]], number: int) -> tuple[Entry, ...]:
+    """The first of the tables that is for at least `number`."""
+    return next(table for most, table in tables.items() if number <= most)

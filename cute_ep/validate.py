@@ -17,6 +17,7 @@ from cute_ep.dispatched import (
     buffer_shapes,
     payload_columns,
     payload_dtype,
+    routed_shape,
     scale_dtype,
 )
 from cute_ep.errors import EPInputError
@@ -33,8 +34,8 @@ def check_tensor(
     name: str,
     tensor: torch.Tensor,
     *,
-    shape: Sequence[int | None],
-    dtype: torch.dtype,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     alignment: int = 1,
 ) -> None:
@@ -42,8 +43,8 @@ def check_tensor(
 
     Args:
         name: how the caller calls it; begins the message.
-        shape: expected extents; None accepts any extent.
-        device: expected device; None accepts any.
+        shape: expected extents, None for any extent; None accepts any number of them.
+        dtype, device: what is expected; None accepts any.
         alignment: bytes that the address of the first element must be a multiple of.
 
     Raises:
@@ -52,12 +53,12 @@ def check_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
     actual = tuple(tensor.shape)
-    if actual != shape and (
+    if (shape is not None and actual != shape) and (
         len(actual) != len(shape) or any(want not in (None, got) for got, want in zip(actual, shape, strict=True))
     ):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise EPInputError(f"{name}.shape = {actual}: must be ({wanted})")
-    if tensor.dtype != dtype:
+    if dtype not in (None, tensor.dtype):
         raise EPInputError(f"{name}.dtype = {tensor.dtype}: must be {dtype}")
     if device is not None and tensor.device != (device := torch.device(device)):
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
@@ -162,19 +163,11 @@ def check_mode(mode: str) -> None:
         raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
 
 
-def check_place(name: str, tensor: torch.Tensor, device: torch.device | str) -> None:
-    """EPInputError unless a tensor of any type and shape, which a hook reads, is contiguous on `device`."""
-    if not isinstance(tensor, torch.Tensor):
-        raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
-    check_tensor(name, tensor, shape=tuple(tensor.shape), dtype=tensor.dtype, device=device)
-
-
 def check_batch(cfg: EPConfig, dispatched: Dispatched, device: torch.device | str) -> None:
     """EPInputError unless `dispatched` is a batch of this configuration, on this device."""
     if not isinstance(dispatched, Dispatched):
         raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
-    routed = (cfg.peers, cfg.max_tokens_per_rank, cfg.top_k)
-    check_tensor("dispatched.row_map", dispatched.row_map, shape=routed, dtype=torch.int32, device=device)
+    check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
 
 
 def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> None:
