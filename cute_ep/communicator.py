@@ -95,6 +95,7 @@ class Communicator:
         self._shared_device = shared_device
         self._release = release
         self._closed = False
+        self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._checked: WeakValueDictionary[int, DispatchBuffers] = WeakValueDictionary()
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._status = HostMemory(len(StatusWord) * (cfg.peers + 1))
@@ -325,13 +326,20 @@ class Communicator:
         return result
 
     def synchronize(self) -> None:
-        """Wait for this rank's work and raise what its kernels reported.
+        """Wait for this rank's work, on whatever streams, and raise what its kernels reported.
+
+        Graph replays are not seen: those on the current stream are waited for.
 
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, the epochs expected and seen.
             EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold.
         """
-        self._work_stream().synchronize()
+        stream = self._work_stream()
+        if self._streams <= {stream.cuda_stream}:
+            stream.synchronize()
+        else:  # one of them may be gone by now, so they are not waited for one by one
+            torch.cuda.synchronize(self.device)
+        self._streams.clear()
         self._raise_timeout()
         self._raise_input_error()
 
@@ -527,6 +535,7 @@ class Communicator:
             "chained": int(2 * shape.grid <= self.max_ctas),  # two fit side by side: `docs/protocol.md` 7
         }
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
+        self._streams.add(stream.cuda_stream)
         with guard:
             self._kernels[name].launch(shape.grid, every, stream.cuda_stream)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, Arena, message_bytes, message_of, return_slots
+from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
 from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.routing import (
     MAX_EXPERTS,
@@ -85,7 +85,7 @@ class EPConfig:
             self.format.check_hidden(self.hidden)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
-        size = message_bytes(self.format, self.hidden)
+        size = message_of(self.format, self.hidden).pitch
         require(
             self.max_tokens_per_rank * size < MAX_STRIDE,
             "max_tokens_per_rank",
@@ -174,8 +174,8 @@ def memory_bytes(cfg: EPConfig) -> int:
 
     Two parities of  R * (places * message + Tmax * 16 * K)  bytes for what arrives in dispatch and
     places * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags,  16 * R * most_flags(Tmax)
-    bytes, the counts, and the scale factors of EXPRESS_TOKENS messages of each rank; every region is aligned to 256
-    bytes. `places` is Tmax, and EXPRESS_TOKENS more where Tmax exceeds that. Exact: the sum that `layouts.arena.Arena`
-    computes.
+    bytes, the counts, and the scale factors of EXPRESS_TOKENS messages of each rank; a message is padded to 128 bytes
+    (`Message.pitch`), every region to 256. `places` is Tmax, and EXPRESS_TOKENS more where Tmax exceeds that. Exact:
+    the sum that `layouts.arena.Arena` computes.
     """
     return int(cfg.arena.nbytes)

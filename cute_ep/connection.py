@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.driver import DeviceMemory, close_handle, enable_peer_access, open_handle
-from cute_ep.errors import EPConfigError
+from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle
+from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.tuning import CTAS_PER_SM, Tuning
 from cute_ep.tuning_file import find_tuning
+
+Made = TypeVar("Made")
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def connect_local(
@@ -119,25 +125,36 @@ def connect(
         sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
 
     Raises:
-        EPConfigError: the group's size or another rank's configuration differs, or a damaged file of `cute-ep tune`.
+        EPConfigError: the group's size or another rank's configuration differs, two ranks are on one GPU or on two
+            machines, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
+        EPError: another rank could not connect; says which and why.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if world != cfg.world_size:
         raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
     device = torch.device("cuda", torch.cuda.current_device())
-    tuning = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world)
-    gathered: list = [None] * world
-    dist.all_gather_object(gathered, cfg, group)
-    for peer, other in enumerate(gathered):
-        if other != cfg:
-            raise EPConfigError(f"rank {peer} was configured with {other}, rank {rank} with {cfg}")
-    kernels = load_kernels(cfg, device, Library(library), hooks)
-    arena = _make_arena(cfg, device)
-    handles: list = [None] * world
-    dist.all_gather_object(handles, arena.handle(), group)
+
+    def look_around() -> tuple[_Place, int, Tuning]:
+        found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world)
+        return _Place.of(cfg, device), _max_ctas(device, sms, 1), found
+
+    (_, max_ctas, shapes), places = _on_all_ranks(group, look_around, lambda found: found[0])
+    _check_places(rank, places)
+
+    def prepare() -> tuple[dict[str, Kernel], DeviceMemory]:
+        kernels = load_kernels(cfg, device, Library(library), hooks)
+        return kernels, _make_arena(cfg, device)
+
+    (kernels, arena), handles = _on_all_ranks(
+        group, prepare, lambda made: made[1].handle(), lambda made: made[1].free()
+    )
     peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
-    mapped = {peer: open_handle(device, handle) for peer, handle in peers.items()}
+
+    def map_peers() -> dict[int, int]:
+        return {peer: open_handle(device, handle) for peer, handle in peers.items()}
+
+    mapped, _ = _on_all_ranks(group, map_peers)
     addresses = [arena.address] if cfg.skip_a2a else [mapped.get(peer, arena.address) for peer in range(world)]
 
     def release(communicator: Communicator) -> None:
@@ -153,21 +170,80 @@ def connect(
         communicator.free()
         arena.free()
 
-    communicator = Communicator(
-        cfg,
-        rank,
-        device,
-        arena,
-        addresses,
-        kernels=kernels,
-        hooks=hooks,
-        max_ctas=_max_ctas(device, sms, 1),
-        tuning=tuning,
-        shared_device=False,
-        release=release,
-    )
-    dist.barrier(group)
-    return communicator
+    def start() -> Communicator:
+        return Communicator(
+            cfg,
+            rank,
+            device,
+            arena,
+            addresses,
+            kernels=kernels,
+            hooks=hooks,
+            max_ctas=max_ctas,
+            tuning=shapes,
+            shared_device=False,
+            release=release,
+        )
+
+    return _on_all_ranks(group, start)[0]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What ranks of one group compare: their configurations, and where they run."""
+
+    cfg: EPConfig
+    machine: str
+    gpu: str
+
+    @classmethod
+    def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
+        """This process's, with the identity of the running kernel: containers on one machine share it."""
+        return cls(cfg, BOOT_ID.read_text().strip(), str(torch.cuda.get_device_properties(device).uuid))
+
+
+def _check_places(rank: int, places: Sequence[_Place]) -> None:
+    """EPConfigError unless all ranks have rank `rank`'s configuration and machine, and each a GPU of its own."""
+    own = places[rank]
+    for peer, place in enumerate(places):
+        if place.cfg != own.cfg:
+            raise EPConfigError(f"rank {peer} was configured with {place.cfg}, rank {rank} with {own.cfg}")
+        if place.machine != own.machine:
+            raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one (CUDA IPC)")
+    for peer, place in enumerate(places):
+        if first := [other for other in range(peer) if places[other].gpu == place.gpu]:
+            raise EPConfigError(
+                f"rank {first[0]} and rank {peer} are both on GPU {place.gpu}: each must call torch.cuda.set_device "
+                "with a GPU of its own (several ranks on one GPU: connect_local)"
+            )
+
+
+def _on_all_ranks(
+    group: dist.ProcessGroup | None,
+    make: Callable[[], Made],
+    share: Callable[[Made], Any] = lambda made: None,
+    undo: Callable[[Made], None] = lambda made: None,
+) -> tuple[Made, list]:
+    """Collective: this rank's make(), and share() of what every rank made. Where it fails on one rank it fails on all:
+    there with the error, elsewhere, after undo(), with EPError that names the rank."""
+
+    def exchange(shared: Any, failure: str | None) -> list:
+        gathered: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (shared, failure), group)
+        return gathered
+
+    try:
+        made = make()
+        shared = share(made)
+    except Exception as error:  # the others are told first
+        exchange(None, f"{type(error).__name__}: {error}")
+        raise
+    gathered = exchange(shared, None)
+    for peer, (_, failure) in enumerate(gathered):
+        if failure is not None:
+            undo(made)
+            raise EPError(f"rank {peer} could not connect: {failure}")
+    return made, [one for one, _ in gathered]
 
 
 def _make_arena(cfg: EPConfig, device: torch.device) -> DeviceMemory:

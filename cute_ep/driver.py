@@ -33,12 +33,13 @@ def architecture(device: torch.device) -> str:
 
 
 class Kernel:
-    """A loaded kernel of one device, with a parameter buffer of its own.
+    """A loaded kernel of one device, the current one, with a parameter buffer of its own.
 
     One launch fills the buffer that the next one reuses (the driver copies it at launch); threads take turns.
     """
 
     def __init__(self, entry: LibraryEntry) -> None:
+        self._context = check(driver.cuCtxGetCurrent())
         library = check(driver.cuLibraryLoadData(entry.read(), None, None, 0, None, None, 0))
         self._library = library
         self._function = check(
@@ -79,7 +80,11 @@ class Kernel:
             for index, name, mask in self._free:
                 values[index] = arguments.get(name, 0) & mask
             config.gridDimX, config.hStream, config.numAttrs = grid, stream, arguments.get("chained", 0)
-            check(driver.cuLaunchKernelEx(config, self._function, address, 0))
+            status = driver.cuLaunchKernelEx(config, self._function, address, 0)
+            if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call
+                check(driver.cuCtxSetCurrent(self._context))
+                status = driver.cuLaunchKernelEx(config, self._function, address, 0)
+            check(status)
 
     def unload(self) -> None:
         """Release the module; no launch may be running."""

@@ -21,7 +21,7 @@ from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tenso
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.routing import Phase
 from cute_ep.layouts.scales import TRANSPOSED
-from cute_ep.rounds import Plan
+from cute_ep.rounds import Plan, Rounds
 from cute_ep.validate import (
     check_buffers,
     check_input_scale,
@@ -64,18 +64,27 @@ class _OwnDispatched(Dispatched):
     origin: Pending
 
 
+@dataclass(frozen=True, eq=False)
+class _Returned:
+    """What one rank gives back in a combine: its rows and batch as they were, the mode, the round of its dispatch."""
+
+    rows: torch.Tensor
+    batch: Dispatched
+    mode: str
+    dispatch: int
+
+
 class _Collective:
     """The rounds of dispatch or of combine, shared by the ranks that exchange messages."""
 
     def __init__(self, name: str, phase: Phase, ranks: Sequence[int]) -> None:
         self.name, self.phase, self.ranks = name, phase, ranks
         self.rounds: list[_Round] = []
-        self.sent = dict.fromkeys(ranks, 0)
-        self.received = dict.fromkeys(ranks, 0)
+        self.order = {rank: Rounds(name) for rank in ranks}
 
     def next_round(self, rank: int) -> _Round:
         """The round that the next `send` of `rank` joins."""
-        index = self.sent[rank]
+        index = self.order[rank].sent
         if index == len(self.rounds):
             self.rounds.append(_Round(index))
         return self.rounds[index]
@@ -85,7 +94,7 @@ class _Collective:
 
     def send(self, rank: int, arguments: Any) -> _Round:
         joined = self.next_round(rank)
-        self.sent[rank] += 1
+        self.order[rank].sent += 1
         joined.arguments[rank] = arguments
         self._progress(joined)
         return joined
@@ -95,14 +104,10 @@ class _Collective:
         if not own:
             kind = type(pending).__name__
             raise EPInputError(f"pending = {kind}: must be what {self.name}_async of rank {rank} returned")
-        if pending.round.index != self.received[rank]:
-            raise EPInputError(
-                f"pending = {self.name} round {pending.round.index}: must be round {self.received[rank]}, "
-                "each is waited for once and in the order of the calls"
-            )
+        self.order[rank].check_wait(pending.round.index + 1)
 
     def receive(self, pending: Pending, receiver: Callable[[_Round], None]) -> None:
-        self.received[pending.rank] += 1
+        self.order[pending.rank].received += 1
         pending.round.receivers[pending.rank] = receiver
         self._progress(pending.round)
 
@@ -117,11 +122,11 @@ class _Collective:
 
     def unfilled(self, rank: int) -> _Round | None:
         """The oldest round that `rank` waits for in vain, if any."""
-        waited = self.rounds[: self.received[rank]]
+        waited = self.rounds[: self.order[rank].received]
         return next((one for one in waited if rank not in one.filled), None)
 
     def missing(self, current: _Round) -> tuple[int, ...]:
-        return tuple(rank for rank in self.ranks if self.sent[rank] <= current.index)
+        return tuple(rank for rank in self.ranks if self.order[rank].sent <= current.index)
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -189,7 +194,7 @@ class ReferenceCommunicator:
             return
         missing = collective.missing(current)
         details = tuple(
-            f"rank {peer}: expected {current.index + 1} {collective.name} calls, saw {collective.sent[peer]}"
+            f"rank {peer}: expected {current.index + 1} {collective.name} calls, saw {collective.order[peer].sent}"
             for peer in missing
         )
         self._failure = EPTimeout(collective.phase.name, self.rank, missing, details)
@@ -212,19 +217,35 @@ class ReferenceCommunicator:
         row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
         """`dispatch_async` and `dispatch_wait` in one call; same arguments, result and errors."""
+        return self.plan_dispatch(
+            x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
+        ).launch()
+
+    def plan_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> Plan[Dispatched]:
+        """All of `dispatch` but joining the round; arguments and errors are the same."""
         self._check_usable()
+        order = self._exchange.dispatch.order[self.rank]
+        order.check_fused()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
-        pending = self.dispatch_async(x, topk_ids, router_weights, input_scale, scales=scales, row_scales=row_scales)
-        return self.dispatch_wait(pending, out)
+        source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
 
-    def plan_dispatch(self, *arguments: Any, **options: Any) -> Plan[Dispatched]:
-        """`dispatch`, to be made by the plan's `launch`, which also checks the arguments."""
-        return Plan(lambda: self.dispatch(*arguments, **options))
+        def launch() -> Dispatched:
+            self._check_usable()
+            order.check_fused()
+            return self.dispatch_wait(self._send(source, topk_ids, router_weights), out)
 
-    def plan_combine(self, *arguments: Any, **options: Any) -> Plan[torch.Tensor]:
-        """`combine`, to be made by the plan's `launch`, which also checks the arguments."""
-        return Plan(lambda: self.combine(*arguments, **options))
+        return Plan(launch)
 
     def dispatch_async(
         self,
@@ -250,6 +271,20 @@ class ReferenceCommunicator:
             EPInputError: an argument breaks its rule. The round has not been joined then.
         """
         self._check_usable()
+        self._exchange.dispatch.order[self.rank].check_send()
+        source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return self._send(source, topk_ids, router_weights)
+
+    def _encode(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
+    ) -> Any:
+        """What this rank sends, made of copies."""
         check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
         if isinstance(input_scale, torch.Tensor):
             check_input_scale(self.cfg.format, input_scale)
@@ -257,7 +292,10 @@ class ReferenceCommunicator:
         copies = [_copy(one) for one in (x, topk_ids, router_weights, scales, row_scales)]
         x_now, ids_now, weights_now, scales_now, row_scales_now = copies
         ready = None if scales is None else QuantizedRows(x_now, scales_now, row_scales_now)
-        source = reference.encode_source(self.cfg, x_now, ids_now, input_scale, weights_now, ready)
+        return reference.encode_source(self.cfg, x_now, ids_now, input_scale, weights_now, ready)
+
+    def _send(self, source: Any, topk_ids: torch.Tensor, router_weights: torch.Tensor | None) -> Pending:
+        """Join the next dispatch."""
         joined = self._exchange.dispatch.send(self.rank, source)
         return Pending(self.rank, joined, topk_ids=topk_ids, router_weights=router_weights)
 
@@ -308,12 +346,32 @@ class ReferenceCommunicator:
         dtype: torch.dtype = torch.bfloat16,
     ) -> torch.Tensor:
         """`combine_async` and `combine_wait` in one call; same arguments, result and errors."""
+        return self.plan_combine(rows, dispatched, router_weights, mode, out, dtype=dtype).launch()
+
+    def plan_combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: str = "exact",
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Plan[torch.Tensor]:
+        """All of `combine` but joining the round; arguments and errors are the same."""
         self._check_usable()
-        check_mode(mode)
-        self._check_dispatched(dispatched)
+        order = self._exchange.combine.order[self.rank]
+        order.check_fused()
+        given = self._prepare_return(rows, dispatched, mode)
         combine_weights(self.cfg, mode, router_weights, dispatched)
         self._check_output(mode, out, dtype, dispatched)
-        return self.combine_wait(self.combine_async(rows, dispatched, mode), router_weights, out, dtype=dtype)
+
+        def launch() -> torch.Tensor:
+            self._check_usable()
+            order.check_fused()
+            return self.combine_wait(self._return(given, dispatched), router_weights, out, dtype=dtype)
+
+        return Plan(launch)
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> Pending:
         """Send the expert outputs back to the ranks that the tokens came from.
@@ -330,6 +388,14 @@ class ReferenceCommunicator:
                 been joined then.
         """
         self._check_usable()
+        self._exchange.combine.order[self.rank].check_send()
+        given = self._prepare_return(rows, dispatched, mode)
+        if mode != "exact":
+            combine_weights(self.cfg, mode, None, dispatched)
+        return self._return(given, dispatched)
+
+    def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> _Returned:
+        """What this rank gives back, made of copies."""
         check_mode(mode)
         self._check_dispatched(dispatched)
         self._check_filled(self._exchange.dispatch, dispatched.origin.round)
@@ -337,19 +403,20 @@ class ReferenceCommunicator:
         need = dispatched.num_rows.item()
         if rows.shape[0] < need:
             raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
-        if mode != "exact":
-            combine_weights(self.cfg, mode, None, dispatched)
-        call = (mode, dispatched.origin.round.index)
-        for peer, (_, _, other) in self._exchange.combine.next_round(self.rank).arguments.items():
-            if other != call:
-                raise EPInputError(
-                    f"mode = {call[0]!r} of dispatch round {call[1]}: must match rank {peer}'s combine, "
-                    f"{other[0]!r} of round {other[1]}"
-                )
         # what combine reads of `dispatched`, as it is now: its buffers may be used again
         now = replace(dispatched, row_map=dispatched.row_map.clone(), topk_ids=dispatched.topk_ids.clone())
-        joined = self._exchange.combine.send(self.rank, (rows[:need].clone(), now, call))
-        return Pending(self.rank, joined, mode=mode, dispatched=dispatched)
+        return _Returned(rows[:need].clone(), now, mode, dispatched.origin.round.index)
+
+    def _return(self, given: _Returned, dispatched: Dispatched) -> Pending:
+        """Join the next combine, unless a peer has joined it with another mode or dispatch."""
+        for peer, other in self._exchange.combine.next_round(self.rank).arguments.items():
+            if (other.mode, other.dispatch) != (given.mode, given.dispatch):
+                raise EPInputError(
+                    f"mode = {given.mode!r} of dispatch round {given.dispatch}: must match rank {peer}'s combine, "
+                    f"{other.mode!r} of round {other.dispatch}"
+                )
+        joined = self._exchange.combine.send(self.rank, given)
+        return Pending(self.rank, joined, mode=given.mode, dispatched=dispatched)
 
     def combine_wait(
         self,
@@ -384,8 +451,8 @@ class ReferenceCommunicator:
             out = torch.empty(shape, dtype=dtype, device=DEVICE)
 
         def reduce(current: _Round) -> None:
-            rows = {rank: given for rank, (given, _, _) in current.arguments.items()}
-            batches = {rank: batch for rank, (_, batch, _) in current.arguments.items()}
+            rows = {rank: given.rows for rank, given in current.arguments.items()}
+            batches = {rank: given.batch for rank, given in current.arguments.items()}
             if pending.mode == "unweighted":
                 made = reference.unweighted_source(self.cfg, self.rank, rows, batches, out.dtype)
             else:

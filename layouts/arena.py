@@ -64,6 +64,8 @@ MAX_STRIDE = 1 << 31
 """Kernels are given all strides but those of a region's first mode in 32 bits."""
 MAX_SCALED = 1 << 36
 """Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte units in 32 bits."""
+PACKET_BYTES = 128
+"""Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
 COMBINE_ITEMSIZE = 2
 """Bytes of one element of a returned row (bfloat16)."""
 
@@ -100,6 +102,11 @@ class Message:
     scales: Region
     row_scale: Region
     nbytes: int
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one message to the next in an arena."""
+        return align_up(self.nbytes, PACKET_BYTES)
 
 
 def message_map(payload_bytes: int, scale_bytes: int, row_scale_bytes: int) -> Message:
@@ -160,9 +167,9 @@ class Arena:
         row = hidden * COMBINE_ITEMSIZE
         few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
         self.returns = regions.add("returns", 1, PARITIES, many, slots, row)
-        self.messages = regions.add("messages", 1, PARITIES, ranks, many, message.nbytes)
+        self.messages = regions.add("messages", 1, PARITIES, ranks, many, message.pitch)
         self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
-        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message.nbytes)
+        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message.pitch)
         self.kept_scales = regions.add("kept_scales", 1, ranks, few, align_up(message.scales.nbytes, VECTOR_BYTES))
         self.blank = (self.express_returns, self.express_messages)
         self.regions = regions.regions

@@ -7,7 +7,7 @@ from math import lcm
 from hypothesis import strategies as st
 
 from cute_ep.config import MAX_HIDDEN, EPConfig
-from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, message_bytes
+from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, message_of
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 
@@ -27,7 +27,7 @@ def deployments(
     world, local = draw(st.integers(1, ranks)), draw(st.integers(1, per_rank))
     unit = lcm(fmt.block, VECTOR_BYTES * 8 // fmt.bits)
     width = unit * draw(st.integers(1, hidden // unit))
-    size, chosen = message_bytes(fmt, width), draw(st.integers(1, min(top_k, local * world)))
+    size, chosen = message_of(fmt, width).pitch, draw(st.integers(1, min(top_k, local * world)))
     token = 4 * max(world, chosen) * width + world * (3 * size + 32 * chosen)  # bytes of an arena
     most = min(tokens, (MAX_STRIDE - 1) // size, MAX_SCALED // 3 // token)
     return EPConfig(

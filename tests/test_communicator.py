@@ -479,7 +479,7 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
         return (driver.driver.CUresult.CUDA_SUCCESS,)
 
-    names = ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")
+    names = ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")
     for name in names:
         monkeypatch.setattr(driver.driver, name, lambda *_: (driver.driver.CUresult.CUDA_SUCCESS, 0))
     monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
@@ -496,6 +496,54 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         [1 << 40, word, 0, word - 1],
         [1 << 40, word, 0, 0],
     ]
+
+
+def test_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the kernel's, once; other failures are raised."""
+    done = driver.driver.CUresult.CUDA_SUCCESS
+    current, launches = [0], []
+
+    def launch(*_: object) -> tuple:
+        launches.append(current[0])
+        return (done if current[0] == 5 else driver.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+
+    def enter(context: int) -> tuple:
+        current[0] = context
+        return (done,)
+
+    for name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
+        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
+    monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (done, 5))
+    monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", enter)
+    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
+    kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
+    kernel.launch(1, {}, 7)
+    kernel.launch(1, {}, 7)
+    assert launches == [0, 5, 5]
+    failed = driver.driver.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", lambda *_: (failed,))
+    with pytest.raises(EPError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        kernel.launch(1, {}, 7)
+
+
+def test_synchronize_waits_for_every_stream(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the current one alone where no other was given work, else for the device."""
+    waits: list[object] = []
+    streams = [SimpleNamespace(cuda_stream=raw, synchronize=lambda raw=raw: waits.append(raw)) for raw in (7, 8)]
+    rank, current = make(), [streams[0]]
+    monkeypatch.setattr(module.torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device=None: waits.append("device"))
+    x, ids, weights = arguments()
+    rank.synchronize()
+    batch = rank.dispatch(x, ids, weights)
+    rank.synchronize()
+    assert waits == [7, 7]
+    current[0] = streams[1]
+    rank.combine(expert_rows(batch), batch)
+    current[0] = streams[0]
+    rank.synchronize()
+    rank.synchronize()
+    assert waits[2:] == ["device", 7]
 
 
 @pytest.mark.parametrize("cfg", [CFG, SHARED, ALONE])

@@ -134,7 +134,7 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     """Symmetric memory of one rank, written out from the table in `layouts/arena.py`."""
     ranks = 1 if cfg.skip_a2a else cfg.world_size
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
-    message, row = message_by_hand(cfg), 2 * cfg.hidden
+    message, row = padded(message_by_hand(cfg), 128), 2 * cfg.hidden
     flags = max(32 * min(tokens, 512), 4 * min(tokens, 1024), -(-4 * tokens // 16))
     few, many = (tokens, 0) if tokens <= 1024 else (1024, tokens)
     sizes = [
@@ -182,7 +182,7 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1685, 1415, 1284]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1685, 1416, 1287]
     assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 36, 33]
 
 
@@ -285,6 +285,8 @@ def test_messages_and_rows_keep_16_byte_alignment(cfg: EPConfig) -> None:
     assert [one % 16 for one in (message.scales.offset, message.row_scale.offset, message.nbytes)] == [0] * 3
     for region in (arena.messages, arena.express_messages, arena.returns, arena.express_returns):
         assert region.at(*(extent - 1 for extent in region.shape[:-1])) % 16 == 0, region.name
+    for region in (arena.messages, arena.express_messages):
+        assert [stride % 128 for stride in region.stride[:-1]] == [0] * 3, "a message begins with a packet of the link"
 
 
 @given(configs)

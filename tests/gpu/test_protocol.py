@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -97,7 +99,6 @@ def on_stream(communicator: Communicator) -> torch.cuda.StreamContext:
 
 def synchronize(communicators: Sequence[Communicator]) -> None:
     for communicator in communicators:
-        communicator.stream.synchronize()
         communicator.synchronize()
 
 
@@ -205,6 +206,38 @@ def test_two_batches_overlap(devices: list[str]) -> None:
                 assert_bits(batch.outs[rank], batch.sums["partial"][rank], f"{name} batch, rank {rank}")
 
 
+def test_launched_by_new_threads(devices: list[str]) -> None:
+    """A thread's first CUDA call may be a launch; `synchronize` waits for streams of all threads."""
+    cfg = EPConfig(2048, 64, 4, 64, len(devices), "bf16", timeout_s=20)
+    with connected(cfg, devices) as communicators:
+        batch = Workload(communicators, [64] * len(devices), "uniform", 8)
+        streams = [torch.cuda.Stream(device) for device in devices]
+        torch.cuda.synchronize()
+
+        def work(rank: int) -> None:
+            with torch.cuda.stream(streams[rank]) if rank else nullcontext():
+                batch.run(rank, communicators[rank], "exact")
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        synchronize(communicators)
+        assert all(stream.query() for stream in streams)
+        for rank in range(len(devices)):
+            assert_bits(batch.outs[rank], batch.sums["exact"][rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("ranks", [16, 32])
+def test_many_virtual_ranks(ranks: int) -> None:
+    """More than a device has queues for streams by default."""
+    cfg = EPConfig(2048, 64, 4, 64, ranks, "nvfp4", timeout_s=20)
+    with connected(cfg, ["cuda:0"] * ranks) as communicators:
+        for seed in range(3):
+            check_round(communicators, make_inputs(cfg, [64] * ranks, "uniform", seed))
+
+
 def test_rank_that_starts_two_seconds_late(devices: list[str]) -> None:
     cfg = EPConfig(2048, 16, 2, 64, len(devices), "bf16", timeout_s=30)
     with connected(cfg, devices) as communicators:
@@ -237,7 +270,6 @@ def test_rank_that_never_comes(devices: list[str]) -> None:
         for rank, communicator in enumerate(communicators):
             if rank == absent:
                 continue
-            communicator.stream.synchronize()
             with pytest.raises(EPTimeout) as caught:
                 communicator.synchronize()
             assert caught.value.missing == (absent,)
@@ -267,7 +299,6 @@ def test_rank_that_stops_before_combine(devices: list[str], tokens: int) -> None
             with on_stream(communicator):
                 communicator.combine(batch.rows[rank], dispatched[rank], out=batch.outs[rank])
         for rank, communicator in enumerate(communicators[1:], start=1):
-            communicator.stream.synchronize()
             with pytest.raises(EPTimeout) as caught:
                 communicator.synchronize()
             assert (caught.value.phase, caught.value.missing) == ("RETURN", (0,)), rank

@@ -12,7 +12,7 @@ from cute_ep import reference
 from cute_ep.compare import assert_bits
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect
-from cute_ep.errors import EPTimeout
+from cute_ep.errors import EPConfigError, EPError, EPTimeout
 from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.workloads import make_inputs
@@ -75,10 +75,33 @@ def check_absent_rank() -> None:
     check_rounds("bf16", 2048)
 
 
+def refused(error: type[Exception], rule: str, **options: object) -> None:
+    """`connect` raises `error` with `rule` in its words."""
+    cfg = EPConfig(2048, 16, 2, 32, dist.get_world_size(), "bf16")
+    try:
+        connect(cfg, library=LIBRARY, **options)
+    except error as caught:
+        assert rule in str(caught), caught
+    else:
+        raise AssertionError(f"no {error.__name__}: {rule}")
+
+
+def check_refusals() -> None:
+    """What is wrong on one rank is an error on all, and none waits for another."""
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        refused(EPConfigError, "sms = 100000", sms=100000)
+    else:
+        refused(EPError, f"rank {last} could not connect: EPConfigError: sms = 100000")
+    torch.cuda.set_device(0)
+    refused(EPConfigError, "rank 0 and rank 1 are both on GPU")
+    torch.cuda.set_device(dist.get_rank())
+
+
 def main() -> None:
-    devices = torch.cuda.device_count()
     dist.init_process_group("gloo")
-    torch.cuda.set_device(dist.get_rank() % devices)
+    torch.cuda.set_device(dist.get_rank())
+    check_refusals()
     for fmt, hidden in (("bf16", 7168), ("nvfp4", 4096)):
         check_rounds(fmt, hidden)
     check_absent_rank()

@@ -10,6 +10,7 @@ from cute_ep import reference
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatchNVFP4
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.workloads import RankInputs, make_inputs
@@ -511,7 +512,7 @@ def test_pending_is_used_once_in_order_and_by_its_rank():
     first, other = communicators[0], communicators[1]
     a, b = (first.dispatch_async(given[0].x, given[0].topk_ids) for _ in range(2))
     for match, call in (
-        ("must be round 0", lambda: first.dispatch_wait(b)),
+        ("this is round 2, but the next to receive is 1", lambda: first.dispatch_wait(b)),
         ("dispatch_async of rank 1", lambda: other.dispatch_wait(a)),
         ("dispatch_async of rank 0", lambda: first.dispatch_wait(None)),
         ("dispatch_async of rank 0", lambda: connect_reference(cfg)[0].dispatch_wait(a)),
@@ -519,17 +520,45 @@ def test_pending_is_used_once_in_order_and_by_its_rank():
     ):
         with pytest.raises(EPInputError, match=match):
             call()
+    for match, call in (
+        ("2 are outstanding", lambda: first.dispatch_async(given[0].x, given[0].topk_ids)),
+        ("2 split round", lambda: first.dispatch(given[0].x, given[0].topk_ids)),
+    ):
+        with pytest.raises(EPInputError, match=match):
+            call()
     first.dispatch_wait(a)
-    with pytest.raises(EPInputError, match="must be round 1"):
+    with pytest.raises(EPInputError, match="this is round 1, but the next to receive is 2"):
         first.dispatch_wait(a)
     first.dispatch_wait(b)
     communicators, batches, _ = dispatch_all(cfg)
     sent = communicators[0].combine_async(rows_for(batches, cfg)[0], batches[0])
     communicators[0].combine_wait(sent)
-    with pytest.raises(EPInputError, match="must be round 1"):
+    with pytest.raises(EPInputError, match="this is round 1, but the next to receive is 2"):
         communicators[0].combine_wait(sent)
     with pytest.raises(EPInputError, match="dispatch_async of rank 0"):
         communicators[0].dispatch_wait(sent)
+
+
+def test_a_refused_list_joins_no_round():
+    """One rank's bad argument leaves all ranks where they were, and so does a plan that is not launched."""
+    cfg = small()
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    dispatch, combine = DistributedEPDispatchNVFP4(communicators), DistributedEPCombine(communicators)
+    xs, ids, weights = ([getattr(one, name) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
+    with pytest.raises(EPInputError, match=r"x\.dtype"):
+        dispatch([*xs[:2], xs[2].float()], ids, weights)
+    communicators[0].plan_dispatch(xs[0], ids[0])
+    batches = dispatch(xs, ids, weights)
+    want = expected(cfg, inputs)
+    for rank, batch in enumerate(batches):
+        assert_bits(batch.num_rows, want[rank].num_rows, f"rank {rank}")
+    rows = rows_for(batches, cfg)
+    with pytest.raises(EPInputError, match=r"rows\.dtype"):
+        combine([*rows[:2], rows[2].float()], batches)
+    communicators[0].plan_combine(rows[0], batches[0])
+    for rank, (got, sums) in enumerate(zip(combine(rows, batches), reference.combine(cfg, rows, want), strict=True)):
+        assert_bits(got, sums, f"rank {rank}")
 
 
 def test_close():

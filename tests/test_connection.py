@@ -1,0 +1,90 @@
+"""What processes of one group tell each other when they connect; threads stand for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from cute_ep import connection
+from cute_ep.config import EPConfig
+from cute_ep.connection import _check_places, _on_all_ranks, _Place
+from cute_ep.errors import EPConfigError, EPError
+
+RANKS = 3
+CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)
+PLACES = [_Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
+
+
+def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -> list[object]:
+    """What call(rank) returns, or raises, on each rank."""
+    barrier, mine, given = threading.Barrier(RANKS, timeout=30), threading.local(), [None] * RANKS
+
+    def all_gather_object(gathered: list, one: object, group: None) -> None:
+        given[mine.rank] = one
+        barrier.wait()
+        gathered[:] = given
+        barrier.wait()
+
+    def work(rank: int) -> object:
+        mine.rank = rank
+        try:
+            return call(rank)
+        except Exception as error:
+            return error
+
+    dist = SimpleNamespace(all_gather_object=all_gather_object, get_world_size=lambda group: RANKS)
+    monkeypatch.setattr(connection, "dist", dist)
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(work, range(RANKS)))
+
+
+def test_every_rank_hears_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = collective(monkeypatch, lambda rank: _on_all_ranks(None, lambda: 10 * rank, lambda made: made + 1))
+    assert got == [(10 * rank, [1, 11, 21]) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("at", ["make", "share"])
+def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    undone = []
+
+    def step(name: str, rank: int) -> int:
+        if name == at and rank == 1:
+            raise MemoryError("2 GiB")
+        return rank
+
+    got = collective(
+        monkeypatch,
+        lambda rank: _on_all_ranks(None, lambda: step("make", rank), lambda made: step("share", made), undone.append),
+    )
+    assert isinstance(got[1], MemoryError)
+    for rank in (0, 2):
+        assert isinstance(got[rank], EPError)
+        assert str(got[rank]) == "rank 1 could not connect: MemoryError: 2 GiB"
+    assert sorted(undone) == [0, 2]
+
+
+def test_places_that_go_together() -> None:
+    for rank in range(RANKS):
+        _check_places(rank, PLACES)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"cfg": replace(CFG, top_k=1)}, r"rank 2 was configured with .*top_k=1.*, rank 0 with .*top_k=2"),
+        ({"machine": "other"}, "rank 2 and rank 0 are on different machines"),
+        ({"gpu": "GPU-1"}, "rank 1 and rank 2 are both on GPU GPU-1: each must call torch.cuda.set_device"),
+    ],
+)
+def test_places_that_do_not(changed: dict, rule: str) -> None:
+    with pytest.raises(EPConfigError, match=rule):
+        _check_places(0, [*PLACES[:2], replace(PLACES[2], **changed)])
+
+
+def test_the_identity_of_this_machine() -> None:
+    assert len(connection.BOOT_ID.read_text().strip()) == 36
