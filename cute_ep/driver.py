@@ -45,6 +45,8 @@ class Kernel:
         self._function = check(
             driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode())))
         )
+        largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
         self.entry = entry
         self._free = [(index, name, (1 << int(kind[1:])) - 1) for index, (name, kind) in enumerate(entry.params)]
         count = len(entry.params)

@@ -35,6 +35,12 @@ def shared_array(region: Region, dtype):
     return cute.make_tensor(pointer, cute.make_layout(region.shape, stride=region.stride))
 
 
+def swizzled(vector):
+    """Where shared memory holds a vector: eight lanes that write or read together meet all 32 banks, whether their
+    vectors are 1, 2 or 4 apart."""
+    return vector ^ ((vector >> 3) & 7)
+
+
 @cute.jit
 def warp_prefix_sum(value: Int32, lane: Int32) -> Int32:
     """Inclusive prefix sum of `value` over the lanes of a warp."""

@@ -23,6 +23,9 @@ from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERN
 SEGMENTS = {"sm_90a": 2}
 """Segments that a partial sum takes at a time; two spill registers for the other targets."""
 
+SMALL_SHARED = ("sm_120a",)
+"""Targets whose SMs have 100 KB of shared memory, too little for the tiles of `Source`."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -57,7 +60,10 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
     weights = resolve(hooks.router_weights)
     if name in DISPATCH_KERNELS:
         receive = not name.endswith("async")
-        return Dispatch(codec, receive=receive, router_weights=weights, input_scale=resolve(hooks.input_scale))
+        ahead = variant.arch not in SMALL_SHARED
+        return Dispatch(
+            codec, receive=receive, ahead=ahead, router_weights=weights, input_scale=resolve(hooks.input_scale)
+        )
     if name in COMBINE_KERNELS:
         return Combine(
             mode=name.rpartition("_")[2],

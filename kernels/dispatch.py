@@ -93,18 +93,21 @@ class Dispatch:
     Args:
         codec: device code of the wire format; None for a kernel that only receives.
         receive: whether this kernel runs the receiving half.
+        ahead: of `Source`.
         router_weights, input_scale: the user's hooks, or None.
     """
 
     args_type = DispatchArgs
 
-    def __init__(self, codec: Codec | None, *, receive: bool, router_weights=None, input_scale=None) -> None:
+    def __init__(
+        self, codec: Codec | None, *, receive: bool, ahead: bool, router_weights=None, input_scale=None
+    ) -> None:
         self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
         self.sPeers = peer_table(shared)
         if codec is not None:
             self.route_role = Route(WeightReader(router_weights), shared)
-            self.send_role = Send(codec, input_scale, shared)
+            self.send_role = Send(codec, input_scale, ahead, shared)
         self.expand_role = Expand(shared)
         self.shared_bytes = shared.nbytes
 

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.arith import halves, round_vector, unit_amax
-from cute_ep.kernels.block import WARPS, launch_config, shared_array
+from cute_ep.kernels.block import WARPS, launch_config, shared_array, swizzled
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.divide import quotient, remainder
@@ -78,12 +78,6 @@ class RowsArgs(ScaleArgs):
     width: Int32
     alpha: Float32
     limit: Float32
-
-
-def swizzled(vector):
-    """Where shared memory holds a vector: eight lanes that write or read together meet all 32 banks, whether their
-    vectors are 1, 2 or 4 apart."""
-    return vector ^ ((vector >> 3) & 7)
 
 
 def sigmoid(value) -> Float32:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 
 from cute_ep.kernels.arith import anew, unit_amax
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array
+from cute_ep.kernels.block import WARPS, shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.divide import quotient, remainder
@@ -29,9 +29,10 @@ from cute_ep.kernels.pieces import (
     units_of,
     whole_convoys,
 )
+from cute_ep.kernels.source import Source
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, convoy_of, segment_words
-from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
+from cute_ep.layouts.device import array, pointer
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY
@@ -44,12 +45,10 @@ STAGED_SEGMENTS = 8
 class Send:
     """Encodes and pushes the messages of one launch."""
 
-    def __init__(self, codec: Codec, input_scale, shared: RegionMap) -> None:
+    def __init__(self, codec: Codec, input_scale, ahead: bool, shared: RegionMap) -> None:
         self.codec, self.input_scale = codec, input_scale
-        self.source_vectors = source_vectors(codec.fmt)
-        # two units and a clamp are more than 64 registers on sm_100a and sm_120a
-        self.batch = 1 if codec.fmt.power_of_two else LOADS_IN_FLIGHT // self.source_vectors
         self.scale_words = segment_words(codec.fmt)
+        self.source = Source(source_vectors(codec.fmt), ahead, shared)
         self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
     @cute.jit
@@ -58,9 +57,10 @@ class Send:
         scale = self._global_scale(args)
         units = units_of(args.payload_bytes)
         convoys = ~is_express(args.tokens)
-        items = args.tokens << args.message_pieces
-        items = cutlass.select_(convoys, whole_convoys(items), items)
+        items = self._items(args)
         first = dealt_first(items, group.cta, args.send_ctas, group.warp, convoys)
+        stage = Int32(0)
+        self._fetch_first(group, args, first, units, stage)
         for item in cutlass.range(first, items, dealt_stride(items, args.send_ctas), unroll=1):
             piece = piece_of(item, args.message_pieces, units)
             if (piece.first < piece.last) & (item < args.tokens << args.message_pieces):
@@ -69,7 +69,7 @@ class Send:
                     scale = self.codec.row_scale(self._row_maximum(args, piece.token, units, lane))
                 regions = group.arena.express_messages, group.arena.messages
                 message = home_of(is_express(args.tokens), *regions, epoch & 1, group.rank, piece.token)
-                blank = self._push(group, args, message, piece, units, given, scale)
+                blank, stage = self._push(group, args, message, piece, units, given, scale, stage, item)
                 mask = self._destinations(group, args, piece.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     if piece.first == 0:
@@ -83,10 +83,28 @@ class Send:
                     cute.arch.sync_warp()
                     if flagged & ((mask >> Uint32(lane)) & Uint32(1) != Uint32(0)):
                         post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
+            else:
+                self._fetch_next(group, args, item, units, stage)
             if not is_express(args.tokens):
                 cute.arch.sync_threads()  # all of the convoy is stored
                 if (group.warp == 0) & (lane < group.ranks):
                     post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, convoy_of(item)), epoch)
+
+    def _items(self, args) -> Int32:
+        """Pieces of all tokens, and as many that nobody has as fill their last convoy."""
+        items = args.tokens << args.message_pieces
+        return cutlass.select_(is_express(args.tokens), items, whole_convoys(items))
+
+    def _fetch_next(self, group, args, item, units, stage) -> None:
+        """`_fetch_first` of the warp's item after `item`."""
+        self._fetch_first(group, args, item + dealt_stride(self._items(args), args.send_ctas), units, stage)
+
+    @cute.jit
+    def _fetch_first(self, group, args, item, units, stage) -> None:
+        """Begin to load the first tile of an item, if it is one."""
+        piece = piece_of(item, args.message_pieces, units)
+        last = cutlass.select_(item < args.tokens << args.message_pieces, piece.last, Int32(0))
+        self.source.fetch(group, args, piece.token, piece.first, last, stage)
 
     @cute.jit
     def _global_scale(self, args) -> Float32:
@@ -119,58 +137,45 @@ class Send:
             bit = bit | (Uint32(1) << Uint32(peer))
         return cute.arch.warp_redux_sync(bit, "or")
 
-    def _source(self, args, token, units):
-        """(word, vector) of a token's source row."""
-        vectors = units * self.source_vectors
-        return vector_tensor(args.x + Int64(token) * (Int64(vectors) * VECTOR_BYTES), vectors, 1)
-
-    @cute.jit
-    def _load_unit(self, gX, rX, unit, valid: Boolean) -> None:
-        """One unit into rX; zeros when it is not wanted."""
-        if valid:
-            for part in cutlass.range_constexpr(self.source_vectors):
-                rPart = cute.local_tile(rX, (4,), (part,))
-                cute.copy(vector_atom(), gX[None, unit * self.source_vectors + part, 0], rPart)
-        else:
-            rX.fill(0)
-
     @cute.jit
     def _row_maximum(self, args, token, units, lane) -> Float32:
         """Largest magnitude of a token's row, in every lane."""
-        gX = self._source(args, token, units)
-        rX = cute.make_rmem_tensor((4 * self.source_vectors, 1), Uint32)
+        rX = cute.make_rmem_tensor(4 * self.source.vectors, Uint32)
         maximum = Float32(0.0)
         for segment in cutlass.range(segments_of(units), unroll=1):
-            unit = segment * SEGMENT + lane
-            self._load_unit(gX, rX[None, 0], unit, unit < units)
-            maximum = cute.arch.fmax(maximum, unit_amax(rX[None, 0], 4 * self.source_vectors))
+            self.source.load(args, token, segment * SEGMENT + lane, rX)
+            maximum = cute.arch.fmax(maximum, unit_amax(rX, 4 * self.source.vectors))
         return cute.arch.warp_reduction_max(maximum)
 
     @cute.jit
-    def _push(self, group, args, message: Int64, piece, units, given: Int32, scale: Float32) -> Boolean:
-        """Payload and scales of one piece; returns whether this lane stored a BLANK word."""
+    def _push(self, group, args, message: Int64, piece, units, given: Int32, scale: Float32, stage, item):
+        """Payload and scales of an item's piece, whose first tile is in `stage`; returns whether this lane stored a
+        BLANK word, and the stage of the next item's first tile."""
         lane = group.lane
         blank = Boolean(False)
-        gX = self._source(args, piece.token, units)
         state = self.codec.state(scale)
-        rX = cute.make_rmem_tensor((4 * self.source_vectors, self.batch), Uint32)
-        rQ = cute.make_rmem_tensor((4, self.batch), Uint32)
+        rX = cute.make_rmem_tensor(4 * self.source.vectors, Uint32)
+        rQ = cute.make_rmem_tensor((4, self.source.units), Uint32)
         for start in cutlass.range(piece.first, piece.last, STAGED_SEGMENTS, unroll=1):
             end = cutlass.min(start + STAGED_SEGMENTS, piece.last)
-            for base in cutlass.range(start, end, self.batch, unroll=1):
-                for slot in cutlass.range_constexpr(self.batch):
-                    unit = (base + slot) * SEGMENT + lane
-                    self._load_unit(gX, rX[None, slot], unit, (base + slot < end) & (unit < units))
-                for slot in cutlass.range_constexpr(self.batch):
+            for base in cutlass.range(start, end, self.source.units, unroll=1):
+                if base + self.source.units < piece.last:
+                    self.source.fetch(group, args, piece.token, base + self.source.units, piece.last, stage ^ 1)
+                else:
+                    self._fetch_next(group, args, item, units, stage ^ 1)
+                self.source.wait()
+                for slot in cutlass.range_constexpr(self.source.units):
                     if base + slot < end:
-                        blank = blank | self._encode(group, base + slot - start, rX[None, slot], rQ[None, slot], state)
+                        self.source.take(group, args, piece.token, base, slot, stage, rX)
+                        blank = blank | self._encode(group, base + slot - start, rX, rQ[None, slot], state)
+                stage = stage ^ 1
                 # `anew`: what follows from the id must not be computed, and waited for, before the loads
                 mask = self._destinations(group, args, piece.token, anew(given))
                 self._send_units(group, message, rQ, base, own_units(base, end, units, lane), mask)
             if cutlass.const_expr(self.scale_words > 0):
                 mask = self._destinations(group, args, piece.token, given)
                 blank = blank | self._push_scales(group, args, message, start, end, mask)
-        return blank
+        return blank, stage
 
     @cute.jit
     def _encode(self, group, place, rX, rQ, state) -> Boolean:
@@ -198,7 +203,7 @@ class Send:
                 peer = Int32(0)
             if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
                 home = group.sPeers[peer] + first
-                for slot in cutlass.range_constexpr(self.batch):
+                for slot in cutlass.range_constexpr(self.source.units):
                     if slot < count:
                         send_vector(rQ[None, slot], home + slot * SEGMENT_BYTES)
 

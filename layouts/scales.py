@@ -35,7 +35,7 @@ SCATTERED_WORDS = 160
 behind the link, one by one. Measured on 4 x H200 with 4096 tokens (`perf/LOG.md` 25)."""
 SCATTERED_EXPRESS_WORDS = 320
 """The same where some source's rows are express: those words are set aside first."""
-FEW_WORDS = 1 << 19
+FEW_WORDS = 1 << 18
 """Scale words that a rank stores one by one in any case where some source's rows are express."""
 ATOM = "atom128x4"
 LINEAR = "linear"

@@ -470,7 +470,7 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
 
 def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound ones stay, the others are those of the call, or 0; each in its width and place."""
-    launches, shapes = [], []
+    launches, shapes, allowed = [], [], []
 
     def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
         count = len(entry.params)
@@ -479,13 +479,17 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
         return (driver.driver.CUresult.CUDA_SUCCESS,)
 
-    names = ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction")
-    for name in names:
-        monkeypatch.setattr(driver.driver, name, lambda *_: (driver.driver.CUresult.CUDA_SUCCESS, 0))
+    done = driver.driver.CUresult.CUDA_SUCCESS
+    for name in ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
+        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
+    monkeypatch.setattr(
+        driver.driver, "cuFuncSetAttribute", lambda function, what, value: allowed.append(value) or (done,)
+    )
     monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
     params = (("arena", "i64"), ("rank", "i32"), ("x", "i64"), ("tokens", "i32"))
     entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes)
     kernel = driver.Kernel(entry)
+    assert allowed == [48], "shared memory that a launch may ask for"
     kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
     for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2, "chained": 1}, {"rank": 5}), 1):
         kernel.launch(grid, arguments, 1000 + grid)
@@ -513,6 +517,7 @@ def test_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
         monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
+    monkeypatch.setattr(driver.driver, "cuFuncSetAttribute", lambda *_: (done,))
     monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (done, 5))
     monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", enter)
     monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)

@@ -365,8 +365,6 @@ def test_more_rows_than_the_buffers_hold_are_reported_not_written(
             for rank, communicator in enumerate(communicators):
                 with on_stream(communicator):
                     batch.run(rank, communicator, mode)
-            for communicator in communicators:
-                communicator.stream.synchronize()
             with pytest.raises(EPInputError, match=f"rank {short}: out holds {room} rows, but those"):
                 communicators[short].synchronize()
             synchronize(communicators)
