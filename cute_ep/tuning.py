@@ -60,17 +60,12 @@ LARGE = (
     Entry(2, 64, 1 / 8, 32),
     Entry(32, 128, 1 / 4, 8),
     Entry(64, MANY, 48 / 264, 8),
-    Entry(192, MANY, 64 / 264, 4),
-    Entry(384, MANY, 64 / 264, 2),
-    Entry(1024, MANY, 48 / 264, 4),
-    Entry(MANY, MANY, 64 / 264, 4),
+    Entry(MANY, MANY, 48 / 264, 4),
 )
 MEDIUM = (
     Entry(2, 128, 1 / 8, 32),
     Entry(32, 128, 1 / 4, 8),
     Entry(192, MANY, 48 / 264, 4),
-    Entry(384, MANY, 64 / 264, 2),
-    Entry(PIECED_TOKENS, MANY, 64 / 264, 1),
     Entry(1024, MANY, 64 / 264, 2),
     Entry(MANY, MANY, 64 / 264, 4),
 )
@@ -79,12 +74,12 @@ SMALL = (
     Entry(32, 128, 1 / 4, 8),
     Entry(192, MANY, 48 / 264, 4),
     Entry(256, MANY, 48 / 264, 2),
-    Entry(PIECED_TOKENS, MANY, 48 / 264, 1),
+    Entry(PIECED_TOKENS, MANY, 64 / 264, 2),
     Entry(MANY, MANY, 64 / 264, 1),
 )
 DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
-"""Tables for messages of at most so many bytes. 2 and 4 x H200 (264 CTAs), hidden 7168, 256 experts, top-8, 2026-11-21:
-`perf/LOG.md`."""
+"""Tables for messages of at most so many bytes. H200s (264 CTAs), hidden 7168, 256 experts, top-8: shapes for at most
+32 tokens on 2 and 4 GPUs, 2026-11-21, the others on 2, 2026-11-22 (`perf/LOG.md`)."""
 RETURNS = (
     Entry(2, 64, 0, 32),
     Entry(32, 128, 0, 32),
@@ -92,7 +87,7 @@ RETURNS = (
     Entry(PIECED_TOKENS, MANY, 2 / 3, 16),
 )
 COMBINE = {
-    2: (*RETURNS, Entry(2048, MANY, 2 / 3, 4), Entry(MANY, MANY, 208 / 264, 4)),
+    2: (*RETURNS, Entry(1024, MANY, 2 / 3, 4), Entry(MANY, MANY, 208 / 264, 4)),
     MANY: (*RETURNS, Entry(MANY, MANY, 2 / 3, 4)),
 }
 """Tables for at most so many ranks: a sum of two rows needs fewer CTAs (4096 tokens: 201 us for 211)."""

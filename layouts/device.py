@@ -20,7 +20,7 @@ class DeviceRegion(Region):
 
     def product(self, index, stride):
         """A 32-bit stride stays one until it is multiplied."""
-        return Int64(index) * (stride if isinstance(stride, int) else Int64(stride))
+        return Int64(index) * Int64(stride)
 
 
 def pointer(address: Int64, dtype, align: int | None = None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cute_ep.layouts.record import Int
@@ -91,3 +93,13 @@ def format_named(name: str) -> Format:
     if name not in FORMATS:
         raise ValueError(f"format = {name!r}: must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def formats_of(hidden: int, formats: Iterable[str] = FORMATS) -> list[str]:
+    """Those of the formats that rows of `hidden` elements fit."""
+    fits = []
+    for fmt in formats:
+        with suppress(ValueError):
+            FORMATS[fmt].check_hidden(hidden)
+            fits.append(fmt)
+    return fits

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_ep.commands.common import formats_of
 from cute_ep.config import EPConfig
+from cute_ep.layouts.formats import formats_of
 
 TIMEOUT_S = 30.0
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -20,10 +20,10 @@ import torch
 from cute_ep import ceilings as ceilings_module
 from cute_ep import timing
 from cute_ep.ceilings import Ceilings, floors
-from cute_ep.commands.common import formats_of
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect_local
 from cute_ep.errors import EPError, EPInputError
+from cute_ep.layouts.formats import formats_of
 from cute_ep.measure import CHAINED, OPERATIONS, PARTS, make_sets, measure
 from cute_ep.timing import Runner, percentile, rounds_per_graph, summary
 from cute_ep.traffic import count_routing, traffic

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ep.commands.common import config, formats_of
+from cute_ep.commands.common import config
 from cute_ep.demo import cpu_preset
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.formats import FORMATS, formats_of
 from cute_ep.presets import PRESETS, preset_named, presets_named
 
 

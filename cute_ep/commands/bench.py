@@ -15,14 +15,13 @@ from cute_ep.commands.common import (
     chosen_shape,
     config,
     format_names,
-    formats_of,
     print_table,
     seconds_text,
     token_counts,
     write_json,
 )
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.formats import BF16, FP8, NVFP4
+from cute_ep.layouts.formats import BF16, FP8, NVFP4, formats_of
 
 DEFAULT_FORMATS = (BF16.name, FP8.name, NVFP4.name)
 TIMEOUT_S = 30.0

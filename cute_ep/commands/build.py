@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ep.commands.common import bytes_text, format_names, formats_of, print_table, seconds_text
+from cute_ep.commands.common import bytes_text, format_names, print_table, seconds_text
 from cute_ep.errors import EPConfigError, EPError
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.formats import FORMATS, formats_of
 from cute_ep.layouts.variants import ARCHITECTURES, Hooks, Variant, variants
 from cute_ep.library import LibraryEntry, cache_folder
 from cute_ep.presets import PRESETS, presets_named

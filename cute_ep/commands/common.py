@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -86,16 +86,6 @@ def token_counts(text: str) -> list[int]:
 def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 60.0) -> EPConfig:
     """The deployment of a shape; EPConfigError names the rule that it breaks."""
     return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, fmt, timeout_s)
-
-
-def formats_of(hidden: int, formats: Iterable[str] = FORMATS) -> list[str]:
-    """Those of the formats that rows of `hidden` elements fit."""
-    fits = []
-    for fmt in formats:
-        with suppress(ValueError):
-            FORMATS[fmt].check_hidden(hidden)
-            fits.append(fmt)
-    return fits
 
 
 def message_regions(cfg: EPConfig) -> tuple[Region, Region]:

@@ -16,7 +16,6 @@ from cute_ep.commands.common import (
     bytes_text,
     chosen_shape,
     config,
-    formats_of,
     message_regions,
     one_thread_on_a_cpu,
     print_table,
@@ -24,7 +23,7 @@ from cute_ep.commands.common import (
 )
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.layouts.arena import message_bytes
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.formats import FORMATS, formats_of
 from cute_ep.presets import Preset
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from cute_ep.commands.common import (
     chosen_shape,
     config,
     format_names,
-    formats_of,
     print_table,
     token_counts,
 )
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, SEGMENT_BYTES
+from cute_ep.layouts.formats import formats_of
 from cute_ep.tuning import MANY, Entry, Shape, Tuning, built_in, pieces_for
 from cute_ep.tuning_file import Setting, find_tuning, read_tables, tuning_file, write_tables
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from cute_ep.commands.common import add_device_arguments, formats_of, one_thread_on_a_cpu, seconds_text, write_json
+from cute_ep.commands.common import add_device_arguments, one_thread_on_a_cpu, seconds_text, write_json
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPError
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.formats import FORMATS, formats_of
 
 if TYPE_CHECKING:
     from cute_ep.workloads import RankInputs
