@@ -1,4 +1,4 @@
-"""The README's section on speed, from a run: `python -m perf.report perf/results/<run>`.
+"""The README's section on speed, from a run, and shorter from others: `python -m perf.report perf/results/<run> ...`.
 
 It replaces what is between the markers, and leaves the rest of the file as it is.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
@@ -96,8 +97,21 @@ def predictions_text(run: dict, others: Sequence[dict]) -> str:
     return f"{explained}\n\nWhat it predicts, not measured, in microseconds:\n\n{table}"
 
 
-def section(run: dict, folder: str, others: Sequence[dict] = ()) -> str:
-    """The section's text; `folder` is the run's, as seen from the README. `others`: runs for the model's constants."""
+def short_section(run: dict, folder: str) -> str:
+    """The text of a run that is not the main one."""
+    return "\n\n".join(
+        (
+            f"The same on {machine_text(run)}:",
+            peers_table(run, "pair"),
+            "Where it loses:\n\n" + losses_text(run),
+            f"All tables: [{folder}]({folder}/tables.md).",
+        )
+    )
+
+
+def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyType({})) -> str:
+    """The section's text; `folder` is the run's, as seen from the README. `others`: more runs, by folder, for a short
+    section each and the model's constants."""
     files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
     plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
@@ -111,10 +125,11 @@ def section(run: dict, folder: str, others: Sequence[dict] = ()) -> str:
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
-        predictions_text(run, others),
+        predictions_text(run, list(others.values())),
         f"All tables (both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU): "
         f"[{folder}]({folder}/tables.md). `make perf` measures your machine, `python -m perf.model {folder}` says what "
         "ceilings explain; what was tried: [perf/LOG.md](perf/LOG.md).",
+        *(short_section(one, place) for place, one in others.items()),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
@@ -123,13 +138,13 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with a run.json")
-    parser.add_argument("others", nargs="*", type=Path, metavar="DIR", help="more runs for the model's constants")
+    parser.add_argument("others", nargs="*", type=Path, metavar="DIR", help="more runs, shorter; also for the model")
     parser.add_argument("--readme", type=Path, default=README, metavar="FILE", help="(default: the project's)")
     args = parser.parse_args()
-    run = read_run(args.folder)
-    folder = Path(os.path.relpath(args.folder, README.parent)).as_posix()
+    folder, *others = (Path(os.path.relpath(one, README.parent)).as_posix() for one in (args.folder, *args.others))
+    runs = {place: read_run(one) for place, one in zip(others, args.others, strict=True)}
     try:
-        text = replace_between(args.readme.read_text(), section(run, folder, [read_run(one) for one in args.others]))
+        text = replace_between(args.readme.read_text(), section(read_run(args.folder), folder, runs))
     except ValueError as error:
         parser.error(f"{args.readme}: {error}")
     args.readme.write_text(text)
