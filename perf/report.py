@@ -1,4 +1,4 @@
-"""The README's section on speed, from a run, and shorter from others: `python -m perf.report perf/results/<run> ...`.
+"""The README's section on speed, from runs: `python -m perf.report perf/results/<run> ...`, the main one first.
 
 It replaces what is between the markers, and leaves the rest of the file as it is.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -81,9 +81,20 @@ def losses_text(run: dict) -> str:
     return "\n".join(lines)
 
 
+def commit_of(run: dict) -> str:
+    """Its commit, without what may be said of it behind."""
+    return str(run["machine"]["commit"]).split(maxsplit=1)[0]
+
+
 def swiglu_key(row: dict) -> tuple:
     """What a SwiGLU time is of."""
     return row["format"], row["interleaved"], row["rows"], row["width"]
+
+
+def explained_text(run: dict, fits: dict) -> str:
+    """How well the model explains the run; "" for a run without cases."""
+    table = summary_table(run, fits)
+    return f"The model of `perf/model.py`, fitted to this commit, against this run:\n\n{table}" if table else ""
 
 
 def predictions_text(run: dict, others: Sequence[dict]) -> str:
@@ -93,25 +104,37 @@ def predictions_text(run: dict, others: Sequence[dict]) -> str:
     table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
     if not table:
         return ""
-    explained = f"The model of `perf/model.py` against this run:\n\n{summary_table(run, fits)}"
-    return f"{explained}\n\nWhat it predicts, not measured, in microseconds:\n\n{table}"
+    return f"{explained_text(run, fits)}\n\nWhat it predicts, not measured, in microseconds:\n\n{table}"
+
+
+def tables_text(folder: str) -> str:
+    """Where all tables of a run are."""
+    which = "both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU"
+    return f"All tables ({which}): [{folder}]({folder}/tables.md)."
+
+
+def paragraphs(parts: Iterable[str]) -> str:
+    """Those of the parts that are not empty, an empty line between them."""
+    return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
 def short_section(run: dict, folder: str) -> str:
     """The text of a run that is not the main one."""
-    return "\n\n".join(
+    return paragraphs(
         (
             f"The same on {machine_text(run)}:",
             peers_table(run, "pair"),
             "Where it loses:\n\n" + losses_text(run),
-            f"All tables: [{folder}]({folder}/tables.md).",
+            explained_text(run, fit_for(run, (run,))),
+            tables_text(folder),
         )
     )
 
 
 def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyType({})) -> str:
-    """The section's text; `folder` is the run's, as seen from the README. `others`: more runs, by folder, for a short
-    section each and the model's constants."""
+    """The section's text; `folder` is the run's, as seen from the README. `others`: more runs, by folder: those of the
+    same commit add to the model's constants, each other one has a short section."""
+    same = [one for one in others.values() if commit_of(one) == commit_of(run)]
     files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
     plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
@@ -125,20 +148,22 @@ def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyTyp
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
-        predictions_text(run, list(others.values())),
-        f"All tables (both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU): "
-        f"[{folder}]({folder}/tables.md). `make perf` measures your machine, `python -m perf.model {folder}` says what "
-        "ceilings explain; what was tried: [perf/LOG.md](perf/LOG.md).",
-        *(short_section(one, place) for place, one in others.items()),
+        predictions_text(run, same),
+        tables_text(folder),
+        *(short_section(one, place) for place, one in others.items() if one not in same),
+        f"`make perf` measures your machine, `python -m perf.model {folder}` says what ceilings explain; what was "
+        "tried: [perf/LOG.md](perf/LOG.md).",
     ]
-    return "\n\n".join(part.strip() for part in parts if part.strip())
+    return paragraphs(parts)
 
 
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with a run.json")
-    parser.add_argument("others", nargs="*", type=Path, metavar="DIR", help="more runs, shorter; also for the model")
+    parser.add_argument(
+        "others", nargs="*", type=Path, metavar="DIR", help="more runs: of its commit, for the model; others, in short"
+    )
     parser.add_argument("--readme", type=Path, default=README, metavar="FILE", help="(default: the project's)")
     args = parser.parse_args()
     folder, *others = (Path(os.path.relpath(one, README.parent)).as_posix() for one in (args.folder, *args.others))

@@ -433,6 +433,16 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     assert once.startswith(f"before\n{report.BEGIN}\n") and once.endswith(f"{report.END}\nafter\n")
     assert "old numbers" not in once and "2 x NVIDIA H200" in once
     assert report.main() == 0 and readme.read_text() == once
+    another = tmp_path / "another"
+    another.mkdir()
+    faster = example_run()
+    faster["machine"]["commit"] = "feed123"
+    (another / "run.json").write_text(json.dumps(faster))
+    monkeypatch.setattr(sys, "argv", ["report", str(folder), str(another), "--readme", str(readme)])
+    assert report.main() == 0
+    both = readme.read_text()
+    assert "The same on 2 x NVIDIA H200" in both and both.count("feed123") == 1
+    assert both.count("Where it loses:") == 2 and both.count("fitted to this commit") == 2
     readme.write_text("no markers\n")
     with pytest.raises(SystemExit) as stop:
         report.main()
