@@ -119,7 +119,7 @@ class Communicator:
         }
         fmt = cfg.format
         message = message_of(fmt, cfg.hidden)
-        self._row_sizes = {
+        row_sizes = {
             "payload_bytes": fmt.payload_bytes(cfg.hidden),
             "scale_bytes": fmt.scale_bytes(cfg.hidden),
             "row_scale_bytes": fmt.row_scale_bytes,
@@ -129,8 +129,9 @@ class Communicator:
             "segment_words": segment_words(fmt),
         }
         self._kernels = kernels
+        self._scale_bytes = row_sizes["scale_bytes"]
         for kernel in kernels.values():
-            kernel.bind(group)
+            kernel.bind(group | row_sizes | {"shared_groups": int(cfg.fused_shared_expert)})
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
@@ -185,15 +186,15 @@ class Communicator:
     ) -> Plan[Dispatched]:
         """All of `dispatch` but the launch; arguments and errors are the same."""
         self._dispatches.check_fused()
-        sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        sent, shape, arguments = self._prepare_send(
+            "dispatch", x, topk_ids, router_weights, input_scale, scales, row_scales
+        )
         buffers, received = self._prepare_receive(sent, out)
-        shape = self._shape("dispatch", x.shape[0])
         name = self._send_kernel("dispatch", scales)
-        tensors = (*sent.keep_alive, *_tensors(buffers))
 
         def launch() -> Dispatched:
             self._dispatches.check_fused()
-            self._launch(name, shape, arguments | received, tensors)
+            self._launch(name, shape, arguments | received, sent.keep_alive, buffers)
             self._dispatches.count_fused()
             return self._result(sent, buffers)
 
@@ -211,8 +212,9 @@ class Communicator:
     ) -> PendingDispatch:
         """The sending half of `dispatch`. At most two may be outstanding before their `dispatch_wait`."""
         self._dispatches.check_send()
-        sent, arguments = self._prepare_send(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        shape = self._shape("dispatch_async", x.shape[0])
+        sent, shape, arguments = self._prepare_send(
+            "dispatch_async", x, topk_ids, router_weights, input_scale, scales, row_scales
+        )
         self._launch(self._send_kernel("dispatch_async", scales), shape, arguments, sent.keep_alive)
         self._dispatches.sent += 1
         return sent
@@ -225,7 +227,7 @@ class Communicator:
         self._dispatches.check_wait(pending.number)
         buffers, received = self._prepare_receive(pending, out)
         shape = self._shape("dispatch_wait", pending.topk_ids.shape[0])
-        self._launch("dispatch_wait", shape, received, _tensors(buffers))
+        self._launch("dispatch_wait", shape, received, (), buffers)
         self._dispatches.received += 1
         return self._result(pending, buffers)
 
@@ -387,13 +389,14 @@ class Communicator:
 
     def _prepare_send(
         self,
+        operation: str,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None,
         input_scale: torch.Tensor | None,
         scales: torch.Tensor | None,
         row_scales: torch.Tensor | None,
-    ) -> tuple[PendingDispatch, dict[str, int]]:
+    ) -> tuple[PendingDispatch, Shape, dict[str, int]]:
         check_tokens(self.cfg, x, topk_ids, router_weights, self.device, scales, row_scales, self._weights_dtype)
         if scales is not None and input_scale is not None:
             raise EPInputError("input_scale = tensor: must be None, the rows are quantised already")
@@ -406,6 +409,7 @@ class Communicator:
         elif input_scale is not None:
             check_tensor("input_scale", input_scale, device=self.device)
         tokens = x.shape[0]
+        shape = self._shape(operation, tokens)
         return_pieces = self._shape("combine", tokens).pieces_log2
         arguments = {
             "x": x.data_ptr(),
@@ -415,20 +419,17 @@ class Communicator:
             "router_weights": address(router_weights),
             "global_scale": address(input_scale),
             "tokens": tokens,
-            "message_pieces": self._shape("dispatch", tokens).pieces_log2,
+            "message_pieces": shape.pieces_log2,
             "return_pieces": return_pieces,
-            **self._row_sizes,
             **self._shared_arguments(tokens),
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return PendingDispatch(
-            self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
-        ), arguments
+        sent = PendingDispatch(self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive)
+        return sent, shape, arguments
 
     def _shared_arguments(self, tokens: int) -> dict[str, int]:
         first, count = self.cfg.shared_slice(tokens, self.rank)
-        groups = int(self.cfg.fused_shared_expert)
-        return {"shared_groups": groups, "shared_first": first, "shared_rows": count}
+        return {"shared_first": first, "shared_rows": count}
 
     def _prepare_receive(
         self, sent: PendingDispatch, out: DispatchBuffers | None
@@ -454,11 +455,8 @@ class Communicator:
             "weights": address(out.weights),
             "capacity": capacity,
             "has_tiles": int(has_tiles(self.cfg.scales_as, capacity, self.cfg.alignment)),
-            **self._row_sizes,
             **self._shared_arguments(sent.topk_ids.shape[0]),
-            **scale_arguments(
-                self.cfg.scales_as, self._row_sizes["scale_bytes"], out.scales, capacity, self.cfg.alignment
-            ),
+            **scale_arguments(self.cfg.scales_as, self._scale_bytes, out.scales, capacity, self.cfg.alignment),
         }
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
@@ -517,16 +515,25 @@ class Communicator:
         }
 
     def _launch(
-        self, name: str, shape: Shape, arguments: dict[str, int], tensors: tuple[torch.Tensor | None, ...]
+        self,
+        name: str,
+        shape: Shape,
+        arguments: dict[str, int],
+        tensors: tuple[torch.Tensor | None, ...],
+        buffers: DispatchBuffers | None = None,
     ) -> None:
-        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far."""
+        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far.
+
+        Args:
+            tensors, buffers: what the kernel reads and writes.
+        """
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
         self._raise_timeout()
         stream = self._work_stream()
         if self._shared_device and stream != (current := torch.cuda.current_stream(self.device)):
             stream.wait_stream(current)
-            for tensor in tensors:
+            for tensor in (*tensors, *(tensors_of(buffers).values() if buffers else ())):
                 if tensor is not None:
                     tensor.record_stream(stream)
         every = arguments | {
@@ -570,7 +577,3 @@ class Communicator:
                 f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
             )
         raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but those that arrived take {seen}")
-
-
-def _tensors(buffers: DispatchBuffers) -> tuple[torch.Tensor | None, ...]:
-    return tuple(tensors_of(buffers).values())

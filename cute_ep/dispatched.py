@@ -83,9 +83,13 @@ class DispatchBuffers:
         )
 
 
+BUFFERS = tuple(field.name for field in fields(DispatchBuffers))
+"""Names of the tensors of `DispatchBuffers`."""
+
+
 def tensors_of(buffers: DispatchBuffers) -> dict[str, torch.Tensor | None]:
     """The tensors of `DispatchBuffers` by name, also of a batch that was returned in them."""
-    return {field.name: getattr(buffers, field.name) for field in fields(DispatchBuffers)}
+    return {name: getattr(buffers, name) for name in BUFFERS}
 
 
 def payload_dtype(fmt: Format) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -48,11 +49,11 @@ class Kernel:
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
         self.entry = entry
-        self._free = [(index, name, (1 << int(kind[1:])) - 1) for index, (name, kind) in enumerate(entry.params)]
-        count = len(entry.params)
-        self._values = (ctypes.c_uint64 * count)()
-        base = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * count)(*(base + 8 * index for index in range(count)))
+        self._masks = {name: (1 << int(kind[1:])) - 1 for name, kind in entry.params}
+        self._constants: dict[str, int] = {}
+        self._values = (ctypes.c_uint64 * len(entry.params))()
+        self._pointers = (ctypes.c_void_p * len(entry.params))()
+        self.bind({})
         chained = driver.CUlaunchAttribute()
         chained.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         chained.value.programmaticStreamSerializationAllowed = 1
@@ -65,10 +66,14 @@ class Kernel:
 
     def bind(self, constants: Mapping[str, int]) -> None:
         """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
-        for index, name, mask in self._free:
-            if name in constants:
-                self._values[index] = constants[name] & mask
-        self._free = [parameter for parameter in self._free if parameter[1] not in constants]
+        self._constants |= {name: value for name, value in constants.items() if name in self._masks}
+        self._free = [(name, mask) for name, mask in self._masks.items() if name not in self._constants]
+        self._pack = struct.Struct(f"{len(self._free)}Q").pack_into  # they lie at the front, to be set at once
+        places = {name: place for place, name in enumerate((*(name for name, _ in self._free), *self._constants))}
+        for name, value in self._constants.items():
+            self._values[places[name]] = value & self._masks[name]
+        for index, name in enumerate(self._masks):
+            self._pointers[index] = ctypes.addressof(self._values) + 8 * places[name]
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
@@ -77,10 +82,9 @@ class Kernel:
         `chained` 1 the CTAs may start before the launch before has ended, if that allows it, and wait for its end
         (programmatic dependent launch).
         """
-        values, config, address = self._values, self._config, ctypes.addressof(self._pointers)
+        config, address, given = self._config, ctypes.addressof(self._pointers), arguments.get
         with self._lock:
-            for index, name, mask in self._free:
-                values[index] = arguments.get(name, 0) & mask
+            self._pack(self._values, 0, *[given(name, 0) & mask for name, mask in self._free])
             config.gridDimX, config.hStream, config.numAttrs = grid, stream, arguments.get("chained", 0)
             status = driver.cuLaunchKernelEx(config, self._function, address, 0)
             if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call

@@ -51,7 +51,7 @@ SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "
 SCALE_ARGUMENTS |= {"scale_alignment"}
 GIVE_BACK_ONLY = {"row_map", "headers", "weights"}
 REDUCE_ONLY = {"out", "out_type", "topk_ids", "router_weights", "epilogue_data", "tokens"}
-REDUCE_ONLY |= {"return_pieces", "shared_groups", "shared_first", "shared_rows"}
+REDUCE_ONLY |= {"return_pieces", "shared_first", "shared_rows"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,9 @@ class RecordingKernel:
         self.bound: dict[str, int] = {}
 
     def bind(self, constants: Mapping[str, int]) -> None:
-        self.bound |= constants
+        assert set(constants) <= parameters("dispatch") | parameters("combine")
+        names = parameters(self.variant.kernel)
+        self.bound |= {name: value for name, value in constants.items() if name in names}
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
         names = parameters(self.variant.kernel)
@@ -412,7 +414,7 @@ def test_shared_expert(make: Make) -> None:
     later = rank.dispatch_wait(rank.dispatch_async(*arguments(3)))
     rank.combine_wait(rank.combine_async(expert_rows(later), later))
     shared = [[launch.arguments.get(f"shared_{name}") for name in ("groups", "first", "rows")] for launch in LAUNCHES]
-    assert shared == [[1, 0, 5]] * 2 + [[1, 0, 3]] * 2 + [[None] * 3, [1, 0, 3]], "give-back has no shared row"
+    assert shared == [[1, 0, 5]] * 2 + [[1, 0, 3]] * 2 + [[1, None, None], [1, 0, 3]], "give-back has no shared row"
     assert batch.row_counts.shape == (5,) and batch.row_offsets.shape == (6,)
     with pytest.raises(EPInputError, match="no sum that a fused shared expert could be added to"):
         rank.combine(expert_rows(batch), batch, mode="unweighted")
