@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,8 +199,16 @@ class _Place:
 
     @classmethod
     def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
-        """This process's, with the identity of the running kernel: containers on one machine share it."""
-        return cls(cfg, BOOT_ID.read_text().strip(), str(torch.cuda.get_device_properties(device).uuid))
+        """This process's."""
+        return cls(cfg, _machine(), str(torch.cuda.get_device_properties(device).uuid))
+
+
+def _machine() -> str:
+    """The identity of the running kernel, which containers on one machine share; its name where that is hidden."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 def _check_places(rank: int, places: Sequence[_Place]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,5 +88,8 @@ def test_places_that_do_not(changed: dict, rule: str) -> None:
         _check_places(0, [*PLACES[:2], replace(PLACES[2], **changed)])
 
 
-def test_the_identity_of_this_machine() -> None:
-    assert len(connection.BOOT_ID.read_text().strip()) == 36
+def test_the_identity_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    identity = connection._machine()
+    assert identity and identity == connection._machine()
+    monkeypatch.setattr(connection, "BOOT_ID", tmp_path / "hidden")
+    assert connection._machine() == platform.node()
