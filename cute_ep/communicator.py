@@ -102,7 +102,10 @@ class Communicator:
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
         alone = cfg.skip_a2a
         counts = {"ranks": cfg.peers, "local_experts": cfg.local_experts, "top_k": cfg.top_k}
-        group = {
+        fmt = cfg.format
+        message = message_of(fmt, cfg.hidden)
+        self._scale_bytes = fmt.scale_bytes(cfg.hidden)
+        constants = {
             "arena": arena.address,
             "peers": self._peers.data_ptr(),
             "status": self._status.address,
@@ -116,12 +119,9 @@ class Communicator:
             "hidden": cfg.hidden,
             **{f"{name}_magic": division_magic(count) for name, count in counts.items()},
             **cfg.arena.arguments(),
-        }
-        fmt = cfg.format
-        message = message_of(fmt, cfg.hidden)
-        row_sizes = {
+            "shared_groups": int(cfg.fused_shared_expert),
             "payload_bytes": fmt.payload_bytes(cfg.hidden),
-            "scale_bytes": fmt.scale_bytes(cfg.hidden),
+            "scale_bytes": self._scale_bytes,
             "row_scale_bytes": fmt.row_scale_bytes,
             "scales_at": message.scales.offset,
             "row_scale_at": message.row_scale.offset,
@@ -129,9 +129,8 @@ class Communicator:
             "segment_words": segment_words(fmt),
         }
         self._kernels = kernels
-        self._scale_bytes = row_sizes["scale_bytes"]
         for kernel in kernels.values():
-            kernel.bind(group | row_sizes | {"shared_groups": int(cfg.fused_shared_expert)})
+            kernel.bind(constants)
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:

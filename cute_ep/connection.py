@@ -161,9 +161,7 @@ def connect(
     def release(communicator: Communicator) -> None:
         """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed."""
         torch.cuda.synchronize(device)
-        failed: list = [None] * world
-        dist.all_gather_object(failed, communicator.failed, group)
-        if any(failed):
+        if any(_gather(communicator.failed, group)):
             return
         for address in mapped.values():
             close_handle(device, address)
@@ -227,6 +225,13 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
             )
 
 
+def _gather(one: Any, group: dist.ProcessGroup | None) -> list:
+    """Collective: what every rank gives, in the order of ranks."""
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, one, group)
+    return gathered
+
+
 def _on_all_ranks(
     group: dist.ProcessGroup | None,
     make: Callable[[], Made],
@@ -235,19 +240,13 @@ def _on_all_ranks(
 ) -> tuple[Made, list]:
     """Collective: this rank's make(), and share() of what every rank made. Where it fails on one rank it fails on all:
     there with the error, elsewhere, after undo(), with EPError that names the rank."""
-
-    def exchange(shared: Any, failure: str | None) -> list:
-        gathered: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (shared, failure), group)
-        return gathered
-
     try:
         made = make()
         shared = share(made)
     except Exception as error:  # the others are told first
-        exchange(None, f"{type(error).__name__}: {error}")
+        _gather((None, f"{type(error).__name__}: {error}"), group)
         raise
-    gathered = exchange(shared, None)
+    gathered = _gather((shared, None), group)
     for peer, (_, failure) in enumerate(gathered):
         if failure is not None:
             undo(made)

@@ -91,7 +91,7 @@ class Send:
                     post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, convoy_of(item)), epoch)
 
     def _items(self, args) -> Int32:
-        """Pieces of all tokens, and as many that nobody has as fill their last convoy."""
+        """Pieces of all tokens; where they travel in convoys, with as many that nobody has as fill the last one."""
         items = args.tokens << args.message_pieces
         return cutlass.select_(is_express(args.tokens), items, whole_convoys(items))
 

@@ -470,9 +470,24 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
 # ---- what the driver is given
 
 
+def replace_driver(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., tuple]) -> list[int]:
+    """A driver that loads every kernel; returns the list of what they may have of shared memory."""
+    done, allowed = driver.driver.CUresult.CUDA_SUCCESS, []
+
+    def allow(function: int, attribute: driver.driver.CUfunction_attribute, value: int) -> tuple:
+        allowed.append(value)
+        return (done,)
+
+    for name in ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
+        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
+    monkeypatch.setattr(driver.driver, "cuFuncSetAttribute", allow)
+    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
+    return allowed
+
+
 def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound ones stay, the others are those of the call, or 0; each in its width and place."""
-    launches, shapes, allowed = [], [], []
+    launches, shapes = [], []
 
     def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
         count = len(entry.params)
@@ -481,15 +496,9 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
         return (driver.driver.CUresult.CUDA_SUCCESS,)
 
-    done = driver.driver.CUresult.CUDA_SUCCESS
-    for name in ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
-        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
-    monkeypatch.setattr(
-        driver.driver, "cuFuncSetAttribute", lambda function, what, value: allowed.append(value) or (done,)
-    )
-    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
     params = (("arena", "i64"), ("rank", "i32"), ("x", "i64"), ("tokens", "i32"))
     entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes)
+    allowed = replace_driver(monkeypatch, launch)
     kernel = driver.Kernel(entry)
     assert allowed == [48], "shared memory that a launch may ask for"
     kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
@@ -517,12 +526,9 @@ def test_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
         current[0] = context
         return (done,)
 
-    for name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
-        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
-    monkeypatch.setattr(driver.driver, "cuFuncSetAttribute", lambda *_: (done,))
+    replace_driver(monkeypatch, launch)
     monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (done, 5))
     monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", enter)
-    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
     kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
     kernel.launch(1, {}, 7)
     kernel.launch(1, {}, 7)
