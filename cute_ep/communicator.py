@@ -538,6 +538,7 @@ class Communicator:
         every = arguments | {
             "send_ctas": shape.send_ctas,
             "receive_from": shape.receive_from,
+            "packed": int(shape.packed),
             "chained": int(2 * shape.grid <= self.max_ctas),  # two fit side by side: `docs/protocol.md` 7
         }
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)

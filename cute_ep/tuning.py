@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import MANY_PIECES, MAX_PIECES, PIECED_TOKENS, message_bytes
+from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, message_bytes
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
+
+Found = TypeVar("Found")
 
 CTAS_PER_SM = 2
 MANY = 1 << 30
@@ -24,7 +26,7 @@ FAMILIES = ("dispatch", "combine")
 
 def pieces_for(tokens: int) -> tuple[int, ...]:
     """Numbers of pieces that a row may have in a call of `tokens` tokens: the arena has a flag for each of them."""
-    most = MAX_PIECES if tokens <= PIECED_TOKENS else MANY_PIECES
+    most = MAX_PIECES if tokens <= EXPRESS_TOKENS else MANY_PIECES
     return tuple(1 << log2 for log2 in range(most.bit_length()))
 
 
@@ -37,6 +39,8 @@ class Entry:
         grid: CTAs at most.
         senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
         pieces: pieces of a message (dispatch) or of a returned row (combine).
+        packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
+            links are busy (dispatch only).
 
     Raises:
         EPConfigError: a field breaks its rule (the message has them).
@@ -46,61 +50,89 @@ class Entry:
     grid: int
     senders: float
     pieces: int
+    packed: bool = False
 
     def __post_init__(self) -> None:
         whole = all(isinstance(number, int) and number > 0 for number in (self.tokens, self.grid, self.pieces))
         if not whole or not 0 <= self.senders < 1 or self.pieces not in pieces_for(self.tokens):
             raise EPConfigError(
                 f"{self}: must be positive integers, senders in [0, 1), pieces a power of two of at most {MAX_PIECES}, "
-                f"{MANY_PIECES} for more than {PIECED_TOKENS} tokens"
+                f"{MANY_PIECES} for more than {EXPRESS_TOKENS} tokens"
             )
 
 
-LARGE = (
-    Entry(2, 64, 1 / 8, 32),
-    Entry(32, 128, 1 / 4, 8),
-    Entry(64, MANY, 48 / 264, 8),
-    Entry(MANY, MANY, 48 / 264, 4),
-)
-MEDIUM = (
-    Entry(2, 128, 1 / 8, 32),
-    Entry(32, 128, 1 / 4, 8),
-    Entry(192, MANY, 48 / 264, 4),
-    Entry(1024, MANY, 64 / 264, 2),
-    Entry(MANY, MANY, 64 / 264, 4),
-)
-SMALL = (
-    Entry(2, 128, 1 / 8, 32),
-    Entry(32, 128, 1 / 4, 8),
-    Entry(192, MANY, 48 / 264, 4),
-    Entry(256, MANY, 48 / 264, 2),
-    Entry(PIECED_TOKENS, MANY, 64 / 264, 2),
-    Entry(MANY, MANY, 64 / 264, 1),
-)
-DISPATCH = {5000: SMALL, 10000: MEDIUM, MANY: LARGE}
-"""Tables for messages of at most so many bytes. H200s (264 CTAs), hidden 7168, 256 experts, top-8: shapes for at most
-32 tokens on 2 and 4 GPUs, 2026-11-21, the others on 2, 2026-11-22 (`perf/LOG.md`)."""
-RETURNS = (
-    Entry(2, 64, 0, 32),
-    Entry(32, 128, 0, 32),
-    Entry(256, MANY, 0, 32),
-    Entry(PIECED_TOKENS, MANY, 2 / 3, 16),
-)
-COMBINE = {
-    2: (*RETURNS, Entry(1024, MANY, 2 / 3, 4), Entry(MANY, MANY, 208 / 264, 4)),
-    MANY: (*RETURNS, Entry(MANY, MANY, 2 / 3, 4)),
+FEW = (Entry(2, 128, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
+FEW_LARGE = (Entry(2, 64, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
+DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
+    2: {
+        5000: (
+            *FEW,
+            Entry(192, MANY, 32 / 264, 4),
+            Entry(256, MANY, 32 / 264, 2),
+            Entry(512, MANY, 64 / 264, 2),
+            Entry(MANY, MANY, 64 / 264, 1),
+        ),
+        10000: (
+            *FEW,
+            Entry(192, MANY, 32 / 264, 4),
+            Entry(256, MANY, 32 / 264, 2),
+            Entry(1024, MANY, 48 / 264, 1),
+            Entry(MANY, MANY, 64 / 264, 4),
+        ),
+        MANY: (
+            *FEW_LARGE,
+            Entry(128, MANY, 48 / 264, 8),
+            Entry(1024, MANY, 48 / 264, 4),
+            Entry(MANY, MANY, 32 / 264, 4),
+        ),
+    },
+    MANY: {
+        5000: (
+            *FEW,
+            Entry(128, MANY, 32 / 264, 4),
+            Entry(256, MANY, 32 / 264, 2),
+            Entry(512, MANY, 32 / 264, 1),
+            Entry(1024, MANY, 32 / 264, 4),
+            Entry(MANY, MANY, 56 / 264, 2),
+        ),
+        10000: (
+            *FEW,
+            Entry(64, MANY, 48 / 264, 4),
+            Entry(256, MANY, 64 / 264, 2, packed=True),
+            Entry(768, MANY, 64 / 264, 1, packed=True),
+            Entry(1024, MANY, 48 / 264, 2, packed=True),
+            Entry(MANY, MANY, 48 / 264, 2),
+        ),
+        MANY: (
+            *FEW_LARGE,
+            Entry(64, MANY, 48 / 264, 8),
+            Entry(128, MANY, 64 / 264, 4, packed=True),
+            Entry(256, MANY, 64 / 264, 2, packed=True),
+            Entry(1024, MANY, 48 / 264, 4, packed=True),
+            Entry(MANY, MANY, 40 / 264, 2, packed=True),
+        ),
+    },
 }
-"""Tables for at most so many ranks: a sum of two rows needs fewer CTAs (4096 tokens: 201 us for 211)."""
+"""Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), hidden 7168,
+256 experts, top-8, 2026-11-22: two GPUs; for more ranks two GPUs with the traffic of four (`perf.mirror`)."""
+RETURNS = (Entry(2, 64, 0, 32), Entry(32, 128, 0, 32))
+COMBINE: dict[int, tuple[Entry, ...]] = {
+    2: (*RETURNS, Entry(256, MANY, 0, 32), Entry(1024, MANY, 2 / 3, 16), Entry(MANY, MANY, 208 / 264, 4)),
+    MANY: (*RETURNS, Entry(128, MANY, 0, 32), Entry(1024, MANY, 2 / 3, 32), Entry(MANY, MANY, 208 / 264, 4)),
+}
+"""Tables for at most so many ranks, measured as DISPATCH."""
 
 
 class Shape(NamedTuple):
     """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; pieces of each
-    message (dispatch), or of each row that is to come back (combine; decided and announced by the dispatch before)."""
+    message (dispatch), or of each row that is to come back (combine; decided and announced by the dispatch before);
+    `Entry.packed`."""
 
     grid: int
     send_ctas: int
     receive_from: int
     pieces: int
+    packed: bool = False
 
     @property
     def pieces_log2(self) -> int:
@@ -156,14 +188,14 @@ class Tuning:
         senders = min(round(grid * entry.senders), grid - 1)
         if not senders or grid < 4 or whole_rows:
             return Shape(grid, grid, 0, entry.pieces)
-        return Shape(grid, senders, senders, entry.pieces)
+        return Shape(grid, senders, senders, entry.pieces, entry.packed)
 
     def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:
         """This with what was found at some numbers of tokens. A finding holds up to its number, the one of the most
         tokens in a range of the table up to the range's end; ranges without any stay as they are."""
         table: list[Entry] = []
         below = 0
-        for end in sorted({PIECED_TOKENS, *(entry.tokens for entry in self.table(family))}):
+        for end in sorted({EXPRESS_TOKENS, *(entry.tokens for entry in self.table(family))}):
             inside = sorted(tokens for tokens in found if below < tokens <= end)
             entries = [found[tokens] for tokens in inside] or [self.entry(family, end)]
             table += [replace(one, tokens=to) for one, to in zip(entries, [*inside[:-1], end], strict=True)]
@@ -173,9 +205,10 @@ class Tuning:
 
 def built_in(cfg: EPConfig) -> Tuning:
     """The tables that ship."""
-    return Tuning(_first_of(DISPATCH, message_bytes(cfg.format, cfg.hidden)), _first_of(COMBINE, cfg.peers))
+    dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
+    return Tuning(dispatch, _first_of(COMBINE, cfg.peers))
 
 
-def _first_of(tables: Mapping[int, tuple[Entry, ...]], number: int) -> tuple[Entry, ...]:
+def _first_of(tables: Mapping[int, Found], number: int) -> Found:
     """The first of the tables that is for at least `number`."""
     return next(table for most, table in tables.items() if number <= most)

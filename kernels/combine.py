@@ -97,7 +97,7 @@ class Combine:
 
     @cute.kernel
     def kernel(self, args: CombineArgs):
-        group = open_group(args, self.sPeers)
+        group = open_group(args, self.sPeers, Int32(0))
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
         epoch = received + 1  # a fused launch finds as many rounds sent as received
         if cutlass.const_expr(not self.receive):

@@ -49,7 +49,8 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     are at scales_at, the row's own scale at row_scale_at.
     Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
     bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
-    pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send).
+    pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send), packed (of
+    `open_group`).
     Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
     receive_from (CTAs from it receive), has_tiles (`layouts.scales.has_tiles` of out_scales).
     """
@@ -70,6 +71,7 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     return_pieces: Int32
     segment_words: Int32
     send_ctas: Int32
+    packed: Int32
     out_tokens: Int64
     out_row_scales: Int64
     row_offsets: Int64
@@ -117,7 +119,7 @@ class Dispatch:
 
     @cute.kernel
     def kernel(self, args: DispatchArgs):
-        group = open_group(args, self.sPeers)
+        group = open_group(args, self.sPeers, args.packed)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
         epoch = received + 1  # a fused launch finds as many rounds sent as received
         if cutlass.const_expr(not self.receive):

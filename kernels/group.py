@@ -11,6 +11,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, quotient, remainder
+from cute_ep.kernels.pieces import packed_cta
 from cute_ep.kernels.sync import Watch, block_all, post, report, wait_at_least
 from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of, is_wide
 from cute_ep.layouts.device import DeviceRegion, array, pointer
@@ -172,8 +173,10 @@ class GroupView:
 
 
 @cute.jit
-def open_group(args: GroupArgs, peers: Region) -> GroupView:
+def open_group(args: GroupArgs, peers: Region, packed: Int32) -> GroupView:
     """Start reading the peer table, wait for the end of the launch before, and derive this CTA's view.
+
+    packed: 1 for CTA numbers of `packed_cta`, 0 for those of the blocks.
 
     peer_base is peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
     overlaps with that of the first wait.
@@ -184,13 +187,14 @@ def open_group(args: GroupArgs, peers: Region) -> GroupView:
     peer_base = Int64(0)
     if tid < args.ranks:
         peer_base = gPeers[tid]
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     cute.arch.griddepcontrol_wait()
     if args.chained != 0:
         cute.arch.griddepcontrol_launch_dependents()
     return GroupView(
         tid=tid,
-        cta=cute.arch.block_idx()[0],
-        ctas=cute.arch.grid_dim()[0],
+        cta=cutlass.select_(packed != 0, packed_cta(cta, ctas), cta),
+        ctas=ctas,
         rank=args.rank,
         ranks=args.ranks,
         experts=args.experts,

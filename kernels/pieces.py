@@ -81,6 +81,13 @@ def item_stride(ctas: Int32) -> Int32:
     return ctas * WARPS
 
 
+def packed_cta(block: Int32, blocks: Int32) -> Int32:
+    """A number for each block, such that 2 i and 2 i + 1 belong to blocks that share an SM where two fit: the GPU hands
+    out one block an SM before it hands out the second ones. It is free not to, and then times change, and no byte."""
+    first = (blocks + 1) >> 1
+    return 2 * block - cutlass.select_(block < first, Int32(0), 2 * first - 1)
+
+
 def spare_cta(ctas):
     """Which of `ctas` CTAs carries no items while the others have warps enough: it has other work."""
     return quotient(ctas, 2)

@@ -49,11 +49,9 @@ DATED_BYTES = 8
 SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
 MAX_PIECES = 32
-"""Most pieces into which a row is cut, so that several warps may carry one token."""
-PIECED_TOKENS = 512
-"""Most tokens of a call whose rows are cut into MAX_PIECES."""
+"""Most pieces into which an express row is cut, so that several warps may carry one token."""
 MANY_PIECES = 4
-"""Most pieces of a row where a call has more tokens."""
+"""Most pieces of a row that is not express."""
 CONVOY = 16
 """Pieces that share a flag where rows are not express: one for each warp of a CTA."""
 EXPRESS_TOKENS = 1024
@@ -208,10 +206,8 @@ def flags_of(tokens: int, pieces: int) -> int:
 
 
 def most_flags(max_tokens: int) -> int:
-    """Flags of one source: MAX_PIECES of a token up to PIECED_TOKENS, MANY_PIECES beyond."""
-    pieced = flags_of(min(max_tokens, PIECED_TOKENS), MAX_PIECES)
-    express = flags_of(min(max_tokens, EXPRESS_TOKENS), MANY_PIECES)
-    return max(pieced, express, flags_of(max_tokens, MANY_PIECES))
+    """Flags of one source: MAX_PIECES of a token up to EXPRESS_TOKENS, MANY_PIECES beyond."""
+    return max(flags_of(min(max_tokens, EXPRESS_TOKENS), MAX_PIECES), flags_of(max_tokens, MANY_PIECES))
 
 
 def return_slots(ranks: int, top_k: int) -> int:

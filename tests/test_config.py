@@ -18,7 +18,6 @@ from cute_ep.layouts.arena import (
     EXPRESS_TOKENS,
     MANY_PIECES,
     MAX_PIECES,
-    PIECED_TOKENS,
     SEGMENT_BYTES,
     HeaderWord,
     StateWord,
@@ -135,7 +134,7 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     ranks = 1 if cfg.skip_a2a else cfg.world_size
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
     message, row = padded(message_by_hand(cfg), 128), 2 * cfg.hidden
-    flags = max(32 * min(tokens, 512), 4 * min(tokens, 1024), -(-4 * tokens // 16))
+    flags = max(32 * min(tokens, 1024), -(-4 * tokens // 16))
     few, many = (tokens, 0) if tokens <= 1024 else (1024, tokens)
     sizes = [
         8 * 9,  # state
@@ -182,7 +181,7 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1685, 1416, 1287]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1686, 1417, 1288]
     assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 36, 33]
 
 
@@ -313,9 +312,9 @@ def test_every_piece_has_a_flag(cfg: EPConfig) -> None:
     most = cfg.max_tokens_per_rank
     for region in (cfg.arena.message_ready, cfg.arena.return_ready):
         assert region.shape == (cfg.peers, most_flags(most))
-    for tokens in {1, 2, PIECED_TOKENS, PIECED_TOKENS + 1, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, most - 1, most}:
+    for tokens in {1, 2, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, most - 1, most}:
         if 0 < tokens <= most:
-            last = tokens * (MAX_PIECES if tokens <= PIECED_TOKENS else MANY_PIECES) - 1
+            last = tokens * (MAX_PIECES if tokens <= EXPRESS_TOKENS else MANY_PIECES) - 1
             assert (last if tokens <= EXPRESS_TOKENS else last // 16) < most_flags(most)
     assert MAX_PIECES & (MAX_PIECES - 1) == 0, "pieces are counted by their logarithm"
 

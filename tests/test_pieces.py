@@ -23,12 +23,13 @@ from cute_ep.kernels.pieces import (
     dealt_stride,
     first_item,
     item_stride,
+    packed_cta,
     piece_of,
     segments_of,
     spare_cta,
     whole_convoys,
 )
-from cute_ep.layouts.arena import CONVOY, EXPRESS_TOKENS, MAX_PIECES, PIECED_TOKENS, SEGMENT_BYTES, convoy_of
+from cute_ep.layouts.arena import CONVOY, EXPRESS_TOKENS, MAX_PIECES, SEGMENT_BYTES, convoy_of
 from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
@@ -97,6 +98,18 @@ def test_every_item_is_taken_once(ctas: int) -> None:
     assert sorted(taken) == list(range(items))
     starts = {first_item(cta, ctas, 0) for cta in range(ctas)}
     assert starts == set(range(ctas)), "neighbouring items go to different CTAs"
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 128, 264, 295])
+def test_packed_ctas_are_neighbours_on_their_sm(blocks: int) -> None:
+    """Every number is given once, and numbers 2 i and 2 i + 1 to blocks that are half a grid apart."""
+    block = np.arange(blocks, dtype=np.int32)
+    (numbers,) = run_map(lambda block: packed_cta(block, Int32(blocks)), block)
+    cta = numbers.view(np.int32)
+    assert sorted(cta) == list(range(blocks))
+    owner = np.argsort(cta)
+    apart = owner[1::2] - owner[: blocks - 1 : 2]
+    assert (apart == (blocks + 1) // 2).all()
 
 
 def all_warps(cases: Iterable[tuple[int, int]]) -> np.ndarray:
@@ -273,7 +286,7 @@ def test_division_by_what_a_launch_knows(monkeypatch: pytest.MonkeyPatch) -> Non
     rest, whole = run_map(split, item, extent, magic, outputs=2)
     np.testing.assert_array_equal(whole, item // extent)
     np.testing.assert_array_equal(rest, item % extent)
-    pieces = max(MAX_TOKENS_PER_RANK, PIECED_TOKENS * MAX_PIECES)
+    pieces = max(MAX_TOKENS_PER_RANK, EXPRESS_TOKENS * MAX_PIECES)
     most = {MAX_RANKS: pieces * MAX_RANKS, MAX_TOP_K: MAX_TOKENS_PER_RANK * MAX_TOP_K, MAX_EXPERTS: MAX_EXPERTS}
     assert all(items * extent < 1 << 32 for extent, items in most.items())
 

@@ -21,7 +21,7 @@ from cute_ep.cli import main
 from cute_ep.commands import tune
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import MANY_PIECES, MAX_PIECES, PIECED_TOKENS, flags_of, message_bytes, most_flags
+from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, flags_of, message_bytes, most_flags
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 from cute_ep.layouts.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
@@ -58,7 +58,8 @@ launches = st.builds(
 def entries(draw: st.DrawFn, most: int = MANY) -> Entry:
     tokens = draw(st.integers(1, most))
     senders = draw(st.floats(0, 1, exclude_max=True))
-    return Entry(tokens, draw(st.integers(1, 300)), senders, draw(st.sampled_from(pieces_for(tokens))))
+    pieces = draw(st.sampled_from(pieces_for(tokens)))
+    return Entry(tokens, draw(st.integers(1, 300)), senders, pieces, draw(st.booleans()))
 
 
 @st.composite
@@ -78,7 +79,7 @@ def test_every_piece_has_a_flag(launch: tuple[EPConfig, int, int], made: Tuning)
     """Whatever the number of tokens in a call, its pieces fit the flags that the arena has for a rank."""
     cfg, most, ctas = launch
     for tuning in (built_in(cfg), made):
-        for tokens in {1, most // 2, most, min(most, PIECED_TOKENS), min(most, PIECED_TOKENS + 1)} - {0}:
+        for tokens in {1, most // 2, most, min(most, EXPRESS_TOKENS), min(most, EXPRESS_TOKENS + 1)} - {0}:
             for family in FAMILIES:
                 shape = tuning.shape(family, tokens, ctas)
                 assert 1 <= 1 << shape.pieces_log2 == shape.pieces <= MAX_PIECES
@@ -99,6 +100,8 @@ def test_shape(launch: tuple[EPConfig, int, int], made: Tuning, operation: str) 
             assert 0 <= shape.receive_from < shape.grid
         if sends and receives:
             assert shape.receive_from <= shape.send_ctas, "a CTA that neither sends nor receives"
+        if shape.packed:
+            assert tuning.entry(operation, tokens).packed and 0 < shape.receive_from == shape.send_ctas
 
 
 @given(launches, tunings)
@@ -106,7 +109,8 @@ def test_whole_rows(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
     """Every CTA sends and receives; nothing else is different."""
     _, tokens, max_ctas = launch
     shape = made.shape("combine", tokens, max_ctas)
-    assert made.shape("combine", tokens, max_ctas, whole_rows=True) == (shape.grid, shape.grid, 0, shape.pieces)
+    whole = made.shape("combine", tokens, max_ctas, whole_rows=True)
+    assert whole == Shape(shape.grid, shape.grid, 0, shape.pieces, packed=False)
 
 
 @given(launches, st.sampled_from(OPERATIONS))
@@ -124,16 +128,17 @@ def test_few_tokens_are_carried_by_many_warps() -> None:
 
 def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
     """The first one that holds their size, or number; rows come home in one type."""
-    for tables in (DISPATCH, COMBINE):
+    for tables in (DISPATCH, COMBINE, *DISPATCH.values()):
         assert list(tables) == sorted(tables) and list(tables)[-1] == MANY
     used = set()
     for fmt in FORMATS:
-        for ranks, combine in ((1, 2), (2, 2), (4, MANY), (8, MANY)):
+        for ranks, most_ranks in ((1, 2), (2, 2), (4, MANY), (8, MANY)):
             cfg = replace(CFG, dispatch_format=fmt, world_size=ranks)
-            size = min(most for most in DISPATCH if message_bytes(cfg.format, cfg.hidden) <= most)
-            assert built_in(cfg) == Tuning(DISPATCH[size], COMBINE[combine])
-            used.add(size)
-    assert used == set(DISPATCH)
+            sizes = DISPATCH[most_ranks]
+            size = min(most for most in sizes if message_bytes(cfg.format, cfg.hidden) <= most)
+            assert built_in(cfg) == Tuning(sizes[size], COMBINE[most_ranks])
+            used.add((most_ranks, size))
+    assert used == {(ranks, size) for ranks, sizes in DISPATCH.items() for size in sizes}, "each is used"
     assert built_in(replace(CFG, skip_a2a=True)).combine == COMBINE[2], "each rank alone"
 
 
@@ -148,7 +153,7 @@ def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
         lambda: Entry(8, 1, float("nan"), 1),
         lambda: Entry(8, 1, 0, 3),
         lambda: Entry(8, 1, 0, 2 * MAX_PIECES),
-        lambda: Entry(PIECED_TOKENS + 1, 1, 0, 2 * MANY_PIECES),
+        lambda: Entry(EXPRESS_TOKENS + 1, 1, 0, 2 * MANY_PIECES),
         lambda: Tuning((), MINE),
         lambda: Tuning(MINE, MINE[:1]),
         lambda: Tuning(MINE, MINE[::-1]),
@@ -286,7 +291,7 @@ def test_a_finding_holds_where_it_was_made(tuning: Tuning, some: list[Entry], fa
     assert revised.table(other) == tuning.table(other)
     for tokens, entry in found.items():
         assert replace(revised.entry(family, tokens), tokens=tokens) == entry
-    ends = sorted({PIECED_TOKENS, *(entry.tokens for entry in tuning.table(family))})
+    ends = sorted({EXPRESS_TOKENS, *(entry.tokens for entry in tuning.table(family))})
     for below, end in zip([0, *ends], ends, strict=False):
         inside = sorted(tokens for tokens in found if below < tokens <= end)
         for tokens in {below + 1, (below + end + 1) // 2, end}:
@@ -316,7 +321,7 @@ def test_pieces_are_no_smaller_than_a_segment() -> None:
     assert fields["nvfp4"] == (1, 2, 4, 8), "3584 bytes are 7 segments"
     assert max(fields["bf16"]) == min(MAX_PIECES, 32)
     assert tune.choices("dispatch", replace(CFG, hidden=8), 8)["pieces"] == (1,)
-    assert tune.choices("combine", CFG, PIECED_TOKENS + 1)["pieces"] == pieces_for(PIECED_TOKENS + 1) == (1, 2, 4)
+    assert tune.choices("combine", CFG, EXPRESS_TOKENS + 1)["pieces"] == pieces_for(EXPRESS_TOKENS + 1) == (1, 2, 4)
 
 
 DEFAULT = Entry(16, MANY, 0.25, 4)
@@ -410,8 +415,9 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
     for entry in built.dispatch:
         pieces = 2 if entry.tokens in tuned else entry.pieces
         assert found.entry("dispatch", entry.tokens) == replace(entry, pieces=pieces)
-    assert found.entry("combine", PIECED_TOKENS) == built.entry("combine", PIECED_TOKENS)
-    assert found.entry("combine", PIECED_TOKENS + 1).grid == 128
+    assert found.entry("combine", 300) == replace(built.entry("combine", 300), tokens=300)
+    assert found.entry("combine", EXPRESS_TOKENS).grid == 128
+    assert found.entry("combine", EXPRESS_TOKENS + 1) == built.entry("combine", EXPRESS_TOKENS + 1)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     shape = built.shape("dispatch", 16, 264)
     roles = f"{shape.grid}, {shape.send_ctas}"
@@ -433,7 +439,7 @@ def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.Capt
     for tuning in (built_in(replace(CFG, dispatch_format=fmt, world_size=n)) for fmt in FORMATS for n in (2, 4)):
         for family in FAMILIES:
             assert {tuning.entry(family, tokens) for tokens in sizes} == set(tuning.table(family)), "none is left out"
-    assert {int(word) for word in tune.TOKENS.split(",")} >= {PIECED_TOKENS} and max(sizes) == 4096
+    assert {int(word) for word in tune.TOKENS.split(",")} >= {EXPRESS_TOKENS} and max(sizes) == 4096
 
 
 def test_tune_refuses_a_damaged_file_before_it_measures(

@@ -41,7 +41,7 @@ home in bfloat16 whatever they were dispatched in."""
 TOKENS, QUICK_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
 """The quick ones: one in each range of the built-in tables."""
 GRIDS = (32, 64, 128, MANY)
-SENDERS = (0, 1 / 8, 48 / 264, 64 / 264, 2 / 3, 208 / 264)
+SENDERS = {"dispatch": (0, 32 / 264, 48 / 264, 64 / 264), "combine": (0, 160 / 264, 2 / 3, 208 / 264)}
 SAMPLES, FINAL_SAMPLES = 40, 120
 MARGIN = 0.02
 """Part by which a shape must be faster than the built-in one to take its place."""
@@ -61,7 +61,8 @@ def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
     """Values to try of each field of an Entry. Pieces are at most the segments of a row, rounded up."""
     row_bytes = cfg.hidden * COMBINE_ITEMSIZE if family == "combine" else cfg.format.payload_bytes(cfg.hidden)
     pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count * SEGMENT_BYTES < 2 * row_bytes)
-    return {"pieces": pieces, "senders": SENDERS, "grid": GRIDS}
+    packed = (False, True) if family == "dispatch" else (False,)
+    return {"packed": packed, "pieces": pieces, "senders": SENDERS[family], "grid": GRIDS}
 
 
 def choose(
@@ -159,7 +160,7 @@ def tune_format(
                 sets = make_sets(cfg, devices, tokens)
                 for family in families:
                     step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
-                    found[family][tokens] = tune_size(communicators, sets, family, base, lanes)
+                    found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
                     step(advance=1)
                 del sets
         max_ctas = communicators[0].max_ctas
@@ -176,9 +177,14 @@ def tune_format(
 
 
 def tune_size(
-    communicators: Sequence[Communicator], sets: InputSets, family: str, base: Tuning, lanes: Runner
+    communicators: Sequence[Communicator],
+    sets: InputSets,
+    family: str,
+    base: Tuning,
+    lanes: Runner,
+    operations: Sequence[str],
 ) -> Outcome:
-    """`choose` for one number of tokens, timed on all ranks."""
+    """`choose` for one number of tokens by the times of some of the family's operations, on all ranks."""
     from cute_ep.measure import measure
 
     def with_entry(entry: Entry) -> Tuning:
@@ -190,7 +196,7 @@ def tune_size(
     def time(entry: Entry, samples: int) -> float:
         for communicator in communicators:
             communicator.tuning = with_entry(entry)
-        cases = measure(communicators, sets, OPERATIONS[family], samples, lanes)
+        cases = measure(communicators, sets, operations, samples, lanes)
         return geometric_mean(case["p50_us"] for case in cases)
 
     default = replace(base.entry(family, sets.tokens), tokens=sets.tokens)
@@ -214,7 +220,8 @@ def add_results(
 
     def text(tuning: Tuning, tokens: int) -> str:
         shape = tuning.shape(family, tokens, max_ctas)
-        return f"{shape.grid}, {shape.send_ctas if shape.receive_from else 'all'}, {shape.pieces}"
+        senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
+        return f"{shape.grid}, {senders}, {shape.pieces}"
 
     for tokens, outcome in outcomes.items():
         before, after = text(base, tokens), text(base.revised(family, {tokens: outcome.entry}), tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.config import EPConfig
-from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES, PIECED_TOKENS
+from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES
 from cute_ep.tuning import MANY, Entry, Tuning, pieces_for
 from cute_ep.verify import RoundOptions, check_round
 from cute_ep.workloads import make_inputs
@@ -71,7 +71,7 @@ def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
 
 
 ODD_SHAPES = ((1, 0, MAX_PIECES), (7, 0.9, 1), (33, 0.01, 2), (5, 0.3, 16), (MANY, 0.5, 4))
-"""(CTAs at most, share of senders, pieces while tokens are few)."""
+"""(CTAs at most, share of senders, pieces while tokens are few); senders of every other table are packed."""
 
 
 def odd_tuning(number: int) -> Tuning:
@@ -80,14 +80,16 @@ def odd_tuning(number: int) -> Tuning:
     for turn in (number, number + 2):
         grid, senders, pieces = ODD_SHAPES[turn % len(ODD_SHAPES)]
         fewer = min(pieces, max(pieces_for(MANY)))
-        tables.append((Entry(PIECED_TOKENS, grid, senders, pieces), Entry(MANY, grid, senders, fewer)))
+        packed = turn % 2 == 1
+        few = Entry(EXPRESS_TOKENS, grid, senders, pieces, packed)
+        tables.append((few, Entry(MANY, grid, senders, fewer, packed)))
     return Tuning(*tables)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "nvfp4_row"])
 def test_launch_shapes_do_not_change_bytes(devices: list[str], fmt: str) -> None:
     """Every rank has its own, and another one in the next round."""
-    sizes = (1, 16, EXPRESS_TOKENS, EXPRESS_TOKENS + 1, PIECED_TOKENS, PIECED_TOKENS + 1)
+    sizes = (1, 16, 512, EXPRESS_TOKENS, EXPRESS_TOKENS + 1)
     cfg = EPConfig(2880, 16 * len(devices), 4, max(sizes), len(devices), fmt, timeout_s=20)
     with connected(cfg, devices, tuning=odd_tuning(0)) as communicators:
         for turn, tokens in enumerate(sizes):

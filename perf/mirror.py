@@ -1,0 +1,280 @@
+"""Two GPUs with the traffic of more: how fast a rank is among R ranks, measured where there are only two GPUs.
+
+Ranks 0 and 1 of R run, a GPU each. What one of them sends to rank 2, 3, ... goes to the other GPU as well, and lands
+where the other one looks for what rank 2, 3, ... sends to it. So each GPU sends, receives, sums and waits for as much
+as with R GPUs, at the rate of a link to one peer, which is a little higher than that to all peers at once (H200: 365
+for 349 GB/s). The kernels are those that ship: where the regions of an arena are is an argument. Here an arena is a
+block for each source, all alike, so another source is a shift of the address by whole blocks:
+
+    words of source s in the arena at a:        a + s * block + ...
+    what rank r stores to rank p says source r: b + (p - r) * block, as the address of "rank p's arena", makes it p
+
+Tokens go to all other ranks, with equally many experts and the same local ones on each, or to none: then what rank 1
+gets from "rank 2" fits what rank 0 has sent there. As many go to all as give the number of messages of uniform
+routing.
+
+Against 4 x H200 with the same kernels (753aee1, driver 580.159.04, 2026-11-21 and 22) pairs of 1 to 4096 BF16 tokens
+took 1 to 4 % less here, dispatches of 4096 FP8 and NVFP4 tokens 2 and 4 % less, but one of 128 NVFP4 tokens 14 % more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from cuda.bindings import driver
+from rich.console import Console
+
+from cute_ep.ceilings import measure_ceilings
+from cute_ep.commands.common import format_names, token_counts
+from cute_ep.commands.tune import tune_size
+from cute_ep.communicator import Communicator, load_kernels
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import DispatchBuffers
+from cute_ep.driver import DeviceMemory, check, enable_peer_access
+from cute_ep.layouts.record import align_up
+from cute_ep.layouts.variants import NO_HOOKS
+from cute_ep.library import Library
+from cute_ep.machine import environment
+from cute_ep.measure import Batch, InputSets, make_runner, measure, run_round
+from cute_ep.traffic import count_routing
+from cute_ep.tuning import CTAS_PER_SM, Tuning, built_in
+from perf.cases import MAIN
+
+GPUS = 2
+SETS = 4
+SAMPLES = 100
+TOKENS = "1,16,64,128,256,512,1024,2048,4096"
+OPERATIONS = ("dispatch", "combine_partial", "pair")
+"""Exact combine is left out: its slots are numbered by experts, not by ranks."""
+SOURCE_MODE = {
+    "message_ready": 0,
+    "return_ready": 0,
+    "table": 1,
+    "entries": 1,
+    "weights": 1,
+    "returns": 2,
+    "messages": 1,
+    "express_returns": 2,
+    "express_messages": 1,
+    "kept_scales": 0,
+}
+"""Which mode of a region counts the ranks that write it; the others are the owner's, or `CONSUMED`."""
+CONSUMED = ("dispatch_consumed", "combine_consumed")
+"""Regions whose words lie side by side, so that shifted stores miss them: those of ranks 2, 3, ... hold FOR_EVER."""
+FOR_EVER = 0x3FFFFFFF
+BLOCK_ALIGNMENT = 1 << 21
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """An arena as a block for each source.
+
+    Attributes:
+        arguments: as `Arena.arguments`.
+        nbytes: of a block.
+        count: blocks, with room for stores that are shifted.
+        blank: (offset, bytes) in a block of what begins as BLANK words.
+    """
+
+    arguments: dict[str, int]
+    nbytes: int
+    count: int
+    blank: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, cfg: EPConfig) -> Blocks:
+        """The regions of `cfg`'s arena, each without the mode of SOURCE_MODE inside a block."""
+        arguments: dict[str, int] = {}
+        sources: list[str] = []
+        blank = []
+        at = 0
+        for name, region in cfg.arena.regions.items():
+            source = SOURCE_MODE.get(name)
+            arguments[f"{name}_at"], pitch = at, region.itemsize
+            for mode, extent in reversed(list(enumerate(region.shape))):
+                if mode == source:
+                    sources.append(f"{name}_stride{mode}")
+                else:
+                    if mode < len(region.shape) - 1:
+                        arguments[f"{name}_stride{mode}"] = pitch
+                    pitch *= extent
+            if region in cfg.arena.blank:
+                blank.append((at, pitch))
+            at += align_up(pitch, 256)
+        nbytes = align_up(at, BLOCK_ALIGNMENT)
+        slots = max(cfg.world_size, cfg.top_k)
+        return cls(arguments | dict.fromkeys(sources, nbytes), nbytes, slots + cfg.world_size, tuple(blank))
+
+    def allocate(self, device: torch.device, ranks: int) -> DeviceMemory:
+        """An arena as its first round must find it."""
+        ones = [(block * self.nbytes + at, count) for block in range(self.count) for at, count in self.blank]
+        memory = DeviceMemory(device, self.count * self.nbytes, ones)
+        with torch.cuda.device(device):
+            for name in CONSUMED:
+                first = memory.address + self.arguments[f"{name}_at"] + 8 * GPUS
+                check(driver.cuMemsetD32(first, FOR_EVER, 2 * (ranks - GPUS)))
+            torch.cuda.synchronize()
+        return memory
+
+    def addresses(self, rank: int, arenas: Sequence[int], ranks: int) -> list[int]:
+        """What rank 0 or 1 takes for the addresses of all ranks' arenas."""
+        other = arenas[1 - rank]
+        shifted = [other + (peer - rank) * self.nbytes for peer in range(GPUS, ranks)]
+        return [*arenas, *shifted]
+
+
+def connect_mirror(cfg: EPConfig, library: str | None, tuning: Tuning) -> tuple[list[Communicator], Callable[[], None]]:
+    """Ranks 0 and 1 of `cfg`, and what frees them."""
+    devices = [torch.device("cuda", gpu) for gpu in range(GPUS)]
+    for device in devices:
+        for peer in devices:
+            enable_peer_access(device.index, peer.index)
+    blocks = Blocks.of(cfg)
+    arenas = [blocks.allocate(device, cfg.world_size) for device in devices]
+    communicators = []
+    for rank, device in enumerate(devices):
+        kernels = load_kernels(cfg, device, Library(library), NO_HOOKS)
+        communicator = Communicator(
+            cfg,
+            rank,
+            device,
+            arenas[rank],
+            blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size),
+            kernels=kernels,
+            hooks=NO_HOOKS,
+            max_ctas=CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count,
+            tuning=tuning,
+            shared_device=False,
+            release=lambda _: None,
+        )
+        for kernel in kernels.values():
+            kernel.bind(blocks.arguments)
+        communicators.append(communicator)
+
+    def close() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+        for communicator in communicators:
+            communicator.free()
+            communicator.arena.free()
+
+    return communicators, close
+
+
+def mirrored_ids(cfg: EPConfig, tokens: int, rank: int, generator: torch.Generator) -> torch.Tensor:
+    """[tokens, top_k] int32 expert ids of a rank, on the generator's device: see above."""
+    ranks, local, top_k = cfg.world_size, cfg.local_experts, cfg.top_k
+    here = {"generator": generator, "device": generator.device}
+    everywhere = round(tokens * (1 - (1 - 1 / ranks) ** top_k))
+    each = top_k // ranks
+    own = torch.rand(tokens, local, **here).topk(top_k, dim=1).indices + rank * local
+    remote = torch.rand(tokens, local, **here).topk(each, dim=1).indices
+    ids = own.clone()
+    parts = [remote + peer * local for peer in range(ranks) if peer != rank]
+    ids[:, : each * (ranks - 1)] = torch.cat(parts, dim=1)
+    goes = torch.randperm(tokens, **here) < everywhere
+    ids = torch.where(goes[:, None], ids, own)
+    return ids.gather(1, torch.rand(tokens, top_k, **here).argsort(dim=1)).int().contiguous()
+
+
+def as_rank(cfg: EPConfig, ids: torch.Tensor, rank: int, other: int) -> torch.Tensor:
+    """The ids of `rank` as rank `other`'s would be: the two ranks' experts exchanged."""
+    owner = ids // cfg.local_experts
+    swapped = torch.where(owner == rank, other, torch.where(owner == other, rank, owner))
+    return swapped * cfg.local_experts + ids % cfg.local_experts
+
+
+def make_mirror_sets(cfg: EPConfig, tokens: int, sets: int = SETS) -> InputSets:
+    """As `cute_ep.measure.make_sets`, of the two ranks that run; counts and devices are those of all ranks."""
+    batches: list[list[Batch]] = [[] for _ in range(GPUS)]
+    counts = []
+    for number in range(sets):
+        generators = [torch.Generator(f"cuda:{rank}").manual_seed(GPUS * number + rank) for rank in range(GPUS)]
+        ids = [mirrored_ids(cfg, tokens, rank, generator) for rank, generator in enumerate(generators)]
+        others = [as_rank(cfg, ids[1], 1, peer) for peer in range(GPUS, cfg.world_size)]
+        counts.append(count_routing(cfg, [*ids, *others]))
+        room = cfg.local_experts * cfg.alignment  # what is padded differs a little from `others`
+        for rank, generator in enumerate(generators):
+            with torch.device(f"cuda:{rank}"):
+                buffers = DispatchBuffers.allocate(cfg, generator.device, counts[-1].rows_received(rank) + room)
+                shapes = (tokens, cfg.hidden), buffers.tokens.shape[:1] + (cfg.hidden,)
+                x, rows = (torch.randn(shape, dtype=torch.bfloat16, generator=generator) for shape in shapes)
+                weights = torch.full((tokens, cfg.top_k), 1 / cfg.top_k)
+                batches[rank].append(Batch(x, ids[rank], weights, buffers, rows, torch.empty_like(x)))
+    names = tuple(f"cuda:{rank}" for rank in range(cfg.world_size))
+    return InputSets(cfg, tokens, "mirror", names, batches, counts)
+
+
+def check_mirror(library: str | None, cfg: EPConfig) -> None:
+    """RuntimeError unless the tokens come back, where experts return the BF16 rows that they get."""
+    communicators, close = connect_mirror(cfg, library, built_in(cfg))
+    batches = [one[0] for one in make_mirror_sets(cfg, cfg.max_tokens_per_rank, sets=1).batches]
+    with make_runner(communicators) as runner:
+        runner.on_all(lambda rank: run_round(communicators[rank], batches[rank], "dispatch"))
+        for batch in batches:
+            batch.rows.copy_(batch.buffers.tokens)
+        runner.on_all(lambda rank: run_round(communicators[rank], batches[rank], "combine_partial"))
+    for rank, batch in enumerate(batches):
+        if not torch.equal(batch.result, batch.x):
+            raise RuntimeError(f"mirror of {cfg.world_size} ranks: rank {rank} does not get its tokens back")
+    close()
+
+
+def measure_size(cfg: EPConfig, library: str | None, tune: bool) -> list[dict]:
+    """`measure` of OPERATIONS with as many tokens as fit and the built-in tables; with `tune`, "best" is the entry that
+    `tune_size` finds for a family, "best_us" its time."""
+    base = built_in(cfg)
+    communicators, close = connect_mirror(cfg, library, base)
+    sets = make_mirror_sets(cfg, cfg.max_tokens_per_rank)
+    with make_runner(communicators) as runner:
+        results = measure(communicators, sets, OPERATIONS, SAMPLES, runner)
+        for case in results if tune else ():
+            operation = case["operation"]
+            if operation != "pair":
+                outcome = tune_size(communicators, sets, operation.split("_")[0], base, runner, (operation,))
+                case |= {"best": str(outcome.entry), "best_us": outcome.us}
+    close()
+    return results
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4, help="ranks whose traffic there is (default 4)")
+    parser.add_argument("--tokens", default=TOKENS, metavar="T[,T]", help=f"tokens of every rank (default {TOKENS})")
+    parser.add_argument("--format", default="bf16,fp8,nvfp4", metavar="F[,F]", help="formats (default bf16,fp8,nvfp4)")
+    parser.add_argument("--tune", action="store_true", help="search for faster launch shapes too")
+    parser.add_argument("--library", help="folder of compiled kernels")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    if not GPUS < args.ranks <= MAIN.top_k:
+        parser.error(f"--ranks {args.ranks}: must be in [{GPUS + 1}, {MAIN.top_k}]")
+    console = Console()
+    devices = [f"cuda:{gpu}" for gpu in range(GPUS)]
+    for tokens in (32, 2048):
+        check_mirror(args.library, MAIN.config("bf16", args.ranks, tokens))
+    machine = environment(devices, shlex.join(["python", "-m", "perf.mirror", *sys.argv[1:]]))
+    run: dict = {"machine": machine, "ranks": args.ranks, "cases": []}
+    run["ceilings"] = asdict(measure_ceilings(devices, args.library))
+    for fmt in format_names(args.format):
+        for tokens in token_counts(args.tokens):
+            cases = measure_size(MAIN.config(fmt, args.ranks, tokens), args.library, args.tune)
+            run["cases"] += cases
+            texts = [f"{case['operation']} {case['p50_us']:.2f}" for case in cases]
+            texts += [f"{case['best']} {case['best_us']:.2f}" for case in cases if "best" in case]
+            console.print(f"{fmt} {tokens}:", ", ".join(texts), highlight=False, soft_wrap=True)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(run, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
