@@ -108,8 +108,7 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
             Entry(64, MANY, 48 / 264, 8),
             Entry(128, MANY, 64 / 264, 4, packed=True),
             Entry(256, MANY, 64 / 264, 2, packed=True),
-            Entry(1024, MANY, 48 / 264, 4, packed=True),
-            Entry(MANY, MANY, 40 / 264, 2, packed=True),
+            Entry(MANY, MANY, 48 / 264, 4, packed=True),
         ),
     },
 }
