@@ -6,6 +6,7 @@ It replaces what is between the markers, and leaves the rest of the file as it i
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
 from perf.model import elsewhere_table, fit_for, read_run, summary_table
 from perf.peers import PEERS
-from perf.tables import by_point, ceilings_text, machine_text, peers_table, ratio
+from perf.tables import COLUMNS, by_point, ceilings_text, machine_text, markdown, peers_table, ratio
 
 BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
 README = Path(__file__).parents[1] / "README.md"
@@ -24,6 +25,8 @@ PLOTS = {
     "peers.svg": "Time of a pair beside NCCL and DeepEP by tokens",
 }
 """File -> what it shows, for those who do not see it."""
+MIRROR = "mirror.json"
+"""What `perf.mirror --out` has written into a run's folder."""
 WORST = 3
 """Operations farthest from their floor that the text names."""
 BYTES_TOKENS = 128
@@ -118,6 +121,21 @@ def paragraphs(parts: Iterable[str]) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
+def mirror_text(mirror: dict | None) -> str:
+    """What `perf.mirror` found on the run's machine, with medians of every format; "" where it was not run."""
+    if mirror is None:
+        return ""
+    found = {(case["tokens"], case["operation"], case["format"]): f"{case['p50_us']:.1f}" for case in mirror["cases"]}
+    columns = list(dict.fromkeys(key[1:] for key in sorted(found, key=lambda key: list(COLUMNS).index(key[1]))))
+    rows = [
+        (str(tokens), *(found.get((tokens, *column), "") for column in columns))
+        for tokens in sorted({key[0] for key in found})
+    ]
+    head = ("tokens a rank", *(f"{COLUMNS[operation]} {fmt}" for operation, fmt in columns))
+    about = f"The traffic of {mirror['ranks']} ranks on these GPUs (`perf.mirror`, which says how near that comes):"
+    return f"{about}\n\n{markdown(head, rows)}"
+
+
 def short_section(run: dict, folder: str) -> str:
     """The text of a run that is not the main one."""
     return paragraphs(
@@ -126,6 +144,7 @@ def short_section(run: dict, folder: str) -> str:
             peers_table(run, "pair"),
             "Where it loses:\n\n" + losses_text(run),
             explained_text(run, fit_for(run, (run,))),
+            mirror_text(run.get("mirror")),
             tables_text(folder),
         )
     )
@@ -168,6 +187,9 @@ def main() -> int:
     args = parser.parse_args()
     folder, *others = (Path(os.path.relpath(one, README.parent)).as_posix() for one in (args.folder, *args.others))
     runs = {place: read_run(one) for place, one in zip(others, args.others, strict=True)}
+    for place, one in zip(others, args.others, strict=True):
+        if (one / MIRROR).exists():
+            runs[place]["mirror"] = json.loads((one / MIRROR).read_text())
     try:
         text = replace_between(args.readme.read_text(), section(read_run(args.folder), folder, runs))
     except ValueError as error:

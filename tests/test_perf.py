@@ -438,11 +438,18 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     faster = example_run()
     faster["machine"]["commit"] = "feed123"
     (another / "run.json").write_text(json.dumps(faster))
+    mirrored = [
+        {"operation": operation, "format": fmt, "tokens": tokens, "p50_us": 1000 * tokens}
+        for fmt, operation, tokens in (("bf16", "pair", 9), ("bf16", "dispatch", 7), ("fp8", "dispatch", 7))
+    ]
+    (another / report.MIRROR).write_text(json.dumps({"ranks": 4, "cases": mirrored}))
     monkeypatch.setattr(sys, "argv", ["report", str(folder), str(another), "--readme", str(readme)])
     assert report.main() == 0
     both = readme.read_text()
     assert "The same on 2 x NVIDIA H200" in both and both.count("feed123") == 1
     assert both.count("Where it loses:") == 2 and both.count("fitted to this commit") == 2
+    assert "traffic of 4 ranks" in both and "| tokens a rank | dispatch bf16 | dispatch fp8 | pair bf16 |" in both
+    assert "| 7 | 7000.0 | 7000.0 |  |\n| 9 |  |  | 9000.0 |" in both
     readme.write_text("no markers\n")
     with pytest.raises(SystemExit) as stop:
         report.main()
