@@ -239,10 +239,14 @@ def _on_all_ranks(
     undo: Callable[[Made], None] = lambda made: None,
 ) -> tuple[Made, list]:
     """Collective: this rank's make(), and share() of what every rank made. Where it fails on one rank it fails on all:
-    there with the error, elsewhere, after undo(), with EPError that names the rank."""
+    there with the error, elsewhere with EPError that names the rank; what was made is undone by undo()."""
     try:
         made = make()
-        shared = share(made)
+        try:
+            shared = share(made)
+        except Exception:
+            undo(made)
+            raise
     except Exception as error:  # the others are told first
         _gather((None, f"{type(error).__name__}: {error}"), group)
         raise
