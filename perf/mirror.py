@@ -20,18 +20,13 @@ took 1 to 4 % less here, dispatches of 4096 FP8 and NVFP4 tokens 2 and 4 % less,
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from cuda.bindings import driver
-from rich.console import Console
 
-from cute_ep.ceilings import measure_ceilings
 from cute_ep.commands.common import format_names, token_counts
 from cute_ep.commands.tune import tune_size
 from cute_ep.communicator import Communicator, load_kernels
@@ -41,16 +36,17 @@ from cute_ep.driver import DeviceMemory, check, enable_peer_access
 from cute_ep.layouts.record import align_up
 from cute_ep.layouts.variants import NO_HOOKS
 from cute_ep.library import Library
-from cute_ep.machine import environment
 from cute_ep.measure import Batch, InputSets, make_runner, measure, run_round
 from cute_ep.traffic import count_routing
 from cute_ep.tuning import CTAS_PER_SM, Tuning, built_in
-from perf.cases import MAIN
+from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS
 
 GPUS = 2
+RANKS = 4
 SETS = 4
 SAMPLES = 100
-TOKENS = "1,16,64,128,256,512,1024,2048,4096"
+CHECKED_TOKENS = (32, 2048)
+"""Rows that are express, and rows that are not."""
 OPERATIONS = ("dispatch", "combine_partial", "pair")
 """Exact combine is left out: its slots are numbered by experts, not by ranks."""
 SOURCE_MODE = {
@@ -212,7 +208,7 @@ def make_mirror_sets(cfg: EPConfig, tokens: int, sets: int = SETS) -> InputSets:
     return InputSets(cfg, tokens, "mirror", names, batches, counts)
 
 
-def check_mirror(library: str | None, cfg: EPConfig) -> None:
+def check_mirror(cfg: EPConfig, library: str | None) -> None:
     """RuntimeError unless the tokens come back, where experts return the BF16 rows that they get."""
     communicators, close = connect_mirror(cfg, library, built_in(cfg))
     batches = [one[0] for one in make_mirror_sets(cfg, cfg.max_tokens_per_rank, sets=1).batches]
@@ -227,52 +223,53 @@ def check_mirror(library: str | None, cfg: EPConfig) -> None:
     close()
 
 
-def measure_size(cfg: EPConfig, library: str | None, tune: bool) -> list[dict]:
-    """`measure` of OPERATIONS with as many tokens as fit and the built-in tables; with `tune`, "best" is the entry that
-    `tune_size` finds for a family, "best_us" its time."""
-    base = built_in(cfg)
-    communicators, close = connect_mirror(cfg, library, base)
-    sets = make_mirror_sets(cfg, cfg.max_tokens_per_rank)
-    with make_runner(communicators) as runner:
-        results = measure(communicators, sets, OPERATIONS, SAMPLES, runner)
-        for case in results if tune else ():
-            operation = case["operation"]
-            if operation != "pair":
-                outcome = tune_size(communicators, sets, operation.split("_")[0], base, runner, (operation,))
-                case |= {"best": str(outcome.entry), "best_us": outcome.us}
-    close()
+def measure_mirror(
+    formats: Sequence[str],
+    sizes: Sequence[int],
+    library: str | None,
+    say: Callable[[str], None],
+    *,
+    ranks: int = RANKS,
+    tune: bool = False,
+) -> list[dict]:
+    """`measure` of OPERATIONS with the built-in tables, at the main shape, with "ranks" in every result. With `tune`
+    "best" is the entry that `tune_size` finds for an operation, "best_us" its time. RuntimeError: `check_mirror`."""
+    results = []
+    for tokens in CHECKED_TOKENS:
+        check_mirror(MAIN.config("bf16", ranks, tokens), library)
+    for cfg in (MAIN.config(fmt, ranks, tokens) for fmt in formats for tokens in sizes):
+        base = built_in(cfg)
+        communicators, close = connect_mirror(cfg, library, base)
+        sets = make_mirror_sets(cfg, cfg.max_tokens_per_rank)
+        with make_runner(communicators) as runner:
+            cases = measure(communicators, sets, OPERATIONS, SAMPLES, runner)
+            for case in cases if tune else ():
+                operation = case["operation"]
+                if operation != "pair":
+                    outcome = tune_size(communicators, sets, operation.split("_")[0], base, runner, (operation,))
+                    case |= {"best": str(outcome.entry), "best_us": outcome.us}
+        close()
+        results += [case | {"ranks": ranks} for case in cases]
+        texts = [f"{case['operation']} {case['p50_us']:.2f}" for case in cases]
+        texts += [f"{case['best']} {case['best_us']:.2f}" for case in cases if "best" in case]
+        say(f"{ranks} ranks, {cfg.dispatch_format} {cfg.max_tokens_per_rank}: {', '.join(texts)}")
     return results
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4, help="ranks whose traffic there is (default 4)")
-    parser.add_argument("--tokens", default=TOKENS, metavar="T[,T]", help=f"tokens of every rank (default {TOKENS})")
-    parser.add_argument("--format", default="bf16,fp8,nvfp4", metavar="F[,F]", help="formats (default bf16,fp8,nvfp4)")
+    parser.add_argument("--ranks", type=int, default=RANKS, help=f"ranks whose traffic there is (default {RANKS})")
+    parser.add_argument("--tokens", metavar="T[,T]", help=f"tokens of every rank (default {MIRROR_TOKENS})")
+    parser.add_argument("--format", metavar="F[,F]", help=f"formats (default {QUICK_FORMATS})")
     parser.add_argument("--tune", action="store_true", help="search for faster launch shapes too")
-    parser.add_argument("--library", help="folder of compiled kernels")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
     args = parser.parse_args()
-    if not GPUS < args.ranks <= MAIN.top_k:
-        parser.error(f"--ranks {args.ranks}: must be in [{GPUS + 1}, {MAIN.top_k}]")
-    console = Console()
-    devices = [f"cuda:{gpu}" for gpu in range(GPUS)]
-    for tokens in (32, 2048):
-        check_mirror(args.library, MAIN.config("bf16", args.ranks, tokens))
-    machine = environment(devices, shlex.join(["python", "-m", "perf.mirror", *sys.argv[1:]]))
-    run: dict = {"machine": machine, "ranks": args.ranks, "cases": []}
-    run["ceilings"] = asdict(measure_ceilings(devices, args.library))
-    for fmt in format_names(args.format):
-        for tokens in token_counts(args.tokens):
-            cases = measure_size(MAIN.config(fmt, args.ranks, tokens), args.library, args.tune)
-            run["cases"] += cases
-            texts = [f"{case['operation']} {case['p50_us']:.2f}" for case in cases]
-            texts += [f"{case['best']} {case['best_us']:.2f}" for case in cases if "best" in case]
-            console.print(f"{fmt} {tokens}:", ", ".join(texts), highlight=False, soft_wrap=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(run, indent=1) + "\n")
+    if args.ranks <= GPUS or MAIN.top_k % args.ranks:
+        parser.error(f"--ranks {args.ranks}: must be 4 or 8 (experts of a token are the same number on all ranks)")
+    formats = format_names(args.format) if args.format else QUICK_FORMATS
+    sizes = token_counts(args.tokens) if args.tokens else MIRROR_TOKENS
+    measure_mirror(formats, sizes, args.library, partial(print, flush=True), ranks=args.ranks, tune=args.tune)
     return 0
 
 

@@ -6,7 +6,6 @@ It replaces what is between the markers, and leaves the rest of the file as it i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
 from perf.model import elsewhere_table, fit_for, read_run, summary_table
 from perf.peers import PEERS
-from perf.tables import COLUMNS, by_point, ceilings_text, machine_text, markdown, peers_table, ratio
+from perf.tables import by_point, ceilings_text, machine_text, mirror_table, mirror_title, peers_table, ratio
 
 BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
 README = Path(__file__).parents[1] / "README.md"
@@ -25,8 +24,6 @@ PLOTS = {
     "peers.svg": "Time of a pair beside NCCL and DeepEP by tokens",
 }
 """File -> what it shows, for those who do not see it."""
-MIRROR = "mirror.json"
-"""What `perf.mirror --out` has written into a run's folder."""
 WORST = 3
 """Operations farthest from their floor that the text names."""
 BYTES_TOKENS = 128
@@ -121,19 +118,11 @@ def paragraphs(parts: Iterable[str]) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
-def mirror_text(mirror: dict | None) -> str:
-    """What `perf.mirror` found on the run's machine, with medians of every format; "" where it was not run."""
-    if mirror is None:
-        return ""
-    found = {(case["tokens"], case["operation"], case["format"]): f"{case['p50_us']:.1f}" for case in mirror["cases"]}
-    columns = list(dict.fromkeys(key[1:] for key in sorted(found, key=lambda key: list(COLUMNS).index(key[1]))))
-    rows = [
-        (str(tokens), *(found.get((tokens, *column), "") for column in columns))
-        for tokens in sorted({key[0] for key in found})
-    ]
-    head = ("tokens a rank", *(f"{COLUMNS[operation]} {fmt}" for operation, fmt in columns))
-    about = f"The traffic of {mirror['ranks']} ranks on these GPUs (`perf.mirror`, which says how near that comes):"
-    return f"{about}\n\n{markdown(head, rows)}"
+def mirror_text(run: dict) -> str:
+    """What `perf.mirror` found on the run's machine; "" where it was not run."""
+    cases = run.get("mirror", ())
+    title = f"{mirror_title(cases)} (`perf/mirror.py` says how near that comes):"
+    return f"{title}\n\n{mirror_table(cases)}" if cases else ""
 
 
 def short_section(run: dict, folder: str) -> str:
@@ -144,7 +133,7 @@ def short_section(run: dict, folder: str) -> str:
             peers_table(run, "pair"),
             "Where it loses:\n\n" + losses_text(run),
             explained_text(run, fit_for(run, (run,))),
-            mirror_text(run.get("mirror")),
+            mirror_text(run),
             tables_text(folder),
         )
     )
@@ -187,9 +176,6 @@ def main() -> int:
     args = parser.parse_args()
     folder, *others = (Path(os.path.relpath(one, README.parent)).as_posix() for one in (args.folder, *args.others))
     runs = {place: read_run(one) for place, one in zip(others, args.others, strict=True)}
-    for place, one in zip(others, args.others, strict=True):
-        if (one / MIRROR).exists():
-            runs[place]["mirror"] = json.loads((one / MIRROR).read_text())
     try:
         text = replace_between(args.readme.read_text(), section(read_run(args.folder), folder, runs))
     except ValueError as error:

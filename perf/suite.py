@@ -27,14 +27,15 @@ from cute_ep.errors import EPConfigError
 from cute_ep.machine import describe_devices, environment, link_matrix, machine_name, parse_devices
 from cute_ep.measure import make_sets, measure
 from perf import peers, plots, tables
-from perf.cases import MAIN, Group, case_groups
+from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
+from perf.mirror import GPUS, measure_mirror
 from perf.sweep import measure_sweep
 from perf.swiglu import measure_swiglu
 
 RESULTS = Path(__file__).parent / "results"
 RUN = "run.json"
 TABLES = "tables.md"
-SECTIONS = ("cases", "sweep", "swiglu", "compiled", "peers")
+SECTIONS = ("cases", "sweep", "mirror", "swiglu", "compiled", "peers")
 QUICK_SECTIONS = ("cases", "swiglu")
 COMPILED_TIMEOUT_S = 150.0
 
@@ -48,7 +49,7 @@ class Suite:
         self.failed = False
         machine = environment(devices, shlex.join(["python", "-m", "perf.suite", *sys.argv[1:]]))
         self.run: dict = {"machine": machine | {"links": link_matrix()}, "quick": quick, "notes": [], "seconds": {}}
-        self.run |= {"ceilings": {}, "cases": [], "sweep": [], "swiglu": [], "peers": []}
+        self.run |= {"ceilings": {}, "cases": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}
 
     def say(self, text: str) -> None:
         """One line of progress."""
@@ -138,6 +139,9 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
         suite.say(f"{group.shape.text} {group.format}: {len(group.points)} points in {seconds:.1f} s")
     first, memory = suite.devices[0], ceilings.memory
     work("sweep", lambda: suite.run["sweep"].extend(measure_sweep(suite.devices, suite.library, suite.say)))
+    if len(suite.devices) == len(set(suite.devices)) == GPUS:
+        mirror = suite.run["mirror"]
+        work("mirror", lambda: mirror.extend(measure_mirror(QUICK_FORMATS, MIRROR_TOKENS, suite.library, suite.say)))
     swiglu = suite.run["swiglu"]
     work("swiglu", lambda: swiglu.extend(measure_swiglu(first, memory, suite.library, suite.quick, suite.say)))
     work("compiled", lambda: suite.measure_compiled(memory))

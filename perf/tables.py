@@ -66,6 +66,22 @@ def cases_table(cases: Sequence[dict], shape: str, routing: str) -> str:
     return markdown(("tokens a rank", "format", *COLUMNS.values(), f"floor, {short}", f"times floor, {short}"), rows)
 
 
+def mirror_table(cases: Sequence[dict]) -> str:
+    """Medians of what `perf.mirror` measured."""
+    found = {(case["tokens"], case["operation"], case["format"]): f"{case['p50_us']:.1f}" for case in cases}
+    columns = list(dict.fromkeys(key[1:] for key in sorted(found, key=lambda key: list(COLUMNS).index(key[1]))))
+    rows = [
+        (str(tokens), *(found.get((tokens, *column), "") for column in columns))
+        for tokens in sorted({key[0] for key in found})
+    ]
+    return markdown(("tokens a rank", *(f"{COLUMNS[operation]} {fmt}" for operation, fmt in columns)), rows)
+
+
+def mirror_title(cases: Sequence[dict]) -> str:
+    """What `mirror_table` shows; "" without cases."""
+    return f"With the traffic of {cases[0]['ranks']} ranks on these two GPUs" if cases else ""
+
+
 def sweep_table(sweep: Sequence[dict]) -> str:
     """Medians by SM budget."""
     budgets = sorted({case["sms"] for case in sweep})
@@ -173,6 +189,8 @@ def page(run: dict) -> str:
         for operation in ("pair", "dispatch", "combine", "pair_chained"):
             section(f"Beside other libraries: {operation.replace('_', ', ')}", peers_table(run, operation))
         parts.append("".join(f"- `{name}`: {text}.\n" for name, text in PEERS.items()))
+    mirror = run.get("mirror", ())
+    section(mirror_title(mirror), mirror_table(mirror))
     section("SM budgets", sweep_table(run["sweep"]))
     section("SwiGLU and quantise", swiglu_table(run["swiglu"], run.get("compiled", ())))
     section("Notes", "".join(f"- {note}\n" for note in run["notes"]))

@@ -437,12 +437,11 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     another.mkdir()
     faster = example_run()
     faster["machine"]["commit"] = "feed123"
-    (another / "run.json").write_text(json.dumps(faster))
-    mirrored = [
-        {"operation": operation, "format": fmt, "tokens": tokens, "p50_us": 1000 * tokens}
+    faster["mirror"] = [
+        {"operation": operation, "format": fmt, "tokens": tokens, "p50_us": 1000 * tokens, "ranks": 4}
         for fmt, operation, tokens in (("bf16", "pair", 9), ("bf16", "dispatch", 7), ("fp8", "dispatch", 7))
     ]
-    (another / report.MIRROR).write_text(json.dumps({"ranks": 4, "cases": mirrored}))
+    (another / "run.json").write_text(json.dumps(faster))
     monkeypatch.setattr(sys, "argv", ["report", str(folder), str(another), "--readme", str(readme)])
     assert report.main() == 0
     both = readme.read_text()
