@@ -419,6 +419,7 @@ class Communicator:
             "global_scale": address(input_scale),
             "tokens": tokens,
             "message_pieces": shape.pieces_log2,
+            "packed": int(shape.packed),
             "return_pieces": return_pieces,
             **self._shared_arguments(tokens),
         }
@@ -538,7 +539,6 @@ class Communicator:
         every = arguments | {
             "send_ctas": shape.send_ctas,
             "receive_from": shape.receive_from,
-            "packed": int(shape.packed),
             "chained": int(2 * shape.grid <= self.max_ctas),  # two fit side by side: `docs/protocol.md` 7
         }
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)

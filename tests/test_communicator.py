@@ -44,7 +44,7 @@ ALONE = replace(CFG, skip_a2a=True)
 HOOKS = Hooks("a:epilogue", "a:weights", "a:scale")
 
 SEND_ONLY = {"x", "scales", "given_row_scales", "topk_ids", "router_weights", "global_scale", "tokens"}
-SEND_ONLY |= {"message_pieces", "return_pieces"}
+SEND_ONLY |= {"packed", "message_pieces", "return_pieces"}
 RECEIVE_ONLY = {"out_tokens", "out_row_scales", "row_offsets", "row_counts", "scales_offsets", "expert_ids"}
 RECEIVE_ONLY |= {"src_info", "num_rows", "row_map", "headers", "weights", "capacity", "has_tiles"}
 SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "scale_step", "scale_words"}
@@ -447,7 +447,8 @@ def test_skip_a2a(make: Make, number: int) -> None:
 def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
     """Pieces of both directions are chosen at dispatch; combine keeps those of its dispatch, and where whole rows come
     home every CTA does both."""
-    tables = (Entry(8, 40, 0.25, 8), Entry(MANY, 10, 0, 1)), (Entry(8, 40, 0, 16), Entry(MANY, 9, 0, 1))
+    few = Entry(8, 40, 0.25, 8, packed=True)
+    tables = (few, Entry(MANY, 10, 0, 1)), (Entry(8, 40, 0, 16), Entry(MANY, 9, 0, 1))
     rank.tuning = Tuning(*tables)
     batch = rank.dispatch(*arguments())
     rank.tuning = Tuning((Entry(8, 20, 0.5, 4), Entry(MANY, 10, 0, 1)), (Entry(8, 30, 0.1, 2), Entry(MANY, 9, 0, 1)))
@@ -461,6 +462,7 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
     assert roles == [*fused, *halves, (10, 10, 0)], "no tokens: as many as there may be"
     chained = [launch.arguments["chained"] for launch in LAUNCHES]
     assert chained == [int(launch.grid <= 32) for launch in LAUNCHES], "two of them fit into 64 CTAs"
+    assert [launch.arguments.get("packed") for launch in LAUNCHES] == [1, None, 0, None, 0, None, 0]
     pieces = [launch.arguments.get("message_pieces") for launch in LAUNCHES]
     assert pieces == [3, None, 2, None, 0, None, 0]
     pieces = [launch.arguments.get("return_pieces") for launch in LAUNCHES]
