@@ -52,8 +52,8 @@ class ScaleTiles:
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
         """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write.
 
-        Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512 and
-        1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
+        Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
+        and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
         """
         rows = self.tables.scale_start(group, args, group.local_experts)
         if self.tables.row_start(group, args, group.local_experts) > args.capacity:
