@@ -14,6 +14,7 @@ from cuda.bindings import driver
 
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.library import LibraryEntry
+from cute_ep.tuning import CTAS_PER_SM
 
 THREADS = 512
 """Threads of every kernel's CTA (`reqntid` in the cubins)."""
@@ -31,6 +32,12 @@ def architecture(device: torch.device) -> str:
     """Compilation target of a device, "sm_90a" for an H200."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a"
+
+
+@cache
+def resident_ctas(device: int) -> int:
+    """CTAs of our kernels that fit a whole GPU, an ordinal, together."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM
 
 
 class Kernel:

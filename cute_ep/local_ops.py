@@ -12,13 +12,12 @@ import torch
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import MAX_HIDDEN
 from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, scale_dtype
-from cute_ep.driver import THREADS, Kernel, architecture
+from cute_ep.driver import THREADS, Kernel, architecture, resident_ctas
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import BF16, FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
-from cute_ep.tuning import CTAS_PER_SM
 from cute_ep.validate import check_input_scale, check_tensor
 
 MAX_ROWS = 1 << 30
@@ -45,11 +44,6 @@ def _kernel(device: int, name: str, fmt: str | None, folder: str | None) -> Kern
     with torch.cuda.device(device):
         arch = architecture(torch.device("cuda", device))
         return Kernel(Library(folder).find(name, arch, fmt))
-
-
-@cache
-def _max_ctas(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM
 
 
 def quantize(
@@ -282,7 +276,7 @@ def _launch_rows(
     tiles = 1 if record.row_scale else -(-width // TILE_ELEMENTS)
     fixed = {"x": x.data_ptr(), "out": out.data_ptr(), "rows": rows, "width": width, "groups": 1}
     with torch.cuda.device(x.device):
-        grid = min(_max_ctas(x.device.index), -(-rows * tiles // (THREADS // 32)))
+        grid = min(resident_ctas(x.device.index), -(-rows * tiles // (THREADS // 32)))
         stream = torch.cuda.current_stream(x.device).cuda_stream
         kernel.launch(grid, fixed | arguments, stream)
 
@@ -312,4 +306,4 @@ def copy_bytes(
     arguments = {"source": source.data_ptr(), "destination": destination.data_ptr(), "num_bytes": source.nbytes}
     kernel = _kernel(device, COPY_KERNEL, None, library)
     with torch.cuda.device(device):
-        kernel.launch(ctas or _max_ctas(device), arguments, torch.cuda.current_stream(device).cuda_stream)
+        kernel.launch(ctas or resident_ctas(device), arguments, torch.cuda.current_stream(device).cuda_stream)

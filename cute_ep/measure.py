@@ -98,11 +98,11 @@ def make_sets(
         counts.append(count_routing(cfg, ids))
         for rank, (device, generator) in enumerate(zip(devices, generators, strict=True)):
             with torch.device(device):
-                batches[rank].append(_make_batch(cfg, ids[rank], counts[-1].rows_received(rank), generator))
+                batches[rank].append(make_batch(cfg, ids[rank], counts[-1].rows_received(rank), generator))
     return InputSets(cfg, tokens, routing, tuple(devices), batches, counts)
 
 
-def _make_batch(cfg: EPConfig, ids: torch.Tensor, rows: int, generator: torch.Generator) -> Batch:
+def make_batch(cfg: EPConfig, ids: torch.Tensor, rows: int, generator: torch.Generator) -> Batch:
     """Arguments of one rank, and outputs with room for exactly the rows that will arrive."""
 
     def values(count: int) -> torch.Tensor:

@@ -34,6 +34,7 @@ Why no write can overtake a read: `docs/protocol.md`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from types import SimpleNamespace
@@ -174,15 +175,20 @@ class Arena:
         self.nbytes = regions.nbytes
 
     def arguments(self) -> dict[str, int]:
-        """The map as kernel arguments: `<region>_at`, bytes from the arena's start, and for each mode but the last
-        `<region>_stride<mode>`, in bytes. Computed once here, the addresses of a kernel are a few products. All but
-        those that `is_wide` names are below MAX_STRIDE, if the messages of one rank are."""
-        found = {}
-        for name, region in self.regions.items():
-            found[f"{name}_at"] = int(region.offset)
-            for mode, stride in enumerate(region.stride[:-1]):
-                found[f"{name}_stride{mode}"] = int(stride) * region.itemsize
-        return found
+        """The map as kernel arguments (`region_arguments`). Computed once here, the addresses of a kernel are a few
+        products. All but those that `is_wide` names are below MAX_STRIDE, if the messages of one rank are."""
+        return region_arguments(self.regions.values())
+
+
+def region_arguments(regions: Iterable[Region]) -> dict[str, int]:
+    """Where regions are, by argument: `<region>_at`, bytes from the arena's start, and for each mode but the last
+    `<region>_stride<mode>`, in bytes."""
+    found = {}
+    for region in regions:
+        found[f"{region.name}_at"] = int(region.offset)
+        for mode, stride in enumerate(region.stride[:-1]):
+            found[f"{region.name}_stride{mode}"] = int(stride) * region.itemsize
+    return found
 
 
 def is_wide(argument: str) -> bool:

@@ -20,9 +20,9 @@ QUICK_ZIPF_TOKENS = (128,)
 SWEEP_SMS = (4, 8, 16, 24, 32, 64, None)
 """SM budgets; None is all."""
 SWEEP_TOKENS = (128, 1024, 4096)
-MIRROR_TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch",)}
 """By format; the format makes no difference to a combine."""
+MIRROR_TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ took 1 to 4 % less here, dispatches of 4096 FP8 and NVFP4 tokens 2 and 4 % less,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,14 +32,14 @@ from cute_ep.commands.common import format_names, token_counts
 from cute_ep.commands.tune import tune_size
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers
-from cute_ep.driver import DeviceMemory, check, enable_peer_access
-from cute_ep.layouts.record import align_up
+from cute_ep.driver import DeviceMemory, check, enable_peer_access, resident_ctas
+from cute_ep.layouts.arena import ARENA_ALIGNMENT, region_arguments, return_slots
+from cute_ep.layouts.record import RegionMap, align_up
 from cute_ep.layouts.variants import NO_HOOKS
 from cute_ep.library import Library
-from cute_ep.measure import Batch, InputSets, make_runner, measure, run_round
+from cute_ep.measure import Batch, InputSets, make_batch, make_runner, measure, run_round
 from cute_ep.traffic import count_routing
-from cute_ep.tuning import CTAS_PER_SM, Tuning, built_in
+from cute_ep.tuning import built_in
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS
 
 GPUS = 2
@@ -87,26 +88,20 @@ class Blocks:
     @classmethod
     def of(cls, cfg: EPConfig) -> Blocks:
         """The regions of `cfg`'s arena, each without the mode of SOURCE_MODE inside a block."""
-        arguments: dict[str, int] = {}
-        sources: list[str] = []
-        blank = []
-        at = 0
+        inside = RegionMap(ARENA_ALIGNMENT)
         for name, region in cfg.arena.regions.items():
-            source = SOURCE_MODE.get(name)
-            arguments[f"{name}_at"], pitch = at, region.itemsize
-            for mode, extent in reversed(list(enumerate(region.shape))):
-                if mode == source:
-                    sources.append(f"{name}_stride{mode}")
-                else:
-                    if mode < len(region.shape) - 1:
-                        arguments[f"{name}_stride{mode}"] = pitch
-                    pitch *= extent
-            if region in cfg.arena.blank:
-                blank.append((at, pitch))
-            at += align_up(pitch, 256)
-        nbytes = align_up(at, BLOCK_ALIGNMENT)
-        slots = max(cfg.world_size, cfg.top_k)
-        return cls(arguments | dict.fromkeys(sources, nbytes), nbytes, slots + cfg.world_size, tuple(blank))
+            extents = [extent for mode, extent in enumerate(region.shape) if mode != SOURCE_MODE.get(name)]
+            inside.add(name, region.itemsize, *extents)
+        nbytes = align_up(inside.nbytes, BLOCK_ALIGNMENT)
+        regions = []
+        for name, region in inside.regions.items():
+            stride = list(region.stride)
+            if name in SOURCE_MODE:
+                stride.insert(SOURCE_MODE[name], nbytes // region.itemsize)
+            regions.append(replace(region, stride=tuple(stride)))
+        count = return_slots(cfg.world_size, cfg.top_k) + cfg.world_size
+        blank = (inside.regions[region.name] for region in cfg.arena.blank)
+        return cls(region_arguments(regions), nbytes, count, tuple((one.offset, one.nbytes) for one in blank))
 
     def allocate(self, device: torch.device, ranks: int) -> DeviceMemory:
         """An arena as its first round must find it."""
@@ -126,8 +121,9 @@ class Blocks:
         return [*arenas, *shifted]
 
 
-def connect_mirror(cfg: EPConfig, library: str | None, tuning: Tuning) -> tuple[list[Communicator], Callable[[], None]]:
-    """Ranks 0 and 1 of `cfg`, and what frees them."""
+@contextmanager
+def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communicator]]:
+    """Ranks 0 and 1 of `cfg`, with the built-in launch shapes. All is freed at the end, unless a wait failed."""
     devices = [torch.device("cuda", gpu) for gpu in range(GPUS)]
     for device in devices:
         for peer in devices:
@@ -145,23 +141,23 @@ def connect_mirror(cfg: EPConfig, library: str | None, tuning: Tuning) -> tuple[
             blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size),
             kernels=kernels,
             hooks=NO_HOOKS,
-            max_ctas=CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count,
-            tuning=tuning,
+            max_ctas=resident_ctas(device.index),
+            tuning=built_in(cfg),
             shared_device=False,
             release=lambda _: None,
         )
         for kernel in kernels.values():
             kernel.bind(blocks.arguments)
         communicators.append(communicator)
-
-    def close() -> None:
+    try:
+        yield communicators
+    finally:
         for device in devices:
             torch.cuda.synchronize(device)
-        for communicator in communicators:
-            communicator.free()
-            communicator.arena.free()
-
-    return communicators, close
+        if not any(communicator.failed for communicator in communicators):
+            for communicator in communicators:
+                communicator.free()
+                communicator.arena.free()
 
 
 def mirrored_ids(cfg: EPConfig, tokens: int, rank: int, generator: torch.Generator) -> torch.Tensor:
@@ -199,20 +195,17 @@ def make_mirror_sets(cfg: EPConfig, tokens: int, sets: int = SETS) -> InputSets:
         room = cfg.local_experts * cfg.alignment  # what is padded differs a little from `others`
         for rank, generator in enumerate(generators):
             with torch.device(f"cuda:{rank}"):
-                buffers = DispatchBuffers.allocate(cfg, generator.device, counts[-1].rows_received(rank) + room)
-                shapes = (tokens, cfg.hidden), buffers.tokens.shape[:1] + (cfg.hidden,)
-                x, rows = (torch.randn(shape, dtype=torch.bfloat16, generator=generator) for shape in shapes)
-                weights = torch.full((tokens, cfg.top_k), 1 / cfg.top_k)
-                batches[rank].append(Batch(x, ids[rank], weights, buffers, rows, torch.empty_like(x)))
+                batches[rank].append(make_batch(cfg, ids[rank], counts[-1].rows_received(rank) + room, generator))
     names = tuple(f"cuda:{rank}" for rank in range(cfg.world_size))
     return InputSets(cfg, tokens, "mirror", names, batches, counts)
 
 
 def check_mirror(cfg: EPConfig, library: str | None) -> None:
-    """RuntimeError unless the tokens come back, where experts return the BF16 rows that they get."""
-    communicators, close = connect_mirror(cfg, library, built_in(cfg))
+    """RuntimeError unless the tokens come back, where experts return the BF16 rows that they get and weigh alike."""
     batches = [one[0] for one in make_mirror_sets(cfg, cfg.max_tokens_per_rank, sets=1).batches]
-    with make_runner(communicators) as runner:
+    for batch in batches:
+        batch.router_weights.fill_(1 / cfg.top_k)
+    with connect_mirror(cfg, library) as communicators, make_runner(communicators) as runner:
         runner.on_all(lambda rank: run_round(communicators[rank], batches[rank], "dispatch"))
         for batch in batches:
             batch.rows.copy_(batch.buffers.tokens)
@@ -220,7 +213,6 @@ def check_mirror(cfg: EPConfig, library: str | None) -> None:
     for rank, batch in enumerate(batches):
         if not torch.equal(batch.result, batch.x):
             raise RuntimeError(f"mirror of {cfg.world_size} ranks: rank {rank} does not get its tokens back")
-    close()
 
 
 def measure_mirror(
@@ -238,17 +230,15 @@ def measure_mirror(
     for tokens in CHECKED_TOKENS:
         check_mirror(MAIN.config("bf16", ranks, tokens), library)
     for cfg in (MAIN.config(fmt, ranks, tokens) for fmt in formats for tokens in sizes):
-        base = built_in(cfg)
-        communicators, close = connect_mirror(cfg, library, base)
         sets = make_mirror_sets(cfg, cfg.max_tokens_per_rank)
-        with make_runner(communicators) as runner:
+        with connect_mirror(cfg, library) as communicators, make_runner(communicators) as runner:
             cases = measure(communicators, sets, OPERATIONS, SAMPLES, runner)
             for case in cases if tune else ():
                 operation = case["operation"]
                 if operation != "pair":
-                    outcome = tune_size(communicators, sets, operation.split("_")[0], base, runner, (operation,))
+                    family = operation.removesuffix("_partial")
+                    outcome = tune_size(communicators, sets, family, built_in(cfg), runner, (operation,))
                     case |= {"best": str(outcome.entry), "best_us": outcome.us}
-        close()
         results += [case | {"ranks": ranks} for case in cases]
         texts = [f"{case['operation']} {case['p50_us']:.2f}" for case in cases]
         texts += [f"{case['best']} {case['best_us']:.2f}" for case in cases if "best" in case]

@@ -142,7 +142,7 @@ def short_section(run: dict, folder: str) -> str:
 def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyType({})) -> str:
     """The section's text; `folder` is the run's, as seen from the README. `others`: more runs, by folder: those of the
     same commit add to the model's constants, each other one has a short section."""
-    same = [one for one in others.values() if commit_of(one) == commit_of(run)]
+    same = {place: one for place, one in others.items() if commit_of(one) == commit_of(run)}
     files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
     plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
@@ -156,9 +156,9 @@ def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyTyp
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
-        predictions_text(run, same),
+        predictions_text(run, list(same.values())),
         tables_text(folder),
-        *(short_section(one, place) for place, one in others.items() if one not in same),
+        *(short_section(one, place) for place, one in others.items() if place not in same),
         f"`make perf` measures your machine, `python -m perf.model {folder}` says what ceilings explain; what was "
         "tried: [perf/LOG.md](perf/LOG.md).",
     ]

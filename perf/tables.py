@@ -69,7 +69,8 @@ def cases_table(cases: Sequence[dict], shape: str, routing: str) -> str:
 def mirror_table(cases: Sequence[dict]) -> str:
     """Medians of what `perf.mirror` measured."""
     found = {(case["tokens"], case["operation"], case["format"]): f"{case['p50_us']:.1f}" for case in cases}
-    columns = list(dict.fromkeys(key[1:] for key in sorted(found, key=lambda key: list(COLUMNS).index(key[1]))))
+    measured = dict.fromkeys(key[1:] for key in found)
+    columns = [column for operation in COLUMNS for column in measured if column[0] == operation]
     rows = [
         (str(tokens), *(found.get((tokens, *column), "") for column in columns))
         for tokens in sorted({key[0] for key in found})

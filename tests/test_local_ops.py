@@ -114,7 +114,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, dict[
     )
     monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(local_ops, "_kernel", kernel)
-    monkeypatch.setattr(local_ops, "_max_ctas", lambda device: 2 * SMS)
+    monkeypatch.setattr(local_ops, "resident_ctas", lambda device: 2 * SMS)
     monkeypatch.setattr(local_ops, "_check_gpu", lambda x: None)
     return found
 
