@@ -30,8 +30,8 @@ from cute_ep.kernels.pieces import (
     whole_convoys,
 )
 from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, HeaderWord, convoy_of
-from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, SEGMENT_BYTES, HeaderWord, convoy_of
+from cute_ep.layouts.device import array, load_once, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MAX_RANKS, NO_ROW
@@ -269,7 +269,7 @@ class GiveBack:
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
                         if (unit + part * SEGMENT < units) & (self.partial | (one < args.capacity)):
-                            cute.copy(vector_atom(), vector_at(row_at, part * SEGMENT), rX[None, part, turn])
+                            load_once(rX[None, part, turn], row_at + part * SEGMENT_BYTES)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)

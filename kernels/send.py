@@ -193,10 +193,10 @@ class Send:
 
     @cute.jit
     def _send_units(self, group, message: Int64, rQ, base, count, mask: Uint32) -> None:
-        """The lane's first `count` units from segment `base` on to each destination, starting after the own rank to
-        spread the links."""
+        """The lane's first `count` units from segment `base` on to each destination. Warps and ranks start with
+        different ones, or all would turn to the same link (4 x H200, 4096 BF16 tokens: 471 us instead of 468)."""
         first = message + Int64(base * SEGMENT + group.lane) * VECTOR_BYTES
-        peer = group.rank
+        peer, _ = group.by_ranks.split(group.rank + group.cta + group.warp)
         for _ in cutlass.range(group.ranks, unroll=1):
             peer += 1
             if peer == group.ranks:

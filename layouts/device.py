@@ -56,6 +56,17 @@ def vector_atom():
     return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
 
 
+def load_once(words, address: Int64) -> None:
+    """Load 16 bytes that nobody will read again: the first to leave the caches."""
+    seen = cute.arch.inline_ptx(
+        "ld.global.cs.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Uint32] * WORDS,
+        read_only_args=[address],
+    )
+    for index in range(WORDS):
+        words[index] = seen[index]
+
+
 def item_coord(item, extent):
     """(fast, slow) coordinate of a flat item over `extent` fast positions."""
     if isinstance(extent, int) and extent & (extent - 1) == 0:
