@@ -182,8 +182,10 @@ def test_fused_silu_returns_what_it_was_given(launches: list) -> None:
 
 
 def test_grid_is_bounded_and_nothing_is_launched_without_rows(launches: list) -> None:
-    fused_silu(bf16(10000, 64))
+    fused_silu(bf16(10000, 64), fmt="nvfp4")
     assert launches.pop()[2] == 2 * SMS
+    fused_silu(bf16(10000, 64))  # nothing is encoded: a row a warp
+    assert launches.pop()[2] == 10000 // 16
     assert fused_silu(bf16(0, 64)).shape == (0, 32)
     assert quantize(bf16(0, 64), "nvfp4").scales.shape == (0, 4)
     assert not launches
