@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -103,4 +104,9 @@ def make_inputs(cfg: EPConfig, tokens_per_rank: Sequence[int], routing: str, see
         raise EPInputError(f"len(tokens_per_rank) = {len(tokens_per_rank)}: must be world_size = {cfg.world_size}")
     if cfg.skip_a2a and len(set(tokens_per_rank)) > 1:
         raise EPInputError(f"tokens_per_rank = {tuple(tokens_per_rank)}: must be the same on all ranks with skip_a2a")
-    return [make_rank_inputs(cfg, rank, tokens, routing, seed) for rank, tokens in enumerate(tokens_per_rank)]
+
+    def make(rank: int) -> RankInputs:
+        return make_rank_inputs(cfg, rank, tokens_per_rank[rank], routing, seed)
+
+    with ThreadPoolExecutor(cfg.world_size) as pool:  # torch draws with one thread a generator
+        return list(pool.map(make, range(cfg.world_size)))
