@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from cuda.bindings import driver
 
-from cute_ep.driver import check, enable_peer_access
+from cute_ep.driver import check, enable_peer_access, resident_ctas
 from cute_ep.errors import EPError
 from cute_ep.local_ops import copy_bytes
 from cute_ep.timing import Runner, percentile
-from cute_ep.tuning import CTAS_PER_SM
 
 COPY_BYTES = 3 << 28
 """A multiple of every number of peers up to 4, times the copy kernel's slice."""
@@ -103,7 +102,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
     parts = max(1, count - 1)
     share = COPY_BYTES // parts // PART_BYTES * PART_BYTES
     sides = [[torch.cuda.Stream(name) for _ in range(parts)] for name in names]
-    sms = torch.cuda.get_device_properties(names[0]).multi_processor_count
+    ctas = resident_ctas(torch.device(names[0]).index) // parts
 
     def to_all(lane: int) -> None:
         main = torch.cuda.current_stream()
@@ -111,7 +110,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
             peer, part = targets[(lane + hop + 1) % count], slice(hop * share, (hop + 1) * share)
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                copy_bytes(peer[part], sources[lane][part], ctas=sms * CTAS_PER_SM // parts, library=library)
+                copy_bytes(peer[part], sources[lane][part], ctas=ctas, library=library)
         for side in sides[lane]:
             main.wait_stream(side)
 

@@ -20,7 +20,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cute_ep.kernels.divide import remainder
 from cute_ep.kernels.sync import now_ns, report
 from cute_ep.layouts.arena import BLANK, EXPRESS_TOKENS, Region
-from cute_ep.layouts.device import WORDS, pointer, vector_at, vector_atom
+from cute_ep.layouts.device import WORDS, load_vector, pointer, vector_at, vector_atom
 
 LOOKS_PER_CHECK = 32
 """Looks at the words between two looks at their flag, the clock and the abort word."""
@@ -62,13 +62,7 @@ def send_word(word: Uint32, address: Int64) -> None:
 
 def look_at_vector(words, address: Int64) -> None:
     """Load 16 bytes that may be on their way."""
-    seen = cute.arch.inline_ptx(
-        "ld.relaxed.sys.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Uint32] * WORDS,
-        read_only_args=[address],
-    )
-    for index in range(WORDS):
-        words[index] = seen[index]
+    load_vector(words, address, "relaxed.sys.global")
 
 
 def look_at_word(address: Int64) -> Uint32:

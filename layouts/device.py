@@ -56,15 +56,20 @@ def vector_atom():
     return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
 
 
-def load_once(words, address: Int64) -> None:
-    """Load 16 bytes that nobody will read again: the first to leave the caches."""
+def load_vector(words, address: Int64, how: str) -> None:
+    """Load 16 bytes with PTX qualifiers that a copy atom does not have: `how` stands between "ld." and ".v4.b32"."""
     seen = cute.arch.inline_ptx(
-        "ld.global.cs.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        f"ld.{how}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];",
         write_only_types=[Uint32] * WORDS,
         read_only_args=[address],
     )
     for index in range(WORDS):
         words[index] = seen[index]
+
+
+def load_once(words, address: Int64) -> None:
+    """Load 16 bytes that nobody will read again: the first to leave the caches."""
+    load_vector(words, address, "global.cs")
 
 
 def item_coord(item, extent):
