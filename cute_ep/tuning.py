@@ -38,6 +38,7 @@ class Entry:
         tokens: the entry holds up to this many.
         grid: CTAs at most.
         senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
+        most_senders: CTAs that send at most: more would not fill the links better, and receive too.
         pieces: pieces of a message (dispatch) or of a returned row (combine).
         packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
             links are busy (dispatch only).
@@ -51,9 +52,11 @@ class Entry:
     senders: float
     pieces: int
     packed: bool = False
+    most_senders: int = MANY
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(number, int) and number > 0 for number in (self.tokens, self.grid, self.pieces))
+        counts = self.tokens, self.grid, self.pieces, self.most_senders
+        whole = all(isinstance(number, int) and number > 0 for number in counts)
         if not whole or not 0 <= self.senders < 1 or self.pieces not in pieces_for(self.tokens):
             raise EPConfigError(
                 f"{self}: must be positive integers, senders in [0, 1), pieces a power of two of at most {MAX_PIECES}, "
@@ -93,7 +96,7 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
             Entry(256, MANY, 32 / 264, 2),
             Entry(512, MANY, 32 / 264, 1),
             Entry(1024, MANY, 32 / 264, 4),
-            Entry(MANY, MANY, 56 / 264, 2),
+            Entry(MANY, MANY, 3 / 8, 2, most_senders=56),
         ),
         10000: (
             *FEW,
@@ -101,23 +104,24 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
             Entry(256, MANY, 64 / 264, 2, packed=True),
             Entry(768, MANY, 64 / 264, 1, packed=True),
             Entry(1024, MANY, 48 / 264, 2, packed=True),
-            Entry(MANY, MANY, 48 / 264, 2),
+            Entry(MANY, MANY, 1 / 3, 4, most_senders=44),
         ),
         MANY: (
             *FEW_LARGE,
             Entry(64, MANY, 48 / 264, 8),
             Entry(128, MANY, 64 / 264, 4, packed=True),
             Entry(256, MANY, 64 / 264, 2, packed=True),
-            Entry(MANY, MANY, 48 / 264, 4, packed=True),
+            Entry(1024, MANY, 1 / 4, 4, packed=True, most_senders=48),
+            Entry(MANY, MANY, 1 / 4, 4, most_senders=28),
         ),
     },
 }
 """Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), hidden 7168,
-256 experts, top-8, 2026-11-22: two GPUs; for more ranks two GPUs with the traffic of four (`perf.mirror`)."""
+256 experts, top-8, 2026-11-22: two GPUs; for more ranks four, up to 512 tokens their traffic on two (`perf.mirror`)."""
 RETURNS = (Entry(2, 64, 0, 32), Entry(32, 128, 0, 32))
 COMBINE: dict[int, tuple[Entry, ...]] = {
     2: (*RETURNS, Entry(256, MANY, 0, 32), Entry(1024, MANY, 2 / 3, 16), Entry(MANY, MANY, 208 / 264, 4)),
-    MANY: (*RETURNS, Entry(128, MANY, 0, 32), Entry(1024, MANY, 2 / 3, 32), Entry(MANY, MANY, 208 / 264, 4)),
+    MANY: (*RETURNS, Entry(128, MANY, 0, 32), Entry(1024, MANY, 1 / 2, 32), Entry(MANY, MANY, 208 / 264, 4)),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
 
@@ -175,8 +179,8 @@ class Tuning:
             operation: as `table`.
             tokens: this rank's tokens; the other ranks' numbers may differ.
             max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
-            whole_rows: combine returns rows, not partial sums. So many bytes fill the links whoever sends them: every
-                CTA does both (2 x H200, 2026-11-21: 7 % faster with 4096 tokens).
+            whole_rows: combine returns rows, not partial sums. There is more to add up: at most half of the CTAs send
+                (4 x H200, 2026-11-22, 4096 tokens: 1100 us, by 160 of 264 CTAs 1163).
         """
         entry = self.entry(operation, tokens)
         grid = min(max_ctas, entry.grid)
@@ -184,8 +188,8 @@ class Tuning:
             return Shape(grid, grid, grid, entry.pieces)
         if operation.endswith("_wait"):
             return Shape(grid, 0, 0, entry.pieces)
-        senders = min(round(grid * entry.senders), grid - 1)
-        if not senders or grid < 4 or whole_rows:
+        senders = min(round(grid * entry.senders), entry.most_senders, grid // 2 if whole_rows else grid - 1)
+        if not senders or grid < 4:
             return Shape(grid, grid, 0, entry.pieces)
         return Shape(grid, senders, senders, entry.pieces, entry.packed)
 

@@ -36,7 +36,7 @@ from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.route import Route
 from cute_ep.kernels.scale_rows import ScaleArgs
 from cute_ep.kernels.send import Send
-from cute_ep.kernels.sync import block_all, count_out, forget_meeting
+from cute_ep.kernels.sync import begin_again, block_all, count_out
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 
@@ -152,8 +152,10 @@ class Dispatch:
             announces = group.cta - args.receive_from == spare_cta(group.ctas - args.receive_from)
         last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), announces, group.tid)
         if last:
+            if cutlass.const_expr(self.send):
+                begin_again(group.state_word(StateWord.DISPATCH_TAKEN))
             if cutlass.const_expr(self.receive):
-                forget_meeting(group.state_word(StateWord.DISPATCH_MET))
+                begin_again(group.state_word(StateWord.DISPATCH_MET))
             if complete:
                 if cutlass.const_expr(self.send):
                     group.complete(StateWord.DISPATCH_SEND_EPOCH, epoch)

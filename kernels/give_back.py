@@ -22,15 +22,16 @@ from cute_ep.kernels.pieces import (
     Numbers,
     are_many,
     dealt_first,
-    dealt_stride,
     first_item,
     from_lane,
+    item_stride,
     lowest,
     piece_of,
+    taken,
     whole_convoys,
 )
-from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, SEGMENT_BYTES, HeaderWord, convoy_of
+from cute_ep.kernels.sync import post, take
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, COUNTERS, SEGMENT_BYTES, HeaderWord, convoy_of
 from cute_ep.layouts.device import array, load_once, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
@@ -38,6 +39,8 @@ from cute_ep.layouts.routing import MAX_RANKS, NO_ROW
 
 LOST = 0x7FFF7FFF
 """Two bfloat16 NaN."""
+FEW_ROUNDS = 4
+"""Up to so many express pieces a warp are dealt out to CTAs; more are taken by them."""
 
 
 class GiveBack:
@@ -52,6 +55,7 @@ class GiveBack:
         self.convoys = shared.add("give_back_convoys", 4, 1)
         self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
         self.numbers = Numbers("give_back_numbers", WARPS, shared)
+        self.taken = shared.add("give_back_taken", 4, 2)
 
     @cute.jit
     def prepare(self, group, args):
@@ -94,7 +98,8 @@ class GiveBack:
     @cute.jit
     def _carry_pieces(self, group, args, row: Int32, weight: Float32) -> None:
         """Express rows: a warp carries a piece. With few tokens this half waits for nothing but these instructions:
-        256 tokens of 4 rows each took 12,000 of a scheduler's 18,000 cycles (H200, 2026-11-21)."""
+        256 tokens of 4 rows each took 12,000 of a scheduler's 18,000 cycles (H200, 2026-11-21). With more, CTAs take
+        pieces of their source from each other (4 x H200, 2026-11-22: 512 tokens 63.6 us, dealt out 69.0)."""
         sItems, sEpoch = shared_array(self.items, Int32), shared_array(self.epoch, Int64)
         region = group.arena.express_returns
         item = self._first(group, args, sItems[0], Boolean(False))
@@ -103,6 +108,11 @@ class GiveBack:
         first, last = piece.first, piece.last
         home = group.sPeers[source] + region.at(sEpoch[0] & 1, piece.token)
         while item < sItems[0]:
+            number = Int32(0)
+            if self._are_most(args) & (group.lane == 0):
+                number = self._take(
+                    group, remainder(group.warp, COUNTERS)
+                )  # for the next item: it comes while this one is carried
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             blank = Boolean(False)
             if wanted != Uint32(0):
@@ -110,7 +120,10 @@ class GiveBack:
             if cutlass.const_expr(not self.partial):
                 self._post_piece(group, source, index, blank)
             item = sItems[0]
-            if are_many(sItems[0], args.send_ctas):
+            if self._are_most(args):
+                number = from_lane(number, 0) * COUNTERS + remainder(group.warp, COUNTERS)
+                item = self._taken(group, args, item_stride(args.send_ctas), number)
+            elif are_many(sItems[0], args.send_ctas):
                 item = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
             source, index = self._split(group, item)
             piece = self._piece(group, source, index)
@@ -121,10 +134,15 @@ class GiveBack:
 
     @cute.jit
     def _carry_convoys(self, group, args, row: Int32, weight: Float32) -> None:
-        """Rows of which some are not express: the warps of a convoy carry its tokens one after the other."""
+        """Rows of which some are not express: the warps of a convoy carry its tokens one after the other. Meanwhile the
+        number of the CTA's next convoy comes, sTaken[turn], written before and read behind the convoy's barrier."""
         sItems, sEpoch = shared_array(self.items, Int32), shared_array(self.epoch, Int64)
+        sTaken = shared_array(self.taken, Int32)
         item = self._first(group, args, sItems[0], Boolean(True))
+        turn = Int32(0)
         while item < sItems[0]:
+            if (remainder(item, CONVOY) == 0) & (group.tid == 0):
+                sTaken[turn] = self._take(group, Int32(0))
             source, piece = self._item(group, item)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             if wanted != Uint32(0):
@@ -138,13 +156,28 @@ class GiveBack:
             source, piece = self._item(group, anew(item))
             item += self._together(source)
             if remainder(item, CONVOY) == 0:
-                item += dealt_stride(sItems[0], args.send_ctas) - CONVOY
                 cute.arch.sync_threads()  # all of the convoy is stored
                 if group.warp == 0:
                     self._post_convoy(group, source, convoy_of(piece.index))
+                item = self._taken(group, args, args.send_ctas, sTaken[turn]) * CONVOY
+                turn = turn ^ 1
             source, piece = self._item(group, item)
             due = (item < sItems[0]) & (piece.token < self._tokens(source)) & (piece.first < piece.last)
             row, weight = self._load_entries(group, args, source, piece.token, due)
+
+    def _are_most(self, args) -> Boolean:
+        """Whether there are so many express pieces that CTAs take them from each other."""
+        return shared_array(self.items, Int32)[0] > FEW_ROUNDS * item_stride(args.send_ctas)
+
+    def _take(self, group, counter) -> Int32:
+        """The next number from one of the counters that CTAs with the same turn share."""
+        turn, _ = group.by_ranks.split(group.cta)
+        return take(group.base + group.arena.combine_taken.at(turn, counter))
+
+    def _taken(self, group, args, dealt: Int32, number: Int32) -> Int32:
+        """The item or convoy of a number: for the CTA's source, where ranks divide `dealt`."""
+        turn, _ = group.by_ranks.split(group.cta)
+        return taken(dealt, number, cutlass.min(group.ranks, args.send_ctas), turn)
 
     def are_uneven(self, args) -> Boolean:
         """Whether warps of a sending CTA do not come back from `run` together."""

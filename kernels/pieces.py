@@ -3,7 +3,8 @@
 A warp carries a piece by itself. While tokens are few a row has several pieces, so that many warps carry it, on as many
 SMs as there are. Where rows are not express, the warps of a CTA carry CONVOY neighbouring pieces side by side, which
 have one flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
-arrived. Where a CTA has more items than warps, its warps may take them by number (`Numbers`), as they get ready.
+arrived. First items are dealt out. Where there are more, warps may take them by number, as they get ready: from those
+of their CTA (`Numbers`) or, where each warp has many, from what no CTA has taken yet (`taken`).
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def dealt_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, convoys=Fals
     With `convoys`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
     `items` is a multiple of CONVOY.
     """
-    spare, carriers = spare_cta(ctas), _carriers(items, ctas)
-    place = cta - cutlass.select_(cta > spare, ctas - carriers, Int32(0))
-    first = cutlass.select_(Boolean(convoys), place * CONVOY + warp, first_item(place, carriers, warp))
-    return cutlass.select_((carriers != ctas) & (cta == spare), items, first)
+    spare, carrying = spare_cta(ctas), _carriers(items, ctas)
+    place = cta - cutlass.select_(cta > spare, ctas - carrying, Int32(0))
+    first = cutlass.select_(Boolean(convoys), place * CONVOY + warp, first_item(place, carrying, warp))
+    return cutlass.select_((carrying != ctas) & (cta == spare), items, first)
 
 
 def are_many(items: Int32, ctas: Int32) -> Boolean:
@@ -150,6 +151,13 @@ def dealt_stride(items: Int32, ctas: Int32) -> Int32:
 
 def _carriers(items: Int32, ctas: Int32) -> Int32:
     return ctas - Int32(items <= (ctas - 1) * WARPS)
+
+
+def taken(dealt: Int32, number: Int32, turns=1, turn=0) -> Int32:
+    """The item, or convoy, of a number that a CTA has taken (`sync.take`): the first `dealt` ones are dealt out, and of
+    the others each of `turns` counters has every turns-th, from the one of its `turn` on. CTAs with the same work are
+    not equally fast, since they share their SM or not: this gives each what it can carry."""
+    return dealt + number * turns + turn
 
 
 def lowest(bits: Uint32) -> Int32:

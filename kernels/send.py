@@ -1,9 +1,11 @@
 """Send role: encode tokens and store them into every destination rank's arena.
 
 Each warp takes pieces of tokens (`pieces`): it loads, encodes and stores to the destinations. When all warps of a CTA
-have stored their pieces of a convoy, its flag is posted at every rank. A piece of an express row has a flag of its own,
-which its warp posts at the destinations, and only if one of its words is BLANK. The destinations are a bit mask that
-its lanes find from the token's expert ids, one a lane; lanes that share a scale block sit side by side.
+have stored their pieces of a convoy, its flag is posted at every rank. Two convoys are dealt to a CTA, so that the
+first rows of the next one may be on their way; while it carries one, it takes the number of the one after the next.
+A piece of an express row has a flag of its own, which its warp posts at the destinations, and only if one of its words
+is BLANK. The destinations are a bit mask that its lanes find from the token's expert ids, one a lane; lanes that share
+a scale block sit side by side.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from cute_ep.kernels.pieces import (
     own_units,
     piece_of,
     segments_of,
+    taken,
     units_of,
     whole_convoys,
 )
 from cute_ep.kernels.source import Source
-from cute_ep.kernels.sync import post
-from cute_ep.layouts.arena import BLANK, SEGMENT_BYTES, convoy_of, segment_words
+from cute_ep.kernels.sync import post, take
+from cute_ep.layouts.arena import BLANK, CONVOY, SEGMENT_BYTES, StateWord, convoy_of, segment_words
 from cute_ep.layouts.device import array, pointer
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
@@ -49,6 +52,7 @@ class Send:
         self.codec, self.input_scale = codec, input_scale
         self.scale_words = segment_words(codec.fmt)
         self.source = Source(source_vectors(codec.fmt), ahead, shared)
+        self.taken = shared.add("send_taken", 4, 2)
         self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
     @cute.jit
@@ -59,9 +63,14 @@ class Send:
         convoys = ~is_express(args.tokens)
         items = self._items(args)
         first = dealt_first(items, group.cta, args.send_ctas, group.warp, convoys)
-        stage = Int32(0)
+        sTaken = shared_array(self.taken, Int32)
+        stage, turn = Int32(0), Int32(0)
         self._fetch_first(group, args, first, units, stage)
-        for item in cutlass.range(first, items, dealt_stride(items, args.send_ctas), unroll=1):
+        item, following = first, first + dealt_stride(items, args.send_ctas)
+        while item < items:
+            number = Int32(0)
+            if convoys & (group.tid == 0):
+                number = take(group.state_word(StateWord.DISPATCH_TAKEN))
             piece = piece_of(item, args.message_pieces, units)
             if (piece.first < piece.last) & (item < args.tokens << args.message_pieces):
                 given = self._load_id(group, args, piece.token, lane)
@@ -69,7 +78,7 @@ class Send:
                     scale = self.codec.row_scale(self._row_maximum(args, piece.token, units, lane))
                 regions = group.arena.express_messages, group.arena.messages
                 message = home_of(is_express(args.tokens), *regions, epoch & 1, group.rank, piece.token)
-                blank, stage = self._push(group, args, message, piece, units, given, scale, stage, item)
+                blank, stage = self._push(group, args, message, piece, units, given, scale, stage, following)
                 mask = self._destinations(group, args, piece.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     if piece.first == 0:
@@ -84,20 +93,23 @@ class Send:
                     if flagged & ((mask >> Uint32(lane)) & Uint32(1) != Uint32(0)):
                         post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
             else:
-                self._fetch_next(group, args, item, units, stage)
+                self._fetch_first(group, args, following, units, stage)
             if not is_express(args.tokens):
+                if group.tid == 0:
+                    sTaken[turn] = number
                 cute.arch.sync_threads()  # all of the convoy is stored
                 if (group.warp == 0) & (lane < group.ranks):
                     post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, convoy_of(item)), epoch)
+            item = following
+            following += dealt_stride(items, args.send_ctas)
+            if convoys:
+                following = taken(2 * args.send_ctas, sTaken[turn]) * CONVOY + group.warp
+                turn = turn ^ 1
 
     def _items(self, args) -> Int32:
         """Pieces of all tokens; where they travel in convoys, with as many that nobody has as fill the last one."""
         items = args.tokens << args.message_pieces
         return cutlass.select_(is_express(args.tokens), items, whole_convoys(items))
-
-    def _fetch_next(self, group, args, item, units, stage) -> None:
-        """`_fetch_first` of the warp's item after `item`."""
-        self._fetch_first(group, args, item + dealt_stride(self._items(args), args.send_ctas), units, stage)
 
     @cute.jit
     def _fetch_first(self, group, args, item, units, stage) -> None:
@@ -148,7 +160,7 @@ class Send:
         return cute.arch.warp_reduction_max(maximum)
 
     @cute.jit
-    def _push(self, group, args, message: Int64, piece, units, given: Int32, scale: Float32, stage, item):
+    def _push(self, group, args, message: Int64, piece, units, given: Int32, scale: Float32, stage, following):
         """Payload and scales of an item's piece, whose first tile is in `stage`; returns whether this lane stored a
         BLANK word, and the stage of the next item's first tile."""
         lane = group.lane
@@ -162,7 +174,7 @@ class Send:
                 if base + self.source.units < piece.last:
                     self.source.fetch(group, args, piece.token, base + self.source.units, piece.last, stage ^ 1)
                 else:
-                    self._fetch_next(group, args, item, units, stage ^ 1)
+                    self._fetch_first(group, args, following, units, stage ^ 1)
                 self.source.wait()
                 for slot in cutlass.range_constexpr(self.source.units):
                     if base + slot < end:

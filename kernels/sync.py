@@ -15,6 +15,7 @@ that no round has written for exactly 2^32 rounds would pass for a new one.)
 | `warp_all`          | vote, bar.warp.sync                          | one lane's wait -> the whole warp, and verdict  |
 | `count_out`         | atom.relaxed                                 | announcement -> withdrawal, if a wait failed    |
 | `meet`              | atom.release.gpu, ld.acquire.sys loop        | all of every CTA before it -> all after it      |
+| `take`              | atom.relaxed.gpu                             | nothing: a number goes to one CTA               |
 | `send_vector`       | st.relaxed.sys.v4.b32                        | nothing: a word that is not BLANK has arrived   |
 | `look_at_vector`    | ld.relaxed.sys.v4.b32                        | nothing: the value is in the word               |
 
@@ -189,8 +190,13 @@ def meet(watch: Watch, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean,
     return alive
 
 
-def forget_meeting(counter: Int64) -> None:
-    """By the last CTA out: every CTA has met by then, or never will."""
+def take(counter: Int64) -> Int32:
+    """The next of the numbers 0, 1, ... of a launch; `counter` begins at 0."""
+    return cute.arch.atomic_add(pointer(counter, Int32), Int32(1), sem="relaxed", scope="gpu")
+
+
+def begin_again(counter: Int64) -> None:
+    """Set the counter of `meet` or `take` to 0 for the next launch; by the last CTA out: nobody uses it any more."""
     cute.arch.store(pointer(counter, Int64), Int64(0), sem="relaxed", scope="gpu")
 
 

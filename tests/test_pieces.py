@@ -27,9 +27,10 @@ from cute_ep.kernels.pieces import (
     piece_of,
     segments_of,
     spare_cta,
+    taken,
     whole_convoys,
 )
-from cute_ep.layouts.arena import CONVOY, EXPRESS_TOKENS, MAX_PIECES, SEGMENT_BYTES, convoy_of
+from cute_ep.layouts.arena import CONVOY, COUNTERS, EXPRESS_TOKENS, MAX_PIECES, SEGMENT_BYTES, convoy_of
 from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
@@ -180,6 +181,28 @@ def test_convoys_stay_together() -> None:
     for pieces, ctas in cases:
         found = [convoy for cta in range(ctas) for convoy in convoys[pieces, ctas, cta]]
         assert sorted(found) == list(range(-(-pieces // CONVOY)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 72])
+def test_numbers_that_are_taken_go_on_where_dealing_ends(ranks: int) -> None:
+    """Each item beyond the dealt ones has one number of one counter, whichever CTAs take them: pieces, that the warps
+    of a source's CTAs take from several counters; convoys of a combine, a counter a source; convoys of a dispatch."""
+    for ctas in (1, 2, 3, 7, 40, 264):
+        turns = min(ranks, ctas)
+        assert turns == len({cta % ranks for cta in range(ctas)}), "each turn has a CTA"
+        for dealt, counters in ((item_stride(ctas), COUNTERS), (ctas, 1)):
+            grid = np.meshgrid(np.arange(50), np.arange(counters), np.arange(turns), indexing="ij")
+            number, counter, turn = (axis.ravel().astype(np.int32) for axis in grid)
+            (items,) = run_map(
+                lambda number, turn, dealt=dealt, turns=turns: taken(Int32(dealt), number, Int32(turns), turn),
+                number * counters + counter,
+                turn,
+            )
+            assert sorted(items.view(np.int32)) == list(range(dealt, dealt + len(number)))
+            if turns == ranks and dealt % ranks == 0:
+                assert (items.view(np.int32) % ranks == turn).all(), "a CTA's items are for one source"
+        (convoys,) = run_map(lambda number, ctas=ctas: taken(Int32(2 * ctas), number), np.arange(9, dtype=np.int32))
+        assert convoys.view(np.int32).tolist() == list(range(2 * ctas, 2 * ctas + 9))
 
 
 def test_a_segment_is_what_a_warp_carries() -> None:

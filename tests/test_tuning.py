@@ -59,7 +59,8 @@ def entries(draw: st.DrawFn, most: int = MANY) -> Entry:
     tokens = draw(st.integers(1, most))
     senders = draw(st.floats(0, 1, exclude_max=True))
     pieces = draw(st.sampled_from(pieces_for(tokens)))
-    return Entry(tokens, draw(st.integers(1, 300)), senders, pieces, draw(st.booleans()))
+    most = draw(st.integers(1, 300))
+    return Entry(tokens, draw(st.integers(1, 300)), senders, pieces, draw(st.booleans()), most)
 
 
 @st.composite
@@ -106,11 +107,15 @@ def test_shape(launch: tuple[EPConfig, int, int], made: Tuning, operation: str) 
 
 @given(launches, tunings)
 def test_whole_rows(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
-    """Every CTA sends and receives; nothing else is different."""
+    """At most half of the CTAs send, where not every one does both; nothing else is different."""
     _, tokens, max_ctas = launch
     shape = made.shape("combine", tokens, max_ctas)
     whole = made.shape("combine", tokens, max_ctas, whole_rows=True)
-    assert whole == Shape(shape.grid, shape.grid, 0, shape.pieces, packed=False)
+    if shape.receive_from:
+        half = min(shape.send_ctas, shape.grid // 2)
+        assert whole == shape._replace(send_ctas=half, receive_from=half)
+    else:
+        assert whole == shape
 
 
 @given(launches, st.sampled_from(OPERATIONS))
@@ -151,6 +156,7 @@ def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
         lambda: Entry(8, 1, 1.0, 1),
         lambda: Entry(8, 1, -0.1, 1),
         lambda: Entry(8, 1, float("nan"), 1),
+        lambda: Entry(8, 1, 0, 1, most_senders=0),
         lambda: Entry(8, 1, 0, 3),
         lambda: Entry(8, 1, 0, 2 * MAX_PIECES),
         lambda: Entry(EXPRESS_TOKENS + 1, 1, 0, 2 * MANY_PIECES),
@@ -306,7 +312,7 @@ def test_every_candidate_is_valid(launch: tuple[EPConfig, int, int], family: str
     cfg, tokens, max_ctas = launch
     base = built_in(cfg)
     fields = tune.choices(family, cfg, tokens)
-    assert all(fields.values()) and sum(map(len, fields.values())) <= 16
+    assert all(fields.values()) and sum(map(len, fields.values())) <= 18
     for name, values in fields.items():
         for value in values:
             entry = replace(base.entry(family, tokens), tokens=tokens, **{name: value})

@@ -41,7 +41,8 @@ home in bfloat16 whatever they were dispatched in."""
 TOKENS, QUICK_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
 """The quick ones: one in each range of the built-in tables."""
 GRIDS = (32, 64, 128, MANY)
-SENDERS = {"dispatch": (0, 32 / 264, 48 / 264, 64 / 264), "combine": (0, 160 / 264, 2 / 3, 208 / 264)}
+SENDERS = {"dispatch": (0, 1 / 8, 1 / 4), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
+MOST_SENDERS = {"dispatch": (28, 44, 64), "combine": (MANY,)}
 SAMPLES, FINAL_SAMPLES = 40, 120
 MARGIN = 0.02
 """Part by which a shape must be faster than the built-in one to take its place."""
@@ -62,7 +63,8 @@ def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
     row_bytes = cfg.hidden * COMBINE_ITEMSIZE if family == "combine" else cfg.format.payload_bytes(cfg.hidden)
     pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count * SEGMENT_BYTES < 2 * row_bytes)
     packed = (False, True) if family == "dispatch" else (False,)
-    return {"packed": packed, "pieces": pieces, "senders": SENDERS[family], "grid": GRIDS}
+    senders = {"most_senders": MOST_SENDERS[family], "senders": SENDERS[family]}
+    return {"packed": packed, "pieces": pieces, **senders, "grid": GRIDS}
 
 
 def choose(

@@ -152,8 +152,8 @@
 #define PASS_OVER 23         /* rank 1 does not take a piece, of round 1, that it has no room for */
 #define FLAG_ALWAYS 24       /* readers of express words wait for flags */
 #define HEEDLESS 25          /* a combine that only receives takes express words that are there, also after a timeout */
-#define NO_RESET 26          /* GRID: the last CTA out leaves the counter of the meeting as it is */
-#define EARLY_RESET 27       /* GRID: the announcing CTA resets it when it leaves, not the last one out */
+#define NO_RESET 26          /* GRID: the last CTA out leaves the counters of meeting and items as they are */
+#define EARLY_RESET 27       /* GRID: the announcing CTA resets them when it leaves, not the last one out */
 #define SILENT_FAILURE 28    /* GRID: a CTA whose wait failed does not raise the abort word */
 #define FAILED_JOINS 29      /* GRID: a CTA whose wait failed comes to the meeting all the same */
 #define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
@@ -886,11 +886,13 @@ init {
  *   ROUTERS      the CTAs with the highest indices, which push the routing table, a dated word each
  *   MEET         some of the receives, by their tables, are tiled: their CTAs meet before a second pass
  *   PATIENT      with -DSLOW: the wait for the others of the meeting never times out
+ *   TAKE         two messages more than sending CTAs: each has one dealt to it, and takes the others by number
  *
  *   every CTA of a launch works on the launch's epoch, however late it starts
  *   every receiving CTA waits for the words of all route CTAs, and has those of its own round
  *   when a receiving launch has ended, num_rows is its epoch, or 0 after a timeout (-DSLOW: any wait may time out)
  *   a CTA in its second pass finds that every receiving CTA has ended its first one, of the same round
+ *   no message is sent twice in a round (and none is left out, or its receiver waits for ever)
  *
  * The announcement is a weak store. Until the launch has ended it may land after the withdrawal, another CTA's store to
  * the same word, unless the announcing CTA fences before its add on the exit counter and the last one after its own.
@@ -919,7 +921,19 @@ init {
 #else
 #define POSTER (CTAS / 2)
 #endif
-#define MESSAGE(n, id) message[((n) & 1) * CTAS + (id)]
+#ifdef TAKE
+#define SENDERS (ORDER == ROLES -> CTAS / 2 : CTAS)
+#if ORDER == ROLES
+#define MESSAGES (CTAS / 2 + 2)
+#else
+#define MESSAGES (CTAS + 2)
+#endif
+#define is_message(i) true
+#else
+#define MESSAGES CTAS
+#define is_message(i) sends(i)
+#endif
+#define MESSAGE(n, i) message[((n) & 1) * MESSAGES + (i)]
 #define SHARE(n, id) table[((n) & 1) * CTAS + (id)]
 #define FAILED 16
 #if ORDER == ROLES && MUTANT != ALL_MEET
@@ -939,8 +953,11 @@ byte consumed;                              /* dispatch_consumed of the own rank
 byte num_rows, in_flight;                   /* the announcement; 0, or what may still land on it */
 bool fenced;                                /* the announcing CTA has counted itself out after a fence */
 byte table[2 * CTAS];                       /* the word of each CTA, by parity */
-byte message[2 * CTAS];                     /* by parity */
-byte message_ready[CTAS];
+byte message[2 * MESSAGES];                 /* by parity */
+byte message_ready[MESSAGES];
+#ifdef TAKE
+byte taken;                                 /* state word: numbers that sending CTAs have taken */
+#endif
 byte resident;
 byte failures;                              /* ghost: CTAs of the launch that gave up */
 
@@ -992,12 +1009,24 @@ inline leave(counter, ctas, ends) {
     :: else
     fi;
 #endif
+#if defined(TAKE) && MUTANT == EARLY_RESET
+    if
+    :: id == POSTER && ((ends) & SEND) -> taken = 0
+    :: else
+    fi;
+#endif
     if
     :: last ->
         counter = 0;
 #if defined(MEET) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
         if
         :: (ends) & RECEIVE -> met = 0
+        :: else
+        fi;
+#endif
+#if defined(TAKE) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
+        if
+        :: (ends) & SEND -> taken = 0
         :: else
         fi;
 #endif
@@ -1016,6 +1045,9 @@ inline leave(counter, ctas, ends) {
 
 proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     byte sent, received, i;
+#ifdef TAKE
+    byte next;
+#endif
     bool alive = true, last, whole;
     sent = send_epoch;
     received = receive_epoch;
@@ -1055,8 +1087,20 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
         fi;
         if
         :: alive && sends(id) ->
+#ifdef TAKE
+            i = id;
+            do
+            :: i < MESSAGES ->
+                d_step { next = SENDERS + taken; taken++ };     /* while this one is carried */
+                d_step { assert(MESSAGE(sent + 1, i) != sent + 1); MESSAGE(sent + 1, i) = sent + 1 };
+                message_ready[i] = sent + 1;
+                i = next
+            :: else -> i = 0; break
+            od
+#else
             MESSAGE(sent + 1, id) = sent + 1;
             message_ready[id] = sent + 1
+#endif
         :: else
         fi
     :: else
@@ -1084,9 +1128,9 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
         :: else
         fi;
         do
-        :: !alive || i == CTAS -> i = 0; break
-        :: alive && i < CTAS && !sends(i) -> i++
-        :: alive && i < CTAS && sends(i) && message_ready[i] >= received + 1 ->
+        :: !alive || i == MESSAGES -> i = 0; break
+        :: alive && i < MESSAGES && !is_message(i) -> i++
+        :: alive && i < MESSAGES && is_message(i) && message_ready[i] >= received + 1 ->
             assert(MESSAGE(received + 1, i) == received + 1);
             i++
         TIMEOUT
