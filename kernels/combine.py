@@ -118,7 +118,7 @@ class Combine:
             alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
             if group.cta < args.send_ctas and alive:
                 self.give_back_role.run(group, args, row, weight)
-                uneven = self.give_back_role.are_uneven(args)
+                uneven = self.give_back_role.returns.are_uneven(args)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first, count = group.cta - args.receive_from, group.ctas - args.receive_from

@@ -1,10 +1,9 @@
 """Give-back role: an expert rank returns its rows of each token of each source, or their weighted sum.
 
-Each warp takes pieces (`pieces`), with the source varying fastest, starting after the own rank, so all links work at
-once. If rows of some source are not express all are taken in convoys, and each convoy of such a source has a flag. The
-warps of a convoy carry its tokens one after the other, each token together: tokens have different numbers of rows. Lane
-k holds the row and the weight of entry k. A token without rows here is passed over: its source knows. A row that
-dispatch had no room for comes home as NaN.
+Each warp carries pieces of returned rows, and where rows are not express all warps of a CTA a convoy, which has a flag
+(`returns` says which). The warps of a convoy carry its tokens one after the other, each token together: tokens have
+different numbers of rows. Lane k holds the row and the weight of entry k. A token without rows here is passed over: its
+source knows. A row that dispatch had no room for comes home as NaN.
 """
 
 from __future__ import annotations
@@ -14,33 +13,20 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, round_vector
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import has_blank, home_of, is_express, send_vector
-from cute_ep.kernels.pieces import (
-    SEGMENT,
-    Numbers,
-    are_many,
-    dealt_first,
-    first_item,
-    from_lane,
-    item_stride,
-    lowest,
-    piece_of,
-    taken,
-    whole_convoys,
-)
-from cute_ep.kernels.sync import post, take
-from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, COUNTERS, SEGMENT_BYTES, HeaderWord, convoy_of
-from cute_ep.layouts.device import array, load_once, vector_atom, vector_tensor
+from cute_ep.kernels.pieces import SEGMENT, from_lane, lowest
+from cute_ep.kernels.returns import Returns, row_units
+from cute_ep.kernels.sync import post
+from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, SEGMENT_BYTES, convoy_of
+from cute_ep.layouts.device import array, load_once
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import MAX_RANKS, NO_ROW
+from cute_ep.layouts.routing import NO_ROW
 
 LOST = 0x7FFF7FFF
 """Two bfloat16 NaN."""
-FEW_ROUNDS = 4
-"""Up to so many express pieces a warp are dealt out to CTAs; more are taken by them."""
 
 
 class GiveBack:
@@ -51,46 +37,18 @@ class GiveBack:
 
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
         self.partial, self.segments, self.epoch = partial, segments, epoch
-        self.items = shared.add("give_back_items", 4, 1)
-        self.convoys = shared.add("give_back_convoys", 4, 1)
-        self.headers = shared.add("give_back_headers", 4, MAX_RANKS, len(HeaderWord))
-        self.numbers = Numbers("give_back_numbers", WARPS, shared)
+        self.returns = Returns(shared)
         self.taken = shared.add("give_back_taken", 4, 2)
 
-    @cute.jit
     def prepare(self, group, args):
-        """Read the headers, and begin with the warp's first item: what `_load_entries` returns, for `run`. A CTA
-        barrier must follow before `run`."""
-        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        gHeader = vector_tensor(args.headers, 1, group.ranks)
-        rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
-        rHeader.fill(0)
-        if group.lane < group.ranks:
-            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)
-            if group.warp == 0:
-                for word in cutlass.range_constexpr(len(HeaderWord)):
-                    sHeader[group.lane, word] = Int32(rHeader[word])
-        tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_PIECES)])
-        convoys = cute.arch.vote_any_sync(~is_express(tokens))
-        most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
-        items = cutlass.select_(convoys, whole_convoys(most), most) * group.ranks
-        sConvoys = shared_array(self.convoys, Int32)
-        if group.tid == 0:
-            sItems[0] = items
-            sConvoys[0] = Int32(convoys)
-        self.numbers.open(group.tid)
-        item = self._first(group, args, items, convoys)
-        source, run = self._split(group, cutlass.select_(convoys, convoy_of(item), item))
-        index = cutlass.select_(convoys, run * CONVOY + remainder(item, CONVOY), run)
-        piece = piece_of(index, from_lane(log2, source), row_units(group))
-        due = (item < items) & (piece.token < from_lane(tokens, source)) & (piece.first < piece.last)
-        return self._load_entries(group, args, source, piece.token, due)
+        """Begin with the warp's first item: its row and weight, for `run`. A CTA barrier must follow before `run`."""
+        return self._load_entries(group, args, *self.returns.open(group, args))
 
     @cute.jit
     def run(self, group, args, row: Int32, weight: Float32) -> None:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
-        if self._are_convoys():
+        if self.returns.are_convoys():
             self._carry_convoys(group, args, row, weight)
         else:
             self._carry_pieces(group, args, row, weight)
@@ -100,35 +58,26 @@ class GiveBack:
         """Express rows: a warp carries a piece. With few tokens this half waits for nothing but these instructions:
         256 tokens of 4 rows each took 12,000 of a scheduler's 18,000 cycles (H200, 2026-11-21). With more, CTAs take
         pieces of their source from each other (4 x H200, 2026-11-22: 512 tokens 63.6 us, dealt out 69.0)."""
-        sItems, sEpoch = shared_array(self.items, Int32), shared_array(self.epoch, Int64)
+        sEpoch = shared_array(self.epoch, Int64)
         region = group.arena.express_returns
-        item = self._first(group, args, sItems[0], Boolean(False))
-        source, index = self._split(group, item)
-        piece = self._piece(group, source, index)
+        item = self.returns.first(group, args, False)
+        source, index = self.returns.split(group, item)
+        piece = self.returns.piece(group, source, index)
         first, last = piece.first, piece.last
         home = group.sPeers[source] + region.at(sEpoch[0] & 1, piece.token)
-        while item < sItems[0]:
-            number = Int32(0)
-            if self._are_most(args) & (group.lane == 0):
-                number = self._take(
-                    group, remainder(group.warp, COUNTERS)
-                )  # for the next item: it comes while this one is carried
+        while item < self.returns.count():
+            number = self.returns.ask(group, args)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             blank = Boolean(False)
             if wanted != Uint32(0):
                 blank = self._push(group, args, home, first, last, Int32(self.segments), row, weight, wanted)
             if cutlass.const_expr(not self.partial):
                 self._post_piece(group, source, index, blank)
-            item = sItems[0]
-            if self._are_most(args):
-                number = from_lane(number, 0) * COUNTERS + remainder(group.warp, COUNTERS)
-                item = self._taken(group, args, item_stride(args.send_ctas), number)
-            elif are_many(sItems[0], args.send_ctas):
-                item = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
-            source, index = self._split(group, item)
-            piece = self._piece(group, source, index)
+            item = self.returns.next(group, args, number)
+            source, index = self.returns.split(group, item)
+            piece = self.returns.piece(group, source, index)
             first, last = piece.first, piece.last
-            due = (item < sItems[0]) & (piece.token < self._tokens(source)) & (first < last)
+            due = (item < self.returns.count()) & (piece.token < self.returns.tokens(source)) & (first < last)
             row, weight = self._load_entries(group, args, source, piece.token, due)
             home = group.sPeers[source] + region.at(sEpoch[0] & 1, piece.token)
 
@@ -136,14 +85,14 @@ class GiveBack:
     def _carry_convoys(self, group, args, row: Int32, weight: Float32) -> None:
         """Rows of which some are not express: the warps of a convoy carry its tokens one after the other. Meanwhile the
         number of the CTA's next convoy comes, sTaken[turn], written before and read behind the convoy's barrier."""
-        sItems, sEpoch = shared_array(self.items, Int32), shared_array(self.epoch, Int64)
+        sEpoch = shared_array(self.epoch, Int64)
         sTaken = shared_array(self.taken, Int32)
-        item = self._first(group, args, sItems[0], Boolean(True))
+        item = self.returns.first(group, args, True)
         turn = Int32(0)
-        while item < sItems[0]:
+        while item < self.returns.count():
             if (remainder(item, CONVOY) == 0) & (group.tid == 0):
-                sTaken[turn] = self._take(group, Int32(0))
-            source, piece = self._item(group, item)
+                sTaken[turn] = self.returns.ask_convoy(group)
+            source, piece = self.returns.convoy_piece(group, item)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             if wanted != Uint32(0):
                 regions = group.arena.express_returns, group.arena.returns
@@ -153,75 +102,25 @@ class GiveBack:
                 first = piece.first + remainder(group.warp - piece.token * steps, CONVOY) * self.segments
                 self._push(group, args, home, first, piece.last, Int32(self.segments * CONVOY), row, weight, wanted)
             # computed again, not kept: registers are short above
-            source, piece = self._item(group, anew(item))
-            item += self._together(source)
+            source, piece = self.returns.convoy_piece(group, anew(item))
+            item += self.returns.together(source)
             if remainder(item, CONVOY) == 0:
                 cute.arch.sync_threads()  # all of the convoy is stored
                 if group.warp == 0:
                     self._post_convoy(group, source, convoy_of(piece.index))
-                item = self._taken(group, args, args.send_ctas, sTaken[turn]) * CONVOY
+                item = self.returns.next_convoy(group, args, sTaken[turn])
                 turn = turn ^ 1
-            source, piece = self._item(group, item)
-            due = (item < sItems[0]) & (piece.token < self._tokens(source)) & (piece.first < piece.last)
+            source, piece = self.returns.convoy_piece(group, item)
+            due = (
+                (item < self.returns.count()) & (piece.token < self.returns.tokens(source)) & (piece.first < piece.last)
+            )
             row, weight = self._load_entries(group, args, source, piece.token, due)
-
-    def _are_most(self, args) -> Boolean:
-        """Whether there are so many express pieces that CTAs take them from each other."""
-        return shared_array(self.items, Int32)[0] > FEW_ROUNDS * item_stride(args.send_ctas)
-
-    def _take(self, group, counter) -> Int32:
-        """The next number from one of the counters that CTAs with the same turn share."""
-        turn, _ = group.by_ranks.split(group.cta)
-        return take(group.base + group.arena.combine_taken.at(turn, counter))
-
-    def _taken(self, group, args, dealt: Int32, number: Int32) -> Int32:
-        """The item or convoy of a number: for the CTA's source, where ranks divide `dealt`."""
-        turn, _ = group.by_ranks.split(group.cta)
-        return taken(dealt, number, cutlass.min(group.ranks, args.send_ctas), turn)
-
-    def are_uneven(self, args) -> Boolean:
-        """Whether warps of a sending CTA do not come back from `run` together."""
-        return ~self._are_convoys() & are_many(shared_array(self.items, Int32)[0], args.send_ctas)
-
-    def _are_convoys(self) -> Boolean:
-        """Whether rows of some source are not express: then items are dealt for convoys."""
-        return shared_array(self.convoys, Int32)[0] != 0
-
-    def _first(self, group, args, items, convoys: Boolean) -> Int32:
-        """A warp's first item. Warps of a convoy carry all its tokens together."""
-        warp = cutlass.select_(convoys, Int32(0), group.warp)
-        return dealt_first(items, group.cta, args.send_ctas, warp, convoys)
-
-    def _split(self, group, item):
-        """(source, number of its piece or convoy) of an item or convoy: the source varies fastest."""
-        turn, run = group.by_ranks.split(item)
-        source = group.rank + 1 + turn
-        return source - cutlass.select_(source >= group.ranks, group.ranks, Int32(0)), run
-
-    def _piece(self, group, source, index, count=1):
-        """`piece_of` in what a source gets back."""
-        pieces = shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
-        return piece_of(index, pieces, row_units(group), count)
-
-    def _item(self, group, item):
-        """(source, pieces of a token that are carried together, as one) of an item of a convoy."""
-        source, run = self._split(group, convoy_of(item))
-        return source, self._piece(group, source, run * CONVOY + remainder(item, CONVOY), self._together(source))
-
-    def _together(self, source) -> Int32:
-        """Pieces of a token in a convoy."""
-        pieces = Int32(1) << shared_array(self.headers, Int32)[source, int(HeaderWord.RETURN_PIECES)]
-        return cutlass.min(pieces, Int32(CONVOY))
-
-    def _tokens(self, source) -> Int32:
-        return shared_array(self.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
     @cute.jit
     def _post_convoy(self, group, source, convoy: Int32) -> None:
         """The flag of a convoy, by one warp; those of its pieces where rows are express and may hold a BLANK word."""
-        sHeader, sEpoch = shared_array(self.headers, Int32), shared_array(self.epoch, Int64)
-        pieces = sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(HeaderWord.RETURN_PIECES)]
-        first = convoy * CONVOY
+        sEpoch = shared_array(self.epoch, Int64)
+        pieces, first = self.returns.pieces(source), convoy * CONVOY
         flag, due = convoy, (group.lane == 0) & (first < pieces)
         if self._is_express(source):
             flag = first + group.lane
@@ -255,7 +154,7 @@ class GiveBack:
         return row, weight
 
     def _is_express(self, source) -> Boolean:
-        return is_express(self._tokens(source))
+        return is_express(self.returns.tokens(source))
 
     @cute.jit
     def _push(
@@ -327,8 +226,3 @@ class GiveBack:
             if cutlass.const_expr(not self.partial):
                 blank = has_blank(rX)
         return blank
-
-
-def row_units(group) -> Int32:
-    """16-byte units of a returned row."""
-    return quotient(group.hidden, VECTOR_ELEMENTS)

@@ -1,0 +1,173 @@
+"""Which pieces of which source a sending CTA of combine gives back, one after the other.
+
+An item is a piece of a source (`pieces`); the source varies fastest, beginning after the own rank, so that all links
+work at once. If rows of some source are not express all are taken in convoys. A CTA's first item, or convoy, is dealt
+out. Of a few pieces more its warps take numbers within the CTA. Convoys, and pieces where each warp has many, are taken
+from what no CTA with the same source has taken yet.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+
+from cute_ep.kernels.arith import VECTOR_ELEMENTS
+from cute_ep.kernels.block import WARPS, shared_array
+from cute_ep.kernels.divide import quotient, remainder
+from cute_ep.kernels.express import is_express
+from cute_ep.kernels.pieces import (
+    Numbers,
+    are_many,
+    dealt_first,
+    first_item,
+    from_lane,
+    item_stride,
+    piece_of,
+    taken,
+    whole_convoys,
+)
+from cute_ep.kernels.sync import take
+from cute_ep.layouts.arena import CONVOY, COUNTERS, HeaderWord, convoy_of
+from cute_ep.layouts.device import vector_atom, vector_tensor
+from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.routing import MAX_RANKS
+
+FEW_ROUNDS = 4
+"""Up to so many express pieces a warp are dealt out to CTAs; of more, CTAs take pieces from each other."""
+
+
+class Returns:
+    """The items of one launch, and the headers that tell how many there are. Pieces are those of returned rows."""
+
+    def __init__(self, shared: RegionMap) -> None:
+        self.items = shared.add("return_items", 4, 1)
+        self.convoys = shared.add("return_convoys", 4, 1)
+        self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
+        self.numbers = Numbers("return_numbers", WARPS, shared)
+
+    @cute.jit
+    def open(self, group, args):
+        """Read the headers: (source, token, whether there is something to give back) of the warp's first item. A CTA
+        barrier must follow before any other method."""
+        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+        gHeader = vector_tensor(args.headers, 1, group.ranks)
+        rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
+        rHeader.fill(0)
+        if group.lane < group.ranks:
+            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)
+            if group.warp == 0:
+                for word in cutlass.range_constexpr(len(HeaderWord)):
+                    sHeader[group.lane, word] = Int32(rHeader[word])
+        tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_PIECES)])
+        convoys = cute.arch.vote_any_sync(~is_express(tokens))
+        most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
+        items = cutlass.select_(convoys, whole_convoys(most), most) * group.ranks
+        sConvoys = shared_array(self.convoys, Int32)
+        if group.tid == 0:
+            sItems[0] = items
+            sConvoys[0] = Int32(convoys)
+        self.numbers.open(group.tid)
+        item = _first(group, args, items, convoys)
+        source, run = self.split(group, cutlass.select_(convoys, convoy_of(item), item))
+        index = cutlass.select_(convoys, run * CONVOY + remainder(item, CONVOY), run)
+        piece = piece_of(index, from_lane(log2, source), row_units(group))
+        due = (item < items) & (piece.token < from_lane(tokens, source)) & (piece.first < piece.last)
+        return source, piece.token, due
+
+    def count(self) -> Int32:
+        """Items of the launch: an item from here on is none."""
+        return shared_array(self.items, Int32)[0]
+
+    def are_convoys(self) -> Boolean:
+        """Whether rows of some source are not express: then items are dealt for convoys."""
+        return shared_array(self.convoys, Int32)[0] != 0
+
+    def are_uneven(self, args) -> Boolean:
+        """Whether warps of a sending CTA do not end together."""
+        return ~self.are_convoys() & are_many(self.count(), args.send_ctas)
+
+    def first(self, group, args, convoys: bool) -> Int32:
+        """A warp's first item, of a convoy its CTA's: all its warps carry all its tokens together."""
+        return _first(group, args, self.count(), Boolean(convoys))
+
+    def split(self, group, item):
+        """(source, number of its piece or convoy) of an item or convoy."""
+        turn, run = group.by_ranks.split(item)
+        source = group.rank + 1 + turn
+        return source - cutlass.select_(source >= group.ranks, group.ranks, Int32(0)), run
+
+    def piece(self, group, source, index, count=1):
+        """`piece_of` in what a source gets back."""
+        return piece_of(index, self._header(source, HeaderWord.RETURN_PIECES), row_units(group), count)
+
+    def convoy_piece(self, group, item):
+        """(source, pieces of a token that are carried together, as one) of an item of a convoy."""
+        source, run = self.split(group, convoy_of(item))
+        return source, self.piece(group, source, run * CONVOY + remainder(item, CONVOY), self.together(source))
+
+    def together(self, source) -> Int32:
+        """Pieces of a token in a convoy."""
+        return cutlass.min(Int32(1) << self._header(source, HeaderWord.RETURN_PIECES), Int32(CONVOY))
+
+    def tokens(self, source) -> Int32:
+        """Tokens of a source."""
+        return self._header(source, HeaderWord.TOKENS)
+
+    def pieces(self, source) -> Int32:
+        """Pieces of all its tokens."""
+        return self.tokens(source) << self._header(source, HeaderWord.RETURN_PIECES)
+
+    def _header(self, source, word: HeaderWord):
+        return shared_array(self.headers, Int32)[source, int(word)]
+
+    @cute.jit
+    def ask(self, group, args) -> Int32:
+        """What `next` will need, in lane 0: it comes while the warp carries a piece."""
+        number = Int32(0)
+        if self._are_most(args) & (group.lane == 0):
+            number = self._take(group, remainder(group.warp, COUNTERS))
+        return number
+
+    @cute.jit
+    def next(self, group, args, number: Int32) -> Int32:
+        """A warp's next item of express pieces."""
+        item = self.count()
+        if self._are_most(args):
+            number = from_lane(number, 0) * COUNTERS + remainder(group.warp, COUNTERS)
+            item = self._taken(group, args, item_stride(args.send_ctas), number)
+        elif are_many(self.count(), args.send_ctas):
+            item = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
+        return item
+
+    def ask_convoy(self, group) -> Int32:
+        """What `next_convoy` will need, by one thread of the CTA."""
+        return self._take(group, Int32(0))
+
+    def next_convoy(self, group, args, number: Int32) -> Int32:
+        """A CTA's next convoy, as its first item."""
+        return self._taken(group, args, args.send_ctas, number) * CONVOY
+
+    def _are_most(self, args) -> Boolean:
+        """Whether there are so many express pieces that CTAs take them from each other."""
+        return self.count() > FEW_ROUNDS * item_stride(args.send_ctas)
+
+    def _take(self, group, counter) -> Int32:
+        """The next number from one of the counters that CTAs with the same turn share."""
+        turn, _ = group.by_ranks.split(group.cta)
+        return take(group.base + group.arena.combine_taken.at(turn, counter))
+
+    def _taken(self, group, args, dealt: Int32, number: Int32) -> Int32:
+        """The item or convoy of a number: for the CTA's source, where ranks divide `dealt`."""
+        turn, _ = group.by_ranks.split(group.cta)
+        return taken(dealt, number, cutlass.min(group.ranks, args.send_ctas), turn)
+
+
+def _first(group, args, items, convoys: Boolean) -> Int32:
+    warp = cutlass.select_(convoys, Int32(0), group.warp)
+    return dealt_first(items, group.cta, args.send_ctas, warp, convoys)
+
+
+def row_units(group) -> Int32:
+    """16-byte units of a returned row."""
+    return quotient(group.hidden, VECTOR_ELEMENTS)
