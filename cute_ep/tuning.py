@@ -38,10 +38,10 @@ class Entry:
         tokens: the entry holds up to this many.
         grid: CTAs at most.
         senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
-        most_senders: CTAs that send at most: more would not fill the links better, and receive too.
         pieces: pieces of a message (dispatch) or of a returned row (combine).
         packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
             links are busy (dispatch only).
+        most_senders: CTAs that send at most: more would not fill the links better, but be missing as receivers.
 
     Raises:
         EPConfigError: a field breaks its rule (the message has them).

@@ -36,8 +36,8 @@ from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_g
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.reduce import Reduce
-from cute_ep.kernels.sync import begin_again, block_all, count_out
-from cute_ep.layouts.arena import COUNTERS, StateWord
+from cute_ep.kernels.sync import block_all, count_out
+from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import NO_ROW, Phase
 
@@ -133,8 +133,7 @@ class Combine:
         sEpoch = shared_array(self.epoch, Int64)
         if last:
             if cutlass.const_expr(self.send):
-                for counter in cutlass.range(group.ranks * COUNTERS, unroll=1):
-                    begin_again(group.base + group.arena.combine_taken.at(0, counter))
+                self.give_back_role.returns.clear_counters(group)
             if complete:
                 if cutlass.const_expr(self.send):
                     group.complete(StateWord.COMBINE_SEND_EPOCH, sEpoch[0])

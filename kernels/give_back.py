@@ -38,7 +38,6 @@ class GiveBack:
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
         self.partial, self.segments, self.epoch = partial, segments, epoch
         self.returns = Returns(shared)
-        self.taken = shared.add("give_back_taken", 4, 2)
 
     def prepare(self, group, args):
         """Begin with the warp's first item: its row and weight, for `run`. A CTA barrier must follow before `run`."""
@@ -84,14 +83,13 @@ class GiveBack:
     @cute.jit
     def _carry_convoys(self, group, args, row: Int32, weight: Float32) -> None:
         """Rows of which some are not express: the warps of a convoy carry its tokens one after the other. Meanwhile the
-        number of the CTA's next convoy comes, sTaken[turn], written before and read behind the convoy's barrier."""
+        number of the CTA's next convoy comes, before the convoy's barrier, behind which it is read."""
         sEpoch = shared_array(self.epoch, Int64)
-        sTaken = shared_array(self.taken, Int32)
         item = self.returns.first(group, args, True)
         turn = Int32(0)
         while item < self.returns.count():
             if (remainder(item, CONVOY) == 0) & (group.tid == 0):
-                sTaken[turn] = self.returns.ask_convoy(group)
+                self.returns.ask_convoy(group, turn)
             source, piece = self.returns.convoy_piece(group, item)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             if wanted != Uint32(0):
@@ -108,7 +106,7 @@ class GiveBack:
                 cute.arch.sync_threads()  # all of the convoy is stored
                 if group.warp == 0:
                     self._post_convoy(group, source, convoy_of(piece.index))
-                item = self.returns.next_convoy(group, args, sTaken[turn])
+                item = self.returns.next_convoy(group, args, turn)
                 turn = turn ^ 1
             source, piece = self.returns.convoy_piece(group, item)
             due = (

@@ -27,7 +27,7 @@ from cute_ep.kernels.pieces import (
     taken,
     whole_convoys,
 )
-from cute_ep.kernels.sync import take
+from cute_ep.kernels.sync import begin_again, take
 from cute_ep.layouts.arena import CONVOY, COUNTERS, HeaderWord, convoy_of
 from cute_ep.layouts.device import vector_atom, vector_tensor
 from cute_ep.layouts.record import RegionMap
@@ -45,6 +45,7 @@ class Returns:
         self.convoys = shared.add("return_convoys", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
         self.numbers = Numbers("return_numbers", WARPS, shared)
+        self.asked = shared.add("return_asked", 4, 2)
 
     @cute.jit
     def open(self, group, args):
@@ -140,13 +141,20 @@ class Returns:
             item = first_item(group.cta, args.send_ctas, self.numbers.take(group.lane))
         return item
 
-    def ask_convoy(self, group) -> Int32:
-        """What `next_convoy` will need, by one thread of the CTA."""
-        return self._take(group, Int32(0))
+    def ask_convoy(self, group, turn) -> None:
+        """What `next_convoy` will need, by one thread; turn: 0 and 1 alternately. A CTA barrier must follow."""
+        sAsked = shared_array(self.asked, Int32)
+        sAsked[turn] = self._take(group, Int32(0))
 
-    def next_convoy(self, group, args, number: Int32) -> Int32:
+    def next_convoy(self, group, args, turn) -> Int32:
         """A CTA's next convoy, as its first item."""
-        return self._taken(group, args, args.send_ctas, number) * CONVOY
+        return self._taken(group, args, args.send_ctas, shared_array(self.asked, Int32)[turn]) * CONVOY
+
+    @cute.jit
+    def clear_counters(self, group) -> None:
+        """For the next launch; by the last CTA out."""
+        for index in cutlass.range(group.ranks * COUNTERS, unroll=1):  # they lie side by side
+            begin_again(group.base + group.arena.combine_taken.at(0, index))
 
     def _are_most(self, args) -> Boolean:
         """Whether there are so many express pieces that CTAs take them from each other."""
@@ -154,13 +162,16 @@ class Returns:
 
     def _take(self, group, counter) -> Int32:
         """The next number from one of the counters that CTAs with the same turn share."""
-        turn, _ = group.by_ranks.split(group.cta)
-        return take(group.base + group.arena.combine_taken.at(turn, counter))
+        return take(group.base + group.arena.combine_taken.at(_turn(group), counter))
 
     def _taken(self, group, args, dealt: Int32, number: Int32) -> Int32:
         """The item or convoy of a number: for the CTA's source, where ranks divide `dealt`."""
-        turn, _ = group.by_ranks.split(group.cta)
-        return taken(dealt, number, cutlass.min(group.ranks, args.send_ctas), turn)
+        return taken(dealt, number, cutlass.min(group.ranks, args.send_ctas), _turn(group))
+
+
+def _turn(group) -> Int32:
+    turn, _ = group.by_ranks.split(group.cta)
+    return turn
 
 
 def _first(group, args, items, convoys: Boolean) -> Int32:

@@ -61,7 +61,8 @@ class Send:
         scale = self._global_scale(args)
         units = units_of(args.payload_bytes)
         convoys = ~is_express(args.tokens)
-        items = self._items(args)
+        pieces = args.tokens << args.message_pieces
+        items = cutlass.select_(convoys, whole_convoys(pieces), pieces)
         first = dealt_first(items, group.cta, args.send_ctas, group.warp, convoys)
         sTaken = shared_array(self.taken, Int32)
         stage, turn = Int32(0), Int32(0)
@@ -72,7 +73,7 @@ class Send:
             if convoys & (group.tid == 0):
                 number = take(group.state_word(StateWord.DISPATCH_TAKEN))
             piece = piece_of(item, args.message_pieces, units)
-            if (piece.first < piece.last) & (item < args.tokens << args.message_pieces):
+            if (piece.first < piece.last) & (item < pieces):
                 given = self._load_id(group, args, piece.token, lane)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     scale = self.codec.row_scale(self._row_maximum(args, piece.token, units, lane))
@@ -105,11 +106,6 @@ class Send:
             if convoys:
                 following = taken(2 * args.send_ctas, sTaken[turn]) * CONVOY + group.warp
                 turn = turn ^ 1
-
-    def _items(self, args) -> Int32:
-        """Pieces of all tokens; where they travel in convoys, with as many that nobody has as fill the last one."""
-        items = args.tokens << args.message_pieces
-        return cutlass.select_(is_express(args.tokens), items, whole_convoys(items))
 
     @cute.jit
     def _fetch_first(self, group, args, item, units, stage) -> None:

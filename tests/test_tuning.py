@@ -59,8 +59,8 @@ def entries(draw: st.DrawFn, most: int = MANY) -> Entry:
     tokens = draw(st.integers(1, most))
     senders = draw(st.floats(0, 1, exclude_max=True))
     pieces = draw(st.sampled_from(pieces_for(tokens)))
-    most = draw(st.integers(1, 300))
-    return Entry(tokens, draw(st.integers(1, 300)), senders, pieces, draw(st.booleans()), most)
+    grid, most_senders = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    return Entry(tokens, grid, senders, pieces, draw(st.booleans()), most_senders)
 
 
 @st.composite

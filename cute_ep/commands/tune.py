@@ -63,8 +63,8 @@ def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
     row_bytes = cfg.hidden * COMBINE_ITEMSIZE if family == "combine" else cfg.format.payload_bytes(cfg.hidden)
     pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count * SEGMENT_BYTES < 2 * row_bytes)
     packed = (False, True) if family == "dispatch" else (False,)
-    senders = {"most_senders": MOST_SENDERS[family], "senders": SENDERS[family]}
-    return {"packed": packed, "pieces": pieces, **senders, "grid": GRIDS}
+    most, senders = MOST_SENDERS[family], SENDERS[family]
+    return {"packed": packed, "pieces": pieces, "most_senders": most, "senders": senders, "grid": GRIDS}
 
 
 def choose(

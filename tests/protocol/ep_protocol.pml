@@ -908,10 +908,12 @@ init {
 #endif
 #define routes(id) ((id) + ROUTERS >= CTAS)
 #if ORDER == ROLES
-#define sends(id) ((id) < CTAS / 2)
+#define SENDERS (CTAS / 2)
+#define sends(id) ((id) < SENDERS)
 #define receives(id) (!sends(id))
 #define ANNOUNCER (3 * CTAS / 4)
 #else
+#define SENDERS CTAS
 #define sends(id) true
 #define receives(id) true
 #define ANNOUNCER (CTAS / 2)
@@ -922,12 +924,7 @@ init {
 #define POSTER (CTAS / 2)
 #endif
 #ifdef TAKE
-#define SENDERS (ORDER == ROLES -> CTAS / 2 : CTAS)
-#if ORDER == ROLES
-#define MESSAGES (CTAS / 2 + 2)
-#else
-#define MESSAGES (CTAS + 2)
-#endif
+#define MESSAGES (SENDERS + 2)
 #define is_message(i) true
 #else
 #define MESSAGES CTAS
