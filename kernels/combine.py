@@ -107,6 +107,8 @@ class Combine:
             sEpoch[0] = epoch
         spare = spare_cta(args.send_ctas if self.send else group.ctas)
         group.acknowledge(group.arena.combine_consumed, received, spare)
+        if cutlass.const_expr(self.send):
+            self.give_back_role.returns.clear_counters(group, epoch + 1, spare)
         self.reduce_role.numbers.open(group.tid)
         alive, uneven = Boolean(True), Boolean(False)
         if cutlass.const_expr(not self.send):
@@ -131,11 +133,8 @@ class Combine:
         counter = StateWord.COMBINE_SEND_DONE if self.send else StateWord.COMBINE_RECV_DONE
         last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), Boolean(False), group.tid)
         sEpoch = shared_array(self.epoch, Int64)
-        if last:
+        if last and complete:
             if cutlass.const_expr(self.send):
-                self.give_back_role.returns.clear_counters(group)
-            if complete:
-                if cutlass.const_expr(self.send):
-                    group.complete(StateWord.COMBINE_SEND_EPOCH, sEpoch[0])
-                if cutlass.const_expr(self.receive):
-                    group.complete(StateWord.COMBINE_RECV_EPOCH, sEpoch[0])
+                group.complete(StateWord.COMBINE_SEND_EPOCH, sEpoch[0])
+            if cutlass.const_expr(self.receive):
+                group.complete(StateWord.COMBINE_RECV_EPOCH, sEpoch[0])

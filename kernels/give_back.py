@@ -37,7 +37,7 @@ class GiveBack:
 
     def __init__(self, partial: bool, segments: int, epoch: Region, shared: RegionMap) -> None:
         self.partial, self.segments, self.epoch = partial, segments, epoch
-        self.returns = Returns(shared)
+        self.returns = Returns(epoch, shared)
 
     def prepare(self, group, args):
         """Begin with the warp's first item: its row and weight, for `run`. A CTA barrier must follow before `run`."""

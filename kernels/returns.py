@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS
 from cute_ep.kernels.block import WARPS, shared_array
@@ -30,7 +30,7 @@ from cute_ep.kernels.pieces import (
 from cute_ep.kernels.sync import begin_again, take
 from cute_ep.layouts.arena import CONVOY, COUNTERS, HeaderWord, convoy_of
 from cute_ep.layouts.device import vector_atom, vector_tensor
-from cute_ep.layouts.record import RegionMap
+from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MAX_RANKS
 
 FEW_ROUNDS = 4
@@ -40,7 +40,8 @@ FEW_ROUNDS = 4
 class Returns:
     """The items of one launch, and the headers that tell how many there are. Pieces are those of returned rows."""
 
-    def __init__(self, shared: RegionMap) -> None:
+    def __init__(self, epoch: Region, shared: RegionMap) -> None:
+        self.epoch = epoch
         self.items = shared.add("return_items", 4, 1)
         self.convoys = shared.add("return_convoys", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
@@ -151,10 +152,10 @@ class Returns:
         return self._taken(group, args, args.send_ctas, shared_array(self.asked, Int32)[turn]) * CONVOY
 
     @cute.jit
-    def clear_counters(self, group) -> None:
-        """For the next launch; by the last CTA out."""
-        for index in cutlass.range(group.ranks * COUNTERS, unroll=1):  # they lie side by side
-            begin_again(group.base + group.arena.combine_taken.at(0, index))
+    def clear_counters(self, group, epoch: Int64, cta) -> None:
+        """Let the numbers of round `epoch`, which another launch will take, begin at 0: a thread a counter."""
+        if (group.cta == cta) & (group.tid < group.ranks * COUNTERS):
+            begin_again(group.base + group.arena.combine_taken.at(epoch & 1, 0, group.tid))
 
     def _are_most(self, args) -> Boolean:
         """Whether there are so many express pieces that CTAs take them from each other."""
@@ -162,7 +163,8 @@ class Returns:
 
     def _take(self, group, counter) -> Int32:
         """The next number from one of the counters that CTAs with the same turn share."""
-        return take(group.base + group.arena.combine_taken.at(_turn(group), counter))
+        sEpoch = shared_array(self.epoch, Int64)
+        return take(group.base + group.arena.combine_taken.at(sEpoch[0] & 1, _turn(group), counter))
 
     def _taken(self, group, args, dealt: Int32, number: Int32) -> Int32:
         """The item or convoy of a number: for the CTA's source, where ranks divide `dealt`."""

@@ -191,12 +191,12 @@ def meet(watch: Watch, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean,
 
 
 def take(counter: Int64) -> Int32:
-    """The next of the numbers 0, 1, ... of a launch; `counter` begins at 0."""
+    """The next of the numbers 0, 1, ...; `counter` begins a launch at 0."""
     return cute.arch.atomic_add(pointer(counter, Int32), Int32(1), sem="relaxed", scope="gpu")
 
 
 def begin_again(counter: Int64) -> None:
-    """Set the counter of `meet` or `take` to 0 for the next launch; by the last CTA out: nobody uses it any more."""
+    """Set a counter of `meet` or `take` to 0, which nobody of this launch uses, or uses any more."""
     cute.arch.store(pointer(counter, Int64), Int64(0), sem="relaxed", scope="gpu")
 
 

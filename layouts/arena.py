@@ -6,7 +6,8 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | region            | axes                               | written by  | meaning                                     |
 | ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
 | state             | (StateWord)                        | owner       | epochs, kernel exit counters, abort         |
-| combine_taken     | (turn, counter, word)              | owner       | numbers that sending warps have taken       |
+| dispatch_taken    | (parity, word)                     | owner       | numbers that sending CTAs have taken        |
+| combine_taken     | (parity, turn, counter, word)      | owner       | numbers that sending warps have taken       |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
 | message_ready     | (source, flag)                     | source      | last epoch whose pieces of messages are here|
@@ -87,7 +88,6 @@ class StateWord(IntEnum):
     COMBINE_RECV_DONE = 7
     ABORT = 8
     DISPATCH_MET = 9
-    DISPATCH_TAKEN = 10
 
 
 class HeaderWord(IntEnum):
@@ -162,7 +162,8 @@ class Arena:
     ) -> None:
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
-        self.combine_taken = regions.add("combine_taken", 8, ranks, COUNTERS, COUNTER_WORDS)
+        self.dispatch_taken = regions.add("dispatch_taken", 8, PARITIES, COUNTER_WORDS)
+        self.combine_taken = regions.add("combine_taken", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
         self.message_ready = regions.add("message_ready", 8, ranks, most_flags(max_tokens))

@@ -152,8 +152,9 @@
 #define PASS_OVER 23         /* rank 1 does not take a piece, of round 1, that it has no room for */
 #define FLAG_ALWAYS 24       /* readers of express words wait for flags */
 #define HEEDLESS 25          /* a combine that only receives takes express words that are there, also after a timeout */
-#define NO_RESET 26          /* GRID: the last CTA out leaves the counters of meeting and items as they are */
-#define EARLY_RESET 27       /* GRID: the announcing CTA resets them when it leaves, not the last one out */
+#define NO_RESET 26          /* GRID: nobody resets the counter of the meeting, or of messages */
+#define EARLY_RESET 27       /* GRID: the announcing CTA resets the meeting's when it leaves, not the last one out;
+                                the posting CTA resets the counter of the launch's own messages */
 #define SILENT_FAILURE 28    /* GRID: a CTA whose wait failed does not raise the abort word */
 #define FAILED_JOINS 29      /* GRID: a CTA whose wait failed comes to the meeting all the same */
 #define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
@@ -953,7 +954,7 @@ byte table[2 * CTAS];                       /* the word of each CTA, by parity *
 byte message[2 * MESSAGES];                 /* by parity */
 byte message_ready[MESSAGES];
 #ifdef TAKE
-byte taken;                                 /* state word: numbers that sending CTAs have taken */
+byte taken[2];                              /* numbers that sending CTAs have taken, by parity */
 #endif
 byte resident;
 byte failures;                              /* ghost: CTAs of the launch that gave up */
@@ -1006,24 +1007,12 @@ inline leave(counter, ctas, ends) {
     :: else
     fi;
 #endif
-#if defined(TAKE) && MUTANT == EARLY_RESET
-    if
-    :: id == POSTER && ((ends) & SEND) -> taken = 0
-    :: else
-    fi;
-#endif
     if
     :: last ->
         counter = 0;
 #if defined(MEET) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
         if
         :: (ends) & RECEIVE -> met = 0
-        :: else
-        fi;
-#endif
-#if defined(TAKE) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
-        if
-        :: (ends) & SEND -> taken = 0
         :: else
         fi;
 #endif
@@ -1062,6 +1051,17 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     :: else
     fi;
 #endif
+#if defined(TAKE) && MUTANT == EARLY_RESET
+    if
+    :: id == POSTER && (kind & SEND) -> taken[(sent + 1) & 1] = 0
+    :: else
+    fi;
+#elif defined(TAKE) && MUTANT != NO_RESET
+    if
+    :: id == POSTER && (kind & SEND) -> taken[sent & 1] = 0         /* of the next launch that sends */
+    :: else
+    fi;
+#endif
     if
     :: kind & SEND ->
         if
@@ -1088,7 +1088,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
             i = id;
             do
             :: i < MESSAGES ->
-                d_step { next = SENDERS + taken; taken++ };     /* while this one is carried */
+                d_step { next = SENDERS + taken[(sent + 1) & 1]; taken[(sent + 1) & 1]++ };  /* meanwhile */
                 d_step { assert(MESSAGE(sent + 1, i) != sent + 1); MESSAGE(sent + 1, i) = sent + 1 };
                 message_ready[i] = sent + 1;
                 i = next
