@@ -92,11 +92,11 @@ class EPConfig:
             f"must leave the messages of a rank, {size} bytes each, below 2 GiB",
         )
         if self.format.scale is not None:
-            memory = memory_bytes(self)
+            size = self.arena.nbytes
             require(
-                memory <= MAX_SCALED,
+                size <= MAX_SCALED,
                 "max_tokens_per_rank",
-                f"must leave the memory of a rank, {memory} bytes, within 64 GiB",
+                f"must leave the arena of a rank, {size} bytes, within 64 GiB",
             )
         layouts = self.format.scale_layouts
         require(
@@ -175,7 +175,8 @@ def memory_bytes(cfg: EPConfig) -> int:
     Two parities of  R * (places * message + Tmax * 16 * K)  bytes for what arrives in dispatch and
     places * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags,  16 * R * most_flags(Tmax)
     bytes, the counts, and the scale factors of EXPRESS_TOKENS messages of each rank; a message is padded to 128 bytes
-    (`Message.pitch`), every region to 256. `places` is Tmax, and EXPRESS_TOKENS more where Tmax exceeds that. Exact:
-    the sum that `layouts.arena.Arena` computes.
+    (`Message.pitch`), every region to 256. `places` is Tmax, and EXPRESS_TOKENS more where Tmax exceeds that. Besides,
+    for each rank but one at most 1/256 of that sum or 64 KiB, since arenas begin apart (`Arena.begin`). Exact: the sum
+    that `layouts.arena.Arena` computes.
     """
-    return int(cfg.arena.nbytes)
+    return int(cfg.arena.allocation)

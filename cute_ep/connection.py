@@ -70,7 +70,7 @@ def connect_local(
     tuning = tuning or find_tuning(cfg, torch.cuda.get_device_name(chosen[0]), len(sharing))
     found = Library(library)
     kernels = [load_kernels(cfg, device, found, hooks) for device in chosen]
-    arenas = [_make_arena(cfg, device) for device in chosen]
+    arenas = [_make_arena(cfg, rank, device) for rank, device in enumerate(chosen)]
     addresses = [arena.address for arena in arenas]
     open_ranks: list[Communicator] = []
 
@@ -145,7 +145,7 @@ def connect(
 
     def prepare() -> tuple[dict[str, Kernel], DeviceMemory]:
         kernels = load_kernels(cfg, device, Library(library), hooks)
-        return kernels, _make_arena(cfg, device)
+        return kernels, _make_arena(cfg, rank, device)
 
     (kernels, arena), handles = _on_all_ranks(
         group, prepare, lambda made: made[1].handle(), lambda made: made[1].free()
@@ -156,7 +156,8 @@ def connect(
         return {peer: open_handle(device, handle) for peer, handle in peers.items()}
 
     mapped, _ = _on_all_ranks(group, map_peers)
-    addresses = [arena.address] if cfg.skip_a2a else [mapped.get(peer, arena.address) for peer in range(world)]
+    theirs = {peer: address + cfg.arena.begin(peer) for peer, address in mapped.items()}
+    addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
 
     def release(communicator: Communicator) -> None:
         """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed."""
@@ -258,10 +259,11 @@ def _on_all_ranks(
     return made, [one for one, _ in gathered]
 
 
-def _make_arena(cfg: EPConfig, device: torch.device) -> DeviceMemory:
+def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     """A rank's arena as the first round must find it."""
     blank = [(int(region.offset), int(region.nbytes)) for region in cfg.arena.blank]
-    return DeviceMemory(device, memory_bytes(cfg), ones=blank)
+    begin = 0 if cfg.skip_a2a else cfg.arena.begin(rank)
+    return DeviceMemory(device, memory_bytes(cfg), blank, begin=begin)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -105,26 +105,30 @@ class Kernel:
 
 
 class DeviceMemory:
-    """A plain device allocation that peers may map: zeros, and ones in the (offset, bytes) of `ones`."""
+    """A plain device allocation that peers may map, for what begins `begin` bytes into it, at `address`: zeros, and
+    ones in the (offset from there, bytes) of `ones`."""
 
-    def __init__(self, device: torch.device, nbytes: int, ones: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, device: torch.device, nbytes: int, ones: Sequence[tuple[int, int]] = (), *, begin: int = 0
+    ) -> None:
         self.device, self.nbytes = device, nbytes
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)
-            self.address = int(check(driver.cuMemAlloc(nbytes)))
-            check(driver.cuMemsetD8(self.address, 0, nbytes))
+            self._allocation = int(check(driver.cuMemAlloc(nbytes)))
+            self.address = self._allocation + begin
+            check(driver.cuMemsetD8(self._allocation, 0, nbytes))
             for offset, count in ones:
                 check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
             torch.cuda.synchronize(device)
 
     def handle(self) -> bytes:
-        """Handle for another process on this machine (CUDA IPC)."""
-        return bytes(check(driver.cuIpcGetMemHandle(self.address)).reserved)
+        """Handle of the allocation for another process on this machine (CUDA IPC)."""
+        return bytes(check(driver.cuIpcGetMemHandle(self._allocation)).reserved)
 
     def free(self) -> None:
         """Release the memory; no peer may still be writing to it."""
         with torch.cuda.device(self.device):
-            check(driver.cuMemFree(self.address))
+            check(driver.cuMemFree(self._allocation))
 
 
 def open_handle(device: torch.device, handle: bytes) -> int:

@@ -4,7 +4,7 @@ A warp carries a piece by itself. While tokens are few a row has several pieces,
 SMs as there are. Where rows are not express, the warps of a CTA carry CONVOY neighbouring pieces side by side, which
 have one flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
 arrived. First items are dealt out. Where there are more, warps may take them by number, as they get ready: from those
-of their CTA (`Numbers`) or, where each warp has many, from what no CTA has taken yet (`taken`).
+of their CTA (`Numbers`) or from what no CTA has taken yet (`taken`).
 """
 
 from __future__ import annotations
@@ -112,10 +112,9 @@ def are_many(items: Int32, ctas: Int32) -> Boolean:
 
 
 class Numbers:
-    """Numbers, from `first` on, each of which one warp of a CTA takes: a warp that is held up takes fewer."""
+    """Numbers 0, 1, ..., each of which one warp of a CTA takes: a warp that is held up takes fewer."""
 
-    def __init__(self, name: str, first: int, shared: RegionMap) -> None:
-        self.first = first
+    def __init__(self, name: str, shared: RegionMap) -> None:
         self.next = shared.add(name, 4, 1)
 
     @cute.jit
@@ -123,7 +122,7 @@ class Numbers:
         """A CTA barrier must follow before `take`."""
         sNext = shared_array(self.next, Int32)
         if tid == 0:
-            sNext[0] = Int32(self.first)
+            sNext[0] = Int32(0)
 
     @cute.jit
     def take(self, lane: Int32) -> Int32:

@@ -42,7 +42,7 @@ class Reduce:
     def __init__(self, mode: str, segments: int, weights: WeightReader, epilogue, shared: RegionMap) -> None:
         self.mode, self.weights, self.epilogue = mode, weights, epilogue
         self.segments = segments if mode == "partial" else 1
-        self.numbers = Numbers("reduce_numbers", 0, shared)
+        self.numbers = Numbers("reduce_numbers", shared)
 
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32, uneven: Boolean) -> Boolean:

@@ -69,6 +69,8 @@ MAX_STRIDE = 1 << 31
 """Kernels are given all strides but those of a region's first mode in 32 bits."""
 MAX_SCALED = 1 << 36
 """Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte units in 32 bits."""
+APART_SHARE, LEAST_APART = 256, 1 << 16
+"""Arenas lie apart by the power of two that is at most such a share of their bytes, and at least so many bytes."""
 PACKET_BYTES = 128
 """Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
 COMBINE_ITEMSIZE = 2
@@ -147,6 +149,8 @@ class Arena:
 
     Attributes:
         blank: regions that are filled with BLANK words before the first round; all others are zero.
+        nbytes: bytes of the map.
+        allocation: bytes that every rank allocates: its arena begins somewhere in them (`begin`).
     """
 
     def __init__(
@@ -181,6 +185,17 @@ class Arena:
         self.blank = (self.express_returns, self.express_messages)
         self.regions = regions.regions
         self.nbytes = regions.nbytes
+        self.allocation = self.nbytes + self.begin(ranks - 1)
+
+    def begin(self, rank: int) -> int:
+        """Where in its allocation a rank's arena begins.
+
+        GPUs that have allocated alike would have their arenas at the same physical addresses, so the copies of a row
+        for several peers, which are stored together, as well. On 4 x H200 that takes 2 % longer than arenas that begin
+        64 KiB apart, with larger ones 4 MiB.
+        """
+        share = max(self.nbytes // APART_SHARE, LEAST_APART)
+        return rank << (share.bit_length() - 1)
 
     def arguments(self) -> dict[str, int]:
         """The map as kernel arguments (`region_arguments`). Computed once here, the addresses of a kernel are a few

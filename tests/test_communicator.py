@@ -21,7 +21,7 @@ import torch
 from cute_ep import communicator as module
 from cute_ep import connection, driver, reference
 from cute_ep.communicator import Communicator, load_kernels
-from cute_ep.config import EPConfig
+from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.dispatched import DispatchBuffers
 from cute_ep.distributed import (
     DistributedEPCombine,
@@ -562,8 +562,9 @@ def test_synchronize_waits_for_every_stream(make: Make, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("cfg", [CFG, SHARED, ALONE])
-def test_a_new_arena(monkeypatch: pytest.MonkeyPatch, cfg: EPConfig) -> None:
-    """Every express word is BLANK and every other byte 0 before the first round."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_new_arena(monkeypatch: pytest.MonkeyPatch, cfg: EPConfig, rank: int) -> None:
+    """Every express word is BLANK and every other byte 0 before the first round, wherever the arena begins."""
     memory = {}
 
     def fill(address: int, byte: int, count: int) -> tuple[int]:
@@ -578,9 +579,12 @@ def test_a_new_arena(monkeypatch: pytest.MonkeyPatch, cfg: EPConfig) -> None:
     monkeypatch.setattr(driver, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
     monkeypatch.setattr(driver.driver, "cuMemsetD8", fill)
-    arena = connection._make_arena(cfg, torch.device("cuda", 0))
-    assert arena.nbytes == len(memory[0]) == cfg.arena.nbytes
-    words = torch.frombuffer(memory[0], dtype=torch.uint32)
+    arena = connection._make_arena(cfg, rank, torch.device("cuda", 0))
+    assert arena.nbytes == len(memory[0]) == memory_bytes(cfg)
+    begin = arena.address - 4096
+    assert begin == (0 if cfg.skip_a2a else cfg.arena.begin(rank))
+    assert not any(memory[0][:begin]) and not any(memory[0][begin + cfg.arena.nbytes :])
+    words = torch.frombuffer(memory[0][begin : begin + cfg.arena.nbytes], dtype=torch.uint32)
     blank = torch.zeros(len(words), dtype=torch.bool)
     for name in ("express_returns", "express_messages"):
         region = cfg.arena.regions[name]

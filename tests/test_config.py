@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 
@@ -153,7 +154,19 @@ def bytes_by_hand(cfg: EPConfig) -> int:
         2 * ranks * few * message,  # express_messages
         ranks * few * scales_by_hand(cfg),  # kept_scales
     ]
-    return sum(padded(size, 256) for size in sizes)
+    arena = sum(padded(size, 256) for size in sizes)
+    apart = 65536
+    while 2 * apart <= arena / 256:
+        apart *= 2
+    return arena + (ranks - 1) * apart
+
+
+@given(configs)
+def test_arenas_of_different_ranks_begin_apart(cfg: EPConfig) -> None:
+    begins = [cfg.arena.begin(rank) for rank in range(cfg.peers)]
+    assert begins[0] == 0 and all(begin % 65536 == 0 for begin in begins)
+    assert all(after - before >= 65536 for before, after in pairwise(begins))
+    assert begins[-1] + cfg.arena.nbytes == cfg.arena.allocation
 
 
 @given(configs)
@@ -183,8 +196,8 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1686, 1417, 1288]
-    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [42, 36, 33]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1698, 1429, 1300]
+    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [43, 36, 33]
 
 
 def test_defaults_come_from_the_format() -> None:

@@ -274,7 +274,7 @@ def test_communicators_look_once_and_prefer_what_they_are_given(
     for name, fake in {
         "enable_peer_access": lambda *devices: None,
         "load_kernels": lambda *args: {},
-        "_make_arena": lambda cfg, device: SimpleNamespace(address=0),
+        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0),
         "_max_ctas": lambda *args: 264,
         "Communicator": lambda *args, **options: SimpleNamespace(**options),
     }.items():

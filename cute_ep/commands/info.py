@@ -151,6 +151,9 @@ def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:
         table.add_column(f"{ranks} rank{'s' * (ranks > 1)}", justify="right")
     for name in next(iter(configs.values())).arena.regions:
         table.add_row(name, *(bytes_text(cfg.arena.regions[name].nbytes) for cfg in configs.values()))
+    table.add_row(
+        "for arenas to begin apart", *(bytes_text(c.arena.allocation - c.arena.nbytes) for c in configs.values())
+    )
     table.add_section()
     table.add_row("total, one rank", *(bytes_text(memory_bytes(cfg)) for cfg in configs.values()), style="bold")
     table.add_row(
