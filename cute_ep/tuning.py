@@ -121,7 +121,13 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
 RETURNS = (Entry(2, 64, 0, 32), Entry(32, 128, 0, 32))
 COMBINE: dict[int, tuple[Entry, ...]] = {
     2: (*RETURNS, Entry(256, MANY, 0, 32), Entry(1024, MANY, 2 / 3, 16), Entry(MANY, MANY, 208 / 264, 4)),
-    MANY: (*RETURNS, Entry(128, MANY, 0, 32), Entry(1024, MANY, 1 / 2, 32), Entry(MANY, MANY, 208 / 264, 4)),
+    MANY: (
+        *RETURNS,
+        Entry(64, 132, 0, 32),
+        Entry(128, MANY, 0, 32),
+        Entry(1024, MANY, 1 / 2, 32),
+        Entry(MANY, MANY, 208 / 264, 4),
+    ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
 
