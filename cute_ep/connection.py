@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels
-from cute_ep.config import EPConfig, memory_bytes
+from cute_ep.config import EPConfig
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
@@ -156,7 +156,8 @@ def connect(
         return {peer: open_handle(device, handle) for peer, handle in peers.items()}
 
     mapped, _ = _on_all_ranks(group, map_peers)
-    theirs = {peer: address + cfg.arena.begin(peer) for peer, address in mapped.items()}
+    layout = cfg.arena
+    theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
     addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
 
     def release(communicator: Communicator) -> None:
@@ -261,9 +262,9 @@ def _on_all_ranks(
 
 def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     """A rank's arena as the first round must find it."""
-    blank = [(int(region.offset), int(region.nbytes)) for region in cfg.arena.blank]
-    begin = 0 if cfg.skip_a2a else cfg.arena.begin(rank)
-    return DeviceMemory(device, memory_bytes(cfg), blank, begin=begin)
+    arena = cfg.arena
+    blank = [(int(region.offset), int(region.nbytes)) for region in arena.blank]
+    return DeviceMemory(device, int(arena.allocation), blank, begin=0 if cfg.skip_a2a else arena.begin(rank))
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -76,7 +76,7 @@ class GiveBack:
             source, index = self.returns.split(group, item)
             piece = self.returns.piece(group, source, index)
             first, last = piece.first, piece.last
-            due = (item < self.returns.count()) & (piece.token < self.returns.tokens(source)) & (first < last)
+            due = self.returns.is_due(item, source, piece)
             row, weight = self._load_entries(group, args, source, piece.token, due)
             home = group.sPeers[source] + region.at(sEpoch[0] & 1, piece.token)
 
@@ -109,9 +109,7 @@ class GiveBack:
                 item = self.returns.next_convoy(group, args, turn)
                 turn = turn ^ 1
             source, piece = self.returns.convoy_piece(group, item)
-            due = (
-                (item < self.returns.count()) & (piece.token < self.returns.tokens(source)) & (piece.first < piece.last)
-            )
+            due = self.returns.is_due(item, source, piece)
             row, weight = self._load_entries(group, args, source, piece.token, due)
 
     @cute.jit

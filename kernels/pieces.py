@@ -100,10 +100,10 @@ def dealt_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, convoys=Fals
     With `convoys`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
     `items` is a multiple of CONVOY.
     """
-    spare, carrying = spare_cta(ctas), _carriers(items, ctas)
-    place = cta - cutlass.select_(cta > spare, ctas - carrying, Int32(0))
-    first = cutlass.select_(Boolean(convoys), place * CONVOY + warp, first_item(place, carrying, warp))
-    return cutlass.select_((carrying != ctas) & (cta == spare), items, first)
+    spare, carriers = spare_cta(ctas), _carriers(items, ctas)
+    place = cta - cutlass.select_(cta > spare, ctas - carriers, Int32(0))
+    first = cutlass.select_(Boolean(convoys), place * CONVOY + warp, first_item(place, carriers, warp))
+    return cutlass.select_((carriers != ctas) & (cta == spare), items, first)
 
 
 def are_many(items: Int32, ctas: Int32) -> Boolean:

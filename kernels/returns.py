@@ -15,15 +15,7 @@ from cute_ep.kernels.arith import VECTOR_ELEMENTS
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import is_express
-from cute_ep.kernels.pieces import (
-    are_many,
-    dealt_first,
-    from_lane,
-    item_stride,
-    piece_of,
-    taken,
-    whole_convoys,
-)
+from cute_ep.kernels.pieces import are_many, dealt_first, from_lane, item_stride, piece_of, taken, whole_convoys
 from cute_ep.kernels.sync import begin_again, take
 from cute_ep.layouts.arena import CONVOY, COUNTERS, HeaderWord, convoy_of
 from cute_ep.layouts.device import vector_atom, vector_tensor
@@ -99,6 +91,10 @@ class Returns:
         """(source, pieces of a token that are carried together, as one) of an item of a convoy."""
         source, run = self.split(group, convoy_of(item))
         return source, self.piece(group, source, run * CONVOY + remainder(item, CONVOY), self.together(source))
+
+    def is_due(self, item, source, piece) -> Boolean:
+        """Whether an item exists, and its piece."""
+        return (item < self.count()) & (piece.token < self.tokens(source)) & (piece.first < piece.last)
 
     def together(self, source) -> Int32:
         """Pieces of a token in a convoy."""

@@ -70,7 +70,8 @@ MAX_STRIDE = 1 << 31
 MAX_SCALED = 1 << 36
 """Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte units in 32 bits."""
 APART_SHARE, LEAST_APART = 256, 1 << 16
-"""Arenas lie apart by the power of two that is at most such a share of their bytes, and at least so many bytes."""
+"""Each rank's arena begins further into its allocation than that of the rank before, by a power of two of at most
+1/APART_SHARE of an arena's bytes, but at least LEAST_APART."""
 PACKET_BYTES = 128
 """Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
 COMBINE_ITEMSIZE = 2
@@ -190,9 +191,8 @@ class Arena:
     def begin(self, rank: int) -> int:
         """Where in its allocation a rank's arena begins.
 
-        GPUs that have allocated alike would have their arenas at the same physical addresses, so the copies of a row
-        for several peers, which are stored together, as well. On 4 x H200 that takes 2 % longer than arenas that begin
-        64 KiB apart, with larger ones 4 MiB.
+        GPUs that have allocated alike would have their arenas at the same physical addresses, and so the copies of a
+        row for several peers, which are stored together. Apart they take 1 to 3 % less time (4 x H200, 2026-11-22).
         """
         share = max(self.nbytes // APART_SHARE, LEAST_APART)
         return rank << (share.bit_length() - 1)
