@@ -126,8 +126,6 @@ class Dispatch:
             epoch = group.completed(StateWord.DISPATCH_SEND_EPOCH) + 1
         spare = spare_cta(args.send_ctas if self.send else group.ctas)
         group.acknowledge(group.arena.dispatch_consumed, received, spare)
-        if cutlass.const_expr(self.send):
-            self.send_role.clear_counter(group, epoch + 1, spare)
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
             alive = self._send_half(group, args, epoch)
@@ -154,6 +152,8 @@ class Dispatch:
             announces = group.cta - args.receive_from == spare_cta(group.ctas - args.receive_from)
         last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), announces, group.tid)
         if last:
+            if cutlass.const_expr(self.send):
+                begin_again(group.state_word(StateWord.DISPATCH_TAKEN))
             if cutlass.const_expr(self.receive):
                 begin_again(group.state_word(StateWord.DISPATCH_MET))
             if complete:

@@ -33,8 +33,8 @@ from cute_ep.kernels.pieces import (
     whole_convoys,
 )
 from cute_ep.kernels.source import Source
-from cute_ep.kernels.sync import begin_again, post, take
-from cute_ep.layouts.arena import BLANK, CONVOY, SEGMENT_BYTES, convoy_of, segment_words
+from cute_ep.kernels.sync import post, take
+from cute_ep.layouts.arena import BLANK, CONVOY, SEGMENT_BYTES, StateWord, convoy_of, segment_words
 from cute_ep.layouts.device import array, pointer
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
@@ -71,7 +71,7 @@ class Send:
         while item < items:
             number = Int32(0)
             if convoys & (group.tid == 0):
-                number = take(group.base + group.arena.dispatch_taken.at(epoch & 1))
+                number = take(group.state_word(StateWord.DISPATCH_TAKEN))
             piece = piece_of(item, args.message_pieces, units)
             if (piece.first < piece.last) & (item < pieces):
                 given = self._load_id(group, args, piece.token, lane)
@@ -106,12 +106,6 @@ class Send:
             if convoys:
                 following = taken(2 * args.send_ctas, sTaken[turn]) * CONVOY + group.warp
                 turn = turn ^ 1
-
-    @cute.jit
-    def clear_counter(self, group, epoch: Int64, cta) -> None:
-        """Let the numbers of round `epoch`, which another launch will take, begin at 0."""
-        if (group.cta == cta) & (group.tid == 0):
-            begin_again(group.base + group.arena.dispatch_taken.at(epoch & 1))
 
     @cute.jit
     def _fetch_first(self, group, args, item, units, stage) -> None:

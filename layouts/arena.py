@@ -6,7 +6,6 @@ is the round number (epoch) modulo 2. A word is written by exactly one rank, nam
 | region            | axes                               | written by  | meaning                                     |
 | ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
 | state             | (StateWord)                        | owner       | epochs, kernel exit counters, abort         |
-| dispatch_taken    | (parity, word)                     | owner       | numbers that sending CTAs have taken        |
 | combine_taken     | (parity, turn, counter, word)      | owner       | numbers that sending warps have taken       |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
@@ -91,6 +90,7 @@ class StateWord(IntEnum):
     COMBINE_RECV_DONE = 7
     ABORT = 8
     DISPATCH_MET = 9
+    DISPATCH_TAKEN = 10
 
 
 class HeaderWord(IntEnum):
@@ -167,7 +167,6 @@ class Arena:
     ) -> None:
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
-        self.dispatch_taken = regions.add("dispatch_taken", 8, PARITIES, COUNTER_WORDS)
         self.combine_taken = regions.add("combine_taken", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)

@@ -138,8 +138,7 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     flags = max(32 * min(tokens, 1024), -(-4 * tokens // 16))
     few, many = (tokens, 0) if tokens <= 1024 else (1024, tokens)
     sizes = [
-        8 * 10,  # state
-        2 * 8 * 32,  # dispatch_taken
+        8 * 11,  # state
         2 * 8 * ranks * 4 * 32,  # combine_taken
         8 * ranks,  # dispatch_consumed
         8 * ranks,  # combine_consumed

@@ -152,9 +152,9 @@
 #define PASS_OVER 23         /* rank 1 does not take a piece, of round 1, that it has no room for */
 #define FLAG_ALWAYS 24       /* readers of express words wait for flags */
 #define HEEDLESS 25          /* a combine that only receives takes express words that are there, also after a timeout */
-#define NO_RESET 26          /* GRID: nobody resets the counter of the meeting, or of messages */
-#define EARLY_RESET 27       /* GRID: the announcing CTA resets the meeting's when it leaves, not the last one out;
-                                the posting CTA resets the counter of the launch's own messages */
+#define NO_RESET 26          /* GRID: nobody resets the counters of meeting and messages */
+#define EARLY_RESET 27       /* GRID: the announcing CTA resets the meeting's when it leaves, the posting one that of
+                                messages, not the last one out; TURNS: a launch clears the numbers of its own round */
 #define SILENT_FAILURE 28    /* GRID: a CTA whose wait failed does not raise the abort word */
 #define FAILED_JOINS 29      /* GRID: a CTA whose wait failed comes to the meeting all the same */
 #define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
@@ -888,6 +888,7 @@ init {
  *   MEET         some of the receives, by their tables, are tiled: their CTAs meet before a second pass
  *   PATIENT      with -DSLOW: the wait for the others of the meeting never times out
  *   TAKE         two messages more than sending CTAs: each has one dealt to it, and takes the others by number
+ *   TURNS        with TAKE: numbers alternate by parity, and a launch clears those of the next round (as in combine)
  *
  *   every CTA of a launch works on the launch's epoch, however late it starts
  *   every receiving CTA waits for the words of all route CTAs, and has those of its own round
@@ -954,7 +955,13 @@ byte table[2 * CTAS];                       /* the word of each CTA, by parity *
 byte message[2 * MESSAGES];                 /* by parity */
 byte message_ready[MESSAGES];
 #ifdef TAKE
+#ifdef TURNS
 byte taken[2];                              /* numbers that sending CTAs have taken, by parity */
+#define TAKEN(n) taken[(n) & 1]
+#else
+byte taken;                                 /* state word: numbers that sending CTAs have taken */
+#define TAKEN(n) taken
+#endif
 #endif
 byte resident;
 byte failures;                              /* ghost: CTAs of the launch that gave up */
@@ -1007,12 +1014,24 @@ inline leave(counter, ctas, ends) {
     :: else
     fi;
 #endif
+#if defined(TAKE) && !defined(TURNS) && MUTANT == EARLY_RESET
+    if
+    :: id == POSTER && ((ends) & SEND) -> taken = 0
+    :: else
+    fi;
+#endif
     if
     :: last ->
         counter = 0;
 #if defined(MEET) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
         if
         :: (ends) & RECEIVE -> met = 0
+        :: else
+        fi;
+#endif
+#if defined(TAKE) && !defined(TURNS) && MUTANT != NO_RESET && MUTANT != EARLY_RESET
+        if
+        :: (ends) & SEND -> taken = 0
         :: else
         fi;
 #endif
@@ -1051,14 +1070,9 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     :: else
     fi;
 #endif
-#if defined(TAKE) && MUTANT == EARLY_RESET
+#if defined(TURNS) && MUTANT != NO_RESET
     if
-    :: id == POSTER && (kind & SEND) -> taken[(sent + 1) & 1] = 0
-    :: else
-    fi;
-#elif defined(TAKE) && MUTANT != NO_RESET
-    if
-    :: id == POSTER && (kind & SEND) -> taken[sent & 1] = 0         /* of the next launch that sends */
+    :: id == POSTER && (kind & SEND) -> TAKEN(MUTANT == EARLY_RESET -> sent + 1 : sent + 2) = 0
     :: else
     fi;
 #endif
@@ -1088,7 +1102,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
             i = id;
             do
             :: i < MESSAGES ->
-                d_step { next = SENDERS + taken[(sent + 1) & 1]; taken[(sent + 1) & 1]++ };  /* meanwhile */
+                d_step { next = SENDERS + TAKEN(sent + 1); TAKEN(sent + 1)++ };  /* while this one is carried */
                 d_step { assert(MESSAGE(sent + 1, i) != sent + 1); MESSAGE(sent + 1, i) = sent + 1 };
                 message_ready[i] = sent + 1;
                 i = next
