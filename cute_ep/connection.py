@@ -67,7 +67,8 @@ def connect_local(
     for device in sharing:
         for peer in sharing:
             enable_peer_access(device.index, peer.index)
-    tuning = tuning or find_tuning(cfg, torch.cuda.get_device_name(chosen[0]), len(sharing))
+    name = torch.cuda.get_device_name(chosen[0])
+    shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
     found = Library(library)
     kernels = [load_kernels(cfg, device, found, hooks) for device in chosen]
     arenas = [_make_arena(cfg, rank, device) for rank, device in enumerate(chosen)]
@@ -98,7 +99,7 @@ def connect_local(
                 kernels=kernels[rank],
                 hooks=hooks,
                 max_ctas=ctas[device],
-                tuning=tuning,
+                tuning=shapes[ctas[device]],
                 shared_device=sharing[device] > 1,
                 release=release,
             )
@@ -137,8 +138,9 @@ def connect(
     device = torch.device("cuda", torch.cuda.current_device())
 
     def look_around() -> tuple[_Place, int, Tuning]:
-        found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world)
-        return _Place.of(cfg, device), _max_ctas(device, sms, 1), found
+        most = _max_ctas(device, sms, 1)
+        found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
+        return _Place.of(cfg, device), most, found
 
     (_, max_ctas, shapes), places = _on_all_ranks(group, look_around, lambda found: found[0])
     _check_places(rank, places)

@@ -1,6 +1,6 @@
 """The tables that `cute-ep tune` has measured on this machine, in the user's cache.
 
-They take the place of the built-in ones where GPU, ranks and shape are those that they were measured for.
+They take the place of the built-in ones where GPU, CTAs, ranks and shape are those that they were measured for.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from cute_ep.tuning import FAMILIES, Entry, Tuning, built_in
 
 @dataclass(frozen=True)
 class Setting:
-    """What a table was measured for: GPUs, ranks that exchange messages, shape, and the dispatch format; None for
-    combine, whose rows come home in bfloat16 whatever they were dispatched in."""
+    """What a table was measured for: GPUs, CTAs that a rank may have, ranks that exchange messages, shape, and the
+    dispatch format; None for combine, whose rows come home in bfloat16 whatever they were dispatched in."""
 
     gpu: str
     gpus: int
+    ctas: int
     ranks: int
     hidden: int
     experts: int
@@ -31,10 +32,10 @@ class Setting:
     format: str | None
 
     @classmethod
-    def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int) -> Setting:
-        """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`."""
+    def of(cls, family: str, cfg: EPConfig, gpu: str, gpus: int, ctas: int) -> Setting:
+        """The setting of a family's table for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank."""
         fmt = cfg.dispatch_format if family == "dispatch" else None
-        return cls(gpu, gpus, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt)
+        return cls(gpu, gpus, ctas, cfg.peers, cfg.hidden, cfg.num_experts, cfg.top_k, fmt)
 
 
 Tables = dict[Setting, tuple[Entry, ...]]
@@ -79,8 +80,9 @@ def write_tables(tables: Tables) -> None:
     draft.replace(path)
 
 
-def find_tuning(cfg: EPConfig, gpu: str, gpus: int) -> Tuning:
-    """The user's tables for `cfg` on `gpus` GPUs called `gpu`; `built_in`'s where there are none."""
+def find_tuning(cfg: EPConfig, gpu: str, gpus: int, ctas: int) -> Tuning:
+    """The user's tables for `cfg` on `gpus` GPUs called `gpu`, with so many CTAs a rank; `built_in`'s where there are
+    none."""
     tables = read_tables()
-    settings = {family: Setting.of(family, cfg, gpu, gpus) for family in FAMILIES}
+    settings = {family: Setting.of(family, cfg, gpu, gpus, ctas) for family in FAMILIES}
     return replace(built_in(cfg), **{family: tables[one] for family, one in settings.items() if one in tables})

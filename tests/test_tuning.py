@@ -195,12 +195,16 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tuning_file.tuning_file()
 
 
-def setting(family: str = "dispatch", cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4) -> Setting:
-    return Setting.of(family, cfg, gpu, gpus)
+def setting(family: str = "dispatch", cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264) -> Setting:
+    return Setting.of(family, cfg, gpu, gpus, ctas)
+
+
+def find(cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264) -> Tuning:
+    return find_tuning(cfg, gpu, gpus, ctas)
 
 
 def test_tables_come_back_from_the_file(file: Path) -> None:
-    assert read_tables() == {} and find_tuning(CFG, GPU, 4) == built_in(CFG)
+    assert read_tables() == {} and find() == built_in(CFG)
     built = built_in(CFG)
     write_tables({setting(): built.dispatch, setting("combine"): MINE})
     assert read_tables() == {setting(): built.dispatch, setting("combine"): MINE}
@@ -212,11 +216,11 @@ def test_tables_come_back_from_the_file(file: Path) -> None:
 def test_tables_hold_for_what_they_were_measured_with() -> None:
     write_tables({setting(): MINE, setting("combine", replace(CFG, top_k=4)): MINE})
     built = built_in(CFG)
-    assert find_tuning(CFG, GPU, 4) == Tuning(MINE, built.combine)
-    assert find_tuning(replace(CFG, max_tokens_per_rank=8, timeout_s=1.0), GPU, 4).dispatch == MINE
-    assert find_tuning(replace(CFG, top_k=4), GPU, 4) == Tuning(built.dispatch, MINE)
+    assert find() == Tuning(MINE, built.combine)
+    assert find(replace(CFG, max_tokens_per_rank=8, timeout_s=1.0)).dispatch == MINE
+    assert find(replace(CFG, top_k=4)) == Tuning(built.dispatch, MINE)
     nvfp4 = replace(CFG, top_k=4, dispatch_format="nvfp4")
-    assert find_tuning(nvfp4, GPU, 4) == Tuning(built_in(nvfp4).dispatch, MINE), "rows come home as bfloat16"
+    assert find(nvfp4) == Tuning(built_in(nvfp4).dispatch, MINE), "rows come home as bfloat16"
     for other in (
         {"hidden": 4096},
         {"num_experts": 128},
@@ -225,8 +229,8 @@ def test_tables_hold_for_what_they_were_measured_with() -> None:
         {"skip_a2a": True},
     ):
         cfg = replace(CFG, **other)
-        assert find_tuning(cfg, GPU, 4) == built_in(cfg), other
-    assert find_tuning(CFG, "NVIDIA B200", 4) == find_tuning(CFG, GPU, 1) == built
+        assert find(cfg) == built_in(cfg), other
+    assert find(gpu="NVIDIA B200") == find(gpus=1) == find(ctas=32) == built
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_a_damaged_file_is_named(file: Path, text: str) -> None:
     file.parent.mkdir()
     file.write_text(text.replace("VERSION", cute_ep.__version__))
     with pytest.raises(EPConfigError, match=re.escape(f"{file}: ") + ".*remove the file"):
-        find_tuning(CFG, GPU, 4)
+        find()
     with pytest.raises(EPConfigError, match=re.escape(str(file))):
         write_tables({setting(): MINE})
     assert file.read_text() == text.replace("VERSION", cute_ep.__version__)
@@ -255,14 +259,28 @@ def test_a_table_that_no_kernel_could_run_is_damage(file: Path, place: tuple, va
         read_tables()
     content["version"] = "0.0.1"
     file.write_text(json.dumps(content))
-    assert read_tables() == {} and find_tuning(CFG, GPU, 4) == built_in(CFG), "another version's file does not count"
+    assert read_tables() == {} and find() == built_in(CFG), "another version's file does not count"
     write_tables({setting(): MINE})
     assert read_tables() == {setting(): MINE}
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of 132 SMs each, on which a communicator is no more than its arguments."""
+    for name, fake in {
+        "enable_peer_access": lambda *devices: None,
+        "load_kernels": lambda *args: {},
+        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0),
+        "_max_ctas": lambda device, sms, ranks: CTAS_PER_SM * (sms or 132) // ranks,
+        "Communicator": lambda *args, **options: SimpleNamespace(**options),
+    }.items():
+        monkeypatch.setattr(connection, name, fake)
+    monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: GPU)
+
+
 @pytest.mark.parametrize("given", [None, Tuning(MINE, MINE)])
 def test_communicators_look_once_and_prefer_what_they_are_given(
-    given: Tuning | None, monkeypatch: pytest.MonkeyPatch
+    given: Tuning | None, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
 
@@ -271,19 +289,22 @@ def test_communicators_look_once_and_prefer_what_they_are_given(
         return {setting("combine"): MINE}
 
     monkeypatch.setattr(tuning_file, "read_tables", read)
-    for name, fake in {
-        "enable_peer_access": lambda *devices: None,
-        "load_kernels": lambda *args: {},
-        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0),
-        "_max_ctas": lambda *args: 264,
-        "Communicator": lambda *args, **options: SimpleNamespace(**options),
-    }.items():
-        monkeypatch.setattr(connection, name, fake)
-    monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: GPU)
     ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], tuning=given)
     wanted = given or Tuning(built_in(CFG).dispatch, MINE)
     assert [rank.tuning for rank in ranks] == [wanted] * 4
     assert len(reads) == (given is None)
+
+
+def test_communicators_have_the_tables_of_their_ctas(gpus: None) -> None:
+    """Of the SM budget, and of the ranks that share a GPU."""
+    few, half = (Entry(MANY, 30, 0, 1),), (Entry(MANY, 60, 0, 1),)
+    write_tables({setting(ctas=32): few, setting(): MINE, setting(gpus=3, ctas=132): half})
+    built = built_in(CFG)
+    for sms, table in ((16, few), (132, MINE), (24, built.dispatch)):
+        ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], sms=sms)
+        assert [rank.tuning for rank in ranks] == [Tuning(table, built.combine)] * 4
+    ranks = connection.connect_local(CFG, ["cuda:0", "cuda:0", "cuda:1", "cuda:2"])
+    assert [rank.tuning.dispatch for rank in ranks] == [half, half, built.dispatch, built.dispatch]
 
 
 # ---- findings
@@ -312,7 +333,7 @@ def test_every_candidate_is_valid(launch: tuple[EPConfig, int, int], family: str
     cfg, tokens, max_ctas = launch
     base = built_in(cfg)
     fields = tune.choices(family, cfg, tokens)
-    assert all(fields.values()) and sum(map(len, fields.values())) <= 18
+    assert all(fields.values()) and sum(map(len, fields.values())) <= 20
     for name, values in fields.items():
         for value in values:
             entry = replace(base.entry(family, tokens), tokens=tokens, **{name: value})
@@ -382,8 +403,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
 
     made: list[SimpleNamespace] = []
 
-    def connect(cfg: EPConfig, devices: list[str], *, library: str | None, tuning: Tuning) -> list[SimpleNamespace]:
-        made.extend(SimpleNamespace(cfg=cfg, tuning=tuning, max_ctas=264, closed=False) for _ in devices)
+    def connect(
+        cfg: EPConfig, devices: list[str], *, sms: int | None, library: str | None, tuning: Tuning
+    ) -> list[SimpleNamespace]:
+        ctas = CTAS_PER_SM * (sms or 132)
+        made.extend(SimpleNamespace(cfg=cfg, tuning=tuning, max_ctas=ctas, closed=False) for _ in devices)
         for rank in made:
             rank.close = lambda rank=rank: setattr(rank, "closed", True)
         return made[-len(devices) :]
@@ -416,7 +440,7 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
         setting("dispatch", replace(cfg, dispatch_format="nvfp4"), gpus=2),
         setting("combine", cfg, gpus=2),
     }
-    found, built = find_tuning(cfg, GPU, 2), built_in(cfg)
+    found, built = find(cfg, gpus=2), built_in(cfg)
     tuned = {built.entry("dispatch", tokens).tokens for tokens in (16, 300)}
     for entry in built.dispatch:
         pieces = 2 if entry.tokens in tuned else entry.pieces
@@ -435,6 +459,12 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
     before = file.read_text()
     assert main(["tune", "--tokens", "16", "--format", "fp8"]) == 0
     assert file.read_text() == before, "other numbers of tokens keep what was found"
+    assert main(["tune", "--tokens", "16", "--format", "fp8", "--sms", "16"]) == 0
+    assert (
+        find(cfg, gpus=2, ctas=32).dispatch
+        == built.revised("dispatch", {16: replace(built.entry("dispatch", 16), pieces=2)}).dispatch
+    )
+    assert find(cfg, gpus=2) == found, "whole GPUs keep what was found"
 
 
 def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.CaptureFixture) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cute_ep.commands.common import (
+    add_budget_argument,
     add_device_arguments,
     add_shape_arguments,
     bytes_text,
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `cute-ep bench`."""
     add_device_arguments(parser)
     add_shape_arguments(parser)
+    add_budget_argument(parser)
     parser.add_argument("--tokens", default="1,16,128,512,4096", metavar="T[,T]", help="tokens of every rank")
     parser.add_argument(
         "--format",
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     )
     results = []
     for fmt, cfg in configs.items():
-        communicators: list = connect_local(cfg, devices, library=args.library)
+        communicators: list = connect_local(cfg, devices, sms=args.sms, library=args.library)
         table = result_table(fmt)
         try:
             for tokens in sizes:

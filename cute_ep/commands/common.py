@@ -51,6 +51,11 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
 
 
+def add_budget_argument(parser: argparse.ArgumentParser) -> None:
+    """`--sms`, as `connect_local` takes it."""
+    parser.add_argument("--sms", type=int, metavar="N", help="SMs that one rank may use (default all)")
+
+
 @contextmanager
 def one_thread_on_a_cpu(devices: Sequence[str]) -> Iterator[None]:
     """Let torch use one thread where the ranks are on the CPU: on a busy machine, small sums that wait for a second

@@ -1,5 +1,6 @@
 """Measure launch shapes on this machine and keep the fastest one of each operation, format and number of tokens in the
-user's cache, where later runs on such GPUs with such a model find it. Every shape gives the same bytes."""
+user's cache, where later runs on such GPUs with as many SMs and such a model find it. Every shape gives the same
+bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cute_ep.commands.common import (
+    add_budget_argument,
     add_device_arguments,
     add_shape_arguments,
     chosen_shape,
@@ -41,7 +43,7 @@ home in bfloat16 whatever they were dispatched in."""
 TOKENS, QUICK_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
 """The quick ones: one in each range of the built-in tables."""
 GRIDS = (32, 64, 128, MANY)
-SENDERS = {"dispatch": (0, 1 / 8, 1 / 4), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
+SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
 MOST_SENDERS = {"dispatch": (28, 44, 64), "combine": (MANY,)}
 SAMPLES, FINAL_SAMPLES = 40, 120
 MARGIN = 0.02
@@ -100,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `cute-ep tune`."""
     add_device_arguments(parser)
     add_shape_arguments(parser)
+    add_budget_argument(parser)
     parser.add_argument("--tokens", metavar="T[,T]", help=f"tokens of every rank (default {TOKENS})")
     parser.add_argument("--format", metavar="F[,F]", help="token formats (default all that hold the shape)")
     parser.add_argument("--quick", action="store_true", help=f"fewer numbers of tokens: {QUICK_TOKENS}")
@@ -130,7 +133,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         task = progress.add_task("", total=len(sizes) * (len(configs) + 1))
         for cfg in configs:
             families = tuple(OPERATIONS) if cfg is configs[0] else ("dispatch",)
-            tune_format(cfg, devices, args.library, families, sizes, table, partial(progress.update, task))
+            tune_format(cfg, devices, args.sms, args.library, families, sizes, table, partial(progress.update, task))
     print_table(console, table)
     return 0
 
@@ -138,6 +141,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def tune_format(
     cfg: EPConfig,
     devices: Sequence[str],
+    sms: int | None,
     library: str | None,
     families: Sequence[str],
     sizes: Sequence[int],
@@ -155,7 +159,7 @@ def tune_format(
 
     base = built_in(cfg)
     found: dict[str, dict[int, Outcome]] = {family: {} for family in families}
-    communicators: list = connect_local(cfg, devices, library=library, tuning=base)
+    communicators: list = connect_local(cfg, devices, sms=sms, library=library, tuning=base)
     try:
         with make_runner(communicators) as lanes:
             for tokens in sizes:
@@ -170,10 +174,10 @@ def tune_format(
         for communicator in communicators:
             communicator.close()
     name, gpus = torch.cuda.get_device_name(devices[0]), len(set(devices))
-    known, tables = find_tuning(cfg, name, gpus), {}
+    known, tables = find_tuning(cfg, name, gpus, max_ctas), {}
     for family, outcomes in found.items():
         entries = {tokens: outcome.entry for tokens, outcome in outcomes.items()}
-        tables[Setting.of(family, cfg, name, gpus)] = known.revised(family, entries).table(family)
+        tables[Setting.of(family, cfg, name, gpus, max_ctas)] = known.revised(family, entries).table(family)
         add_results(table, family, cfg, base, outcomes, max_ctas)
     write_tables(tables)
 
