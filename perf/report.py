@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -97,10 +97,9 @@ def explained_text(run: dict, fits: dict) -> str:
     return f"The model of `perf/model.py`, fitted to this commit, against this run:\n\n{table}" if table else ""
 
 
-def predictions_text(run: dict, runs: Sequence[dict]) -> str:
+def predictions_text(run: dict, fits: dict) -> str:
     """How well the model explains the run, and what it says of machines that were not measured; "" when it knows no
     rates for this one."""
-    fits = fit_for(run, runs)
     table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
     if not table:
         return ""
@@ -125,14 +124,14 @@ def mirror_text(run: dict) -> str:
     return f"{title}\n\n{mirror_table(cases)}" if cases else ""
 
 
-def short_section(run: dict, folder: str, runs: Sequence[dict]) -> str:
-    """The text of a run that is not the main one; the model's constants are from `runs`, of which it is one."""
+def short_section(run: dict, folder: str, fits: dict) -> str:
+    """The text of a run that is not the main one."""
     return paragraphs(
         (
             f"The same on {machine_text(run)}:",
             peers_table(run, "pair"),
             "Where it loses:\n\n" + losses_text(run),
-            explained_text(run, fit_for(run, runs)),
+            explained_text(run, fits),
             mirror_text(run),
             tables_text(folder),
         )
@@ -142,8 +141,10 @@ def short_section(run: dict, folder: str, runs: Sequence[dict]) -> str:
 def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyType({})) -> str:
     """The section's text; `folder` is the run's, as seen from the README. `others`: more runs, by folder: those of the
     same commit add to the model's constants, and each has a short section."""
-    runs = (run, *others.values())
-    same = {place: [two for two in runs if commit_of(two) == commit_of(one)] for place, one in others.items()}
+
+    def fits_of(one: dict) -> dict:
+        return fit_for(one, [other for other in (run, *others.values()) if commit_of(other) == commit_of(one)])
+
     files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
     plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
@@ -157,9 +158,9 @@ def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyTyp
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
-        predictions_text(run, [one for one in runs if commit_of(one) == commit_of(run)]),
+        predictions_text(run, fits_of(run)),
         tables_text(folder),
-        *(short_section(one, place, same[place]) for place, one in others.items()),
+        *(short_section(one, place, fits_of(one)) for place, one in others.items()),
         f"`make perf` measures your machine, `python -m perf.model {folder}` says what ceilings explain; what was "
         "tried: [perf/LOG.md](perf/LOG.md).",
     ]

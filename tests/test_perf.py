@@ -449,6 +449,10 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     assert both.count("Where it loses:") == 2 and both.count("fitted to this commit") == 2
     assert "traffic of 4 ranks" in both and "| tokens a rank | dispatch bf16 | dispatch fp8 | pair bf16 |" in both
     assert "| 7 | 7000.0 | 7000.0 |  |\n| 9 |  |  | 9000.0 |" in both
+    faster["machine"]["commit"] = example_run()["machine"]["commit"]
+    (another / "run.json").write_text(json.dumps(faster))
+    assert report.main() == 0
+    assert readme.read_text().count("The same on 2 x NVIDIA H200") == 1, "also where the commit is the main run's"
     readme.write_text("no markers\n")
     with pytest.raises(SystemExit) as stop:
         report.main()
