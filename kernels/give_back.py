@@ -20,7 +20,7 @@ from cute_ep.kernels.pieces import SEGMENT, from_lane, lowest
 from cute_ep.kernels.returns import Returns, row_units
 from cute_ep.kernels.sync import post
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, CONVOY, SEGMENT_BYTES, convoy_of
-from cute_ep.layouts.device import array, load_once
+from cute_ep.layouts.device import array, load_row
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import NO_ROW
@@ -69,7 +69,9 @@ class GiveBack:
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             blank = Boolean(False)
             if wanted != Uint32(0):
-                blank = self._push(group, args, home, first, last, Int32(self.segments), row, weight, wanted)
+                # of a few tokens' rows loads take less time if they may stay; whole rows leave no register for it
+                once = self.returns.are_many(args) if self.partial else Boolean(True)
+                blank = self._push(group, args, home, first, last, Int32(self.segments), row, weight, wanted, once)
             if cutlass.const_expr(not self.partial):
                 self._post_piece(group, source, index, blank)
             item = self.returns.next(group, args, number)
@@ -98,7 +100,8 @@ class GiveBack:
                 # where in the token each warp begins: a step behind the last one of the token before
                 steps = quotient(piece.last - piece.first + (self.segments - 1), self.segments)
                 first = piece.first + remainder(group.warp - piece.token * steps, CONVOY) * self.segments
-                self._push(group, args, home, first, piece.last, Int32(self.segments * CONVOY), row, weight, wanted)
+                step = Int32(self.segments * CONVOY)
+                self._push(group, args, home, first, piece.last, step, row, weight, wanted, Boolean(True))
             # computed again, not kept: registers are short above
             source, piece = self.returns.convoy_piece(group, anew(item))
             item += self.returns.together(source)
@@ -154,25 +157,26 @@ class GiveBack:
 
     @cute.jit
     def _push(
-        self, group, args, home: Int64, first: Int32, last: Int32, step: Int32, row, weight, wanted: Uint32
+        self, group, args, home: Int64, first: Int32, last: Int32, step: Int32, row, weight, wanted: Uint32, once
     ) -> Boolean:
-        """`segments` segments of every `step`, in first .. last - 1; returns whether this lane stored a BLANK word."""
+        """`segments` segments of every `step`, in first .. last - 1; `once`: loaded rows are the first to leave the
+        caches. Returns whether this lane stored a BLANK word."""
         blank = Boolean(False)
         segment = first
         while segment < last:
             if cutlass.const_expr(self.segments == 2):
                 if segment + 1 < last:
-                    blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, 2)
+                    blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, once, 2)
                 else:
-                    blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, 1)
+                    blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, once, 1)
             else:
-                blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, 1)
+                blank = blank | self._push_segments(group, args, home, segment, row, weight, wanted, once, 1)
             segment += step
         return blank
 
     @cute.jit
     def _push_segments(
-        self, group, args, home: Int64, segment, row, weight, wanted: Uint32, segments: cutlass.Constexpr
+        self, group, args, home: Int64, segment, row, weight, wanted: Uint32, once: Boolean, segments: cutlass.Constexpr
     ) -> Boolean:
         """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
         words are never BLANK, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use. Returns
@@ -197,7 +201,7 @@ class GiveBack:
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
                         if (unit + part * SEGMENT < units) & (self.partial | (one < args.capacity)):
-                            load_once(rX[None, part, turn], row_at + part * SEGMENT_BYTES)
+                            load_row(rX[None, part, turn], row_at + part * SEGMENT_BYTES, once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)

@@ -4,7 +4,7 @@ A warp carries a piece by itself. While tokens are few a row has several pieces,
 SMs as there are. Where rows are not express, the warps of a CTA carry CONVOY neighbouring pieces side by side, which
 have one flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
 arrived. First items are dealt out. Where there are more, warps may take them by number, as they get ready: from those
-of their CTA (`Numbers`) or from what no CTA has taken yet (`taken`).
+of their CTA (`Numbers`) or, where each warp has many, from what no CTA has taken yet (`taken`).
 """
 
 from __future__ import annotations

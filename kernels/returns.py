@@ -2,7 +2,8 @@
 
 An item is a piece of a source (`pieces`); the source varies fastest, beginning after the own rank, so that all links
 work at once. If rows of some source are not express all are taken in convoys. A CTA's first item, or convoy, is dealt
-out; more are taken from what no CTA with the same source has taken yet.
+out. Of a few pieces more its warps take numbers within the CTA. Convoys, and pieces where each warp has many, are taken
+from what no CTA with the same source has taken yet.
 """
 
 from __future__ import annotations
@@ -12,15 +13,29 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS
-from cute_ep.kernels.block import shared_array
+from cute_ep.kernels.block import WARPS, shared_array
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import is_express
-from cute_ep.kernels.pieces import are_many, dealt_first, from_lane, item_stride, piece_of, taken, whole_convoys
+from cute_ep.kernels.pieces import (
+    Numbers,
+    are_many,
+    dealt_first,
+    first_item,
+    from_lane,
+    item_stride,
+    piece_of,
+    taken,
+    whole_convoys,
+)
 from cute_ep.kernels.sync import begin_again, take
 from cute_ep.layouts.arena import CONVOY, COUNTERS, HeaderWord, convoy_of
 from cute_ep.layouts.device import vector_atom, vector_tensor
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MAX_RANKS
+
+FEW_ROUNDS = 4
+"""Up to so many express pieces a warp are dealt out to CTAs: a number within a CTA comes sooner (2 x H200, 2026-11-22:
+128 tokens of 4096 elements 9.1 us, from a counter 10.6). Of more, CTAs take pieces from each other."""
 
 
 class Returns:
@@ -31,6 +46,7 @@ class Returns:
         self.items = shared.add("return_items", 4, 1)
         self.convoys = shared.add("return_convoys", 4, 1)
         self.headers = shared.add("return_headers", 4, MAX_RANKS, len(HeaderWord))
+        self.numbers = Numbers("return_numbers", shared)
         self.asked = shared.add("return_asked", 4, 2)
 
     @cute.jit
@@ -54,6 +70,7 @@ class Returns:
         if group.tid == 0:
             sItems[0] = items
             sConvoys[0] = Int32(convoys)
+        self.numbers.open(group.tid)
         item = _first(group, args, items, convoys)
         source, run = self.split(group, cutlass.select_(convoys, convoy_of(item), item))
         index = cutlass.select_(convoys, run * CONVOY + remainder(item, CONVOY), run)
@@ -69,9 +86,13 @@ class Returns:
         """Whether rows of some source are not express: then items are dealt for convoys."""
         return shared_array(self.convoys, Int32)[0] != 0
 
+    def are_many(self, args) -> Boolean:
+        """Whether some warps have more than one express piece."""
+        return are_many(self.count(), args.send_ctas)
+
     def are_uneven(self, args) -> Boolean:
         """Whether warps of a sending CTA do not end together."""
-        return ~self.are_convoys() & are_many(self.count(), args.send_ctas)
+        return ~self.are_convoys() & self.are_many(args)
 
     def first(self, group, args, convoys: bool) -> Int32:
         """A warp's first item, of a convoy its CTA's: all its warps carry all its tokens together."""
@@ -115,7 +136,7 @@ class Returns:
     def ask(self, group, args) -> Int32:
         """What `next` will need, in lane 0: it comes while the warp carries a piece."""
         number = Int32(0)
-        if are_many(self.count(), args.send_ctas) & (group.lane == 0):
+        if self._are_most(args) & (group.lane == 0):
             number = self._take(group, remainder(group.warp, COUNTERS))
         return number
 
@@ -123,9 +144,11 @@ class Returns:
     def next(self, group, args, number: Int32) -> Int32:
         """A warp's next item of express pieces."""
         item = self.count()
-        if are_many(item, args.send_ctas):
+        if self._are_most(args):
             number = from_lane(number, 0) * COUNTERS + remainder(group.warp, COUNTERS)
             item = self._taken(group, args, item_stride(args.send_ctas), number)
+        elif self.are_many(args):
+            item = first_item(group.cta, args.send_ctas, WARPS + self.numbers.take(group.lane))
         return item
 
     def ask_convoy(self, group, turn) -> None:
@@ -142,6 +165,10 @@ class Returns:
         """Let the numbers of round `epoch`, which another launch will take, begin at 0: a thread a counter."""
         if (group.cta == cta) & (group.tid < group.ranks * COUNTERS):
             begin_again(group.base + group.arena.combine_taken.at(epoch & 1, 0, group.tid))
+
+    def _are_most(self, args) -> Boolean:
+        """Whether there are so many express pieces that CTAs take them from each other."""
+        return self.count() > FEW_ROUNDS * item_stride(args.send_ctas)
 
     def _take(self, group, counter) -> Int32:
         """The next number from one of the counters that CTAs with the same turn share."""

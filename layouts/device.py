@@ -6,7 +6,7 @@ Mode 0 of a vector tensor is one 16-byte access, (4 x Uint32) : (1); its copy at
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import CopyUniversalOp
 
 from cute_ep.layouts.formats import VECTOR_BYTES
@@ -67,9 +67,17 @@ def load_vector(words, address: Int64, how: str) -> None:
         words[index] = seen[index]
 
 
-def load_once(words, address: Int64) -> None:
-    """Load 16 bytes that nobody will read again: the first to leave the caches."""
-    load_vector(words, address, "global.cs")
+def load_row(words, address: Int64, once: Boolean) -> None:
+    """Load 16 bytes; with `once` they are the first to leave the caches."""
+    seen = cute.arch.inline_ptx(
+        "{ .reg .pred once; setp.ne.u32 once, {$r1}, 0;"
+        " @once ld.global.cs.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+        " @!once ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
+        write_only_types=[Uint32] * WORDS,
+        read_only_args=[address, Int32(once)],
+    )
+    for index in range(WORDS):
+        words[index] = seen[index]
 
 
 def item_coord(item, extent):
