@@ -85,4 +85,4 @@ def find_tuning(cfg: EPConfig, gpu: str, gpus: int, ctas: int) -> Tuning:
     none."""
     tables = read_tables()
     settings = {family: Setting.of(family, cfg, gpu, gpus, ctas) for family in FAMILIES}
-    return replace(built_in(cfg), **{family: tables[one] for family, one in settings.items() if one in tables})
+    return replace(built_in(cfg, ctas), **{family: tables[one] for family, one in settings.items() if one in tables})

@@ -143,7 +143,7 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
             kernels=kernels,
             hooks=NO_HOOKS,
             max_ctas=resident_ctas(device.index),
-            tuning=built_in(cfg),
+            tuning=built_in(cfg, resident_ctas(device.index)),
             shared_device=False,
             release=lambda _: None,
         )
@@ -238,7 +238,7 @@ def measure_mirror(
                 operation = case["operation"]
                 if operation != "pair":
                     family = operation.removesuffix("_partial")
-                    outcome = tune_size(communicators, sets, family, built_in(cfg), runner, (operation,))
+                    outcome = tune_size(communicators, sets, family, communicators[0].tuning, runner, (operation,))
                     case |= {"best": str(outcome.entry), "best_us": outcome.us}
         results += [case | {"ranks": ranks} for case in cases]
         texts = [f"{case['operation']} {case['p50_us']:.2f}" for case in cases]

@@ -152,7 +152,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             kernels=load_kernels(cfg, device, EveryVariant(), hooks),
             hooks=hooks,
             max_ctas=64,
-            tuning=built_in(cfg),
+            tuning=built_in(cfg, 64),
             shared_device=False,
             release=lambda communicator: communicator.free(),
         )
@@ -199,7 +199,7 @@ def test_fused_calls(rank: Communicator) -> None:
     assert [launch.missing for launch in LAUNCHES] == [set()] * 3, "a fused launch sets every parameter"
     sent = LAUNCHES[0].arguments
     assert sent["tokens"] == 5
-    wanted = [built_in(CFG).shape(name, 5, 64).pieces for name in ("dispatch", "combine")]
+    wanted = [built_in(CFG, 64).shape(name, 5, 64).pieces for name in ("dispatch", "combine")]
     assert [1 << sent["message_pieces"], 1 << sent["return_pieces"]] == wanted
     assert dispatched.return_pieces == sent["return_pieces"]
     assert (sent["x"], sent["global_scale"]) == (x.data_ptr(), scale.data_ptr())

@@ -31,6 +31,7 @@ from cute_ep.tuning import (
     DISPATCH,
     FAMILIES,
     MANY,
+    TABLE_CTAS,
     Entry,
     Shape,
     Tuning,
@@ -79,7 +80,7 @@ tunings = st.builds(Tuning, tables(), tables())
 def test_every_piece_has_a_flag(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
     """Whatever the number of tokens in a call, its pieces fit the flags that the arena has for a rank."""
     cfg, most, ctas = launch
-    for tuning in (built_in(cfg), made):
+    for tuning in (built_in(cfg, ctas), made):
         for tokens in {1, most // 2, most, min(most, EXPRESS_TOKENS), min(most, EXPRESS_TOKENS + 1)} - {0}:
             for family in FAMILIES:
                 shape = tuning.shape(family, tokens, ctas)
@@ -92,7 +93,7 @@ def test_shape(launch: tuple[EPConfig, int, int], made: Tuning, operation: str) 
     """The grid is resident together, and each half that runs has at least one CTA."""
     cfg, tokens, max_ctas = launch
     sends, receives = not operation.endswith("_wait"), not operation.endswith("_async")
-    for tuning in (built_in(cfg), made):
+    for tuning in (built_in(cfg, max_ctas), made):
         shape = tuning.shape(operation, tokens, max_ctas)
         assert 1 <= shape.grid <= max_ctas
         if sends:
@@ -121,14 +122,33 @@ def test_whole_rows(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
 @given(launches, st.sampled_from(OPERATIONS))
 def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], operation: str) -> None:
     cfg, tokens, max_ctas = launch
-    grids = [built_in(cfg).shape(operation, tokens, ctas).grid for ctas in (max_ctas, max_ctas + 1, 2 * max_ctas)]
+    grids = [built_in(cfg, ctas).shape(operation, tokens, ctas).grid for ctas in (max_ctas, max_ctas + 1, 2 * max_ctas)]
     assert grids == sorted(grids)
 
 
 def test_few_tokens_are_carried_by_many_warps() -> None:
     """One token is cut into more pieces than one of many, in both directions."""
-    one, most = ([built_in(CFG).shape(name, tokens, 264) for name in FAMILIES] for tokens in (1, MAX_TOKENS_PER_RANK))
+    one, most = (
+        [built_in(CFG, TABLE_CTAS).shape(name, tokens, TABLE_CTAS) for name in FAMILIES]
+        for tokens in (1, MAX_TOKENS_PER_RANK)
+    )
     assert all(few.pieces > many.pieces and few.grid < many.grid == 264 for few, many in zip(one, most, strict=True))
+
+
+def test_fewer_ctas_have_fewer_pieces() -> None:
+    """As many a warp, as far as they can be halved; where few tokens take part of the CTAs from half of those down.
+    Nothing else changes, and nothing with more CTAs than were measured."""
+    tables = {ctas: built_in(CFG, ctas) for ctas in (4, 32, 64, 132, TABLE_CTAS, 296)}
+
+    def pieces(family: str, tokens: int) -> list[int]:
+        return [tuning.entry(family, tokens).pieces for tuning in tables.values()]
+
+    assert pieces("dispatch", 1024) == [1, 1, 1, 2, 4, 4] and pieces("combine", 1024) == [1, 4, 8, 16, 32, 32]
+    assert pieces("dispatch", 16) == [1, 4, 8, 8, 8, 8] and pieces("combine", 16) == [2, 16, 32, 32, 32, 32]
+    for family in FAMILIES:
+        for tuning in tables.values():
+            for entry, whole in zip(tuning.table(family), tables[TABLE_CTAS].table(family), strict=True):
+                assert replace(entry, pieces=whole.pieces) == whole
 
 
 def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
@@ -141,10 +161,10 @@ def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
             cfg = replace(CFG, dispatch_format=fmt, world_size=ranks)
             sizes = DISPATCH[most_ranks]
             size = min(most for most in sizes if message_bytes(cfg.format, cfg.hidden) <= most)
-            assert built_in(cfg) == Tuning(sizes[size], COMBINE[most_ranks])
+            assert built_in(cfg, TABLE_CTAS) == Tuning(sizes[size], COMBINE[most_ranks])
             used.add((most_ranks, size))
     assert used == {(ranks, size) for ranks, sizes in DISPATCH.items() for size in sizes}, "each is used"
-    assert built_in(replace(CFG, skip_a2a=True)).combine == COMBINE[2], "each rank alone"
+    assert built_in(replace(CFG, skip_a2a=True), TABLE_CTAS).combine == COMBINE[2], "each rank alone"
 
 
 @pytest.mark.parametrize(
@@ -204,8 +224,8 @@ def find(cfg: EPConfig = CFG, gpu: str = GPU, gpus: int = 4, ctas: int = 264) ->
 
 
 def test_tables_come_back_from_the_file(file: Path) -> None:
-    assert read_tables() == {} and find() == built_in(CFG)
-    built = built_in(CFG)
+    assert read_tables() == {} and find() == built_in(CFG, TABLE_CTAS)
+    built = built_in(CFG, TABLE_CTAS)
     write_tables({setting(): built.dispatch, setting("combine"): MINE})
     assert read_tables() == {setting(): built.dispatch, setting("combine"): MINE}
     write_tables({setting(): MINE})
@@ -215,12 +235,12 @@ def test_tables_come_back_from_the_file(file: Path) -> None:
 
 def test_tables_hold_for_what_they_were_measured_with() -> None:
     write_tables({setting(): MINE, setting("combine", replace(CFG, top_k=4)): MINE})
-    built = built_in(CFG)
+    built = built_in(CFG, TABLE_CTAS)
     assert find() == Tuning(MINE, built.combine)
     assert find(replace(CFG, max_tokens_per_rank=8, timeout_s=1.0)).dispatch == MINE
     assert find(replace(CFG, top_k=4)) == Tuning(built.dispatch, MINE)
     nvfp4 = replace(CFG, top_k=4, dispatch_format="nvfp4")
-    assert find(nvfp4) == Tuning(built_in(nvfp4).dispatch, MINE), "rows come home as bfloat16"
+    assert find(nvfp4) == Tuning(built_in(nvfp4, TABLE_CTAS).dispatch, MINE), "rows come home as bfloat16"
     for other in (
         {"hidden": 4096},
         {"num_experts": 128},
@@ -229,8 +249,9 @@ def test_tables_hold_for_what_they_were_measured_with() -> None:
         {"skip_a2a": True},
     ):
         cfg = replace(CFG, **other)
-        assert find(cfg) == built_in(cfg), other
-    assert find(gpu="NVIDIA B200") == find(gpus=1) == find(ctas=32) == built
+        assert find(cfg) == built_in(cfg, TABLE_CTAS), other
+    assert find(gpu="NVIDIA B200") == find(gpus=1) == built
+    assert find(ctas=32) == built_in(CFG, 32)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +280,7 @@ def test_a_table_that_no_kernel_could_run_is_damage(file: Path, place: tuple, va
         read_tables()
     content["version"] = "0.0.1"
     file.write_text(json.dumps(content))
-    assert read_tables() == {} and find() == built_in(CFG), "another version's file does not count"
+    assert read_tables() == {} and find() == built_in(CFG, TABLE_CTAS), "another version's file does not count"
     write_tables({setting(): MINE})
     assert read_tables() == {setting(): MINE}
 
@@ -290,7 +311,7 @@ def test_communicators_look_once_and_prefer_what_they_are_given(
 
     monkeypatch.setattr(tuning_file, "read_tables", read)
     ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], tuning=given)
-    wanted = given or Tuning(built_in(CFG).dispatch, MINE)
+    wanted = given or Tuning(built_in(CFG, TABLE_CTAS).dispatch, MINE)
     assert [rank.tuning for rank in ranks] == [wanted] * 4
     assert len(reads) == (given is None)
 
@@ -299,12 +320,13 @@ def test_communicators_have_the_tables_of_their_ctas(gpus: None) -> None:
     """Of the SM budget, and of the ranks that share a GPU."""
     few, half = (Entry(MANY, 30, 0, 1),), (Entry(MANY, 60, 0, 1),)
     write_tables({setting(ctas=32): few, setting(): MINE, setting(gpus=3, ctas=132): half})
-    built = built_in(CFG)
-    for sms, table in ((16, few), (132, MINE), (24, built.dispatch)):
+    for sms, table in ((16, few), (132, MINE), (24, None)):
+        built = built_in(CFG, CTAS_PER_SM * sms)
         ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], sms=sms)
-        assert [rank.tuning for rank in ranks] == [Tuning(table, built.combine)] * 4
+        assert [rank.tuning for rank in ranks] == [replace(built, dispatch=table or built.dispatch)] * 4
     ranks = connection.connect_local(CFG, ["cuda:0", "cuda:0", "cuda:1", "cuda:2"])
-    assert [rank.tuning.dispatch for rank in ranks] == [half, half, built.dispatch, built.dispatch]
+    whole = built_in(CFG, TABLE_CTAS).dispatch
+    assert [rank.tuning.dispatch for rank in ranks] == [half, half, whole, whole]
 
 
 # ---- findings
@@ -331,7 +353,7 @@ def test_a_finding_holds_where_it_was_made(tuning: Tuning, some: list[Entry], fa
 @given(launches, st.sampled_from(FAMILIES))
 def test_every_candidate_is_valid(launch: tuple[EPConfig, int, int], family: str) -> None:
     cfg, tokens, max_ctas = launch
-    base = built_in(cfg)
+    base = built_in(cfg, max_ctas)
     fields = tune.choices(family, cfg, tokens)
     assert all(fields.values()) and sum(map(len, fields.values())) <= 20
     for name, values in fields.items():
@@ -403,11 +425,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
 
     made: list[SimpleNamespace] = []
 
-    def connect(
-        cfg: EPConfig, devices: list[str], *, sms: int | None, library: str | None, tuning: Tuning
-    ) -> list[SimpleNamespace]:
+    def connect(cfg: EPConfig, devices: list[str], *, sms: int | None, library: str | None) -> list[SimpleNamespace]:
         ctas = CTAS_PER_SM * (sms or 132)
-        made.extend(SimpleNamespace(cfg=cfg, tuning=tuning, max_ctas=ctas, closed=False) for _ in devices)
+        made.extend(SimpleNamespace(cfg=cfg, tuning=None, max_ctas=ctas, closed=False) for _ in devices)
         for rank in made:
             rank.close = lambda rank=rank: setattr(rank, "closed", True)
         return made[-len(devices) :]
@@ -440,7 +460,7 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
         setting("dispatch", replace(cfg, dispatch_format="nvfp4"), gpus=2),
         setting("combine", cfg, gpus=2),
     }
-    found, built = find(cfg, gpus=2), built_in(cfg)
+    found, built = find(cfg, gpus=2), built_in(cfg, TABLE_CTAS)
     tuned = {built.entry("dispatch", tokens).tokens for tokens in (16, 300)}
     for entry in built.dispatch:
         pieces = 2 if entry.tokens in tuned else entry.pieces
@@ -460,10 +480,9 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
     assert main(["tune", "--tokens", "16", "--format", "fp8"]) == 0
     assert file.read_text() == before, "other numbers of tokens keep what was found"
     assert main(["tune", "--tokens", "16", "--format", "fp8", "--sms", "16"]) == 0
-    assert (
-        find(cfg, gpus=2, ctas=32).dispatch
-        == built.revised("dispatch", {16: replace(built.entry("dispatch", 16), pieces=2)}).dispatch
-    )
+    few = built_in(cfg, 32)
+    wanted = few.revised("dispatch", {16: replace(few.entry("dispatch", 16), pieces=2)})
+    assert find(cfg, gpus=2, ctas=32).dispatch == wanted.dispatch != few.dispatch
     assert find(cfg, gpus=2) == found, "whole GPUs keep what was found"
 
 
@@ -472,7 +491,9 @@ def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.Capt
     formats = ["bf16", "mxfp8", "mxfp4", "nvfp4", "nvfp4_row"]
     assert [rank.cfg.dispatch_format for rank in machine[::2]] == formats
     sizes = [int(word) for word in tune.QUICK_TOKENS.split(",")]
-    for tuning in (built_in(replace(CFG, dispatch_format=fmt, world_size=n)) for fmt in FORMATS for n in (2, 4)):
+    for tuning in (
+        built_in(replace(CFG, dispatch_format=fmt, world_size=n), TABLE_CTAS) for fmt in FORMATS for n in (2, 4)
+    ):
         for family in FAMILIES:
             assert {tuning.entry(family, tokens) for tokens in sizes} == set(tuning.table(family)), "none is left out"
     assert {int(word) for word in tune.TOKENS.split(",")} >= {EXPRESS_TOKENS} and max(sizes) == 4096

@@ -157,9 +157,10 @@ def tune_format(
     from cute_ep.connection import connect_local
     from cute_ep.measure import make_runner, make_sets
 
-    base = built_in(cfg)
     found: dict[str, dict[int, Outcome]] = {family: {} for family in families}
-    communicators: list = connect_local(cfg, devices, sms=sms, library=library, tuning=base)
+    communicators: list = connect_local(cfg, devices, sms=sms, library=library)
+    max_ctas = communicators[0].max_ctas
+    base = built_in(cfg, max_ctas)
     try:
         with make_runner(communicators) as lanes:
             for tokens in sizes:
@@ -169,7 +170,6 @@ def tune_format(
                     found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
                     step(advance=1)
                 del sets
-        max_ctas = communicators[0].max_ctas
     finally:
         for communicator in communicators:
             communicator.close()
