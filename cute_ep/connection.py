@@ -18,6 +18,7 @@ from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_acces
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
+from cute_ep.machine import sm_budget
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.tuning import CTAS_PER_SM, Tuning
 from cute_ep.tuning_file import find_tuning
@@ -271,9 +272,5 @@ def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
     """CTAs of one rank that are sure to be resident together."""
-    have = torch.cuda.get_device_properties(device).multi_processor_count
-    if sms is not None and not 1 <= sms <= have:
-        raise EPConfigError(f"sms = {sms}: must be in [1, {have}], the SMs of {device}")
-    ctas = (sms or have) * CTAS_PER_SM
-    share = have * CTAS_PER_SM // ranks_on_device
-    return max(1, min(ctas, share))
+    share = sm_budget(device, None) * CTAS_PER_SM // ranks_on_device
+    return max(1, min(sm_budget(device, sms) * CTAS_PER_SM, share))

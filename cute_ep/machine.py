@@ -54,14 +54,23 @@ def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
     return names
 
 
-def describe_devices(devices: Sequence[str]) -> str:
-    """The devices in words, "4 ranks on 1 GPU (NVIDIA H200)"."""
+def sm_budget(device: str | torch.device, sms: int | None) -> int:
+    """`sms`, or all that a GPU has; EPConfigError where it does not have so many."""
+    have = torch.cuda.get_device_properties(device).multi_processor_count
+    if sms is not None and not 1 <= sms <= have:
+        raise EPConfigError(f"sms = {sms}: must be in [1, {have}], the SMs of {device}")
+    return sms or have
+
+
+def describe_devices(devices: Sequence[str], sms: int | None = None) -> str:
+    """The devices in words, "4 ranks on 1 GPU (NVIDIA H200), 16 SMs a rank"; EPConfigError as `sm_budget`."""
     distinct = list(dict.fromkeys(devices))
     ranks = f"{len(devices)} rank{'s' * (len(devices) > 1)}"
     if distinct == ["cpu"]:
         return f"{ranks} of the reference backend on the CPU"
     names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(device) for device in distinct))
-    return f"{ranks} on {len(distinct)} GPU{'s' * (len(distinct) > 1)} ({names})"
+    budget = "" if sms is None else f", {min(sm_budget(device, sms) for device in distinct)} SMs a rank"
+    return f"{ranks} on {len(distinct)} GPU{'s' * (len(distinct) > 1)} ({names}){budget}"
 
 
 def machine_name(devices: Sequence[str]) -> str:

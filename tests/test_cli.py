@@ -6,11 +6,12 @@ import json
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cute_ep import demo, library
+from cute_ep import demo, library, machine
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
@@ -20,7 +21,7 @@ from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import Hooks, Variant, variants
 from cute_ep.library import build_command, read_manifest
-from cute_ep.machine import parse_devices
+from cute_ep.machine import describe_devices, parse_devices
 
 needs_dsl = pytest.mark.skipif(dsl_version() is None, reason="the CuTe DSL is not installed")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
@@ -220,9 +221,35 @@ def test_devices() -> None:
             parse_devices(text)
 
 
-def test_link_matrix(monkeypatch) -> None:
-    from cute_ep import machine
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a command line can tell."""
+    facts = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
 
+
+def test_devices_in_words(two_gpus: None) -> None:
+    two = ["cuda:0", "cuda:1"]
+    assert describe_devices(two) == "2 ranks on 2 GPUs (NVIDIA H200)"
+    assert describe_devices(two, 16) == "2 ranks on 2 GPUs (NVIDIA H200), 16 SMs a rank"
+    assert describe_devices(["cuda:1"] * 3) == "3 ranks on 1 GPU (NVIDIA H200)"
+    assert describe_devices(["cpu"]) == "1 rank of the reference backend on the CPU"
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize("sms", [-1, 0, 133])
+def test_sms_that_no_rank_can_have(
+    command: str, sms: int, two_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """An error before anything is measured: a measurement would raise something else here."""
+    monkeypatch.setattr(machine, "environment", lambda devices, command_line: {})
+    assert main([command, "--sms", str(sms)]) == 2
+    assert f"sms = {sms}: must be in [1, 132], the SMs of cuda:0" in capsys.readouterr().err
+
+
+def test_link_matrix(monkeypatch) -> None:
     topology = (
         "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n"
         "GPU0\t X \tNV18\t0-31\t0\n"

@@ -442,7 +442,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
         return results
 
     monkeypatch.setattr(machine, "parse_devices", lambda text, experts: ["cuda:0", "cuda:1"])
-    monkeypatch.setattr(machine, "describe_devices", lambda devices: "2 ranks")
+    monkeypatch.setattr(machine, "describe_devices", lambda devices, sms: "2 ranks")
     monkeypatch.setattr(connection, "connect_local", connect)
     monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(measure, "make_runner", lambda ranks: nullcontext())

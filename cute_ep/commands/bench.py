@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     machine = environment(devices, args.command_line)
     console.print(
         f"{shape.name}: hidden {shape.hidden}, {shape.num_experts} experts, top-{shape.top_k}, {args.routing} routing, "
-        f"{args.iterations} samples over {SETS} input sets; {describe_devices(devices)}",
+        f"{args.iterations} samples over {SETS} input sets; {describe_devices(devices, args.sms)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     read_tables()  # a damaged file is found now
     console.print(
         f"{model.name}: hidden {model.hidden}, {model.num_experts} experts, top-{model.top_k}; "
-        f"{describe_devices(devices)}; into {tuning_file()}",
+        f"{describe_devices(devices, args.sms)}; into {tuning_file()}",
         highlight=False,
         soft_wrap=True,
     )
