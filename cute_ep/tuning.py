@@ -43,6 +43,7 @@ class Entry:
         packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
             links are busy (dispatch only).
         most_senders: CTAs that send at most: more would not fill the links better, but be missing as receivers.
+        split_from: CTAs from which on some only send and the others only receive; of fewer, every one does both.
 
     Raises:
         EPConfigError: a field breaks its rule (the message has them).
@@ -54,9 +55,10 @@ class Entry:
     pieces: int
     packed: bool = False
     most_senders: int = MANY
+    split_from: int = 4
 
     def __post_init__(self) -> None:
-        counts = self.tokens, self.grid, self.pieces, self.most_senders
+        counts = self.tokens, self.grid, self.pieces, self.most_senders, self.split_from
         whole = all(isinstance(number, int) and number > 0 for number in counts)
         if not whole or not 0 <= self.senders < 1 or self.pieces not in pieces_for(self.tokens):
             raise EPConfigError(
@@ -75,15 +77,16 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
             *FEW,
             Entry(192, MANY, 1 / 4, 4, most_senders=32),
             Entry(256, MANY, 1 / 4, 2, most_senders=32),
-            Entry(512, MANY, 3 / 8, 2, most_senders=64),
-            Entry(MANY, MANY, 1 / 2, 1, most_senders=64),
+            Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
+            Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+            Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
         ),
         10000: (
             *FEW,
             Entry(192, MANY, 1 / 4, 4, most_senders=32),
             Entry(256, MANY, 1 / 4, 2, most_senders=32),
             Entry(1024, MANY, 1 / 4, 1, most_senders=48),
-            Entry(MANY, MANY, 1 / 3, 4, most_senders=64),
+            Entry(MANY, MANY, 1 / 3, 4, most_senders=64, split_from=34),
         ),
         MANY: (
             *FEW_LARGE,
@@ -120,16 +123,23 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
     },
 }
 """Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), hidden 7168,
-256 experts, top-8, 2026-11-22: two GPUs; for more ranks four, up to 512 tokens their traffic on two (`perf.mirror`)."""
+256 experts, top-8, 2026-11-22: two GPUs; for more ranks four, up to 512 tokens their traffic on two (`perf.mirror`).
+`split_from`: the same GPUs with 16, 32, 64 and 128 CTAs a rank."""
 RETURNS = (Entry(2, 64, 0, 32), Entry(32, 128, 0, 32))
 COMBINE: dict[int, tuple[Entry, ...]] = {
-    2: (*RETURNS, Entry(256, MANY, 0, 32), Entry(1024, MANY, 2 / 3, 16), Entry(MANY, MANY, 208 / 264, 4)),
+    2: (
+        *RETURNS,
+        Entry(256, MANY, 0, 32),
+        Entry(1024, MANY, 2 / 3, 16, split_from=130),
+        Entry(MANY, MANY, 208 / 264, 4, split_from=130),
+    ),
     MANY: (
         *RETURNS,
         Entry(64, 132, 0, 32),
         Entry(128, MANY, 0, 32),
-        Entry(1024, MANY, 1 / 2, 32),
-        Entry(MANY, MANY, 208 / 264, 4),
+        Entry(512, MANY, 1 / 2, 32, split_from=66),
+        Entry(1024, MANY, 1 / 2, 32, split_from=34),
+        Entry(MANY, MANY, 208 / 264, 4, split_from=66),
     ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
@@ -198,7 +208,7 @@ class Tuning:
         if operation.endswith("_wait"):
             return Shape(grid, 0, 0, entry.pieces)
         senders = min(round(grid * entry.senders), entry.most_senders, grid // 2 if whole_rows else grid - 1)
-        if not senders or grid < 4:
+        if not senders or grid < entry.split_from:
             return Shape(grid, grid, 0, entry.pieces)
         return Shape(grid, senders, senders, entry.pieces, entry.packed)
 

@@ -60,8 +60,8 @@ def entries(draw: st.DrawFn, most: int = MANY) -> Entry:
     tokens = draw(st.integers(1, most))
     senders = draw(st.floats(0, 1, exclude_max=True))
     pieces = draw(st.sampled_from(pieces_for(tokens)))
-    grid, most_senders = draw(st.integers(1, 300)), draw(st.integers(1, 300))
-    return Entry(tokens, grid, senders, pieces, draw(st.booleans()), most_senders)
+    grid, most_senders, split_from = (draw(st.integers(1, 300)) for _ in range(3))
+    return Entry(tokens, grid, senders, pieces, draw(st.booleans()), most_senders, split_from)
 
 
 @st.composite
@@ -151,6 +151,14 @@ def test_fewer_ctas_have_fewer_pieces() -> None:
                 assert replace(entry, pieces=whole.pieces) == whole
 
 
+def test_few_ctas_do_both() -> None:
+    """Down to `split_from` some only send, by share or at most so many."""
+    table = (Entry(MANY, MANY, 1 / 4, 2, most_senders=20, split_from=40),)
+    tuning = Tuning(table, table)
+    shapes = [tuning.shape("dispatch", 100, ctas) for ctas in (39, 40, 264)]
+    assert shapes == [Shape(39, 39, 0, 2), Shape(40, 10, 10, 2), Shape(264, 20, 20, 2)]
+
+
 def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
     """The first one that holds their size, or number; rows come home in one type."""
     for tables in (DISPATCH, COMBINE, *DISPATCH.values()):
@@ -177,6 +185,7 @@ def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
         lambda: Entry(8, 1, -0.1, 1),
         lambda: Entry(8, 1, float("nan"), 1),
         lambda: Entry(8, 1, 0, 1, most_senders=0),
+        lambda: Entry(8, 1, 0, 1, split_from=0),
         lambda: Entry(8, 1, 0, 3),
         lambda: Entry(8, 1, 0, 2 * MAX_PIECES),
         lambda: Entry(EXPRESS_TOKENS + 1, 1, 0, 2 * MANY_PIECES),
@@ -355,7 +364,7 @@ def test_every_candidate_is_valid(launch: tuple[EPConfig, int, int], family: str
     cfg, tokens, max_ctas = launch
     base = built_in(cfg, max_ctas)
     fields = tune.choices(family, cfg, tokens)
-    assert all(fields.values()) and sum(map(len, fields.values())) <= 20
+    assert all(fields.values()) and sum(map(len, fields.values())) <= 21
     for name, values in fields.items():
         for value in values:
             entry = replace(base.entry(family, tokens), tokens=tokens, **{name: value})

@@ -66,7 +66,15 @@ def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
     pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count * SEGMENT_BYTES < 2 * row_bytes)
     packed = (False, True) if family == "dispatch" else (False,)
     most, senders = MOST_SENDERS[family], SENDERS[family]
-    return {"packed": packed, "pieces": pieces, "most_senders": most, "senders": senders, "grid": GRIDS}
+    split = (Entry.split_from,)
+    return {
+        "split_from": split,
+        "packed": packed,
+        "pieces": pieces,
+        "most_senders": most,
+        "senders": senders,
+        "grid": GRIDS,
+    }
 
 
 def choose(
