@@ -19,10 +19,10 @@ class EPTimeout(EPError, TimeoutError):
     """Peers did not arrive within the configured time. The communicator is unusable afterwards.
 
     Attributes:
-        phase: what was waited for, as a `cute_ep.layouts.routing.Phase` name.
+        phase: what was waited for, as `cute_ep.layouts.routing.Phase` names with " / " between them.
         rank: the rank that waited.
-        missing: the ranks that did not arrive.
-        details: one line a missing rank with the index waited for and the epochs expected and seen.
+        missing: the ranks that did not arrive; of GRID the own rank, whose CTAs were not resident together.
+        details: one line a missing rank with the index waited for and the epochs, of GRID the CTAs, expected and seen.
     """
 
     def __init__(self, phase: str, rank: int, missing: tuple[int, ...], details: tuple[str, ...] = ()) -> None:

@@ -1,1 +1,1 @@
-"""Device code in CuTe DSL and the list of ahead-of-time variants."""
+"""Device code in CuTe DSL, and how a variant of it is compiled."""

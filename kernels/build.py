@@ -21,7 +21,8 @@ from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
 
 SEGMENTS = {"sm_90a": 2}
-"""Segments that a partial sum takes at a time; two spill registers for the other targets."""
+"""Segments that a warp of combine carries at a time, and a partial sum adds; two spill registers for the other
+targets."""
 
 SMALL_SHARED = ("sm_120a",)
 """Targets whose SMs have 100 KB of shared memory, too little for the tiles of `Source`."""

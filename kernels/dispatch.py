@@ -3,7 +3,7 @@
     source rank s                                   expert rank d
     -------------                                   -------------
     wait dispatch_consumed[all] >= n-2
-    route:  entries, weights, counts, header  --->  arena.entries/weights/counts/header[n & 1][s], dated n:
+    route:  entries, weights, counts, header  --->  arena.entries/weights/table[n & 1][s], dated n:
                                                     wait for each word, scan counts to row bases
     send:   encode pieces of tokens           --->  arena.messages[n & 1][s][token]
             post message_ready[s][convoy] = n --->  wait message_ready[s][convoy] >= n, copy to expert rows

@@ -3,7 +3,7 @@
 | hook           | called as                     | by                                      | returns       |
 | -------------- | ----------------------------- | --------------------------------------- | ------------- |
 | epilogue       | (coords, value, context)      | combine, before it rounds a sum         | the new value |
-| router_weights | (address, token, k, top_k)    | dispatch (weights travel) and combine   | Float32       |
+| router_weights | (address, token, k, top_k)    | dispatch (weights travel), exact combine| Float32       |
 | input_scale    | (address, expert)             | dispatch, with expert 0                 | Float32       |
 
 Each is a `@cute.jit` function. `coords` is (token, column) of the first of eight neighbouring elements, `value` holds

@@ -65,7 +65,8 @@ class Watch:
 
 @cute.jit
 def report(watch: Watch, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
-    """Write one host-visible status record in a single 16-byte store, and raise this rank's abort word."""
+    """Write one host-visible status record in a single 16-byte store, and unless it is about input, raise this rank's
+    abort word."""
     words = cute.make_rmem_tensor(len(StatusWord), Uint32)
     words[StatusWord.PHASE] = Uint32(int(phase))
     words[StatusWord.INDEX] = Uint32(index)

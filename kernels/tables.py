@@ -23,8 +23,8 @@ class Tables:
     """Shared memory that `read` fills.
 
     bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e], scale_starts[e]: first row of local
-    expert e where rows, or scale rows, are aligned; [L]: all of them. items: pieces of all sources. tiled: 1 if
-    `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
+    expert e where rows, or scale rows, are aligned; [L]: all of them. items: ranks times the pieces of the source that
+    has most. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
     """
 
     def __init__(self, shared: RegionMap) -> None:

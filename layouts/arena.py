@@ -1,11 +1,11 @@
 """The arena: one rank's symmetric memory, and who writes which part of it when.
 
 Every rank allocates one arena of the same layout; peers store into it through mapped addresses. `parity`
-is the round number (epoch) modulo 2. A word is written by exactly one rank, named in the third column.
+is the round number (epoch) modulo 2. The third column names who writes a word; a flag or a dated word has one writer.
 
 | region            | axes                               | written by  | meaning                                     |
 | ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
-| state             | (StateWord)                        | owner       | epochs, kernel exit counters, abort         |
+| state             | (StateWord)                        | owner       | epochs, exit and other counters, abort      |
 | combine_taken     | (parity, turn, counter, word)      | owner       | numbers that sending warps have taken       |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |

@@ -1,6 +1,6 @@
 """Bridge from byte maps to CuTe tensors: the one place where an address becomes a tensor inside a kernel.
 
-Mode 0 of a vector tensor is one 16-byte access, (4 x Uint32) : (1); its copy atom is `VECTOR_ATOM()`.
+Mode 0 of a vector tensor is one 16-byte access, (4 x Uint32) : (1); its copy atom is `vector_atom()`.
 """
 
 from __future__ import annotations

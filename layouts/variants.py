@@ -24,7 +24,9 @@ QUANTIZE_KERNEL = "quantize"
 SWIGLU_KERNELS = ("swiglu", "swiglu_interleaved")
 COPY_KERNEL = "copy"
 HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
-"""Kernels that sum, and so call the epilogue and read router weights."""
+"""Kernels that sum, and so call the epilogue."""
+WEIGHING_KERNELS = ("combine_exact", "combine_wait_exact")
+"""Those that multiply by the router weights of the caller: partial sums use the ones that travelled."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +47,8 @@ class Hooks:
         """Those of the hooks that `kernel` calls."""
         if kernel in SEND_KERNELS:
             return Hooks(None, self.router_weights, self.input_scale)
-        return Hooks(self.epilogue, self.router_weights) if kernel in HOOKED_KERNELS else NO_HOOKS
+        weights = self.router_weights if kernel in WEIGHING_KERNELS else None
+        return Hooks(self.epilogue, weights) if kernel in HOOKED_KERNELS else NO_HOOKS
 
     @property
     def symbol(self) -> str:

@@ -45,7 +45,8 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         default="auto",
         metavar="LIST",
-        help="auto (all GPUs, or 4 virtual ranks on a single one); cuda:0,cuda:1,... one rank each; "
+        help="auto (as many GPUs as divide the experts, or 4 virtual ranks on a single one); "
+        "cuda:0,cuda:1,... one rank each; "
         "virtual:N, N ranks on cuda:0; cpu or cpu:N, the reference backend with N ranks (default auto)",
     )
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")

@@ -27,6 +27,7 @@ from cute_ep.layouts.variants import (
     HOOKED_KERNELS,
     NO_HOOKS,
     SEND_KERNELS,
+    WEIGHING_KERNELS,
     Hooks,
     Variant,
     variants,
@@ -86,10 +87,13 @@ def test_a_shared_symbol_is_noticed(monkeypatch: pytest.MonkeyPatch, forgotten: 
 
 
 def test_kernels_have_the_hooks_that_they_call() -> None:
-    """Sends read weights and the scale, sums read weights and end in the epilogue; no other kernel has a variant."""
+    """Sends read weights and the scale, sums end in the epilogue and read weights where none have travelled; no other
+    kernel has a variant."""
     made = {(variant.kernel, variant.hooks) for variant in variants(hooks=ALL_HOOKS)}
     sends = {(kernel, replace(ALL_HOOKS, epilogue=None)) for kernel in SEND_KERNELS}
-    assert made == sends | {(kernel, replace(ALL_HOOKS, input_scale=None)) for kernel in HOOKED_KERNELS}
+    weighing = {(kernel, replace(ALL_HOOKS, input_scale=None)) for kernel in WEIGHING_KERNELS}
+    others = set(HOOKED_KERNELS) - set(WEIGHING_KERNELS)
+    assert made == sends | weighing | {(kernel, Hooks(epilogue=ALL_HOOKS.epilogue)) for kernel in others}
     assert {v.kernel for v in variants(hooks=SCALE)} == set(HOOKED_KERNELS) <= set(COMBINE_KERNELS)
     assert {v.kernel for v in variants(hooks=Hooks(input_scale="a:b"))} == set(SEND_KERNELS) <= set(DISPATCH_KERNELS)
 
