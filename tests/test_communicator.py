@@ -662,10 +662,12 @@ def test_hooks_choose_kernels_and_open_types(make: Make) -> None:
     x, ids, weights = arguments()
     scale, residual = torch.tensor([7], dtype=torch.int64), torch.ones(5, 128)
     batch = rank.dispatch(x, ids, weights.bfloat16(), scale)
-    rank.combine(expert_rows(batch), batch, mode="partial", epilogue_data=residual)
+    for mode in ("exact", "partial"):
+        rank.combine(expert_rows(batch), batch, mode=mode, epilogue_data=residual)
     rank.combine(expert_rows(batch), batch, mode="unweighted")
     hooks = [launch.variant.hooks for launch in LAUNCHES]
-    assert hooks == [replace(HOOKS, epilogue=None), replace(HOOKS, input_scale=None), NO_HOOKS]
+    sums = [replace(HOOKS, input_scale=None), Hooks(epilogue=HOOKS.epilogue)]
+    assert hooks == [replace(HOOKS, epilogue=None), *sums, NO_HOOKS]
     assert LAUNCHES[0].arguments["router_weights"] == LAUNCHES[1].arguments["router_weights"] != 0
     assert LAUNCHES[0].arguments["global_scale"] == scale.data_ptr()
     assert LAUNCHES[1].arguments["epilogue_data"] == residual.data_ptr()
