@@ -27,7 +27,6 @@ from cute_ep.validate import (
     check_batch,
     check_buffers,
     check_input_scale,
-    check_mode,
     check_output,
     check_rows,
     check_tensor,
@@ -184,6 +183,7 @@ class Communicator:
         row_scales: torch.Tensor | None = None,
     ) -> Plan[Dispatched]:
         """All of `dispatch` but the launch; arguments and errors are the same."""
+        self._check_usable()
         self._dispatches.check_fused()
         sent, shape, arguments = self._prepare_send(
             "dispatch", x, topk_ids, router_weights, input_scale, scales, row_scales
@@ -223,6 +223,7 @@ class Communicator:
 
         Each batch in flight needs buffers of its own.
         """
+        self._check_own("dispatch", pending, PendingDispatch)
         self._dispatches.check_wait(pending.number)
         buffers, received = self._prepare_receive(pending, out)
         shape = self._shape("dispatch_wait", pending.topk_ids.shape[0])
@@ -278,8 +279,9 @@ class Communicator:
         epilogue_data: torch.Tensor | None = None,
     ) -> Plan[torch.Tensor]:
         """All of `combine` but the launch; arguments and errors are the same."""
+        self._check_usable()
         self._combines.check_fused()
-        check_batch(self.cfg, dispatched, self.device)
+        check_batch(self.cfg, self.rank, dispatched, self.device)
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
@@ -297,15 +299,14 @@ class Communicator:
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
         """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
         self._combines.check_send()
-        check_batch(self.cfg, dispatched, self.device)
-        check_mode(mode)
+        check_batch(self.cfg, self.rank, dispatched, self.device)
         if mode != "exact":  # which may be given its weights by `combine_wait`
             combine_weights(self.cfg, mode, None, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
         self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, (rows,))
         self._combines.sent += 1
-        return PendingCombine(self._combines.sent, dispatched, mode, rows)
+        return PendingCombine(self.rank, self._combines.sent, dispatched, mode, rows)
 
     def combine_wait(
         self,
@@ -317,6 +318,7 @@ class Communicator:
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The receiving half of `combine`, in the order of sending; same bytes as the fused call."""
+        self._check_own("combine", pending, PendingCombine)
         self._combines.check_wait(pending.number)
         dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
@@ -424,7 +426,9 @@ class Communicator:
             **self._shared_arguments(tokens),
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
-        sent = PendingDispatch(self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive)
+        sent = PendingDispatch(
+            self.rank, self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
+        )
         return sent, shape, arguments
 
     def _shared_arguments(self, tokens: int) -> dict[str, int]:
@@ -462,6 +466,7 @@ class Communicator:
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
         return Dispatched(
             **tensors_of(out),
+            rank=self.rank,
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
@@ -514,6 +519,16 @@ class Communicator:
             **self._shared_arguments(tokens),
         }
 
+    def _check_own(self, phase: str, pending: PendingDispatch | PendingCombine, kind: type) -> None:
+        if not isinstance(pending, kind) or pending.rank != self.rank:
+            kept = type(pending).__name__
+            raise EPInputError(f"pending = {kept}: must be what {phase}_async of rank {self.rank} returned")
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EPError(f"rank {self.rank}: the communicator is closed")
+        self._raise_timeout()
+
     def _launch(
         self,
         name: str,
@@ -527,9 +542,7 @@ class Communicator:
         Args:
             tensors, buffers: what the kernel reads and writes.
         """
-        if self._closed:
-            raise EPError(f"rank {self.rank}: the communicator is closed")
-        self._raise_timeout()
+        self._check_usable()
         stream = self._work_stream()
         if self._shared_device and stream != (current := torch.cuda.current_stream(self.device)):
             stream.wait_stream(current)

@@ -53,7 +53,10 @@ def connect_local(
         EPConfigError: wrong number or mix of devices, GPUs without a peer path, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
-    chosen = [torch.device(device) for device in devices]
+    try:
+        chosen = [torch.device(device) for device in devices]
+    except (RuntimeError, TypeError) as error:
+        raise EPConfigError(f"devices = {devices!r}: must be names of devices ({error})") from None
     if len(chosen) != cfg.world_size:
         raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
     if all(device.type == "cpu" for device in chosen):
@@ -63,6 +66,10 @@ def connect_local(
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     chosen = [torch.device("cuda", device.index or 0) for device in chosen]
+    gpus = torch.cuda.device_count()
+    for device in chosen:
+        if device.index >= gpus:
+            raise EPConfigError(f"devices: {device} is not here, the machine has {gpus} CUDA GPUs")
     sharing = Counter(chosen)
     ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
     for device in sharing:

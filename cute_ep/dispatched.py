@@ -140,12 +140,14 @@ class Dispatched(DispatchBuffers):
     """One rank's share of a dispatched batch, expert-major. N = `num_rows` rows are valid, all on the device.
 
     Attributes (besides those of the buffers that hold it):
+        rank: whose share it is.
         topk_ids: this rank's own [T, K] int32 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.
         return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
             header.
     """
 
+    rank: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
     return_pieces: int

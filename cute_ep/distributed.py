@@ -30,9 +30,14 @@ def _lists(communicators: Communicators, **arguments: Sequence | None) -> list[d
 
 class _Operation:
     def __init__(self, communicators: Communicators) -> None:
+        if not communicators:
+            raise EPConfigError("communicators = 0: must be world_size")
         cfg = communicators[0].cfg
         if len(communicators) != cfg.world_size:
             raise EPConfigError(f"communicators = {len(communicators)}: must be world_size = {cfg.world_size}")
+        ranks = [communicator.rank for communicator in communicators]
+        if ranks != list(range(cfg.world_size)) or any(communicator.cfg != cfg for communicator in communicators):
+            raise EPConfigError(f"communicators of ranks {ranks}: must be all ranks of one group, in order")
         self.communicators = communicators
 
 

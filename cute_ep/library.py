@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import cute_ep
-from cute_ep.errors import VariantMissing
+from cute_ep.errors import EPConfigError, VariantMissing
 from cute_ep.layouts.variants import ARCHITECTURES, NO_HOOKS, Hooks, Variant
 
 PACKAGE_FOLDER = Path(__file__).parent / "library"
@@ -129,15 +129,24 @@ class LibraryEntry:
 
 
 def read_manifest(folder: Path) -> dict[Variant, LibraryEntry]:
-    """Entries of one library folder; empty when it has no manifest, or one of another version of this package."""
+    """Entries of one library folder; empty when it has no manifest, or one of another version of this package.
+
+    Raises:
+        EPConfigError: the manifest is damaged; the message names it.
+    """
     path = folder / MANIFEST
     if not path.exists():
         return {}
-    content = json.loads(path.read_text())
-    if content["version"] != cute_ep.__version__:
-        return {}
+    try:
+        content = json.loads(path.read_text())
+        return _entries(folder, content["variants"]) if content["version"] == cute_ep.__version__ else {}
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise EPConfigError(f"{path}: no manifest ({type(error).__name__}: {error}); remove the file") from None
+
+
+def _entries(folder: Path, rows: list[dict]) -> dict[Variant, LibraryEntry]:
     entries = {}
-    for row in content["variants"]:
+    for row in rows:
         variant = Variant(row["kernel"], row["arch"], row["format"], Hooks(**row["hooks"]))
         entries[variant] = LibraryEntry(
             variant=variant,
@@ -160,9 +169,14 @@ class Library:
 
     Args:
         folder: searched before the wheel's and the user's folders.
+
+    Raises:
+        EPConfigError: it is no folder, or a manifest is damaged.
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
+        if folder and not Path(folder).is_dir():
+            raise EPConfigError(f"library = {str(folder)!r}: must be a folder")
         self.folders = [Path(folder)] if folder else []
         self.folders += [PACKAGE_FOLDER, cache_folder()]
         self.entries: dict[Variant, LibraryEntry] = {}

@@ -298,8 +298,11 @@ def copy_bytes(
         ctas: CTAs to use; default all that are resident together.
 
     Raises:
-        EPInputError: sizes differ or are no multiple of 16 bytes.
+        EPInputError: a tensor is not on a GPU, sizes differ or are no multiple of 16 bytes.
     """
+    for name, tensor in (("source", source), ("destination", destination)):
+        if tensor.device.type != "cuda":
+            raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
     if source.nbytes != destination.nbytes or source.nbytes % VECTOR_BYTES:
         raise EPInputError(
             f"source.nbytes = {source.nbytes}, destination.nbytes = {destination.nbytes}: must be equal and a "

@@ -315,7 +315,7 @@ class ReferenceCommunicator:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
         buffers = tensors_of(out)
-        given = {"topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
+        given = {"rank": self.rank, "topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
         dispatched = _OwnDispatched(**buffers, **given, return_pieces=0, origin=pending)
         self._exchange.dispatch.receive(pending, lambda current: self._fill(current, buffers))
         return dispatched

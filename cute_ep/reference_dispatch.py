@@ -259,6 +259,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_map=row_map,
         headers=torch.tensor(header, dtype=torch.int32, device=device),
         weights=weights,
+        rank=rank,
         topk_ids=own.topk_ids,
         router_weights=own.router_weights,
         return_pieces=0,

@@ -18,6 +18,7 @@ Result = TypeVar("Result")
 class PendingDispatch:
     """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
 
+    rank: int
     number: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
@@ -29,6 +30,7 @@ class PendingDispatch:
 class PendingCombine:
     """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
+    rank: int
     number: int
     dispatched: Dispatched
     mode: str

@@ -5,7 +5,6 @@ Nothing here reads a tensor's elements, so no check waits for a device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -159,8 +158,7 @@ def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> 
 
 def check_global_scale(value: float) -> None:
     """EPInputError unless `value` is a number in [2**-100, 2**100] (so positive and finite)."""
-    ok = isinstance(value, (int, float)) and math.isfinite(value)
-    if not (ok and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
+    if not (isinstance(value, (int, float)) and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
         raise EPInputError(f"global_scale = {value!r}: must be in [2**-100, 2**100]")
 
 
@@ -170,10 +168,12 @@ def check_mode(mode: str) -> None:
         raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
 
 
-def check_batch(cfg: EPConfig, dispatched: Dispatched, device: torch.device | str) -> None:
-    """EPInputError unless `dispatched` is a batch of this configuration, on this device."""
+def check_batch(cfg: EPConfig, rank: int, dispatched: Dispatched, device: torch.device | str) -> None:
+    """EPInputError unless `dispatched` is a rank's batch of this configuration, on this device."""
     if not isinstance(dispatched, Dispatched):
         raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
+    if dispatched.rank != rank:
+        raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
     check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
 
 

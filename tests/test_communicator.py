@@ -653,8 +653,14 @@ def test_lists_are_of_one_format_and_all_ranks(make: Make) -> None:
             else:
                 with pytest.raises(EPConfigError, match=f"dispatch_format = '{fmt}': {operation.__name__} serves"):
                     operation(ranks)
-        with pytest.raises(EPConfigError, match="communicators = 1: must be world_size = 2"):
-            DistributedEPCombine(ranks[:1])
+        for some, rule in (
+            ([], "communicators = 0: must be world_size"),
+            (ranks[:1], "communicators = 1: must be world_size = 2"),
+            (ranks[::-1], r"communicators of ranks \[1, 0\]: must be all ranks of one group, in order"),
+            ([ranks[0], make(replace(ranks[1].cfg, top_k=1), 1)], r"\[0, 1\]: must be all ranks of one group"),
+        ):
+            with pytest.raises(EPConfigError, match=rule):
+                DistributedEPCombine(some)
 
 
 def test_hooks_choose_kernels_and_open_types(make: Make) -> None:
@@ -700,9 +706,51 @@ def test_order_of_halves(rank: Communicator) -> None:
     ):
         with pytest.raises(EPInputError, match=message):
             call()
-    rank.dispatch_wait(first)
+    batch = rank.dispatch_wait(first)
     with pytest.raises(EPInputError, match="next to receive is 2"):
         rank.dispatch_wait(first)
+    rows = expert_rows(batch)
+    first, second = rank.combine_async(rows, batch), rank.combine_async(rows, batch)
+    for message, call in (
+        ("2 are outstanding", lambda: rank.combine_async(rows, batch)),
+        ("2 split round", lambda: rank.plan_combine(rows, batch)),
+        ("next to receive is 1", lambda: rank.combine_wait(second)),
+    ):
+        with pytest.raises(EPInputError, match=message):
+            call()
+    rank.combine_wait(first)
+
+
+def test_what_another_rank_was_given_is_refused(make: Make) -> None:
+    """Its ids and weights are not those of the rows that this rank would find."""
+    ranks = [make(rank=0), make(rank=1)]
+    sent = [rank.dispatch_async(*arguments()) for rank in ranks]
+    for pending in (sent[1], None):
+        with pytest.raises(EPInputError, match="must be what dispatch_async of rank 0 returned"):
+            ranks[0].dispatch_wait(pending)
+    batches = [rank.dispatch_wait(pending) for rank, pending in zip(ranks, sent, strict=True)]
+    rows = expert_rows(batches[0])
+    for call in (ranks[0].combine, ranks[0].combine_async):
+        with pytest.raises(EPInputError, match=r"dispatched\.rank = 1: must be 0, the rank that combines"):
+            call(rows, batches[1])
+    with pytest.raises(EPInputError, match="pending = PendingDispatch: must be what combine_async of rank 0 returned"):
+        ranks[0].combine_wait(sent[0])
+    ranks[0].combine(rows, batches[0])
+
+
+def test_bad_rows_are_named(rank: Communicator) -> None:
+    batch = rank.dispatch(*arguments())
+    rows = expert_rows(batch)
+    before = len(LAUNCHES)
+    for bad, rule in (
+        (rows[:, :64], r"rows\.shape"),
+        (rows.float(), r"rows\.dtype"),
+        (rows.to("meta"), r"rows\.device"),
+        ([1.0], r"rows"),
+    ):
+        with pytest.raises(EPInputError, match=rule):
+            rank.combine(bad, batch)
+    assert len(LAUNCHES) == before
 
 
 def test_a_plan_waits_for_split_rounds(rank: Communicator) -> None:
@@ -814,6 +862,6 @@ def test_closed(rank: Communicator) -> None:
     plan = rank.plan_dispatch(*arguments())
     rank.close()
     rank.close()
-    for call in (plan.launch, lambda: rank.dispatch(*arguments())):
+    for call in (plan.launch, lambda: rank.dispatch(*arguments()), lambda: rank.plan_dispatch(*arguments())):
         with pytest.raises(EPError, match="closed"):
             call()

@@ -70,6 +70,22 @@ def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at
     assert sorted(undone) == ([0, 2] if at == "make" else [0, 1, 2])
 
 
+@pytest.mark.parametrize(
+    ("devices", "rule"),
+    [
+        (["gpu0", "gpu1"], "must be names of devices"),
+        ([None, None], "must be names of devices"),
+        (["cpu"], "devices = 1 entries: must be world_size = 2"),
+        (["cuda:0", "cpu"], "must be all CUDA or all cpu"),
+        (["cuda:0", "cuda:99"], "cuda:99 is not here, the machine has 2 CUDA GPUs"),
+    ],
+)
+def test_devices_that_no_group_can_have(devices: list, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(EPConfigError, match=rule):
+        connection.connect_local(EPConfig(128, 8, 2, 16, 2), devices)
+
+
 def test_places_that_go_together() -> None:
     for rank in range(RANKS):
         _check_places(rank, PLACES)

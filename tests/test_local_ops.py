@@ -19,7 +19,7 @@ from cute_ep import local_ops
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.scales import scale_map
-from cute_ep.local_ops import SwigluRows, fused_silu, quantize
+from cute_ep.local_ops import SwigluRows, copy_bytes, fused_silu, quantize
 
 ROWS, WIDTH, GROUPS = 6, 256, 3
 SMS = 4
@@ -189,6 +189,13 @@ def test_grid_is_bounded_and_nothing_is_launched_without_rows(launches: list) ->
     assert fused_silu(bf16(0, 64)).shape == (0, 32)
     assert quantize(bf16(0, 64), "nvfp4").scales.shape == (0, 4)
     assert not launches
+
+
+@pytest.mark.parametrize("name", ["source", "destination"])
+def test_copy_is_between_gpus(name: str) -> None:
+    tensors = {"source": SimpleNamespace(device=torch.device("cuda:0")), "destination": bf16(8), name: bf16(8)}
+    with pytest.raises(EPInputError, match=rf"{name}\.device = cpu: must be an NVIDIA GPU"):
+        copy_bytes(**tensors)
 
 
 def test_arguments_are_parameters_of_the_kernel(launches: list) -> None:

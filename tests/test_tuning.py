@@ -306,6 +306,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(connection, name, fake)
     monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: 4)
 
 
 @pytest.mark.parametrize("given", [None, Tuning(MINE, MINE)])

@@ -127,7 +127,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def write_json(path: str, content: dict) -> None:
-    """Write `content` to `path`, creating its folder."""
+    """Write `content` to `path`, creating its folder; EPConfigError where that fails."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise EPConfigError(f"json = {path!r}: cannot be written ({error})") from None

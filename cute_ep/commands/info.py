@@ -19,7 +19,6 @@ from cute_ep.commands.common import (
     seconds_text,
 )
 from cute_ep.config import memory_bytes
-from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.layouts.variants import ARCHITECTURES
 from cute_ep.library import Library, LibraryEntry, read_manifest, source_hash
@@ -140,8 +139,6 @@ def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:
     from cute_ep.traffic import per_expert_receive_bytes
 
     configs = {ranks: config(shape, ranks, max_tokens, fmt) for ranks in RANK_COUNTS if shape.num_experts % ranks == 0}
-    if not configs:
-        raise EPConfigError(f"num_experts = {shape.num_experts}: must be a multiple of the number of ranks")
     table = Table(
         title=f"memory of one rank: {shape.name}, {shape.num_experts} experts, hidden {shape.hidden}, "
         f"top-{shape.top_k}, {fmt}, {max_tokens} tokens a rank",

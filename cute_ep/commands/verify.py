@@ -201,10 +201,10 @@ def _check(group: _Group, case: Case, console: Console) -> dict:
     wanted = dict(OPTIONS[case.options].round)
     if "dtype" in wanted:
         wanted["dtype"] = getattr(torch, wanted["dtype"])
-    inputs = group.inputs(case)
+    inputs, communicators = group.inputs(case), group.communicators(case)
     start, error = time.perf_counter(), None
     try:
-        check_round(group.communicators(case), inputs, RoundOptions(case.split, **wanted))
+        check_round(communicators, inputs, RoundOptions(case.split, **wanted))
     except (AssertionError, EPError) as failure:
         error = f"{type(failure).__name__}: {failure}"
         if isinstance(failure, EPError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import shlex
 import shutil
 from collections import Counter
@@ -19,7 +20,7 @@ import cute_ep
 from cute_ep import library
 from cute_ep.build import add_to_manifest, build
 from cute_ep.cubin import read_resources
-from cute_ep.errors import VariantMissing
+from cute_ep.errors import EPConfigError, VariantMissing
 from cute_ep.layouts.variants import (
     ARCHITECTURES,
     COMBINE_KERNELS,
@@ -96,6 +97,21 @@ def test_kernels_have_the_hooks_that_they_call() -> None:
     assert made == sends | weighing | {(kernel, Hooks(epilogue=ALL_HOOKS.epilogue)) for kernel in others}
     assert {v.kernel for v in variants(hooks=SCALE)} == set(HOOKED_KERNELS) <= set(COMBINE_KERNELS)
     assert {v.kernel for v in variants(hooks=Hooks(input_scale="a:b"))} == set(SEND_KERNELS) <= set(DISPATCH_KERNELS)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"version": "VERSION"}', '{"version": "VERSION", "variants": [{}]}']
+)
+def test_a_damaged_manifest_is_named(tmp_path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text.replace("VERSION", cute_ep.__version__))
+    with pytest.raises(EPConfigError, match=re.escape(str(tmp_path / MANIFEST)) + ".*remove the file"):
+        Library(tmp_path)
+
+
+def test_a_library_is_a_folder(tmp_path) -> None:
+    """A slip in its name must not let other kernels be measured."""
+    with pytest.raises(EPConfigError, match="must be a folder"):
+        Library(tmp_path / "missing")
 
 
 def test_every_variant_is_a_file_of_its_own(library: dict[Variant, LibraryEntry]) -> None:
