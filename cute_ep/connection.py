@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,8 +80,6 @@ def connect_local(
     shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
     found = Library(library)
     kernels = [load_kernels(cfg, device, found, hooks) for device in chosen]
-    arenas = [_make_arena(cfg, rank, device) for rank, device in enumerate(chosen)]
-    addresses = [arena.address for arena in arenas]
     open_ranks: list[Communicator] = []
 
     def release(communicator: Communicator) -> None:
@@ -96,22 +95,29 @@ def connect_local(
             member.free()
             member.arena.free()
 
-    for rank, device in enumerate(chosen):
-        open_ranks.append(
-            Communicator(
-                cfg,
-                rank,
-                device,
-                arenas[rank],
-                [addresses[rank]] if cfg.skip_a2a else addresses,
-                kernels=kernels[rank],
-                hooks=hooks,
-                max_ctas=ctas[device],
-                tuning=shapes[ctas[device]],
-                shared_device=sharing[device] > 1,
-                release=release,
+    with ExitStack() as undo:
+        arenas = []
+        for rank, device in enumerate(chosen):
+            arenas.append(_make_arena(cfg, rank, device))
+            undo.callback(arenas[-1].free)
+        addresses = [arena.address for arena in arenas]
+        for rank, device in enumerate(chosen):
+            open_ranks.append(
+                Communicator(
+                    cfg,
+                    rank,
+                    device,
+                    arenas[rank],
+                    [addresses[rank]] if cfg.skip_a2a else addresses,
+                    kernels=kernels[rank],
+                    hooks=hooks,
+                    max_ctas=ctas[device],
+                    tuning=shapes[ctas[device]],
+                    shared_device=sharing[device] > 1,
+                    release=release,
+                )
             )
-        )
+        undo.pop_all()
     members = tuple(open_ranks)
     return list(members)
 
@@ -165,18 +171,16 @@ def connect(
     def map_peers() -> dict[int, int]:
         return {peer: open_handle(device, handle) for peer, handle in peers.items()}
 
-    mapped, _ = _on_all_ranks(group, map_peers)
-    layout = cfg.arena
-    theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
-    addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
+    def unmap(mapped: dict[int, int]) -> None:
+        for address in mapped.values():
+            close_handle(device, address)
 
     def release(communicator: Communicator) -> None:
         """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed."""
         torch.cuda.synchronize(device)
         if any(_gather(communicator.failed, group)):
             return
-        for address in mapped.values():
-            close_handle(device, address)
+        unmap(mapped)
         dist.barrier(group)
         communicator.free()
         arena.free()
@@ -196,7 +200,16 @@ def connect(
             release=release,
         )
 
-    return _on_all_ranks(group, start)[0]
+    with ExitStack() as undo:
+        undo.callback(arena.free)
+        mapped, _ = _on_all_ranks(group, map_peers, undo=unmap)
+        undo.callback(unmap, mapped)
+        layout = cfg.arena
+        theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
+        addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
+        communicator, _ = _on_all_ranks(group, start, undo=Communicator.free)
+        undo.pop_all()
+    return communicator
 
 
 @dataclass(frozen=True)

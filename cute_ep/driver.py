@@ -55,7 +55,6 @@ class Kernel:
         )
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
-        self.entry = entry
         self._masks = {name: (1 << int(kind[1:])) - 1 for name, kind in entry.params}
         self._constants: dict[str, int] = {}
         self._values = (ctypes.c_uint64 * len(entry.params))()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from perf.cases import MAIN, OTHERS
+from perf.cases import MAIN, OTHERS, QUICK_FORMATS
 from perf.peers import CHAINED, PEERS
 
 COLUMNS = {
@@ -118,7 +118,7 @@ def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
     return sorted({(row["peer"], row["format"]) for row in rows}, key=lambda pair: (order.index(pair[0]), pair[1]))
 
 
-def peers_table(run: dict, operation: str, formats: Sequence[str] = ("bf16", "fp8", "nvfp4")) -> str:
+def peers_table(run: dict, operation: str) -> str:
     """Medians of one operation (dispatch, combine, pair, pair_chained) beside those of the other libraries."""
     ours = "combine_partial" if operation == "combine" else operation
     own = {
@@ -131,7 +131,7 @@ def peers_table(run: dict, operation: str, formats: Sequence[str] = ("bf16", "fp
         for row in run["peers"]
         if row["operation"] == operation
     }
-    here = [fmt for fmt in formats if any(key[1] == fmt for key in own)]
+    here = [fmt for fmt in QUICK_FORMATS if any(key[1] == fmt for key in own)]
     columns = peer_columns(row for row in run["peers"] if row["operation"] == operation)
     rows = []
     for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):

@@ -147,6 +147,8 @@ def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:
         (row,) = (line for line in capsys.readouterr().out.splitlines() if "received once a round" in line)
         assert size in row, row
     assert main(["info", "--preset", "nobody"]) == 2
+    assert main(["info", "--format", "bf16,fp8"]) == 2
+    assert main(["info", "--library", str(tmp_path / "missing")]) == 2
 
 
 @needs_no_gpu

@@ -86,6 +86,29 @@ def test_devices_that_no_group_can_have(devices: list, rule: str, monkeypatch: p
         connection.connect_local(EPConfig(128, 8, 2, 16, 2), devices)
 
 
+def test_arenas_that_did_fit_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = []
+
+    def make_arena(cfg: EPConfig, rank: int, device: object) -> SimpleNamespace:
+        if rank == 2:
+            raise EPError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY")
+        return SimpleNamespace(address=4096 * rank, free=lambda: freed.append(rank))
+
+    for name, fake in {
+        "enable_peer_access": lambda *devices: None,
+        "load_kernels": lambda *args: {},
+        "find_tuning": lambda *args: None,
+        "_make_arena": make_arena,
+        "_max_ctas": lambda device, sms, ranks: 66,
+    }.items():
+        monkeypatch.setattr(connection, name, fake)
+    monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(EPError, match="OUT_OF_MEMORY"):
+        connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{rank}" for rank in range(4)])
+    assert freed == [1, 0]
+
+
 def test_places_that_go_together() -> None:
     for rank in range(RANKS):
         _check_places(rank, PLACES)

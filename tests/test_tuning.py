@@ -300,7 +300,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in {
         "enable_peer_access": lambda *devices: None,
         "load_kernels": lambda *args: {},
-        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0),
+        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
         "_max_ctas": lambda device, sms, ranks: CTAS_PER_SM * (sms or 132) // ranks,
         "Communicator": lambda *args, **options: SimpleNamespace(**options),
     }.items():

@@ -18,9 +18,9 @@ from cute_ep.layouts.record import Region
 from cute_ep.presets import PRESETS, Preset, preset_named
 
 
-def add_shape_arguments(parser: argparse.ArgumentParser, default: str = "deepseek-v3") -> None:
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """`--preset`, and `--hidden`, `--experts`, `--top-k` that override its numbers."""
-    parser.add_argument("--preset", default=default, metavar="NAME", help=f"model shape: {', '.join(PRESETS)}")
+    parser.add_argument("--preset", default="deepseek-v3", metavar="NAME", help=f"model shape: {', '.join(PRESETS)}")
     parser.add_argument("--hidden", type=int, metavar="N", help="elements of a token row, instead of the preset's")
     parser.add_argument("--experts", type=int, metavar="N", help="experts of all ranks, instead of the preset's")
     parser.add_argument("--top-k", type=int, metavar="K", help="experts a token, instead of the preset's")

@@ -19,6 +19,7 @@ from cute_ep.commands.common import (
     seconds_text,
 )
 from cute_ep.config import memory_bytes
+from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.layouts.variants import ARCHITECTURES
 from cute_ep.library import Library, LibraryEntry, read_manifest, source_hash
@@ -41,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print all tables. Returns 0; EPConfigError for a shape that breaks a rule."""
     shape = chosen_shape(args)
-    (fmt,) = format_names(args.format)[:1]
-    memory = memory_table(shape, fmt, args.max_tokens)
+    formats = format_names(args.format)
+    if len(formats) > 1:
+        raise EPConfigError(f"format = {args.format!r}: must be one format")
+    memory = memory_table(shape, formats[0], args.max_tokens)
     print_devices(console)
     library = Library(args.library)
     print_table(console, library_table(library))
