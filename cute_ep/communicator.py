@@ -306,7 +306,7 @@ class Communicator:
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
         self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, (rows,))
         self._combines.sent += 1
-        return PendingCombine(self.rank, self._combines.sent, dispatched, mode, rows)
+        return PendingCombine(self._combines.sent, dispatched, mode, rows)
 
     def combine_wait(
         self,
@@ -521,8 +521,8 @@ class Communicator:
 
     def _check_own(self, phase: str, pending: PendingDispatch | PendingCombine, kind: type) -> None:
         if not isinstance(pending, kind) or pending.rank != self.rank:
-            kept = type(pending).__name__
-            raise EPInputError(f"pending = {kept}: must be what {phase}_async of rank {self.rank} returned")
+            given = type(pending).__name__
+            raise EPInputError(f"pending = {given}: must be what {phase}_async of rank {self.rank} returned")
 
     def _check_usable(self) -> None:
         if self._closed:

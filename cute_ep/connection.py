@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
-from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle
+from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
@@ -292,5 +292,5 @@ def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
     """CTAs of one rank that are sure to be resident together."""
-    share = sm_budget(device, None) * CTAS_PER_SM // ranks_on_device
+    share = resident_ctas(device.index) // ranks_on_device
     return max(1, min(sm_budget(device, sms) * CTAS_PER_SM, share))

@@ -48,7 +48,7 @@ class DistributedEPDispatch(_Operation):
         communicators: all ranks, from `connect_local`.
 
     Raises:
-        EPConfigError: their number is not the world size, or their format is not one of `formats`.
+        EPConfigError: they are not all ranks of one group, in order, or their format is not one of `formats`.
     """
 
     formats: tuple[Format, ...] = (BF16,)

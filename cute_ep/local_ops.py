@@ -72,7 +72,7 @@ def quantize(
     check_input_scale(record, input_scale)
     if input_scale is not None:
         check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
-    _check_gpu(x)
+    _check_gpu("x", x)
     payload = torch.empty(rows, payload_columns(record, hidden), dtype=payload_dtype(record), device=x.device)
     padded = scale_shape(LINEAR, record.scale_bytes(hidden), record.scale_itemsize, rows, 1)
     scales = torch.empty(padded, dtype=scale_dtype(record), device=x.device)
@@ -154,7 +154,7 @@ def fused_silu(
         raise EPInputError(f"limit = {limit!r}: must be positive")
     if out is not None:
         payload, scales = _check_out(record, layout, x, width, groups, out)
-    _check_gpu(x)
+    _check_gpu("x", x)
     if out is None:
         payload, scales = _empty_output(record, layout, x, width, groups)
     arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
@@ -195,9 +195,9 @@ def _check_offsets(name: str, tensor: torch.Tensor, x: torch.Tensor, count: int 
     check_tensor(name, tensor, shape=(count,), dtype=dtype, device=x.device)
 
 
-def _check_gpu(x: torch.Tensor) -> None:
-    if x.device.type != "cuda":
-        raise EPInputError(f"x.device = {x.device}: must be an NVIDIA GPU")
+def _check_gpu(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cuda":
+        raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
 
 
 def _scale_layout(record: Format, layout: str | None) -> str | None:
@@ -300,9 +300,8 @@ def copy_bytes(
     Raises:
         EPInputError: a tensor is not on a GPU, sizes differ or are no multiple of 16 bytes.
     """
-    for name, tensor in (("source", source), ("destination", destination)):
-        if tensor.device.type != "cuda":
-            raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
+    _check_gpu("source", source)
+    _check_gpu("destination", destination)
     if source.nbytes != destination.nbytes or source.nbytes % VECTOR_BYTES:
         raise EPInputError(
             f"source.nbytes = {source.nbytes}, destination.nbytes = {destination.nbytes}: must be equal and a "

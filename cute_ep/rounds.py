@@ -30,11 +30,15 @@ class PendingDispatch:
 class PendingCombine:
     """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
-    rank: int
     number: int
     dispatched: Dispatched
     mode: str
     rows: torch.Tensor
+
+    @property
+    def rank(self) -> int:
+        """Whose it is."""
+        return self.dispatched.rank
 
 
 @dataclass(frozen=True)

@@ -58,24 +58,22 @@ def vector_atom():
 
 def load_vector(words, address: Int64, how: str) -> None:
     """Load 16 bytes with PTX qualifiers that a copy atom does not have: `how` stands between "ld." and ".v4.b32"."""
-    seen = cute.arch.inline_ptx(
-        f"ld.{how}.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];",
-        write_only_types=[Uint32] * WORDS,
-        read_only_args=[address],
-    )
-    for index in range(WORDS):
-        words[index] = seen[index]
+    _load(words, f"ld.{how}.{FOUR_WORDS};", address)
 
 
 def load_row(words, address: Int64, once: Boolean) -> None:
     """Load 16 bytes; with `once` they are the first to leave the caches."""
-    seen = cute.arch.inline_ptx(
-        "{ .reg .pred once; setp.ne.u32 once, {$r1}, 0;"
-        " @once ld.global.cs.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
-        " @!once ld.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]; }",
-        write_only_types=[Uint32] * WORDS,
-        read_only_args=[address, Int32(once)],
-    )
+    loads = f"@once ld.global.cs.{FOUR_WORDS}; @!once ld.global.{FOUR_WORDS};"
+    _load(words, f"{{ .reg .pred once; setp.ne.u32 once, {{$r1}}, 0; {loads} }}", address, Int32(once))
+
+
+FOUR_WORDS = "v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]"
+"""Operands of a load of `_load`."""
+
+
+def _load(words, ptx: str, *arguments) -> None:
+    """Run PTX that leaves four words, from an address that is its first argument."""
+    seen = cute.arch.inline_ptx(ptx, write_only_types=[Uint32] * WORDS, read_only_args=list(arguments))
     for index in range(WORDS):
         words[index] = seen[index]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from cute_ep.connection import connect_local
+from cute_ep.machine import sm_budget
 from cute_ep.measure import make_sets, measure
 from perf.cases import MAIN, SWEEP_OPERATIONS, SWEEP_SMS, SWEEP_TOKENS
 
@@ -15,7 +14,7 @@ SAMPLES = 60
 
 def measure_sweep(devices: Sequence[str], library: str | None, say: Callable[[str], None]) -> list[dict]:
     """`cute_ep.measure.measure` of each operation, batch size and SM budget, with "sms" in every result."""
-    have = torch.cuda.get_device_properties(devices[0]).multi_processor_count
+    have = sm_budget(devices[0], None)
     results = []
     for fmt, operations in SWEEP_OPERATIONS.items():
         cfg = MAIN.config(fmt, len(devices), max(SWEEP_TOKENS))

@@ -697,28 +697,28 @@ def test_a_number_as_global_scale(rank: Communicator) -> None:
 
 def test_order_of_halves(rank: Communicator) -> None:
     x, ids, weights = arguments()
-    first = rank.dispatch_async(x, ids, weights)
-    second = rank.dispatch_async(x, ids, weights)
-    for message, call in (
+
+    def refused(*calls: tuple[str, Callable[[], object]]) -> None:
+        for message, call in calls:
+            with pytest.raises(EPInputError, match=message):
+                call()
+
+    first, second = (rank.dispatch_async(x, ids, weights) for _ in range(2))
+    refused(
         ("2 are outstanding", lambda: rank.dispatch_async(x, ids)),
         ("2 split round", lambda: rank.dispatch(x, ids)),
         ("next to receive is 1", lambda: rank.dispatch_wait(second)),
-    ):
-        with pytest.raises(EPInputError, match=message):
-            call()
+    )
     batch = rank.dispatch_wait(first)
-    with pytest.raises(EPInputError, match="next to receive is 2"):
-        rank.dispatch_wait(first)
+    refused(("next to receive is 2", lambda: rank.dispatch_wait(first)))
     rows = expert_rows(batch)
-    first, second = rank.combine_async(rows, batch), rank.combine_async(rows, batch)
-    for message, call in (
+    sums = [rank.combine_async(rows, batch) for _ in range(2)]
+    refused(
         ("2 are outstanding", lambda: rank.combine_async(rows, batch)),
         ("2 split round", lambda: rank.plan_combine(rows, batch)),
-        ("next to receive is 1", lambda: rank.combine_wait(second)),
-    ):
-        with pytest.raises(EPInputError, match=message):
-            call()
-    rank.combine_wait(first)
+        ("next to receive is 1", lambda: rank.combine_wait(sums[1])),
+    )
+    rank.combine_wait(sums[0])
 
 
 def test_what_another_rank_was_given_is_refused(make: Make) -> None:

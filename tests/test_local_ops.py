@@ -115,7 +115,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, dict[
     monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(local_ops, "_kernel", kernel)
     monkeypatch.setattr(local_ops, "resident_ctas", lambda device: 2 * SMS)
-    monkeypatch.setattr(local_ops, "_check_gpu", lambda x: None)
+    monkeypatch.setattr(local_ops, "_check_gpu", lambda name, tensor: None)
     return found
 
 
