@@ -35,8 +35,8 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
 	else set -x; $(PY) -m pytest tests/gpu || status=1; fi; exit $$status
 
-sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memcheck, racecheck) over a small case of every kernel
-	for tool in memcheck racecheck; do \
+sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memory, races, barriers) over a small case of every kernel
+	for tool in memcheck racecheck synccheck; do \
 	    compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PY) -m tests.gpu.small_case || exit 1; done
 
 perf: $(VENV)/package.stamp  ## measure everything on this machine's GPUs into perf/results (PERF=--quick: a minute)

@@ -15,7 +15,7 @@ from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import message_of, segment_words
-from cute_ep.layouts.formats import BF16
+from cute_ep.layouts.formats import BF16, VECTOR_BYTES
 from cute_ep.layouts.routing import Phase, StatusWord, division_magic
 from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
@@ -503,7 +503,7 @@ class Communicator:
         if epilogue_data is not None:
             if self.hooks.epilogue is None or mode == "unweighted":
                 raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
-            check_tensor("epilogue_data", epilogue_data, device=self.device)
+            check_tensor("epilogue_data", epilogue_data, device=self.device, alignment=VECTOR_BYTES)
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)

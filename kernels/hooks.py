@@ -25,6 +25,8 @@ from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 
 VECTOR_ELEMENTS = 8
+MINUS_ZEROS = 0x80008000
+"""Two numbers that, added to any number, leave it as it is."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,24 @@ class EpilogueContext:
 
 @cute.jit
 def residual_add(coords, value, context: EpilogueContext):
-    """Add a residual; context.data: [tokens, hidden] bfloat16."""
+    """Add a residual; context.data: [tokens, hidden] bfloat16, or 0: nothing is added."""
     token, column = coords
     vectors = quotient(context.hidden, VECTOR_ELEMENTS)
     gResidual = vector_tensor(context.data, vectors, context.tokens, Int64(vectors) * VECTOR_BYTES)
     rResidual = cute.make_rmem_tensor(VECTOR_BYTES // 4, Uint32)
-    cute.copy(vector_atom(), gResidual[None, quotient(column, VECTOR_ELEMENTS), token], rResidual)
+    rResidual.fill(MINUS_ZEROS)
+    if context.data != Int64(0):
+        cute.copy(vector_atom(), gResidual[None, quotient(column, VECTOR_ELEMENTS), token], rResidual)
     return value + cute.recast_tensor(rResidual, BFloat16).load().to(Float32)
 
 
 @cute.jit
 def scale(coords, value, context: EpilogueContext):
-    """Multiply by one number; context.data: float32[1]."""
-    return value * cute.arch.load(pointer(context.data, Float32), Float32)
+    """Multiply by one number; context.data: float32[1], or 0: by one."""
+    factor = Float32(1.0)
+    if context.data != Int64(0):
+        factor = cute.arch.load(pointer(context.data, Float32), Float32)
+    return value * factor
 
 
 class WeightReader:

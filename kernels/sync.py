@@ -11,7 +11,7 @@ that no round has written for exactly 2^32 rounds would pass for a new one.)
 | `wait_at_least`     | ld.acquire.sys loop                          | the flag -> all that happens after it           |
 | `post_dated`        | st.relaxed.sys                               | nothing: the value is in the word               |
 | `wait_dated`        | ld.relaxed.sys loop                          | nothing: the value is in the word               |
-| `block_all`         | barrier.cta.red.and                          | one thread's wait -> the whole CTA, and verdict |
+| `block_all`         | barrier.cta.red.and.aligned                  | one thread's wait -> the whole CTA, and verdict |
 | `warp_all`          | vote, bar.warp.sync                          | one lane's wait -> the whole warp, and verdict  |
 | `count_out`         | atom.relaxed                                 | announcement -> withdrawal, if a wait failed    |
 | `meet`              | atom.release.gpu, ld.acquire.sys loop        | all of every CTA before it -> all after it      |
@@ -31,7 +31,9 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass._mlir.dialects import nvvm
 
+from cute_ep.kernels.arith import anew
 from cute_ep.kernels.divide import remainder
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.device import pointer, vector_tensor
@@ -155,13 +157,11 @@ def _poll(
 
 
 def block_all(verdict: Boolean) -> Boolean:
-    """CTA barrier that returns whether `verdict` held in every thread."""
-    result = cute.arch.inline_ptx(
-        "{ .reg .pred p, q; setp.ne.u32 q, {$r0}, 0; barrier.cta.red.and.pred p, 0, q; selp.u32 {$w0}, 1, 0, p; }",
-        write_only_types=[Uint32],
-        read_only_args=[Uint32(verdict)],
+    """CTA barrier that returns whether `verdict` held in every thread. All threads of the CTA come here."""
+    result = nvvm.barrier(  # `cute.arch.barrier` has no reduction
+        reduction_op=nvvm.BarrierReduction.AND, reduction_predicate=Int32(verdict).ir_value(), results=[Int32.mlir_type]
     )
-    return result != Uint32(0)
+    return anew(result) != 0  # a number: a predicate that lives long is spilled
 
 
 def warp_all(verdict: Boolean) -> Boolean:

@@ -256,6 +256,7 @@ def test_what_hooks_read_is_on_the_device(make: Make, rank: Communicator) -> Non
         (hooked, sums, "exact", far, r"epilogue_data\.device"),
         (hooked, sums, "exact", torch.zeros(4, 4).T, r"epilogue_data\.stride"),
         (hooked, sums, "exact", 3.0, "epilogue_data = float"),
+        (hooked, sums, "exact", torch.zeros(9, dtype=torch.bfloat16)[1:], "must be a multiple of 16 bytes"),
     ):
         with pytest.raises(EPInputError, match=rule):
             one.combine(expert_rows(dispatched), dispatched, mode=mode, epilogue_data=data)

@@ -157,7 +157,7 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     apart = 65536
     while 2 * apart <= arena / 256:
         apart *= 2
-    return arena + (ranks - 1) * apart
+    return padded(arena + (ranks - 1) * apart, 2 << 20)
 
 
 @given(configs)
@@ -165,7 +165,7 @@ def test_arenas_of_different_ranks_begin_apart(cfg: EPConfig) -> None:
     begins = [cfg.arena.begin(rank) for rank in range(cfg.peers)]
     assert begins[0] == 0 and all(begin % 65536 == 0 for begin in begins)
     assert all(after - before >= 65536 for before, after in pairwise(begins))
-    assert begins[-1] + cfg.arena.nbytes == cfg.arena.allocation
+    assert 0 <= cfg.arena.allocation - (begins[-1] + cfg.arena.nbytes) < 2 << 20
 
 
 @given(configs)
@@ -195,8 +195,8 @@ def test_memory_of_the_usual_deployments() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
-    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1698, 1429, 1300]
-    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [43, 36, 33]
+    assert [round(memory_bytes(replace(prefill, dispatch_format=f)) / 2**20) for f in formats] == [1700, 1430, 1300]
+    assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [44, 38, 34]
 
 
 def test_defaults_come_from_the_format() -> None:

@@ -154,7 +154,7 @@ def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:
     for name in next(iter(configs.values())).arena.regions:
         table.add_row(name, *(bytes_text(cfg.arena.regions[name].nbytes) for cfg in configs.values()))
     table.add_row(
-        "for arenas to begin apart", *(bytes_text(c.arena.allocation - c.arena.nbytes) for c in configs.values())
+        "to begin apart, in whole pages", *(bytes_text(c.arena.allocation - c.arena.nbytes) for c in configs.values())
     )
     table.add_section()
     table.add_row("total, one rank", *(bytes_text(memory_bytes(cfg)) for cfg in configs.values()), style="bold")

@@ -43,19 +43,18 @@ def holds(fmt: str, hidden: int) -> bool:
 def test_every_format(devices: list[str], fmt: str, hidden: int) -> None:
     """Fused and split, plain and pre-quantised rows, all output types and combine modes, in every scale layout."""
     ranks, record = len(devices), FORMATS[fmt]
-    turn = hidden
-    for layout in record.scale_layouts or (None,):
+    for first, layout in enumerate(record.scale_layouts or (None,)):
         cfg = EPConfig(hidden, 16 * ranks, 4, MANY, ranks, fmt, 20, layout)
         with connected(cfg, devices) as communicators:
-            for tokens, routing in TOKENS:
+            for index, (tokens, routing) in enumerate(TOKENS):
                 for split in (False, True):
-                    turn += 1
-                    scales = [0.5 * (rank + 1) for rank in range(ranks)] if record.global_scale and turn % 3 else None
+                    turn = hidden + 2 * (first + index) + split
+                    scaled = record.global_scale and index % 3
                     options = RoundOptions(
                         split,
                         dtype=DTYPES[turn % 3],
-                        input_scales=scales,
-                        prequantized=bool(record.scale) and turn % 4 == 3,
+                        input_scales=[0.5 * (rank + 1) for rank in range(ranks)] if scaled else None,
+                        prequantized=bool(record.scale) and (first + index + split) % 2 == 1,
                         seed=turn,
                     )
                     inputs = make_inputs(cfg, counts_of(tokens, ranks, turn), routing, turn)
@@ -79,7 +78,7 @@ def test_rows_padded_to_an_alignment(devices: list[str], fmt: str) -> None:
         with connected(cfg, devices) as communicators:
             for tokens, routing in ((0, "uniform"), (1, "zipf"), (130, "masked"), (129, "one_rank")):
                 inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
-                check_round(communicators, inputs, RoundOptions(split=turn % 2 == 0, seed=turn))
+                check_round(communicators, inputs, RoundOptions(split=(tokens + turn // 2) % 2 == 0, seed=turn))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

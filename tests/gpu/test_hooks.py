@@ -41,26 +41,28 @@ def test_epilogues(devices: list[str], hooks: Hooks, mode: str) -> None:
         batches, rows = dispatched_rows(cfg, communicators, inputs)
         residuals = [torch.randn(77, 2048, device=c.device).bfloat16() for c in communicators]
         numbers = [torch.tensor([0.3 + rank], device=c.device) for rank, c in enumerate(communicators)]
-        data = residuals if hooks is RESIDUAL else numbers
-        outs = [
-            c.combine(r, b, mode=mode, epilogue_data=d)
-            for c, r, b, d in zip(communicators, rows, batches, data, strict=True)
-        ]
-        for communicator in communicators:
-            communicator.synchronize()
         here = communicators[0].device
         moved = [
             Dispatched(**{name: v.to(here) if isinstance(v, torch.Tensor) else v for name, v in vars(b).items()})
             for b in batches
         ]
+        for data in (residuals if hooks is RESIDUAL else numbers, [None] * len(devices)):
+            outs = [
+                c.combine(r, b, mode=mode, epilogue_data=d)
+                for c, r, b, d in zip(communicators, rows, batches, data, strict=True)
+            ]
+            for communicator in communicators:
+                communicator.synchronize()
 
-        def epilogue(rank: int, total: torch.Tensor) -> torch.Tensor:
-            own = data[rank].to(here).float()
-            return total + own if hooks is RESIDUAL else total * own
+            def epilogue(rank: int, total: torch.Tensor, data=data) -> torch.Tensor:
+                if data[rank] is None:
+                    return total
+                own = data[rank].to(here).float()
+                return total + own if hooks is RESIDUAL else total * own
 
-        wanted = reference.combine(cfg, [row.to(here) for row in rows], moved, None, mode, epilogue=epilogue)
-        for rank, (got, want) in enumerate(zip(outs, wanted, strict=True)):
-            assert_bits(got, want, f"rank {rank}")
+            wanted = reference.combine(cfg, [row.to(here) for row in rows], moved, None, mode, epilogue=epilogue)
+            for rank, (got, want) in enumerate(zip(outs, wanted, strict=True)):
+                assert_bits(got, want, f"rank {rank}")
 
 
 def test_readers() -> None:
