@@ -72,8 +72,8 @@ APART_SHARE, LEAST_APART = 256, 1 << 16
 """Each rank's arena begins further into its allocation than that of the rank before, by a power of two of at most
 1/APART_SHARE of an arena's bytes, but at least LEAST_APART."""
 PAGE_BYTES = 2 << 20
-"""Allocations are whole pages: from 512 MiB on, rounds of 32 to 512 tokens then take 1 to 4 % less time, wherever an
-arena lies in them. One page, or one byte, less than either, and they do not (2 x H200, 2026-11-22)."""
+"""Allocations are whole pages: from 512 MiB on, rounds of 64 to 512 tokens then take 1 to 4 % less time where inputs
+were allocated before, and later allocations do not change how long others take (2 x H200, 2026-11-22)."""
 PACKET_BYTES = 128
 """Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
 COMBINE_ITEMSIZE = 2
