@@ -18,6 +18,7 @@ from pathlib import Path
 
 import cute_ep
 from cute_ep.cubin import read_resources
+from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.variants import Variant
 from cute_ep.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
 
@@ -69,11 +70,16 @@ def build(
         The entries of `wanted`, in order.
 
     Raises:
-        RuntimeError: the DSL is not installed, or a variant does not compile; finished ones are kept.
+        EPConfigError: `folder` cannot be made.
+        EPError: the DSL is not installed, or a variant does not compile; finished ones are kept.
     """
     wanted = list(wanted)
     if dsl_version() is None:
-        raise RuntimeError('the CuTe DSL is not installed: pip install "cute-ep[build]"')
+        raise EPError('the CuTe DSL is not installed: pip install "cute-ep[build]"')
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EPConfigError(f"folder = {str(folder)!r}: {error.strerror}") from error
     entries = read_manifest(folder)
     fresh = {
         variant
@@ -96,7 +102,7 @@ def build(
                     try:
                         made[variant] = future.result()
                     except Exception as error:
-                        raise RuntimeError(f"{variant.symbol} ({variant.arch}) did not compile: {error}") from error
+                        raise EPError(f"{variant.symbol} ({variant.arch}) did not compile: {error}") from error
                     if on_done:
                         on_done(variant, True)
     finally:
@@ -107,7 +113,6 @@ def build(
 
 def add_to_manifest(folder: Path, made: dict[Variant, LibraryEntry]) -> None:
     """Add to a folder's manifest, which other processes may be adding to."""
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = read_manifest(folder) | made

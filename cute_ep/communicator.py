@@ -498,8 +498,7 @@ class Communicator:
         epilogue_data: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, int]]:
         tokens = dispatched.topk_ids.shape[0]
-        dtype = dtype if out is None else out.dtype
-        shape = check_output(self.cfg, mode, tokens, dtype, out, self.device)
+        shape, dtype = check_output(self.cfg, mode, tokens, dtype, out, self.device)
         if epilogue_data is not None:
             if self.hooks.epilogue is None or mode == "unweighted":
                 raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")

@@ -102,21 +102,21 @@ def connect_local(
             undo.callback(arenas[-1].free)
         addresses = [arena.address for arena in arenas]
         for rank, device in enumerate(chosen):
-            open_ranks.append(
-                Communicator(
-                    cfg,
-                    rank,
-                    device,
-                    arenas[rank],
-                    [addresses[rank]] if cfg.skip_a2a else addresses,
-                    kernels=kernels[rank],
-                    hooks=hooks,
-                    max_ctas=ctas[device],
-                    tuning=shapes[ctas[device]],
-                    shared_device=sharing[device] > 1,
-                    release=release,
-                )
+            communicator = Communicator(
+                cfg,
+                rank,
+                device,
+                arenas[rank],
+                [addresses[rank]] if cfg.skip_a2a else addresses,
+                kernels=kernels[rank],
+                hooks=hooks,
+                max_ctas=ctas[device],
+                tuning=shapes[ctas[device]],
+                shared_device=sharing[device] > 1,
+                release=release,
             )
+            undo.callback(communicator.free)
+            open_ranks.append(communicator)
         undo.pop_all()
     members = tuple(open_ranks)
     return list(members)

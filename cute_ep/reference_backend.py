@@ -364,7 +364,7 @@ class ReferenceCommunicator:
         order.check_fused()
         given = self._prepare_return(rows, dispatched, mode)
         combine_weights(self.cfg, mode, router_weights, dispatched)
-        self._check_output(mode, out, dtype, dispatched)
+        check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
 
         def launch() -> torch.Tensor:
             self._check_usable()
@@ -446,7 +446,7 @@ class ReferenceCommunicator:
         self._exchange.combine.check_receive(self.rank, pending)
         dispatched = pending.dispatched
         weights = _copy(combine_weights(self.cfg, pending.mode, router_weights, dispatched))
-        shape = self._check_output(pending.mode, out, dtype, dispatched)
+        shape, dtype = check_output(self.cfg, pending.mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=DEVICE)
 
@@ -467,9 +467,3 @@ class ReferenceCommunicator:
         if not (own and self._exchange.dispatch.owns(dispatched.origin.round)):
             kind = type(dispatched).__name__
             raise EPInputError(f"dispatched = {kind}: must be what a dispatch of rank {self.rank} returned")
-
-    def _check_output(
-        self, mode: str, out: torch.Tensor | None, dtype: torch.dtype, dispatched: Dispatched
-    ) -> tuple[int, ...]:
-        dtype = out.dtype if isinstance(out, torch.Tensor) else dtype
-        return check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)

@@ -101,7 +101,7 @@ def check_tokens(
     fmt, columns, dtype = cfg.format, cfg.hidden, torch.bfloat16
     if scales is not None:
         if not fmt.scale:
-            raise EPInputError(f"scales = {tuple(scales.shape)} tensor: must be None, {fmt.name} has no scale factors")
+            raise EPInputError(f"scales = {type(scales).__name__}: must be None, {fmt.name} has no scale factors")
         columns, dtype = payload_columns(fmt, cfg.hidden), payload_dtype(fmt)
     check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
     tokens = x.shape[0]
@@ -129,9 +129,8 @@ def check_router_weights(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> None:
-    """Check `router_weights`: [tokens, top_k] float32, else EPInputError."""
-    want = router_weights.dtype if dtype is None else dtype
-    check_tensor("router_weights", router_weights, shape=(tokens, cfg.top_k), dtype=want, device=device)
+    """Check `router_weights`: [tokens, top_k] of a type (None: of any), else EPInputError."""
+    check_tensor("router_weights", router_weights, shape=(tokens, cfg.top_k), dtype=dtype, device=device)
 
 
 def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> None:
@@ -225,18 +224,19 @@ OUTPUT_TYPES = {torch.bfloat16: OutputType.BF16, torch.float16: OutputType.FP16,
 
 def check_output(
     cfg: EPConfig, mode: str, tokens: int, dtype: torch.dtype, out: torch.Tensor | None, device: torch.device | str
-) -> tuple[int, ...]:
-    """The shape of combine's output: [T, hidden], unweighted [T, top_k, hidden].
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """(shape, type) of combine's output: [T, hidden], unweighted [T, top_k, hidden]; `dtype`, unless there is an `out`.
 
     Raises:
-        EPInputError: `dtype` is not in OUTPUT_TYPES, or `out` does not have that shape and type.
+        EPInputError: `out` does not have that shape, or the type is not in OUTPUT_TYPES.
     """
-    shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
-    if dtype not in OUTPUT_TYPES:
-        raise EPInputError(f"dtype = {dtype}: must be one of {', '.join(map(str, OUTPUT_TYPES))}")
+    shape, name = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden), "dtype"
     if out is not None:
-        check_tensor("out", out, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
-    return shape
+        check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
+        name, dtype = "out.dtype", out.dtype
+    if dtype not in OUTPUT_TYPES:
+        raise EPInputError(f"{name} = {dtype}: must be one of {', '.join(map(str, OUTPUT_TYPES))}")
+    return shape, dtype
 
 
 MOVED_BY_VECTORS = ("tokens", "scales", "headers")

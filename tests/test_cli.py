@@ -116,6 +116,18 @@ def test_build_with_hooks_makes_the_kernels_that_call_them() -> None:
     assert made == variants(("sm_90a",), ("fp8",), Hooks("a:one", None, "b:two")) and len(made) == 6
 
 
+@pytest.mark.parametrize("version", [None, "4.8.1"])
+def test_build_without_the_dsl_or_a_folder(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture
+) -> None:
+    """Said before anything is compiled."""
+    monkeypatch.setattr("cute_ep.build.dsl_version", lambda: version)
+    (tmp_path / "file").touch()
+    assert main(["build", "--arch", "sm_90a", "--kernel", "copy", "--out", str(tmp_path / "file")]) == 2
+    rule = f"folder = '{tmp_path / 'file'}': File exists" if version else 'pip install "cute-ep[build]"'
+    assert rule in capsys.readouterr().err.replace("\n", " ")
+
+
 @needs_dsl
 def test_build_says_what_is_wrong_with_a_hook(tmp_path, capsys: pytest.CaptureFixture) -> None:
     words = ["--arch", "sm_90a", "--kernel", "combine_wait_exact", "--epilogue", "math:fly", "--out", str(tmp_path)]

@@ -244,6 +244,31 @@ def test_a_batch_is_of_this_configuration_and_its_buffers_may_be_used_again(make
     assert len(LAUNCHES) == before
 
 
+def test_arguments_of_other_types(make: Make, rank: Communicator) -> None:
+    """A list is no tensor, wherever one is wanted, and half a row no capacity."""
+    x, ids, weights = arguments()
+    batch, plain, hooked = rank.dispatch(x, ids, weights), make(replace(CFG, dispatch_format="bf16")), make(hooks=HOOKS)
+    before = len(LAUNCHES)
+    for call, rule in (
+        (lambda: rank.dispatch([1.0], ids), "x = list: must be a torch.Tensor"),
+        (lambda: rank.dispatch(x, [1]), "topk_ids = list"),
+        (lambda: rank.dispatch(x, ids, [1.0]), "router_weights = list"),
+        (lambda: hooked.dispatch(x, ids, [1.0]), "router_weights = list"),
+        (lambda: plain.dispatch(x, ids, scales=[1.0]), "scales = list: must be None, bf16 has no scale factors"),
+        (lambda: rank.dispatch(x, ids, scales=[1.0]), "x"),
+        (lambda: rank.dispatch(x, ids, out=[1.0]), "out = list: must be a DispatchBuffers"),
+        (lambda: rank.combine([1.0], batch), "rows = list"),
+        (lambda: rank.combine(expert_rows(batch), [1.0]), "dispatched = list"),
+        (lambda: rank.combine(expert_rows(batch), batch, out=[1.0]), "out = list: must be a torch.Tensor"),
+        (lambda: rank.combine(expert_rows(batch), batch, dtype=float), "dtype = <class 'float'>: must be one of"),
+        (lambda: rank.allocate(-1), "capacity = -1: must be an integer that is not negative"),
+        (lambda: rank.allocate(2.5), "capacity = 2.5"),
+    ):
+        with pytest.raises(EPInputError, match=rule):
+            call()
+    assert len(LAUNCHES) == before
+
+
 def test_what_hooks_read_is_on_the_device(make: Make, rank: Communicator) -> None:
     """And there is a hook that reads it."""
     batch = rank.dispatch(*arguments())

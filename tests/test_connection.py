@@ -77,36 +77,30 @@ def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at
         ([None, None], "must be names of devices"),
         (["cpu"], "devices = 1 entries: must be world_size = 2"),
         (["cuda:0", "cpu"], "must be all CUDA or all cpu"),
-        (["cuda:0", "cuda:99"], "cuda:99 is not here, the machine has 2 CUDA GPUs"),
+        (["cuda:0", "cuda:99"], "cuda:99 is not here, the machine has 4 CUDA GPUs"),
     ],
 )
-def test_devices_that_no_group_can_have(devices: list, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: 2)
+def test_devices_that_no_group_can_have(gpus: None, devices: list, rule: str) -> None:
     with pytest.raises(EPConfigError, match=rule):
         connection.connect_local(EPConfig(128, 8, 2, 16, 2), devices)
 
 
-def test_arenas_that_did_fit_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", ["arena", "rank"])
+def test_what_was_made_is_freed_when_connecting_fails(gpus: None, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """Ranks before arenas, the last first."""
     freed = []
 
-    def make_arena(cfg: EPConfig, rank: int, device: object) -> SimpleNamespace:
-        if rank == 2:
+    def make(what: str, rank: int) -> SimpleNamespace:
+        if what == last and rank == 2:
             raise EPError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY")
-        return SimpleNamespace(address=4096 * rank, free=lambda: freed.append(rank))
+        return SimpleNamespace(address=4096 * rank, free=lambda: freed.append(f"{what} {rank}"))
 
-    for name, fake in {
-        "enable_peer_access": lambda *devices: None,
-        "load_kernels": lambda *args: {},
-        "find_tuning": lambda *args: None,
-        "_make_arena": make_arena,
-        "_max_ctas": lambda device, sms, ranks: 66,
-    }.items():
-        monkeypatch.setattr(connection, name, fake)
-    monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: make("arena", rank))
+    monkeypatch.setattr(connection, "Communicator", lambda cfg, rank, *args, **options: make("rank", rank))
     with pytest.raises(EPError, match="OUT_OF_MEMORY"):
         connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{rank}" for rank in range(4)])
-    assert freed == [1, 0]
+    arenas = [f"arena {rank}" for rank in (3, 2, 1, 0)]
+    assert freed == (arenas[2:] if last == "arena" else ["rank 1", "rank 0", *arenas])
 
 
 def test_places_that_go_together() -> None:

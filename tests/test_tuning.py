@@ -40,11 +40,12 @@ from cute_ep.tuning import (
 )
 from cute_ep.tuning_file import Setting, find_tuning, read_tables, write_tables
 
+from .conftest import GPU
 from .strategies import configs
 
 OPERATIONS = ("dispatch", "dispatch_async", "dispatch_wait", "combine", "combine_async", "combine_wait")
 CFG = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=MAX_TOKENS_PER_RANK, world_size=4)
-GPU = "NVIDIA H200"
+
 MINE = (Entry(64, 100, 0.25, 2), Entry(MANY, 200, 0, 1))
 
 launches = st.builds(
@@ -292,21 +293,6 @@ def test_a_table_that_no_kernel_could_run_is_damage(file: Path, place: tuple, va
     assert read_tables() == {} and find() == built_in(CFG, TABLE_CTAS), "another version's file does not count"
     write_tables({setting(): MINE})
     assert read_tables() == {setting(): MINE}
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs of 132 SMs each, on which a communicator is no more than its arguments."""
-    for name, fake in {
-        "enable_peer_access": lambda *devices: None,
-        "load_kernels": lambda *args: {},
-        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
-        "_max_ctas": lambda device, sms, ranks: CTAS_PER_SM * (sms or 132) // ranks,
-        "Communicator": lambda *args, **options: SimpleNamespace(**options),
-    }.items():
-        monkeypatch.setattr(connection, name, fake)
-    monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: GPU)
-    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: 4)
 
 
 @pytest.mark.parametrize("given", [None, Tuning(MINE, MINE)])

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cute_ep.commands.common import bytes_text, format_names, print_table, seconds_text
-from cute_ep.errors import EPConfigError, EPError
+from cute_ep.errors import EPConfigError
 from cute_ep.layouts.formats import FORMATS, formats_of
 from cute_ep.layouts.variants import ARCHITECTURES, Hooks, Variant, variants
 from cute_ep.library import LibraryEntry, cache_folder
@@ -70,7 +70,7 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Compile what is missing or stale. Returns 0; EPError when the DSL is missing or a kernel does not compile."""
+    """Compile what is missing or stale. Returns 0; errors as `cute_ep.build.build`."""
     from cute_ep.build import build
 
     made = wanted_variants(args)
@@ -92,10 +92,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             finished[variant] = time.perf_counter() - started if compiled else None
             progress.update(task, advance=1, description=f"{variant.arch} {variant.symbol}")
 
-        try:
-            entries = build(made, folder, jobs=jobs, on_done=on_done)
-        except RuntimeError as error:
-            raise EPError(str(error)) from error
+        entries = build(made, folder, jobs=jobs, on_done=on_done)
     print_table(console, build_table(entries, finished))
     compiled = sum(at is not None for at in finished.values())
     size = bytes_text(sum(entry.path.stat().st_size for entry in entries))
