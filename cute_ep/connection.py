@@ -19,7 +19,7 @@ from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_acces
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
-from cute_ep.machine import sm_budget
+from cute_ep.machine import check_gpu, sm_budget
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.tuning import CTAS_PER_SM, Tuning
 from cute_ep.tuning_file import find_tuning
@@ -67,10 +67,8 @@ def connect_local(
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     chosen = [torch.device("cuda", device.index or 0) for device in chosen]
-    gpus = torch.cuda.device_count()
     for device in chosen:
-        if device.index >= gpus:
-            raise EPConfigError(f"devices: {device} is not here, the machine has {gpus} CUDA GPUs")
+        check_gpu("devices", device.index)
     sharing = Counter(chosen)
     ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
     for device in sharing:

@@ -49,9 +49,15 @@ def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
         index = name.removeprefix("cuda:")
         if not name.startswith("cuda:") or not index.isdecimal():
             raise EPConfigError(f"devices = {text!r}: must be auto, cpu, virtual:N or cuda:I,cuda:J,...")
-        if int(index) >= gpus:
-            raise EPConfigError(f"devices = {text!r}: {name} is not here, the machine has {gpus} CUDA GPUs")
+        check_gpu(f"devices = {text!r}", int(index))
     return names
+
+
+def check_gpu(argument: str, index: int) -> None:
+    """EPConfigError, which begins with `argument`, where this machine has no GPU of that number."""
+    gpus = torch.cuda.device_count()
+    if index >= gpus:
+        raise EPConfigError(f"{argument}: cuda:{index} is not here, the machine has {gpus} CUDA GPUs")
 
 
 def sm_budget(device: str | torch.device, sms: int | None) -> int:

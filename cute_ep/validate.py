@@ -230,7 +230,8 @@ def check_output(
     Raises:
         EPInputError: `out` does not have that shape, or the type is not in OUTPUT_TYPES.
     """
-    shape, name = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden), "dtype"
+    shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
+    name = "dtype"
     if out is not None:
         check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
         name, dtype = "out.dtype", out.dtype

@@ -133,7 +133,7 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
     arenas = [blocks.allocate(device, cfg.world_size) for device in devices]
     communicators = []
     for rank, device in enumerate(devices):
-        kernels = load_kernels(cfg, device, Library(library), NO_HOOKS)
+        kernels, ctas = load_kernels(cfg, device, Library(library), NO_HOOKS), resident_ctas(device.index)
         communicator = Communicator(
             cfg,
             rank,
@@ -142,8 +142,8 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
             blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size),
             kernels=kernels,
             hooks=NO_HOOKS,
-            max_ctas=resident_ctas(device.index),
-            tuning=built_in(cfg, resident_ctas(device.index)),
+            max_ctas=ctas,
+            tuning=built_in(cfg, ctas),
             shared_device=False,
             release=lambda _: None,
         )

@@ -66,9 +66,8 @@ def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
     pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count * SEGMENT_BYTES < 2 * row_bytes)
     packed = (False, True) if family == "dispatch" else (False,)
     most, senders = MOST_SENDERS[family], SENDERS[family]
-    split = (Entry.split_from,)
     return {
-        "split_from": split,
+        "split_from": (Entry.split_from,),
         "packed": packed,
         "pieces": pieces,
         "most_senders": most,
