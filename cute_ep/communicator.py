@@ -117,7 +117,6 @@ class Communicator:
             "max_tokens": cfg.max_tokens_per_rank,
             "hidden": cfg.hidden,
             **{f"{name}_magic": division_magic(count) for name, count in counts.items()},
-            **cfg.arena.arguments(),
             "shared_groups": int(cfg.fused_shared_expert),
             "payload_bytes": fmt.payload_bytes(cfg.hidden),
             "scale_bytes": self._scale_bytes,
@@ -128,8 +127,8 @@ class Communicator:
             "segment_words": segment_words(fmt),
         }
         self._kernels = kernels
-        for kernel in kernels.values():
-            kernel.bind(constants)
+        for name, kernel in kernels.items():
+            kernel.bind(constants | cfg.arena.arguments(partial=name.endswith("_partial")))
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:

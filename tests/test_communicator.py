@@ -206,6 +206,8 @@ def test_fused_calls(rank: Communicator) -> None:
     assert (sent["scales"], sent["given_row_scales"]) == (0, 0)
     assert sent["out_scales"] == out.scales.data_ptr()
     assert sent["capacity"] == out.tokens.shape[0] == CFG.max_rows
+    for launch, partial in zip(LAUNCHES, (False, False, True), strict=True):
+        assert launch.arguments.items() >= CFG.arena.arguments(partial=partial).items()
     combined = LAUNCHES[2].arguments
     assert (combined["row_map"], combined["headers"]) == (out.row_map.data_ptr(), out.headers.data_ptr())
     assert (combined["tokens"], combined["return_pieces"]) == (5, dispatched.return_pieces)

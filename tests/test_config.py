@@ -276,6 +276,29 @@ def test_kernels_are_given_the_map(cfg: EPConfig, random: Random) -> None:
 
 
 @given(configs)
+def test_partial_sums_lie_side_by_side(cfg: EPConfig) -> None:
+    """Partial combine finds slot after slot, token after token, inside the regions of exact combine."""
+    arena = cfg.arena
+    exact, given_partial = arena.arguments(), arena.arguments(partial=True)
+    regions = vars(arena_of(SimpleNamespace(**given_partial)))
+    for region in (arena.returns, arena.express_returns):
+        exact.pop(f"{region.name}_stride1")
+        given_partial.pop(f"{region.name}_stride1")
+        row = cfg.hidden * 2
+        for parity in (0, 1):
+            begin, end = region.at(parity), region.at(parity + 1)
+            slots = [
+                regions[region.name].at(parity, token, slot)
+                for token in range(min(region.shape[1], 3))
+                for slot in range(cfg.peers)
+            ]
+            assert slots == [begin + place * row for place in range(len(slots))]
+            if region.shape[1]:
+                assert regions[region.name].at(parity, region.shape[1] - 1, cfg.peers - 1) + row <= end
+    assert given_partial == exact
+
+
+@given(configs)
 def test_few_tokens_have_rows_as_many_tokens_do(cfg: EPConfig) -> None:
     """Whether a row is express decides only where it starts: what follows, slots and bytes, is laid out alike. There is
     a place for each token of every call, in the one or in the other region."""
