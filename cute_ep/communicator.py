@@ -127,8 +127,9 @@ class Communicator:
             "segment_words": segment_words(fmt),
         }
         self._kernels = kernels
+        layout = cfg.arena
         for name, kernel in kernels.items():
-            kernel.bind(constants | cfg.arena.arguments(partial=name.endswith("_partial")))
+            kernel.bind(constants | layout.arguments(partial=name.endswith("_partial")))
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:

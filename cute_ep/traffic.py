@@ -114,8 +114,8 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every
     message at its receiver and writes the output rows and scale factors, padding included; combine reads the expert
     rows, writes and reads what returns to its source and writes the sums. Rows of the shared expert do not travel in
-    combine: their source reads them where they are. Routing tables (8 bytes a slot to each rank, 16
-    with router weights) are left out.
+    combine: their source reads them where they are. Routing tables (8 bytes a slot to each rank, 16 with router
+    weights) are left out.
 
     Raises:
         EPInputError: there is no such operation.

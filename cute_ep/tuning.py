@@ -229,8 +229,8 @@ def built_in(cfg: EPConfig, ctas: int) -> Tuning:
     """The tables that ship, for ranks with so many CTAs. With fewer than TABLE_CTAS pieces are fewer in proportion, so
     that a warp has as many; where an entry takes part of the CTAs, from half of its grid down.
 
-    4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every
-    CTA does both), NVFP4 dispatch 242 -> 105.
+    4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both),
+    NVFP4 dispatch 242 -> 105.
     """
     dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
     tables = dispatch, _first_of(COMBINE, cfg.peers)

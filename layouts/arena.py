@@ -73,8 +73,8 @@ APART_SHARE, LEAST_APART = 256, 1 << 16
 """Each rank's arena begins further into its allocation than that of the rank before, by a power of two of at most
 1/APART_SHARE of an arena's bytes, but at least LEAST_APART."""
 PAGE_BYTES = 2 << 20
-"""Allocations are whole pages: from 512 MiB on, rounds of 64 to 512 tokens then take 1 to 4 % less time where inputs
-were allocated before, and later allocations do not change how long others take (2 x H200, 2026-11-22)."""
+"""Allocations are whole pages: one of at least 512 MiB then makes launches of 64 to 1024 tokens 0.2 to 0.35 us
+shorter (2 x H200, 2026-11-22), until a kernel uses memory that was mapped later; `perf/LOG.md` 139 says more."""
 PACKET_BYTES = 128
 """Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
 COMBINE_ITEMSIZE = 2
@@ -187,9 +187,11 @@ class Arena:
         self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message.pitch)
         self.kept_scales = regions.add("kept_scales", 1, ranks, few, align_up(message.scales.nbytes, VECTOR_BYTES))
         self.blank = (self.express_returns, self.express_messages)
-        returned = self.returns, self.express_returns
-        self._partial = [replace(one, stride=(one.stride[0], ranks * row, *one.stride[2:])) for one in returned]
         self.regions = regions.regions
+        self._partial = self.regions | {
+            one.name: replace(one, stride=(one.stride[0], ranks * row, *one.stride[2:]))
+            for one in (self.returns, self.express_returns)
+        }
         self.nbytes = regions.nbytes
         self.allocation = align_up(self.nbytes + self.begin(ranks - 1), PAGE_BYTES)
 
@@ -210,7 +212,7 @@ class Arena:
             partial: for kernels of partial combine. A token's slots that they use, one a rank, lie side by side, where
                 exact combine may have top_k: fewer pages (2 x H200, 4096 tokens: 1 % less time, 2026-11-22).
         """
-        return region_arguments([*self.regions.values(), *(self._partial if partial else ())])
+        return region_arguments((self._partial if partial else self.regions).values())
 
 
 def region_arguments(regions: Iterable[Region]) -> dict[str, int]:

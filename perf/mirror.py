@@ -34,7 +34,7 @@ from cute_ep.commands.tune import tune_size
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
 from cute_ep.driver import DeviceMemory, check, enable_peer_access, resident_ctas
-from cute_ep.layouts.arena import ARENA_ALIGNMENT, region_arguments, return_slots
+from cute_ep.layouts.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
 from cute_ep.layouts.record import RegionMap, align_up
 from cute_ep.layouts.variants import NO_HOOKS
 from cute_ep.library import Library
@@ -67,7 +67,6 @@ SOURCE_MODE = {
 CONSUMED = ("dispatch_consumed", "combine_consumed")
 """Regions whose words lie side by side, so that shifted stores miss them: those of ranks 2, 3, ... hold FOR_EVER."""
 FOR_EVER = 0x3FFFFFFF
-BLOCK_ALIGNMENT = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Blocks:
         for name, region in cfg.arena.regions.items():
             extents = [extent for mode, extent in enumerate(region.shape) if mode != SOURCE_MODE.get(name)]
             inside.add(name, region.itemsize, *extents)
-        nbytes = align_up(inside.nbytes, BLOCK_ALIGNMENT)
+        nbytes = align_up(inside.nbytes, PAGE_BYTES)
         regions = []
         for name, region in inside.regions.items():
             stride = list(region.stride)

@@ -45,7 +45,6 @@ from .strategies import configs
 
 OPERATIONS = ("dispatch", "dispatch_async", "dispatch_wait", "combine", "combine_async", "combine_wait")
 CFG = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=MAX_TOKENS_PER_RANK, world_size=4)
-
 MINE = (Entry(64, 100, 0.25, 2), Entry(MANY, 200, 0, 1))
 
 launches = st.builds(
