@@ -94,6 +94,7 @@ class Communicator:
         self._shared_device = shared_device
         self._release = release
         self._closed = False
+        self._chained = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._checked: WeakValueDictionary[int, DispatchBuffers] = WeakValueDictionary()
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
@@ -548,15 +549,17 @@ class Communicator:
             for tensor in (*tensors, *(tensors_of(buffers).values() if buffers else ())):
                 if tensor is not None:
                     tensor.record_stream(stream)
+        chained = 2 * shape.grid <= self.max_ctas  # two fit side by side: `docs/protocol.md` 7
         every = arguments | {
             "send_ctas": shape.send_ctas,
             "receive_from": shape.receive_from,
-            "chained": int(2 * shape.grid <= self.max_ctas),  # two fit side by side: `docs/protocol.md` 7
+            "chained": int(chained),
         }
+        early, self._chained = chained and self._chained, chained
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
         self._streams.add(stream.cuda_stream)
         with guard:
-            self._kernels[name].launch(shape.grid, every, stream.cuda_stream)
+            self._kernels[name].launch(shape.grid, every, stream.cuda_stream, early=early)
 
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of this rank's input."""

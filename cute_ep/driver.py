@@ -60,15 +60,15 @@ class Kernel:
         self._values = (ctypes.c_uint64 * len(entry.params))()
         self._pointers = (ctypes.c_void_p * len(entry.params))()
         self.bind({})
-        chained = driver.CUlaunchAttribute()
-        chained.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        chained.value.programmaticStreamSerializationAllowed = 1
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
         self._lock = threading.Lock()
         self._config = driver.CUlaunchConfig()
         self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = THREADS, 1, 1
         self._config.sharedMemBytes = entry.smem_bytes
-        self._config.attrs = [chained]
+        self._config.attrs = [early]
 
     def bind(self, constants: Mapping[str, int]) -> None:
         """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
@@ -81,17 +81,17 @@ class Kernel:
         for index, name in enumerate(self._masks):
             self._pointers[index] = ctypes.addressof(self._values) + 8 * places[name]
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
-        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given. With
-        `chained` 1 the CTAs may start before the launch before has ended, if that allows it, and wait for its end
+        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given.
+        `early`: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
         (programmatic dependent launch).
         """
         config, address, given = self._config, ctypes.addressof(self._pointers), arguments.get
         with self._lock:
             self._pack(self._values, 0, *[given(name, 0) & mask for name, mask in self._free])
-            config.gridDimX, config.hStream, config.numAttrs = grid, stream, arguments.get("chained", 0)
+            config.gridDimX, config.hStream, config.numAttrs = grid, stream, int(early)
             status = driver.cuLaunchKernelEx(config, self._function, address, 0)
             if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call
                 check(driver.cuCtxSetCurrent(self._context))

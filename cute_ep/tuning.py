@@ -13,7 +13,14 @@ from typing import NamedTuple, TypeVar
 
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, message_bytes
+from cute_ep.layouts.arena import (
+    COMBINE_ITEMSIZE,
+    EXPRESS_TOKENS,
+    MANY_PIECES,
+    MAX_PIECES,
+    SEGMENT_BYTES,
+    message_bytes,
+)
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 
 Found = TypeVar("Found")
@@ -71,18 +78,56 @@ TABLE_CTAS = 264
 """CTAs that the built-in tables were measured with."""
 FEW = (Entry(2, 128, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
 FEW_LARGE = (Entry(2, 64, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
+FEW_OF_MANY = (Entry(2, 128, 1 / 8, 32), Entry(16, 128, 1 / 4, 8))
+ONE_A_SM = 132
+UP_TO_64 = Entry(64, ONE_A_SM, 24 / 132, 4)
+SHORT = (
+    *FEW_OF_MANY,
+    UP_TO_64,
+    Entry(128, ONE_A_SM, 32 / 132, 2),
+    Entry(256, ONE_A_SM, 32 / 132, 1),
+    Entry(512, MANY, 1 / 4, 1, most_senders=32),
+    Entry(1024, MANY, 1 / 4, 4, most_senders=32),
+    Entry(MANY, MANY, 3 / 8, 4, packed=True, most_senders=56),
+)
+MIDDLE = (
+    *FEW_OF_MANY,
+    UP_TO_64,
+    Entry(128, ONE_A_SM, 32 / 132, 2),
+    Entry(256, MANY, 64 / 264, 2, packed=True),
+    Entry(768, MANY, 64 / 264, 1, packed=True),
+    Entry(1024, MANY, 48 / 264, 2, packed=True),
+)
 DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
     2: {
-        5000: (
+        3000: (
             *FEW,
+            UP_TO_64,
+            Entry(256, ONE_A_SM, 32 / 132, 2),
+            Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
+            Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+            Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+        ),
+        4095: (
+            *FEW,
+            UP_TO_64,
             Entry(192, MANY, 1 / 4, 4, most_senders=32),
             Entry(256, MANY, 1 / 4, 2, most_senders=32),
             Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
             Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
             Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
         ),
+        7000: (
+            *FEW,
+            Entry(128, ONE_A_SM, 24 / 132, 4),
+            Entry(256, ONE_A_SM, 32 / 132, 2),
+            Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
+            Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+            Entry(MANY, MANY, 1 / 2, 2, most_senders=64, split_from=66),
+        ),
         10000: (
             *FEW,
+            UP_TO_64,
             Entry(192, MANY, 1 / 4, 4, most_senders=32),
             Entry(256, MANY, 1 / 4, 2, most_senders=32),
             Entry(1024, MANY, 1 / 4, 1, most_senders=48),
@@ -90,42 +135,41 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
         ),
         MANY: (
             *FEW_LARGE,
+            Entry(96, ONE_A_SM, 24 / 132, 8),
             Entry(128, MANY, 48 / 264, 8),
             Entry(1024, MANY, 48 / 264, 4),
             Entry(MANY, MANY, 1 / 4, 4, most_senders=32),
         ),
     },
     MANY: {
-        5000: (
-            *FEW,
+        3000: SHORT,
+        4095: (
+            *FEW_OF_MANY,
+            UP_TO_64,
             Entry(128, MANY, 1 / 4, 4, most_senders=32),
             Entry(256, MANY, 1 / 4, 2, most_senders=32),
             Entry(512, MANY, 1 / 4, 1, most_senders=32),
             Entry(1024, MANY, 1 / 4, 4, most_senders=32),
             Entry(MANY, MANY, 3 / 8, 2, most_senders=56),
         ),
-        10000: (
-            *FEW,
-            Entry(64, MANY, 1 / 4, 4, most_senders=48),
-            Entry(256, MANY, 64 / 264, 2, packed=True),
-            Entry(768, MANY, 64 / 264, 1, packed=True),
-            Entry(1024, MANY, 48 / 264, 2, packed=True),
-            Entry(MANY, MANY, 1 / 3, 4, most_senders=44),
-        ),
+        5000: SHORT,
+        8000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, most_senders=44)),
+        10000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, packed=True, most_senders=44)),
         MANY: (
             *FEW_LARGE,
-            Entry(64, MANY, 1 / 4, 8, most_senders=48),
-            Entry(128, MANY, 64 / 264, 4, packed=True),
+            UP_TO_64,
+            Entry(128, ONE_A_SM, 32 / 132, 2),
             Entry(256, MANY, 64 / 264, 2, packed=True),
             Entry(1024, MANY, 1 / 4, 4, packed=True, most_senders=48),
             Entry(MANY, MANY, 1 / 4, 4, most_senders=28),
         ),
     },
 }
-"""Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), hidden 7168,
-256 experts, top-8, 2026-11-22: two GPUs; for more ranks four, up to 512 tokens their traffic on two (`perf.mirror`).
-`split_from`: the same GPUs with 16, 32, 64 and 128 CTAs a rank."""
-RETURNS = (Entry(2, 64, 0, 32), Entry(32, 128, 0, 32))
+"""Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), 2026-11-22:
+rows of 7168 elements, 256 experts, top-8 on two GPUs, for more ranks on four, up to 512 tokens as their traffic on two
+(`perf.mirror`); other messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the
+same GPUs with 16, 32, 64 and 128 CTAs a rank."""
+RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
 COMBINE: dict[int, tuple[Entry, ...]] = {
     2: (
         *RETURNS,
@@ -135,7 +179,7 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
     ),
     MANY: (
         *RETURNS,
-        Entry(64, 132, 0, 32),
+        Entry(64, ONE_A_SM, 0, 32),
         Entry(128, MANY, 0, 32),
         Entry(512, MANY, 1 / 2, 32, split_from=66),
         Entry(1024, MANY, 1 / 2, 32, split_from=34),
@@ -143,6 +187,12 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
     ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
+SEGMENTS: dict[str, dict[int, float]] = {
+    "dispatch": {256: 1 / 2, MANY: 3 / 2},
+    "combine": {EXPRESS_TOKENS: 1 / 2, MANY: 3 / 2},
+}
+"""A row has more segments than this for each of its pieces, up to so many tokens; with half of one, pieces are as short
+as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH."""
 
 
 class Shape(NamedTuple):
@@ -226,20 +276,29 @@ class Tuning:
 
 
 def built_in(cfg: EPConfig, ctas: int) -> Tuning:
-    """The tables that ship, for ranks with so many CTAs. With fewer than TABLE_CTAS pieces are fewer in proportion, so
-    that a warp has as many; where an entry takes part of the CTAs, from half of its grid down.
+    """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS pieces are fewer in
+    proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Rows that
+    are too short for that many pieces (SEGMENTS) have fewer.
 
     4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both),
     NVFP4 dispatch 242 -> 105.
     """
     dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
-    tables = dispatch, _first_of(COMBINE, cfg.peers)
-    return Tuning(*(tuple(_with_ctas(entry, ctas) for entry in table) for table in tables))
+    return Tuning(
+        _fitted("dispatch", dispatch, ctas, cfg.format.payload_bytes(cfg.hidden)),
+        _fitted("combine", _first_of(COMBINE, cfg.peers), ctas, cfg.hidden * COMBINE_ITEMSIZE),
+    )
 
 
-def _with_ctas(entry: Entry, ctas: int) -> Entry:
-    share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
-    return replace(entry, pieces=1 << max(0, round(log2(entry.pieces * share))))
+def _fitted(family: str, table: tuple[Entry, ...], ctas: int, row_bytes: int) -> tuple[Entry, ...]:
+    segments, entries = -(-row_bytes // SEGMENT_BYTES), []
+    for entry in table:
+        share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
+        pieces = 1 << max(0, round(log2(entry.pieces * share)))
+        while pieces > 1 and pieces * _first_of(SEGMENTS[family], entry.tokens) >= segments:
+            pieces //= 2
+        entries.append(replace(entry, pieces=pieces))
+    return tuple(entries)
 
 
 def _first_of(tables: Mapping[int, Found], number: int) -> Found:

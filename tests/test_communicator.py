@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,7 @@ class Launch:
     grid: int
     arguments: dict[str, int]
     names: frozenset[str]
+    early: bool
 
     @property
     def missing(self) -> set[str]:
@@ -91,13 +93,13 @@ class RecordingKernel:
         names = parameters(self.variant.kernel)
         self.bound |= {name: value for name, value in constants.items() if name in names}
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int) -> None:
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
         names = parameters(self.variant.kernel)
         assert not set(arguments) & set(self.bound)
         arguments = self.bound | dict(arguments)
         assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
         assert all(type(value) is int for value in arguments.values())
-        LAUNCHES.append(Launch(self.variant, grid, arguments, names))
+        LAUNCHES.append(Launch(self.variant, grid, arguments, names, early))
 
     def unload(self) -> None:
         pass
@@ -490,6 +492,8 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
     assert roles == [*fused, *halves, (10, 10, 0)], "no tokens: as many as there may be"
     chained = [launch.arguments["chained"] for launch in LAUNCHES]
     assert chained == [int(launch.grid <= 32) for launch in LAUNCHES], "two of them fit into 64 CTAs"
+    behind = [launch.early for launch in LAUNCHES[1:]]
+    assert behind == [first and then for first, then in pairwise(chained)] and not LAUNCHES[0].early
     assert [launch.arguments.get("packed") for launch in LAUNCHES] == [1, None, 0, None, 0, None, 0]
     pieces = [launch.arguments.get("message_pieces") for launch in LAUNCHES]
     assert pieces == [3, None, 2, None, 0, None, 0]
@@ -532,8 +536,8 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = driver.Kernel(entry)
     assert allowed == [48], "shared memory that a launch may ask for"
     kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
-    for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2, "chained": 1}, {"rank": 5}), 1):
-        kernel.launch(grid, arguments, 1000 + grid)
+    for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}), 1):
+        kernel.launch(grid, arguments, 1000 + grid, early=grid == 2)
     assert shapes == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3)]
     word = (1 << 32) - 1
     assert launches == [

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from cute_ep.tuning import (
     DISPATCH,
     FAMILIES,
     MANY,
+    ONE_A_SM,
     TABLE_CTAS,
     Entry,
     Shape,
@@ -151,6 +153,24 @@ def test_fewer_ctas_have_fewer_pieces() -> None:
                 assert replace(entry, pieces=whole.pieces) == whole
 
 
+@pytest.mark.parametrize(
+    ("hidden", "fmt", "dispatched", "returned"),
+    [
+        (7168, "bf16", [32, 4, 4], [32, 32, 4]),  # 28 segments
+        (7168, "nvfp4", [8, 4, 4], [32, 32, 4]),  # 7 of a message
+        (4096, "mxfp8", [8, 4, 4], [16, 16, 4]),  # 8, and 16 of a returned row
+        (2880, "mxfp8", [8, 4, 2], [16, 16, 4]),  # 6, and 12
+        (2880, "mxfp4", [4, 4, 1], [16, 16, 4]),  # 3
+        (512, "bf16", [2, 2, 1], [2, 2, 1]),  # 2, and 2
+    ],
+)
+def test_short_rows_have_fewer_pieces(hidden: int, fmt: str, dispatched: list[int], returned: list[int]) -> None:
+    """With few tokens more than half of the pieces have a segment; with many each has two, or one is short of it."""
+    tuning = built_in(replace(CFG, hidden=hidden, dispatch_format=fmt, world_size=4), TABLE_CTAS)
+    assert [tuning.entry("dispatch", tokens).pieces for tokens in (1, 64, 1024)] == dispatched
+    assert [tuning.entry("combine", tokens).pieces for tokens in (1, 1024, 4096)] == returned
+
+
 def test_few_ctas_do_both() -> None:
     """Down to `split_from` some only send, by share or at most so many."""
     table = (Entry(MANY, MANY, 1 / 4, 2, most_senders=20, split_from=40),)
@@ -164,15 +184,19 @@ def test_messages_of_every_size_and_all_ranks_have_a_table() -> None:
     for tables in (DISPATCH, COMBINE, *DISPATCH.values()):
         assert list(tables) == sorted(tables) and list(tables)[-1] == MANY
     used = set()
-    for fmt in FORMATS:
+    for fmt, hidden in product(FORMATS, (4096, 7168)):
         for ranks, most_ranks in ((1, 2), (2, 2), (4, MANY), (8, MANY)):
-            cfg = replace(CFG, dispatch_format=fmt, world_size=ranks)
+            cfg = replace(CFG, hidden=hidden, dispatch_format=fmt, world_size=ranks)
             sizes = DISPATCH[most_ranks]
             size = min(most for most in sizes if message_bytes(cfg.format, cfg.hidden) <= most)
-            assert built_in(cfg, TABLE_CTAS) == Tuning(sizes[size], COMBINE[most_ranks])
+            tuning = built_in(cfg, TABLE_CTAS)
+            for entries, table in ((tuning.dispatch, sizes[size]), (tuning.combine, COMBINE[most_ranks])):
+                assert all(one.pieces <= listed.pieces for one, listed in zip(entries, table, strict=True))
+                assert [replace(one, pieces=1) for one in entries] == [replace(one, pieces=1) for one in table]
             used.add((most_ranks, size))
     assert used == {(ranks, size) for ranks, sizes in DISPATCH.items() for size in sizes}, "each is used"
-    assert built_in(replace(CFG, skip_a2a=True), TABLE_CTAS).combine == COMBINE[2], "each rank alone"
+    alone = built_in(replace(CFG, skip_a2a=True), TABLE_CTAS)
+    assert alone.combine == COMBINE[2] and alone.dispatch == DISPATCH[2][MANY], "each rank alone, long rows as listed"
 
 
 @pytest.mark.parametrize(
@@ -432,7 +456,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
         results = []
         for operation in operations:
             shape = ranks[0].tuning.shape(operation, sets.tokens, 264)
-            fast = shape.pieces == 2 if operation == "dispatch" else shape.grid == 128 and sets.tokens == 1000
+            fast = shape.pieces == 2 if operation == "dispatch" else shape.grid == ONE_A_SM and sets.tokens == 1000
             results.append({"p50_us": 50.0 if fast else 100.0})
         return results
 
@@ -461,7 +485,7 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
         pieces = 2 if entry.tokens in tuned else entry.pieces
         assert found.entry("dispatch", entry.tokens) == replace(entry, pieces=pieces)
     assert found.entry("combine", 300) == replace(built.entry("combine", 300), tokens=300)
-    assert found.entry("combine", EXPRESS_TOKENS).grid == 128
+    assert found.entry("combine", EXPRESS_TOKENS).grid == ONE_A_SM
     assert found.entry("combine", EXPRESS_TOKENS + 1) == built.entry("combine", EXPRESS_TOKENS + 1)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     shape = built.shape("dispatch", 16, 264)

@@ -29,7 +29,7 @@ from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, SEGMENT_BYTES
 from cute_ep.layouts.formats import formats_of
-from cute_ep.tuning import MANY, Entry, Shape, Tuning, built_in, pieces_for
+from cute_ep.tuning import MANY, ONE_A_SM, Entry, Shape, Tuning, built_in, pieces_for
 from cute_ep.tuning_file import Setting, find_tuning, read_tables, tuning_file, write_tables
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine_exact", "combine_p
 home in bfloat16 whatever they were dispatched in."""
 TOKENS, QUICK_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
 """The quick ones: one in each range of the built-in tables."""
-GRIDS = (32, 64, 128, MANY)
+GRIDS = (32, 64, ONE_A_SM, MANY)
 SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
 MOST_SENDERS = {"dispatch": (28, 44, 64), "combine": (MANY,)}
 SAMPLES, FINAL_SAMPLES = 40, 120
