@@ -145,11 +145,11 @@ def peers_table(run: dict, operation: str) -> str:
 def machine_text(run: dict) -> str:
     """GPUs, versions, date and commit in one line."""
     machine = run["machine"]
-    gpus = list(machine["gpus"].values())
+    gpus, ranks = list(machine["gpus"].values()), len(machine["devices"])
     links = machine.get("links")
     link = f", {links[0][1]} between GPUs" if links and len(links) > 1 else ""
     return (
-        f"{len(gpus)} x {gpus[0]}{link}, {len(machine['devices'])} ranks, driver {machine['driver']}, CUDA "
+        f"{len(gpus)} x {gpus[0]}{link}, {ranks} rank{'s' if ranks > 1 else ''}, driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, {machine['date'][:10]}, commit "
         f"{machine['commit']}"
     )
