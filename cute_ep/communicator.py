@@ -14,6 +14,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.launch_shape import Shape, Tuning
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16, VECTOR_BYTES
 from cute_ep.layouts.routing import Phase, StatusWord, division_magic
@@ -21,7 +22,6 @@ from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
-from cute_ep.tuning import Shape, Tuning
 from cute_ep.validate import (
     OUTPUT_TYPES,
     check_batch,

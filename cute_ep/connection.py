@@ -17,11 +17,11 @@ from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
+from cute_ep.launch_shape import CTAS_PER_SM, Tuning
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.machine import check_gpu, sm_budget
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
-from cute_ep.tuning import CTAS_PER_SM, Tuning
 from cute_ep.tuning_file import find_tuning
 
 Made = TypeVar("Made")

@@ -13,8 +13,8 @@ import torch
 from cuda.bindings import driver
 
 from cute_ep.errors import EPConfigError, EPError
+from cute_ep.launch_shape import CTAS_PER_SM
 from cute_ep.library import LibraryEntry
-from cute_ep.tuning import CTAS_PER_SM
 
 THREADS = 512
 """Threads of every kernel's CTA (`reqntid` in the cubins)."""

@@ -13,8 +13,9 @@ from pathlib import Path
 import cute_ep
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
+from cute_ep.launch_shape import FAMILIES, Entry, Tuning
 from cute_ep.library import cache_folder
-from cute_ep.tuning import FAMILIES, Entry, Tuning, built_in
+from cute_ep.tuning import built_in
 
 
 @dataclass(frozen=True)

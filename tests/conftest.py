@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cute_ep import connection
-from cute_ep.tuning import CTAS_PER_SM
+from cute_ep.launch_shape import CTAS_PER_SM
 
 GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 

@@ -32,12 +32,13 @@ from cute_ep.distributed import (
     DistributedEPDispatchNVFP4,
 )
 from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
+from cute_ep.launch_shape import MANY, Entry, Tuning
 from cute_ep.layouts.arena import BLANK, message_map, segment_words
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import OutputType, Phase, division_magic
 from cute_ep.layouts.scales import ATOM, scale_map
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
-from cute_ep.tuning import MANY, Entry, Tuning, built_in
+from cute_ep.tuning import built_in
 
 CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
 SHARED = replace(CFG, fused_shared_expert=True)

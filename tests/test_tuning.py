@@ -22,24 +22,12 @@ from cute_ep.cli import main
 from cute_ep.commands import tune
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
+from cute_ep.launch_shape import CTAS_PER_SM, FAMILIES, MANY, Entry, Shape, Tuning, pieces_for
 from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, flags_of, message_bytes, most_flags
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 from cute_ep.layouts.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
-from cute_ep.tuning import (
-    COMBINE,
-    CTAS_PER_SM,
-    DISPATCH,
-    FAMILIES,
-    MANY,
-    ONE_A_SM,
-    TABLE_CTAS,
-    Entry,
-    Shape,
-    Tuning,
-    built_in,
-    pieces_for,
-)
+from cute_ep.tuning import COMBINE, DISPATCH, ONE_A_SM, TABLE_CTAS, built_in
 from cute_ep.tuning_file import Setting, find_tuning, read_tables, write_tables
 
 from .conftest import GPU

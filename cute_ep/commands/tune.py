@@ -27,9 +27,10 @@ from cute_ep.commands.common import (
 )
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
+from cute_ep.launch_shape import MANY, Entry, Shape, Tuning, pieces_for
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, SEGMENT_BYTES
 from cute_ep.layouts.formats import formats_of
-from cute_ep.tuning import MANY, ONE_A_SM, Entry, Shape, Tuning, built_in, pieces_for
+from cute_ep.tuning import ONE_A_SM, built_in
 from cute_ep.tuning_file import Setting, find_tuning, read_tables, tuning_file, write_tables
 
 if TYPE_CHECKING:

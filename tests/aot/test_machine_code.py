@@ -11,6 +11,7 @@ from multiprocessing import get_context
 import pytest
 
 from cute_ep.kernels.build import SEGMENTS
+from cute_ep.launch_shape import CTAS_PER_SM
 from cute_ep.layouts.formats import FORMATS, Format
 from cute_ep.layouts.variants import (
     COMBINE_KERNELS,
@@ -23,7 +24,6 @@ from cute_ep.layouts.variants import (
     variants,
 )
 from cute_ep.library import LibraryEntry
-from cute_ep.tuning import CTAS_PER_SM
 
 from .conftest import RESIDUAL, WANTED
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.config import EPConfig
+from cute_ep.launch_shape import MANY, Entry, Tuning, pieces_for
 from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES
-from cute_ep.tuning import MANY, Entry, Tuning, pieces_for
 from cute_ep.verify import RoundOptions, check_round
 from cute_ep.workloads import make_inputs
 
