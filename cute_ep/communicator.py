@@ -12,16 +12,17 @@ import torch
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
-from cute_ep.driver import DeviceMemory, HostMemory, Kernel, architecture
-from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.driver import DeviceMemory, Kernel, architecture
+from cute_ep.errors import EPError, EPInputError
 from cute_ep.launch_shape import Shape, Tuning
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16, VECTOR_BYTES
-from cute_ep.layouts.routing import Phase, StatusWord, division_magic
+from cute_ep.layouts.routing import division_magic
 from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
+from cute_ep.status import Status
 from cute_ep.validate import (
     OUTPUT_TYPES,
     check_batch,
@@ -98,7 +99,7 @@ class Communicator:
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._checked: WeakValueDictionary[int, DispatchBuffers] = WeakValueDictionary()
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        self._status = HostMemory(len(StatusWord) * (cfg.peers + 1))
+        self._status = Status(rank, cfg.peers)
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
         alone = cfg.skip_a2a
         counts = {"ranks": cfg.peers, "local_experts": cfg.local_experts, "top_k": cfg.top_k}
@@ -344,8 +345,8 @@ class Communicator:
         else:  # one of them may be gone by now, so they are not waited for one by one
             torch.cuda.synchronize(self.device)
         self._streams.clear()
-        self._raise_timeout()
-        self._raise_input_error()
+        self._status.raise_timeout()
+        self._status.raise_input_error()
 
     def close(self) -> None:
         """Release the communicator's memory. After a timeout the arena is kept, since peers may still write to it."""
@@ -371,8 +372,7 @@ class Communicator:
     @property
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out."""
-        width = len(StatusWord)
-        return any(self._status.words[: width * self.cfg.peers : width])
+        return self._status.failed
 
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
@@ -527,7 +527,7 @@ class Communicator:
     def _check_usable(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
-        self._raise_timeout()
+        self._status.raise_timeout()
 
     def _launch(
         self,
@@ -560,35 +560,3 @@ class Communicator:
         self._streams.add(stream.cuda_stream)
         with guard:
             self._kernels[name].launch(shape.grid, every, stream.cuda_stream, early=early)
-
-    def _records(self) -> list[tuple[int, int, int, int]]:
-        """(phase, index, expected, seen) of every peer, then of this rank's input."""
-        width, words = len(StatusWord), self._status.words
-        starts = range(0, width * (self.cfg.peers + 1), width)
-        return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]
-
-    def _raise_timeout(self) -> None:
-        if not self.failed:
-            return
-        missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
-        details = [
-            f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
-            if phase == Phase.GRID
-            else f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
-            for peer, (phase, index, expected, seen) in missing.items()
-        ]
-        phases = sorted({Phase(record[0]).name for record in missing.values()})
-        raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
-
-    def _raise_input_error(self) -> None:
-        """Raise what a kernel found wrong with this rank's input, once."""
-        phase, index, expected, seen = self._records()[-1]
-        if not phase:
-            return
-        self._status.words[len(StatusWord) * self.cfg.peers] = Phase.NONE
-        if phase == Phase.EXPERT_ID:
-            signed = seen - (1 << 32) if seen >> 31 else seen
-            raise EPInputError(
-                f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
-            )
-        raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but those that arrived take {seen}")

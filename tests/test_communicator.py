@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from cute_ep import communicator as module
-from cute_ep import connection, driver, reference
+from cute_ep import connection, driver, reference, status
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.dispatched import DispatchBuffers
@@ -140,7 +140,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     )
     monkeypatch.setattr(module, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(module, "Kernel", RecordingKernel)
-    monkeypatch.setattr(module, "HostMemory", PlainHostMemory)
+    monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
     monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
     LAUNCHES.clear()
 
@@ -468,8 +468,8 @@ def test_skip_a2a(make: Make, number: int) -> None:
     first, count = ((0, 3), (3, 2))[number]
     assert (given["shared_groups"], given["shared_first"], given["shared_rows"]) == (1, first, count)
     assert batch.row_map.shape == (1, 16, 2) and batch.headers.shape == (1, 4)
-    assert rank._peers.tolist() == [given["arena"]] and len(rank._status.words) == 8
-    rank._status.words[4:8] = [Phase.EXPERT_ID, 3, 8, 9]
+    assert rank._peers.tolist() == [given["arena"]] and len(rank._status.memory.words) == 8
+    rank._status.memory.words[4:8] = [Phase.EXPERT_ID, 3, 8, 9]
     assert not rank.failed
     with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = 9: must be -1 or in \[0, 8\)"):
         rank.synchronize()
@@ -864,13 +864,13 @@ def test_buffers_are_aligned(make: Make, name: str) -> None:
 
 
 def test_timeout_of_the_own_launch_counts_ctas(rank: Communicator) -> None:
-    rank._status.words[:4] = [Phase.GRID, 0, 264, 200]
+    rank._status.memory.words[:4] = [Phase.GRID, 0, 264, 200]
     with pytest.raises(EPTimeout, match="GRID: 200 of 264 receiving CTAs came together"):
         rank.synchronize()
 
 
 def test_timeout_is_raised_by_every_later_call(rank: Communicator) -> None:
-    rank._status.words[4:8] = [Phase.MESSAGE, 3, 9, 8]
+    rank._status.memory.words[4:8] = [Phase.MESSAGE, 3, 9, 8]
     assert rank.failed
     for call in (rank.synchronize, lambda: rank.dispatch(*arguments())):
         with pytest.raises(EPTimeout, match="MESSAGE of rank 1, index 3: expected epoch 9, saw 8") as caught:
@@ -880,13 +880,13 @@ def test_timeout_is_raised_by_every_later_call(rank: Communicator) -> None:
 
 
 def test_input_error_is_raised_once_and_stops_nothing(rank: Communicator) -> None:
-    rank._status.words[8:12] = [Phase.EXPERT_ID, 3, 8, 2**32 - 2]
+    rank._status.memory.words[8:12] = [Phase.EXPERT_ID, 3, 8, 2**32 - 2]
     rank.dispatch(*arguments())
     assert not rank.failed
     with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = -2: must be -1 or in \[0, 8\)"):
         rank.synchronize()
     rank.synchronize()
-    rank._status.words[8:12] = [Phase.ROW_CAPACITY, 0, 64, 70]
+    rank._status.memory.words[8:12] = [Phase.ROW_CAPACITY, 0, 64, 70]
     with pytest.raises(EPInputError, match="out holds 64 rows, but those that arrived take 70"):
         rank.synchronize()
 

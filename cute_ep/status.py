@@ -1,0 +1,56 @@
+"""What a rank's kernels report to the host: peers that did not arrive in time, and what was wrong with the input."""
+
+from __future__ import annotations
+
+from cute_ep.driver import HostMemory
+from cute_ep.errors import EPInputError, EPTimeout
+from cute_ep.layouts.routing import Phase, StatusWord
+
+
+class Status:
+    """One rank's status records, in host memory that its kernels store to: one for each of `peers` ranks, itself
+    among them, and one for its input."""
+
+    def __init__(self, rank: int, peers: int) -> None:
+        self.rank, self.peers = rank, peers
+        self.memory = HostMemory(len(StatusWord) * (peers + 1))
+        self.address, self.free = self.memory.address, self.memory.free
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait of this rank has timed out."""
+        width = len(StatusWord)
+        return any(self.memory.words[: width * self.peers : width])
+
+    def raise_timeout(self) -> None:
+        """EPTimeout when a wait has timed out: it names the peers, the phase, the epochs expected and seen."""
+        if not self.failed:
+            return
+        missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
+        details = [
+            f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
+            if phase == Phase.GRID
+            else f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
+            for peer, (phase, index, expected, seen) in missing.items()
+        ]
+        phases = sorted({Phase(record[0]).name for record in missing.values()})
+        raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
+
+    def raise_input_error(self) -> None:
+        """EPInputError when a kernel found this rank's input wrong, once."""
+        phase, index, expected, seen = self._records()[-1]
+        if not phase:
+            return
+        self.memory.words[len(StatusWord) * self.peers] = Phase.NONE
+        if phase == Phase.EXPERT_ID:
+            signed = seen - (1 << 32) if seen >> 31 else seen
+            raise EPInputError(
+                f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
+            )
+        raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but those that arrived take {seen}")
+
+    def _records(self) -> list[tuple[int, int, int, int]]:
+        """(phase, index, expected, seen) of every peer, then of this rank's input."""
+        width, words = len(StatusWord), self.memory.words
+        starts = range(0, width * (self.peers + 1), width)
+        return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]
