@@ -15,7 +15,7 @@ from cute_ep import demo, library, machine
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
-from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text
+from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text, write_json
 from cute_ep.commands.layout import parse_extents
 from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.formats import FORMATS
@@ -148,6 +148,17 @@ def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(EPInputError, match="must be extents such as 4x8"):
         parse_extents("4x0")
     assert parse_extents("(4, 8)") == parse_extents("4x8") == (4, 8)
+
+
+def test_files_that_cannot_be_written(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    for path in (tmp_path, taken / "below.svg"):
+        assert main(["layout", "4:1", "--svg", str(path)]) == 2
+        assert f"svg='{path}':cannotbewritten(" in "".join(capsys.readouterr().err.split()), "wrapped anywhere"
+        with pytest.raises(EPConfigError, match=r"json = '.*': cannot be written"):
+            write_json(path, {})
+    assert taken.read_text() == ""
 
 
 def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:

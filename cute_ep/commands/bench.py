@@ -4,6 +4,7 @@ and the least that they take at copy speeds measured in the same run."""
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--iterations", type=int, default=200, metavar="N", help="samples, each a CUDA graph of rounds (default 200)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write machine, ceilings and all results")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, ceilings and all results")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -126,11 +126,15 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def write_json(path: str, content: dict) -> None:
-    """Write `content` to `path`, creating its folder; EPConfigError where that fails."""
-    target = Path(path)
+def write_file(argument: str, path: Path, text: str) -> None:
+    """Write what the user asked for by an argument, creating its folder; EPConfigError where that fails."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(content, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     except OSError as error:
-        raise EPConfigError(f"json = {path!r}: cannot be written ({error})") from None
+        raise EPConfigError(f"{argument} = {str(path)!r}: cannot be written ({error.strerror})") from None
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write `content` to the path of --json."""
+    write_file("json", path, json.dumps(content, indent=1) + "\n")

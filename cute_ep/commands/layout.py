@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cute_ep.commands.common import print_table
+from cute_ep.commands.common import print_table, write_file
 from cute_ep.errors import EPInputError
 from cute_ep.layouts import Layout, LayoutError, TileTensor, layout_svg, layout_table
 from cute_ep.layouts.draw import owners
@@ -45,14 +45,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
             console.print(f"dealt out to {threads.size} threads, {values} values each: {threads}", highlight=False)
         print_table(console, offset_table(shown, threads))
         if args.svg:
-            args.svg.parent.mkdir(parents=True, exist_ok=True)
             drawing = layout_svg(shown, distribute=threads, title=args.spec)
-            args.svg.write_text(drawing)
+            write_file("svg", args.svg, drawing)
             console.print(f"wrote {args.svg} ({len(drawing)} bytes)", highlight=False, soft_wrap=True)
     except LayoutError as error:
         raise EPInputError(str(error)) from error
-    except OSError as error:
-        raise EPInputError(f"svg = {str(args.svg)!r}: {error.strerror}") from error
     return 0
 
 

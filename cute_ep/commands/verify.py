@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `cute-ep verify`."""
     add_device_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="small shapes, 4 batch sizes, 2 routings")
-    parser.add_argument("--json", metavar="FILE", help="write machine, cases, times and outcomes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, cases, times and outcomes")
 
 
 def tokens_of_ranks(tokens: int, ranks: int) -> tuple[int, ...]:
