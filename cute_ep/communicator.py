@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import TracebackType
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -97,7 +97,7 @@ class Communicator:
         self._closed = False
         self._chained = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
-        self._checked: WeakValueDictionary[int, DispatchBuffers] = WeakValueDictionary()
+        self._received: WeakKeyDictionary[DispatchBuffers, dict[str, int]] = WeakKeyDictionary()
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._status = Status(rank, cfg.peers)
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
@@ -286,7 +286,7 @@ class Communicator:
         check_batch(self.cfg, self.rank, dispatched, self.device)
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
-        result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
+        result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
         shape = self._shape("combine", dispatched.topk_ids.shape[0], whole_rows=mode != "partial")
         tensors = (rows, result, weights, epilogue_data)
 
@@ -324,7 +324,8 @@ class Communicator:
         self._combines.check_wait(pending.number)
         dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
-        result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
+        result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
+        received |= self._rows_arguments(rows, dispatched)
         shape = self._shape("combine_wait", dispatched.topk_ids.shape[0])
         self._launch(f"combine_wait_{mode}", shape, received, (rows, result, weights, epilogue_data))
         self._combines.received += 1
@@ -377,9 +378,12 @@ class Communicator:
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
 
+    def _expected(self, tokens: int) -> int:
+        """Tokens to choose launch shapes for: a rank without any knows nothing of the others'."""
+        return tokens or self.cfg.max_tokens_per_rank
+
     def _shape(self, operation: str, tokens: int, *, whole_rows: bool = False) -> Shape:
-        expected = tokens or self.cfg.max_tokens_per_rank  # a rank without tokens knows nothing of the others'
-        return self.tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows)
+        return self.tuning.shape(operation, self._expected(tokens), self.max_ctas, whole_rows=whole_rows)
 
     @property
     def _weights_dtype(self) -> torch.dtype | None:
@@ -412,7 +416,7 @@ class Communicator:
             check_tensor("input_scale", input_scale, device=self.device)
         tokens = x.shape[0]
         shape = self._shape(operation, tokens)
-        return_pieces = self._shape("combine", tokens).pieces_log2
+        return_pieces = self.tuning.entry("combine", self._expected(tokens)).pieces_log2
         arguments = {
             "x": x.data_ptr(),
             "scales": address(scales),
@@ -439,14 +443,20 @@ class Communicator:
     def _prepare_receive(
         self, sent: PendingDispatch, out: DispatchBuffers | None
     ) -> tuple[DispatchBuffers, dict[str, int]]:
+        shared = self._shared_arguments(sent.topk_ids.shape[0])
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = self.allocate()
-        elif self._checked.get(id(out)) is not out:
+            return out, self._buffer_arguments(out) | shared
+        arguments = self._received.get(out) if isinstance(out, DispatchBuffers) else None
+        if arguments is None:
             check_buffers(self.cfg, out, self.device)
-            self._checked[id(out)] = out
+            arguments = self._received[out] = self._buffer_arguments(out)
+        return out, arguments | shared
+
+    def _buffer_arguments(self, out: DispatchBuffers) -> dict[str, int]:
         capacity = out.tokens.shape[0]
-        return out, {
+        return {
             "out_tokens": out.tokens.data_ptr(),
             "out_row_scales": address(out.row_scales),
             "row_offsets": out.row_offsets.data_ptr(),
@@ -460,13 +470,12 @@ class Communicator:
             "weights": address(out.weights),
             "capacity": capacity,
             "has_tiles": int(has_tiles(self.cfg.scales_as, capacity, self.cfg.alignment)),
-            **self._shared_arguments(sent.topk_ids.shape[0]),
             **scale_arguments(self.cfg.scales_as, self._scale_bytes, out.scales, capacity, self.cfg.alignment),
         }
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
-        return Dispatched(
-            **tensors_of(out),
+        return Dispatched.inside(
+            out,
             rank=self.rank,
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
@@ -490,7 +499,6 @@ class Communicator:
 
     def _prepare_sum(
         self,
-        rows: torch.Tensor,
         dispatched: Dispatched,
         weights: torch.Tensor | None,
         mode: str,
@@ -508,7 +516,6 @@ class Communicator:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)
         return out, {
-            **self._rows_arguments(rows, dispatched),
             "out": out.data_ptr(),
             "out_type": int(OUTPUT_TYPES[dtype]),
             "topk_ids": dispatched.topk_ids.data_ptr(),
@@ -550,13 +557,9 @@ class Communicator:
                 if tensor is not None:
                     tensor.record_stream(stream)
         chained = 2 * shape.grid <= self.max_ctas  # two fit side by side: `docs/protocol.md` 7
-        every = arguments | {
-            "send_ctas": shape.send_ctas,
-            "receive_from": shape.receive_from,
-            "chained": int(chained),
-        }
+        arguments.update(send_ctas=shape.send_ctas, receive_from=shape.receive_from, chained=int(chained))
         early, self._chained = chained and self._chained, chained
         guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
         self._streams.add(stream.cuda_stream)
         with guard:
-            self._kernels[name].launch(shape.grid, every, stream.cuda_stream, early=early)
+            self._kernels[name].launch(shape.grid, arguments, stream.cuda_stream, early=early)

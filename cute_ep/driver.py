@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -55,10 +56,11 @@ class Kernel:
         )
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
-        self._masks = {name: (1 << int(kind[1:])) - 1 for name, kind in entry.params}
+        self._names = [name for name, _ in entry.params]
         self._constants: dict[str, int] = {}
-        self._values = (ctypes.c_uint64 * len(entry.params))()
+        self._values = (ctypes.c_int64 * len(entry.params))()  # a kernel reads as many bytes of one as it wants
         self._pointers = (ctypes.c_void_p * len(entry.params))()
+        self._pointers_at = ctypes.addressof(self._pointers)
         self.bind({})
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -72,13 +74,13 @@ class Kernel:
 
     def bind(self, constants: Mapping[str, int]) -> None:
         """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
-        self._constants |= {name: value for name, value in constants.items() if name in self._masks}
-        self._free = [(name, mask) for name, mask in self._masks.items() if name not in self._constants]
-        self._pack = struct.Struct(f"{len(self._free)}Q").pack_into  # they lie at the front, to be set at once
-        places = {name: place for place, name in enumerate((*(name for name, _ in self._free), *self._constants))}
+        self._constants |= {name: value for name, value in constants.items() if name in self._names}
+        self._free = [name for name in self._names if name not in self._constants]
+        self._pack = struct.Struct(f"{len(self._free)}q").pack_into  # they lie at the front, to be set at once
+        places = {name: place for place, name in enumerate((*self._free, *self._constants))}
         for name, value in self._constants.items():
-            self._values[places[name]] = value & self._masks[name]
-        for index, name in enumerate(self._masks):
+            self._values[places[name]] = value
+        for index, name in enumerate(self._names):
             self._pointers[index] = ctypes.addressof(self._values) + 8 * places[name]
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
@@ -88,14 +90,14 @@ class Kernel:
         `early`: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
         (programmatic dependent launch).
         """
-        config, address, given = self._config, ctypes.addressof(self._pointers), arguments.get
+        config, pointers = self._config, self._pointers_at
         with self._lock:
-            self._pack(self._values, 0, *[given(name, 0) & mask for name, mask in self._free])
+            self._pack(self._values, 0, *map(arguments.get, self._free, repeat(0)))
             config.gridDimX, config.hStream, config.numAttrs = grid, stream, int(early)
-            status = driver.cuLaunchKernelEx(config, self._function, address, 0)
+            status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
             if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call
                 check(driver.cuCtxSetCurrent(self._context))
-                status = driver.cuLaunchKernelEx(config, self._function, address, 0)
+                status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
             check(status)
 
     def unload(self) -> None:

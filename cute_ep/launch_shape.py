@@ -53,6 +53,11 @@ class Entry:
     most_senders: int = MANY
     split_from: int = 4
 
+    @property
+    def pieces_log2(self) -> int:
+        """Base-2 logarithm of `pieces`, as headers and kernels have it."""
+        return self.pieces.bit_length() - 1
+
     def __post_init__(self) -> None:
         counts = self.tokens, self.grid, self.pieces, self.most_senders, self.split_from
         whole = all(isinstance(number, int) and number > 0 for number in counts)

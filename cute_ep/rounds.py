@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -14,8 +14,7 @@ from cute_ep.errors import EPInputError
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class PendingDispatch:
+class PendingDispatch(NamedTuple):
     """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
 
     rank: int
@@ -26,8 +25,7 @@ class PendingDispatch:
     keep_alive: tuple[torch.Tensor | None, ...]
 
 
-@dataclass(frozen=True)
-class PendingCombine:
+class PendingCombine(NamedTuple):
     """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
     number: int

@@ -14,13 +14,13 @@ class Status:
     def __init__(self, rank: int, peers: int) -> None:
         self.rank, self.peers = rank, peers
         self.memory = HostMemory(len(StatusWord) * (peers + 1))
+        self._phases = slice(StatusWord.PHASE, len(StatusWord) * peers, len(StatusWord))
         self.address, self.free = self.memory.address, self.memory.free
 
     @property
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out."""
-        width = len(StatusWord)
-        return any(self.memory.words[: width * self.peers : width])
+        return any(self.memory.words[self._phases])
 
     def raise_timeout(self) -> None:
         """EPTimeout when a wait has timed out: it names the peers, the phase, the epochs expected and seen."""

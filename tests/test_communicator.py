@@ -527,7 +527,8 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
         count = len(entry.params)
         pointers = (ctypes.c_void_p * count).from_address(address)
-        launches.append([ctypes.c_uint64.from_address(pointers[place]).value for place in range(count)])
+        widths = [ctypes.c_int64 if kind == "i64" else ctypes.c_int32 for _, kind in entry.params]
+        launches.append([width.from_address(at).value for width, at in zip(widths, pointers, strict=True)])
         shapes.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
         return (driver.driver.CUresult.CUDA_SUCCESS,)
 
@@ -540,12 +541,7 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}), 1):
         kernel.launch(grid, arguments, 1000 + grid, early=grid == 2)
     assert shapes == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3)]
-    word = (1 << 32) - 1
-    assert launches == [
-        [1 << 40, word, 1 << 50, 7],
-        [1 << 40, word, 0, word - 1],
-        [1 << 40, word, 0, 0],
-    ]
+    assert launches == [[1 << 40, -1, 1 << 50, 7], [1 << 40, -1, 0, -2], [1 << 40, -1, 0, 0]]
 
 
 def test_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
