@@ -376,7 +376,11 @@ class Communicator:
         return self._status.failed
 
     def _work_stream(self) -> torch.cuda.Stream:
-        return self.stream if self._shared_device else torch.cuda.current_stream(self.device)
+        return self.stream if self._shared_device else self._current_stream()
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The caller's; torch takes 1 us to look up a device by anything but its index."""
+        return torch.cuda.current_stream(self.device.index)
 
     def _expected(self, tokens: int) -> int:
         """Tokens to choose launch shapes for: a rank without any knows nothing of the others'."""
@@ -551,7 +555,7 @@ class Communicator:
         """
         self._check_usable()
         stream = self._work_stream()
-        if self._shared_device and stream != (current := torch.cuda.current_stream(self.device)):
+        if self._shared_device and stream != (current := self._current_stream()):
             stream.wait_stream(current)
             for tensor in (*tensors, *(tensors_of(buffers).values() if buffers else ())):
                 if tensor is not None:
