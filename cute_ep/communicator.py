@@ -14,7 +14,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.driver import DeviceMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError
-from cute_ep.launch_shape import Shape, Tuning
+from cute_ep.launch_shape import Shape, Tuning, log2_of
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16, VECTOR_BYTES
 from cute_ep.layouts.routing import division_magic
@@ -190,7 +190,7 @@ class Communicator:
         sent, shape, arguments = self._prepare_send(
             "dispatch", x, topk_ids, router_weights, input_scale, scales, row_scales
         )
-        buffers, received = self._prepare_receive(sent, out)
+        buffers, received = self._prepare_receive(out)
         name = self._send_kernel("dispatch", scales)
 
         def launch() -> Dispatched:
@@ -227,9 +227,10 @@ class Communicator:
         """
         self._check_own("dispatch", pending, PendingDispatch)
         self._dispatches.check_wait(pending.number)
-        buffers, received = self._prepare_receive(pending, out)
-        shape = self._shape("dispatch_wait", pending.topk_ids.shape[0])
-        self._launch("dispatch_wait", shape, received, (), buffers)
+        tokens = pending.topk_ids.shape[0]
+        buffers, received = self._prepare_receive(out)
+        arguments = received | self._shared_arguments(tokens)
+        self._launch("dispatch_wait", self._shape("dispatch_wait", tokens), arguments, (), buffers)
         self._dispatches.received += 1
         return self._result(pending, buffers)
 
@@ -420,7 +421,7 @@ class Communicator:
             check_tensor("input_scale", input_scale, device=self.device)
         tokens = x.shape[0]
         shape = self._shape(operation, tokens)
-        return_pieces = self.tuning.entry("combine", self._expected(tokens)).pieces_log2
+        return_pieces = log2_of(self.tuning.entry("combine", self._expected(tokens)).pieces)
         arguments = {
             "x": x.data_ptr(),
             "scales": address(scales),
@@ -444,19 +445,17 @@ class Communicator:
         first, count = self.cfg.shared_slice(tokens, self.rank)
         return {"shared_first": first, "shared_rows": count}
 
-    def _prepare_receive(
-        self, sent: PendingDispatch, out: DispatchBuffers | None
-    ) -> tuple[DispatchBuffers, dict[str, int]]:
-        shared = self._shared_arguments(sent.topk_ids.shape[0])
+    def _prepare_receive(self, out: DispatchBuffers | None) -> tuple[DispatchBuffers, dict[str, int]]:
+        """The buffers to receive into, and the arguments that name them, to be left as they are."""
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = self.allocate()
-            return out, self._buffer_arguments(out) | shared
+            return out, self._buffer_arguments(out)
         arguments = self._received.get(out) if isinstance(out, DispatchBuffers) else None
         if arguments is None:
             check_buffers(self.cfg, out, self.device)
             arguments = self._received[out] = self._buffer_arguments(out)
-        return out, arguments | shared
+        return out, arguments
 
     def _buffer_arguments(self, out: DispatchBuffers) -> dict[str, int]:
         capacity = out.tokens.shape[0]
@@ -551,6 +550,7 @@ class Communicator:
         """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far.
 
         Args:
+            arguments: parameters that are neither bound nor follow from `shape`; those are added.
             tensors, buffers: what the kernel reads and writes.
         """
         self._check_usable()

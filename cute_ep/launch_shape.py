@@ -27,6 +27,11 @@ def pieces_for(tokens: int) -> tuple[int, ...]:
     return tuple(1 << log2 for log2 in range(most.bit_length()))
 
 
+def log2_of(pieces: int) -> int:
+    """Base-2 logarithm of a number of pieces, as headers and kernels have it."""
+    return pieces.bit_length() - 1
+
+
 @dataclass(frozen=True)
 class Entry:
     """What was fastest up to a number of tokens a rank.
@@ -53,11 +58,6 @@ class Entry:
     most_senders: int = MANY
     split_from: int = 4
 
-    @property
-    def pieces_log2(self) -> int:
-        """Base-2 logarithm of `pieces`, as headers and kernels have it."""
-        return self.pieces.bit_length() - 1
-
     def __post_init__(self) -> None:
         counts = self.tokens, self.grid, self.pieces, self.most_senders, self.split_from
         whole = all(isinstance(number, int) and number > 0 for number in counts)
@@ -81,8 +81,8 @@ class Shape(NamedTuple):
 
     @property
     def pieces_log2(self) -> int:
-        """Base-2 logarithm of `pieces`, as headers and kernels have it."""
-        return self.pieces.bit_length() - 1
+        """`log2_of` the pieces."""
+        return log2_of(self.pieces)
 
 
 @dataclass(frozen=True)

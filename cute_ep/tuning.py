@@ -18,11 +18,16 @@ TABLE_CTAS, ONE_A_SM = 264, 132
 FEW = (Entry(2, 128, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
 FEW_LARGE = (Entry(2, 64, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
 FEW_OF_MANY = (Entry(2, 128, 1 / 8, 32), Entry(16, 128, 1 / 4, 8))
-UP_TO_64 = Entry(64, ONE_A_SM, 24 / 132, 4)
+UP_TO_64, UP_TO_128 = Entry(64, ONE_A_SM, 24 / 132, 4), Entry(128, ONE_A_SM, 32 / 132, 2)
+UP_TO_256_OF_TWO = (Entry(192, MANY, 1 / 4, 4, most_senders=32), Entry(256, MANY, 1 / 4, 2, most_senders=32))
+UP_TO_1024_OF_TWO = (
+    Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
+    Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+)
 SHORT = (
     *FEW_OF_MANY,
     UP_TO_64,
-    Entry(128, ONE_A_SM, 32 / 132, 2),
+    UP_TO_128,
     Entry(256, ONE_A_SM, 32 / 132, 1),
     Entry(512, MANY, 1 / 4, 1, most_senders=32),
     Entry(1024, MANY, 1 / 4, 4, most_senders=32),
@@ -31,7 +36,7 @@ SHORT = (
 MIDDLE = (
     *FEW_OF_MANY,
     UP_TO_64,
-    Entry(128, ONE_A_SM, 32 / 132, 2),
+    UP_TO_128,
     Entry(256, MANY, 64 / 264, 2, packed=True),
     Entry(768, MANY, 64 / 264, 1, packed=True),
     Entry(1024, MANY, 48 / 264, 2, packed=True),
@@ -44,32 +49,27 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
             *FEW,
             UP_TO_64,
             Entry(256, ONE_A_SM, 32 / 132, 2),
-            Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
-            Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+            *UP_TO_1024_OF_TWO,
             Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
         ),
         4095: (
             *FEW,
             UP_TO_64,
-            Entry(192, MANY, 1 / 4, 4, most_senders=32),
-            Entry(256, MANY, 1 / 4, 2, most_senders=32),
-            Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
-            Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+            *UP_TO_256_OF_TWO,
+            *UP_TO_1024_OF_TWO,
             Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
         ),
         7000: (
             *FEW,
             Entry(128, ONE_A_SM, 24 / 132, 4),
             Entry(256, ONE_A_SM, 32 / 132, 2),
-            Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
-            Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+            *UP_TO_1024_OF_TWO,
             Entry(MANY, MANY, 1 / 2, 2, most_senders=64, split_from=66),
         ),
         10000: (
             *FEW,
             UP_TO_64,
-            Entry(192, MANY, 1 / 4, 4, most_senders=32),
-            Entry(256, MANY, 1 / 4, 2, most_senders=32),
+            *UP_TO_256_OF_TWO,
             Entry(1024, MANY, 1 / 4, 1, most_senders=48),
             Entry(MANY, MANY, 1 / 3, 4, most_senders=64, split_from=34),
         ),
@@ -98,7 +98,7 @@ DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
         MANY: (
             *FEW_LARGE,
             UP_TO_64,
-            Entry(128, ONE_A_SM, 32 / 132, 2),
+            UP_TO_128,
             Entry(256, MANY, 64 / 264, 2, packed=True),
             Entry(1024, MANY, 1 / 4, 4, packed=True, most_senders=48),
             Entry(MANY, MANY, 1 / 4, 4, most_senders=28),
@@ -144,14 +144,18 @@ def built_in(cfg: EPConfig, ctas: int) -> Tuning:
     NVFP4 dispatch 242 -> 105.
     """
     dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
-    return Tuning(
-        _fitted("dispatch", dispatch, ctas, cfg.format.payload_bytes(cfg.hidden)),
-        _fitted("combine", _first_of(COMBINE, cfg.peers), ctas, cfg.hidden * COMBINE_ITEMSIZE),
-    )
+    combine = _first_of(COMBINE, cfg.peers)
+    return Tuning(_fitted("dispatch", dispatch, cfg, ctas), _fitted("combine", combine, cfg, ctas))
 
 
-def _fitted(family: str, table: tuple[Entry, ...], ctas: int, row_bytes: int) -> tuple[Entry, ...]:
-    segments, entries = -(-row_bytes // SEGMENT_BYTES), []
+def segments_of(family: str, cfg: EPConfig) -> int:
+    """Segments of a row that travels in pieces: of a message's payload, or of a returned row."""
+    row = cfg.format.payload_bytes(cfg.hidden) if family == "dispatch" else cfg.hidden * COMBINE_ITEMSIZE
+    return -(-row // SEGMENT_BYTES)
+
+
+def _fitted(family: str, table: tuple[Entry, ...], cfg: EPConfig, ctas: int) -> tuple[Entry, ...]:
+    segments, entries = segments_of(family, cfg), []
     for entry in table:
         share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
         pieces = 1 << max(0, round(log2(entry.pieces * share)))

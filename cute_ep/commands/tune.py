@@ -28,9 +28,8 @@ from cute_ep.commands.common import (
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPConfigError
 from cute_ep.launch_shape import MANY, Entry, Shape, Tuning, pieces_for
-from cute_ep.layouts.arena import COMBINE_ITEMSIZE, SEGMENT_BYTES
 from cute_ep.layouts.formats import formats_of
-from cute_ep.tuning import ONE_A_SM, built_in
+from cute_ep.tuning import ONE_A_SM, built_in, segments_of
 from cute_ep.tuning_file import Setting, find_tuning, read_tables, tuning_file, write_tables
 
 if TYPE_CHECKING:
@@ -63,8 +62,8 @@ class Outcome:
 
 def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
     """Values to try of each field of an Entry. Pieces are at most the segments of a row, rounded up."""
-    row_bytes = cfg.hidden * COMBINE_ITEMSIZE if family == "combine" else cfg.format.payload_bytes(cfg.hidden)
-    pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count * SEGMENT_BYTES < 2 * row_bytes)
+    segments = segments_of(family, cfg)
+    pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count < 2 * segments)
     packed = (False, True) if family == "dispatch" else (False,)
     most, senders = MOST_SENDERS[family], SENDERS[family]
     return {
