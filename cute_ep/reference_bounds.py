@@ -22,7 +22,7 @@ from cute_ep.layouts.formats import (
     NVFP4_ROW,
     Format,
 )
-from cute_ep.reference_combine import check_combine, chosen_weights, owned_rows, serving_ranks, shared_rows
+from cute_ep.reference_combine import check_combine, chosen_weights, returned_rows, shared_rows
 from cute_ep.reference_formats import as_format, as_global_scale, check_x, row_chunks
 
 UNIT = 2.0**-24
@@ -215,7 +215,7 @@ def combine_error_bound(
     results = []
     for source, weights in enumerate(chosen):
         if mode == "unweighted":
-            value = _unweighted_value(cfg, source, rows, dispatched)
+            value = returned_rows(cfg, source, rows, dispatched, slice(None))[1].double()
             exact = dtype in (torch.bfloat16, torch.float32)
             results.append((value, torch.zeros_like(value) if exact else cast_error(value.abs(), dtype)))
         else:
@@ -243,12 +243,12 @@ def _sum_and_bound(
     served, outputs = shared_rows(cfg, source, rows[source], tokens)
     shared[served] = outputs.double()
     value, bound = shared.clone(), torch.zeros_like(shared)
-    for part in row_chunks(tokens, cfg.hidden):
-        magnitude = torch.zeros_like(value[part])
-        for token, slot, row in owned_rows(cfg, serving_ranks(cfg, source), source, rows, dispatched, part):
-            product = weights[part, slot][token, None].double() * row.double()
-            value[part][token] += product
-            magnitude[token] += product.abs()
+    for part in row_chunks(tokens, cfg.top_k * cfg.hidden):
+        server, returned = returned_rows(cfg, source, rows, dispatched, part)
+        products = weights[part][:, :, None].double() * returned.double()
+        products = torch.where(server[:, :, None] < cfg.world_size, products, 0)
+        value[part] += products.sum(dim=1)
+        magnitude = products.abs().sum(dim=1)
         error = _gamma(terms) * magnitude + terms * TINY * (1 + _gamma(terms))
         if mode == "partial":
             error = error + 2.0**-8 * (magnitude + error) + parts * 2.0**-134
@@ -259,16 +259,6 @@ def _sum_and_bound(
         error = error + cast_error(value[part].abs() + error, dtype)
         bound[part] = error + (terms + 1) * 2.0**-52 * magnitude
     return value, bound
-
-
-def _unweighted_value(
-    cfg: EPConfig, source: int, rows: Sequence[torch.Tensor], dispatched: Sequence[Dispatched]
-) -> torch.Tensor:
-    tokens = dispatched[source].topk_ids.shape[0]
-    value = torch.zeros(tokens, cfg.top_k, cfg.hidden, dtype=torch.float64, device=rows[source].device)
-    for token, slot, row in owned_rows(cfg, serving_ranks(cfg, source), source, rows, dispatched, slice(0, tokens)):
-        value[token, slot] = row.double()
-    return value
 
 
 def identity_error_bound(

@@ -5,7 +5,7 @@ Every multiplication and every addition is its own torch call, so products are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,8 +18,10 @@ from cute_ep.validate import check_mode, check_output, check_router_weights, che
 
 Epilogue = Callable[[int, torch.Tensor], torch.Tensor]
 """(rank, [T, hidden] float32 sums of its tokens) -> what is rounded instead."""
-Owned = Iterator[tuple[torch.Tensor, int, torch.Tensor]]
-"""(tokens within a part, slot, their [n, hidden] bfloat16 rows)."""
+Rows = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+"""Per rank [>= num_rows, hidden] bfloat16."""
+Batches = Sequence[Dispatched] | Mapping[int, Dispatched]
+"""Per rank what its dispatch received."""
 
 
 def chosen_weights(
@@ -106,29 +108,22 @@ def combine(
     ]
 
 
-def owned_rows(
-    cfg: EPConfig,
-    ranks: Sequence[int],
-    source: int,
-    rows: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
-    dispatched: Sequence[Dispatched] | Mapping[int, Dispatched],
-    part: slice,
-) -> Owned:
-    """The rows that `ranks` hold of the tokens `part` of rank `source`, slots ascending."""
-    ids = dispatched[source].topk_ids
-    index = 0 if cfg.skip_a2a else source
-    for slot in range(cfg.top_k):
-        expert = ids[part, slot]
-        for rank in ranks:
-            token = ((expert >= 0) & (expert // cfg.local_experts == rank)).nonzero()[:, 0]
-            if token.numel():
-                row = dispatched[rank].row_map[index, part, slot][token].long()
-                yield token, slot, rows[rank][row]
-
-
-def serving_ranks(cfg: EPConfig, source: int) -> list[int]:
-    """The ranks whose rows come home to `source`, ascending."""
-    return [source] if cfg.skip_a2a else list(range(cfg.world_size))
+def returned_rows(
+    cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, part: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, world_size
+    where no row returns, and [n, top_k, hidden] bfloat16, zeros there."""
+    every, index = dispatched[source].topk_ids, 0 if cfg.skip_a2a else source
+    ids = every[part]
+    server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
+    if cfg.skip_a2a:
+        server[server != source] = cfg.world_size
+    returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
+    for rank in [source] if cfg.skip_a2a else range(cfg.world_size):
+        here = server == rank
+        row = dispatched[rank].row_map[index, : every.shape[0]][part]
+        returned[here] = rows[rank][row[here].long()]
+    return server, returned
 
 
 def shared_rows(cfg: EPConfig, source: int, rows: torch.Tensor, tokens: int) -> tuple[slice, torch.Tensor]:
@@ -137,52 +132,55 @@ def shared_rows(cfg: EPConfig, source: int, rows: torch.Tensor, tokens: int) -> 
     return slice(first, first + count), rows[:count]
 
 
+def exact_sums(served: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """[n, hidden] sums of [n, top_k, hidden] products where [n, top_k] bool `served`, slots ascending."""
+    total = torch.zeros_like(products[:, 0])
+    for slot in range(served.shape[1]):
+        total = torch.where(served[:, slot, None], total + products[:, slot], total)
+    return total
+
+
+def partial_sums(server: torch.Tensor, products: torch.Tensor, world_size: int) -> torch.Tensor:
+    """[n, hidden] sums over ranks, ascending, of their `exact_sums` as bfloat16; `server` as of `returned_rows`."""
+    order = server.argsort(dim=1, stable=True)  # rank by rank, slots ascending; those without a row last
+    server, products = server.gather(1, order), products.gather(1, order[:, :, None].expand_as(products))
+    total, partial = torch.zeros_like(products[:, 0]), torch.zeros_like(products[:, 0])
+    for step in range(order.shape[1]):
+        next_rank = (server[:, step] != server[:, max(step - 1, 0)])[:, None]
+        total = torch.where(next_rank, total + round_to(partial, torch.bfloat16).float(), total)
+        partial = torch.where(next_rank, 0, partial)
+        partial = torch.where(server[:, step, None] < world_size, partial + products[:, step], partial)
+    return total + round_to(partial, torch.bfloat16).float()
+
+
 def combine_source(
     cfg: EPConfig,
     source: int,
-    rows: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
-    dispatched: Sequence[Dispatched] | Mapping[int, Dispatched],
+    rows: Rows,
+    dispatched: Batches,
     weights: torch.Tensor,
     mode: str,
     dtype: torch.dtype = torch.bfloat16,
     epilogue: Epilogue | None = None,
 ) -> torch.Tensor:
     """`combine` for the tokens of rank `source` alone, with its [T, top_k] weights; checks nothing."""
-    ids, everyone = dispatched[source].topk_ids, serving_ranks(cfg, source)
-    result = torch.zeros(ids.shape[0], cfg.hidden, dtype=torch.float32, device=ids.device)
-
-    def add_products(total: torch.Tensor, ranks: Sequence[int], part: slice) -> None:
-        for token, slot, row in owned_rows(cfg, ranks, source, rows, dispatched, part):
-            product = weights[part, slot][token, None] * row.float()
-            total[token] = total[token] + product
-
-    for part in row_chunks(*result.shape):
-        total = result[part]
+    tokens = weights.shape[0]
+    result = torch.zeros(tokens, cfg.hidden, dtype=torch.float32, device=weights.device)
+    for part in row_chunks(tokens, cfg.top_k * cfg.hidden):
+        server, returned = returned_rows(cfg, source, rows, dispatched, part)
+        products = weights[part][:, :, None] * returned.float()
         if mode == "exact":
-            add_products(total, everyone, part)
-        for rank in everyone if mode == "partial" else ():
-            partial = torch.zeros_like(total)
-            add_products(partial, [rank], part)
-            token = ((ids[part] >= 0) & (ids[part] // cfg.local_experts == rank)).any(dim=1)
-            total[token] = total[token] + round_to(partial[token], torch.bfloat16).float()
-    shared, outputs = shared_rows(cfg, source, rows[source], ids.shape[0])
+            result[part] = exact_sums(server < cfg.world_size, products)
+        else:
+            result[part] = partial_sums(server, products, cfg.world_size)
+    shared, outputs = shared_rows(cfg, source, rows[source], tokens)
     result[shared] = result[shared] + outputs.float()
     return round_to(result if epilogue is None else epilogue(source, result), dtype)
 
 
-def unweighted_source(
-    cfg: EPConfig,
-    source: int,
-    rows: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
-    dispatched: Sequence[Dispatched] | Mapping[int, Dispatched],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def unweighted_source(cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, dtype: torch.dtype) -> torch.Tensor:
     """Unweighted `combine` for the tokens of rank `source` alone: [T, top_k, hidden]; checks nothing."""
-    tokens = dispatched[source].topk_ids.shape[0]
-    home = rows[source]
-    result = torch.zeros(tokens, cfg.top_k, cfg.hidden, dtype=home.dtype, device=home.device)
-    for token, slot, row in owned_rows(cfg, serving_ranks(cfg, source), source, rows, dispatched, slice(0, tokens)):
-        result[token, slot] = row
+    _, result = returned_rows(cfg, source, rows, dispatched, slice(None))
     if dtype == torch.bfloat16:
         return result
     widened = (result.view(torch.int16).int() << 16).view(torch.float32)

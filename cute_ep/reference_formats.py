@@ -27,7 +27,7 @@ from cute_ep.layouts.formats import (
 )
 from cute_ep.validate import check_global_scale, check_tensor
 
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 22
 """Elements that one step of a row loop handles: bounds temporary memory, changes no result."""
 
 BFLOAT16_MAX = float(torch.finfo(torch.bfloat16).max)
