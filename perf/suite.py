@@ -40,6 +40,13 @@ QUICK_SECTIONS = ("cases", "swiglu")
 COMPILED_TIMEOUT_S = 150.0
 
 
+def reproduce(arguments: Sequence[str]) -> str:
+    """The command line that measures the same, without where this one's results go."""
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("--out")
+    return shlex.join(["python", "-m", "perf.suite", *where.parse_known_args(arguments)[1]])
+
+
 class Suite:
     """One run and what it has found so far, kept on disk after every section."""
 
@@ -47,7 +54,7 @@ class Suite:
         self.devices, self.folder, self.library, self.quick = list(devices), folder, library, quick
         self.console = console
         self.failed = False
-        machine = environment(devices, shlex.join(["python", "-m", "perf.suite", *sys.argv[1:]]))
+        machine = environment(devices, reproduce(sys.argv[1:]))
         self.run: dict = {"machine": machine | {"links": link_matrix()}, "quick": quick, "notes": [], "seconds": {}}
         self.run |= {"ceilings": {}, "cases": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}
 

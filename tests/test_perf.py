@@ -325,7 +325,7 @@ def test_the_suite_refuses_politely(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but GPUs: communicators are the reference's, times made up, and one section fails."""
     run = example_run()
-    monkeypatch.setattr(suite, "environment", lambda devices, command: dict(run["machine"]))
+    monkeypatch.setattr(suite, "environment", lambda devices, command: run["machine"] | {"command": command})
     monkeypatch.setattr(suite, "link_matrix", lambda: run["machine"]["links"])
     monkeypatch.setattr(suite, "measure_ceilings", lambda devices, library: CEILINGS)
     monkeypatch.setattr(suite.torch.cuda, "empty_cache", lambda: None)
@@ -339,6 +339,7 @@ def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise EPError("no such kernel")
 
     monkeypatch.setattr(suite, "measure_swiglu", broken)
+    monkeypatch.setattr("sys.argv", ["suite.py", "--out", str(tmp_path / "run"), "--quick"])
     console = SimpleNamespace(print=lambda *words, **options: None)
     made = suite.Suite(["cpu"], tmp_path / "run", None, True, console)
     suite.run_suite(made, ("cases", "swiglu", "peers"))
@@ -349,6 +350,7 @@ def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "swiglu: EPError: no such kernel" in notes and "64/1/2 bf16: top_k = 2" in notes
     assert "deepep_normal: not present" in notes and "no such kernel" in (tmp_path / "run" / suite.TABLES).read_text()
     assert {"ceilings", "64/8/2 bf16", "swiglu", "peers"} <= set(content["seconds"])
+    assert content["machine"]["command"] == "python -m perf.suite --quick"
 
 
 # The model
