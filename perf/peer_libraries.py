@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from perf.peer_worker import SETS, Rank, Work, relative_error
+from perf.peers import PEER_SMS
 
 LOW_LATENCY_TOKENS = 128
 """Most tokens a rank of the low-latency kernels, whose buffer grows with them."""
-NORMAL_SMS = 24
 NORMAL_BYTES = 2 * 10**9
 BLOCK = 128
 """Elements of one float32 scale of DeepEP's FP8 rows."""
@@ -139,7 +139,7 @@ def normal_buffer():
     """DeepEP's buffer for the normal kernels over NVLink."""
     import deep_ep
 
-    deep_ep.Buffer.set_num_sms(NORMAL_SMS)
+    deep_ep.Buffer.set_num_sms(PEER_SMS["deepep_normal"])
     return deep_ep.Buffer(dist.group.WORLD, NORMAL_BYTES, 0, explicitly_destroy=True)
 
 

@@ -28,6 +28,8 @@ from pathlib import Path
 
 from perf.cases import MAIN, QUICK_TOKENS, Shape
 
+PEER_SMS = {"deepep_normal": 24}
+"""SMs of those that take a number of them."""
 PEERS = {
     "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, no multicast, no registered buffers; "
     "the gather into expert order and the weighted sum of a token's experts on a rank are not included",
@@ -35,8 +37,9 @@ PEERS = {
     "weighted sum after are included",
     "deepep_low_latency": "DeepEP low-latency kernels; FP8 is quantised in the kernel; rows end as "
     "[local expert, slots, hidden], not in expert order without gaps",
-    "deepep_normal": "DeepEP normal kernels on 24 SMs, worst-case row count (so that no host synchronisation is "
-    "needed); FP8 is quantised by the caller and not timed; rows end in source order, not in expert order",
+    "deepep_normal": f"DeepEP normal kernels on {PEER_SMS['deepep_normal']} SMs, worst-case row count (so that no host "
+    "synchronisation is needed); FP8 is quantised by the caller and not timed; rows end in source order, not in expert "
+    "order; the weighted sum of a token's experts on a rank is not included",
 }
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}

@@ -1,6 +1,7 @@
-"""The README's section on speed, from runs: `python -m perf.report perf/results/<run> ...`, the main one first.
+"""The README's section on speed and docs/performance.md, from runs: `python -m perf.report perf/results/<run> ...`, the
+main one first.
 
-It replaces what is between the markers, and leaves the rest of the file as it is.
+It replaces what is between the README's markers, and all of the page.
 """
 
 from __future__ import annotations
@@ -9,16 +10,26 @@ import argparse
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
 from perf.model import elsewhere_table, fit_for, read_run, summary_table
-from perf.peers import PEERS
-from perf.tables import by_point, ceilings_text, machine_text, mirror_table, mirror_title, peers_table, ratio
+from perf.peers import PEER_SMS, PEERS
+from perf.tables import (
+    by_point,
+    ceilings_text,
+    exact_pairs,
+    machine_text,
+    medians,
+    mirror_table,
+    mirror_title,
+    peers_table,
+    ratio,
+)
 
 BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, MORE, LOG = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "perf" / "LOG.md"
 PLOTS = {
     "latency.svg": "Time of dispatch, partial combine and their pair by tokens, measured, modelled and floor",
     "peers.svg": "Time of a pair beside NCCL and DeepEP by tokens",
@@ -38,27 +49,42 @@ def replace_between(text: str, section: str) -> str:
     return f"{before}{BEGIN}\n{section.strip()}\n{END}{rest.partition(END)[2]}"
 
 
-def lost_to(run: dict) -> Iterator[tuple[str, str, int, float, float]]:
-    """(peer, format, tokens, its time, ours) of every pair at which another library was faster in the same format."""
-    own = {
-        (case["format"], case["tokens"]): case["p50_us"]
-        for case in run["cases"]
-        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", "pair")
-    }
+def lost_to(run: dict, operation: str, own: Mapping[tuple[int, str], float]) -> Iterator[tuple[str, str, int, str]]:
+    """(peer, format, tokens, both times) of an operation wherever another library's takes less than `own`."""
     for row in run["peers"]:
-        ours = own.get((row["format"], row["tokens"]))
-        if row["operation"] == "pair" and ours is not None and row["p50_us"] < ours:
-            yield row["peer"], row["format"], row["tokens"], row["p50_us"], ours
+        ours = own.get((row["tokens"], row["format"]))
+        if row["operation"] == operation and ours is not None and row["p50_us"] < ours:
+            times = f"{row['p50_us']:.1f} us, here {ours:.1f}"
+            yield row["peer"].replace("_", " "), row["format"], row["tokens"], times
+
+
+def peers_lines(run: dict) -> Iterator[str]:
+    """Where another library is faster: pairs with either combine, and operations on as many SMs as it takes."""
+    pairs = list(lost_to(run, "pair", medians(run, "pair")))
+    yield from (f"{peer} {fmt} at {tokens} tokens: {times}." for peer, fmt, tokens, times in pairs)
+    if run["peers"] and not pairs:
+        yield "No pair of another library in the same format was faster in this run."
+    exact: dict[str, dict[int, str]] = {}
+    for peer, fmt, tokens, times in lost_to(run, "pair", exact_pairs(run)):
+        exact.setdefault(f"{peer} {fmt}", {})[tokens] = times
+    for name, lost in exact.items():
+        where = ", ".join(map(str, lost))
+        yield f"Exact combine, pairs: {name} at {where} tokens; at {max(lost)} {lost[max(lost)]}."
+    for name, sms in PEER_SMS.items():
+        theirs = run | {"peers": [row for row in run["peers"] if row["peer"] == name]}
+        for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
+            own = {
+                (case["tokens"], case["format"]): case["p50_us"]
+                for case in run["sweep"]
+                if (case["sms"], case["operation"]) == (sms, ours)
+            }
+            for peer, fmt, tokens, times in lost_to(theirs, operation, own):
+                yield f"On {sms} SMs each, {operation} of {peer} {fmt} at {tokens} tokens: {times}."
 
 
 def losses_text(run: dict) -> str:
     """Where another library is faster, and which operations are farthest from their floors."""
-    lost = list(lost_to(run))
-    lines = []
-    for peer, fmt, tokens, theirs, ours in lost:
-        lines.append(f"- {peer.replace('_', ' ')} {fmt} at {tokens} tokens: {theirs:.1f} us, here {ours:.1f} us.")
-    if run["peers"] and not lost:
-        lines.append("- No pair of another library in the same format was faster in this run.")
+    lines = [f"- {line}" for line in peers_lines(run)]
     own = {swiglu_key(row): row["p50_us"] for row in run["swiglu"]}
     for row in run.get("compiled", ()):
         ours = own.get(swiglu_key(row))
@@ -98,18 +124,15 @@ def explained_text(run: dict, fits: dict) -> str:
 
 
 def predictions_text(run: dict, fits: dict) -> str:
-    """How well the model explains the run, and what it says of machines that were not measured; "" when it knows no
-    rates for this one."""
+    """What the model says of machines that were not measured; "" when it knows no rates for this one."""
     table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
-    if not table:
-        return ""
-    return f"{explained_text(run, fits)}\n\nWhat it predicts, not measured, in microseconds:\n\n{table}"
+    return f"What the model predicts, not measured, in microseconds:\n\n{table}" if table else ""
 
 
-def tables_text(folder: str) -> str:
-    """Where all tables of a run are."""
+def tables_text(folder: Path, page: Path) -> str:
+    """Where all tables of a run are, for a reader of `page`."""
     which = "both combines, tails, other shapes, Zipf routing, SM budgets, SwiGLU"
-    return f"All tables ({which}): [{folder}]({folder}/tables.md)."
+    return f"All tables ({which}): [{folder.name}]({link(folder / 'tables.md', page)})."
 
 
 def paragraphs(parts: Iterable[str]) -> str:
@@ -124,69 +147,79 @@ def mirror_text(run: dict) -> str:
     return f"{title}\n\n{mirror_table(cases)}" if cases else ""
 
 
-def short_section(run: dict, folder: str, fits: dict) -> str:
-    """The text of a run that is not the main one."""
-    return paragraphs(
-        (
-            f"The same on {machine_text(run)}:",
-            peers_table(run, "pair"),
-            "Where it loses:\n\n" + losses_text(run),
-            explained_text(run, fits),
-            mirror_text(run),
-            tables_text(folder),
-        )
-    )
+def link(target: Path, page: Path) -> str:
+    """`target` as a link of `page` names it."""
+    return Path(os.path.relpath(target, page.parent)).as_posix()
 
 
-def section(run: dict, folder: str, others: Mapping[str, dict] = MappingProxyType({})) -> str:
-    """The section's text; `folder` is the run's, as seen from the README. `others`: more runs, by folder: those of the
-    same commit add to the model's constants, and each has a short section."""
-
-    def fits_of(one: dict) -> dict:
-        return fit_for(one, [other for other in (run, *others.values()) if commit_of(other) == commit_of(one)])
-
-    files = {name: Path(folder) / name for name in PLOTS if (README.parent / folder / name).exists()}
-    plots = "\n".join(f"![{PLOTS[name]}]({path.as_posix()})" for name, path in files.items())
+def section(run: dict, folder: Path, page: Path, more: Path) -> str:
+    """The README's text of a run in `folder`; `page` is the README, `more` the page with the rest."""
+    files = {name: folder / name for name in PLOTS if (folder / name).exists()}
+    plots = "\n".join(f"![{PLOTS[name]}]({link(path, page)})" for name, path in files.items())
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
     included = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
     parts = [
         f"{machine_text(run)}; {shape}.",
         plots,
-        "Dispatch and then partial combine, p50 in microseconds of CUDA-graph replay, slowest GPU. Routing, "
-        "quantisation and expansion to expert-major rows are inside ours.",
+        'Dispatch and then combine with `mode="partial"`, p50 in microseconds of CUDA-graph replay, slowest GPU, all '
+        'SMs; "exact": with the default mode, the sum of both halves. Routing, quantisation and expansion to '
+        "expert-major rows are inside ours.",
         peers_table(run, "pair"),
         f"{included}." if run["peers"] else "",
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         "Where it loses:\n\n" + losses_text(run),
-        predictions_text(run, fits_of(run)),
-        tables_text(folder),
-        *(short_section(one, place, fits_of(one)) for place, one in others.items()),
-        f"`make perf` measures your machine, `python -m perf.model {folder}` says what ceilings explain; what was "
-        "tried: [perf/LOG.md](perf/LOG.md).",
+        tables_text(folder, page),
+        f"Other numbers of GPUs, the model and its predictions: [docs/performance.md]({link(more, page)}). `make perf` "
+        f"measures your machine; what was tried: [perf/LOG.md]({link(LOG, page)}).",
     ]
     return paragraphs(parts)
+
+
+def more_page(runs: Mapping[Path, dict], page: Path) -> str:
+    """The page beside the README: `runs` by folder, the main one first. The model's constants come from all runs of a
+    commit."""
+
+    def fits_of(one: dict) -> dict:
+        return fit_for(one, [other for other in runs.values() if commit_of(other) == commit_of(one)])
+
+    (first, main), *others = runs.items()
+    parts = [
+        "# Speed, beside what the README says",
+        "Written by `python -m perf.report`, with the README's section; times as there.",
+        f"## {machine_text(main)}",
+        explained_text(main, fits_of(main)),
+        predictions_text(main, fits_of(main)),
+        f"`python -m perf.model {link(first, README)}` says what ceilings explain.",
+    ]
+    for folder, run in others:
+        parts += [
+            f"## {machine_text(run)}",
+            peers_table(run, "pair"),
+            "Where it loses:\n\n" + losses_text(run),
+            explained_text(run, fits_of(run)),
+            mirror_text(run),
+            tables_text(folder, page),
+        ]
+    return f"{paragraphs(parts)}\n"
 
 
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with a run.json")
     parser.add_argument(
-        "others",
-        nargs="*",
-        type=Path,
-        metavar="DIR",
-        help="more runs, in short; the model is fitted to those of a commit",
+        "folders", nargs="+", type=Path, metavar="DIR", help="folder with a run.json, the main one first"
     )
     parser.add_argument("--readme", type=Path, default=README, metavar="FILE", help="(default: the project's)")
+    parser.add_argument("--more", type=Path, default=MORE, metavar="FILE", help="page for the rest (default: likewise)")
     args = parser.parse_args()
-    folder, *others = (Path(os.path.relpath(one, README.parent)).as_posix() for one in (args.folder, *args.others))
-    runs = {place: read_run(one) for place, one in zip(others, args.others, strict=True)}
+    runs = {folder.resolve(): read_run(folder) for folder in args.folders}
+    folder, run = next(iter(runs.items()))
     try:
-        text = replace_between(args.readme.read_text(), section(read_run(args.folder), folder, runs))
+        text = replace_between(args.readme.read_text(), section(run, folder, args.readme, args.more))
     except ValueError as error:
         parser.error(f"{args.readme}: {error}")
     args.readme.write_text(text)
+    args.more.write_text(more_page(runs, args.more))
     return 0
 
 

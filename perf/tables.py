@@ -118,14 +118,25 @@ def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
     return sorted({(row["peer"], row["format"]) for row in rows}, key=lambda pair: (order.index(pair[0]), pair[1]))
 
 
-def peers_table(run: dict, operation: str) -> str:
-    """Medians of one operation (dispatch, combine, pair, pair_chained) beside those of the other libraries."""
-    ours = "combine_partial" if operation == "combine" else operation
-    own = {
+def medians(run: dict, operation: str) -> dict[tuple[int, str], float]:
+    """(tokens, format) -> microseconds of an operation of the main shape, uniform routing."""
+    return {
         (case["tokens"], case["format"]): case["p50_us"]
         for case in run["cases"]
-        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", ours)
+        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", operation)
     }
+
+
+def exact_pairs(run: dict) -> dict[tuple[int, str], float]:
+    """`medians` of dispatch and then exact combine, which are measured one by one."""
+    dispatch, combine = medians(run, "dispatch"), medians(run, "combine_exact")
+    return {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}
+
+
+def peers_table(run: dict, operation: str) -> str:
+    """Medians of one operation (dispatch, combine, pair, pair_chained) beside those of the other libraries."""
+    own = medians(run, "combine_partial" if operation == "combine" else operation)
+    exact = exact_pairs(run) if operation == "pair" else {}
     theirs = {
         (row["tokens"], row["peer"], row["format"]): row["p50_us"]
         for row in run["peers"]
@@ -135,10 +146,11 @@ def peers_table(run: dict, operation: str) -> str:
     columns = peer_columns(row for row in run["peers"] if row["operation"] == operation)
     rows = []
     for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):
-        mine = [own.get((tokens, fmt)) for fmt in here]
+        mine = [own.get((tokens, fmt)) for fmt in here] + ([exact.get((tokens, "bf16"))] if exact else [])
         others = [theirs.get((tokens, *column)) for column in columns]
         rows.append((str(tokens), *("" if time is None else f"{time:.1f}" for time in mine + others)))
-    names = [f"cute_ep {fmt}" for fmt in here] + [f"{peer} {fmt}".replace("_", " ") for peer, fmt in columns]
+    names = [f"cute_ep {fmt}" for fmt in here] + (["cute_ep bf16 exact"] if exact else [])
+    names += [f"{peer} {fmt}".replace("_", " ") for peer, fmt in columns]
     return markdown(("tokens a rank", *names), rows)
 
 

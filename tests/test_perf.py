@@ -413,7 +413,10 @@ def test_tables_show_the_numbers() -> None:
     assert "2 x NVIDIA H200, NV18 between GPUs" in text
     assert "| 64 | 2048 | bf16 | 4.0 / 4.0 (50% / 50%) |  |" in text
     assert "| operation | format | tokens a rank | 8 SMs | 132 SMs |" in text
-    assert "| tokens a rank | cute_ep bf16 | cute_ep fp8 | nccl ag rs bf16 |" in text and "| 50.5 |" in text
+    assert (
+        "| tokens a rank | cute_ep bf16 | cute_ep fp8 | cute_ep bf16 exact | nccl ag rs bf16 |" in text
+        and "| 50.5 |" in text
+    )
     assert "- deepep_normal: not present: no module deep_ep" in text
     assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
     assert tables.markdown(("a", "b"), []) == ""
@@ -429,11 +432,16 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(example_run()))
     readme.write_text(f"before\n{report.BEGIN}\nold numbers\n{report.END}\nafter\n")
-    monkeypatch.setattr(sys, "argv", ["report", str(folder), "--readme", str(readme)])
+    page = tmp_path / "docs" / "performance.md"
+    page.parent.mkdir()
+    words = ["--readme", str(readme), "--more", str(page)]
+    monkeypatch.setattr(sys, "argv", ["report", str(folder), *words])
     assert report.main() == 0
     once = readme.read_text()
     assert once.startswith(f"before\n{report.BEGIN}\n") and once.endswith(f"{report.END}\nafter\n")
     assert "old numbers" not in once and "2 x NVIDIA H200" in once
+    assert "](run/tables.md)" in once and "](docs/performance.md)" in once
+    assert page.read_text().count("## 2 x NVIDIA H200") == page.read_text().count("fitted to this commit") == 1
     assert report.main() == 0 and readme.read_text() == once
     another = tmp_path / "another"
     another.mkdir()
@@ -444,17 +452,14 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
         for fmt, operation, tokens in (("bf16", "pair", 9), ("bf16", "dispatch", 7), ("fp8", "dispatch", 7))
     ]
     (another / "run.json").write_text(json.dumps(faster))
-    monkeypatch.setattr(sys, "argv", ["report", str(folder), str(another), "--readme", str(readme)])
-    assert report.main() == 0
-    both = readme.read_text()
-    assert "The same on 2 x NVIDIA H200" in both and both.count("feed123") == 1
-    assert both.count("Where it loses:") == 2 and both.count("fitted to this commit") == 2
+    monkeypatch.setattr(sys, "argv", ["report", str(folder), str(another), *words])
+    assert report.main() == 0 and readme.read_text() == once
+    both = page.read_text()
+    assert both.count("## 2 x NVIDIA H200") == 2 and both.count("feed123") == 1
+    assert both.count("Where it loses:") == 1 and both.count("fitted to this commit") == 2
+    assert "](../another/tables.md)" in both
     assert "traffic of 4 ranks" in both and "| tokens a rank | dispatch bf16 | dispatch fp8 | pair bf16 |" in both
     assert "| 7 | 7000.0 | 7000.0 |  |\n| 9 |  |  | 9000.0 |" in both
-    faster["machine"]["commit"] = example_run()["machine"]["commit"]
-    (another / "run.json").write_text(json.dumps(faster))
-    assert report.main() == 0
-    assert readme.read_text().count("The same on 2 x NVIDIA H200") == 1, "also where the commit is the main run's"
     readme.write_text("no markers\n")
     with pytest.raises(SystemExit) as stop:
         report.main()
@@ -463,10 +468,36 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
 
 def test_report_says_where_it_loses() -> None:
     run = example_run()
-    assert [row[:4] for row in report.lost_to(run)] == [("nccl_ag_rs", "bf16", 4096, 1.5)]
-    assert "nccl ag rs bf16 at 4096 tokens: 1.5 us" in report.losses_text(run)
+    lines = list(report.peers_lines(run))
+    assert lines[0].startswith("nccl ag rs bf16 at 4096 tokens: 1.5 us, here ")
     run["peers"] = run["peers"][:1]
-    assert "No pair of another library" in report.losses_text(run)
+    assert next(report.peers_lines(run)) == "No pair of another library in the same format was faster in this run."
+
+
+def test_report_says_where_exact_combine_and_few_sms_lose() -> None:
+    def case(operation: str, p50_us: float) -> dict:
+        return {"shape": report.MAIN.text, "routing": "uniform", "tokens": 9, "format": "bf16"} | {
+            "operation": operation,
+            "p50_us": p50_us,
+        }
+
+    def row(peer: str, operation: str, p50_us: float) -> dict:
+        return {"peer": peer, "operation": operation, "tokens": 9, "format": "bf16", "p50_us": p50_us}
+
+    run = {
+        "cases": [case("pair", 8.0), case("dispatch", 3.0), case("combine_exact", 9.5)],
+        "peers": [
+            row("nccl_ag_rs", "pair", 12.0),
+            row("deepep_normal", "combine", 6.0),
+            row("nccl_ag_rs", "combine", 1.0),
+        ],
+        "sweep": [case("combine_partial", time) | {"sms": sms} for sms, time in ((16, 9.0), (24, 7.0), (132, 5.0))],
+    }
+    assert list(report.peers_lines(run)) == [
+        "No pair of another library in the same format was faster in this run.",
+        "Exact combine, pairs: nccl ag rs bf16 at 9 tokens; at 9 12.0 us, here 12.5.",
+        "On 24 SMs each, combine of deepep normal bf16 at 9 tokens: 6.0 us, here 7.0.",
+    ]
 
 
 def test_plots(tmp_path: Path) -> None:
