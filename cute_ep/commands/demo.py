@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the layer in every format and print all tables. Returns 0; EPError as configuration and kernels raise."""
+    """Run the layer in every format and print all tables. Returns 0, or 1 where the error of a format is too large;
+    EPError as configuration and kernels raise."""
     import torch
 
     from cute_ep.machine import parse_devices
@@ -71,8 +72,9 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
 
     started = time.perf_counter()
     on_cpu = devices[0] == "cpu"
-    if on_cpu and args.hidden is None:
-        shape = demo.cpu_preset(shape)
+    reduced = on_cpu and (args.hidden is None or args.experts is None)
+    if reduced:
+        shape = demo.cpu_preset(shape, widths=args.hidden is None, experts=args.experts is None)
     tokens = args.tokens if args.tokens is not None else CPU_TOKENS if on_cpu else GPU_TOKENS
     name, text = demo.read_text(args.text)
     configs = {
@@ -87,8 +89,7 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
         highlight=False,
     )
     if on_cpu:
-        reduced = "" if args.hidden is not None else "; widths, experts and tokens are reduced"
-        console.print(f"without a GPU the reference backend runs{reduced}")
+        console.print(f"without a GPU the reference backend runs{'; sizes are reduced' if reduced else ''}")
     console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte a token", highlight=False, soft_wrap=True)
 
     with console.status("routing"):
@@ -119,9 +120,20 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
                     communicator.close()
         outcomes[fmt] = (times, {mode: demo.relative_errors(results[mode], wanted) for mode in MODES})
     print_table(console, time_table(outcomes, on_cpu))
-    print_table(console, error_table(outcomes))
+    limits = {fmt: demo.rms_limit(cfg) for fmt, cfg in configs.items()}
+    print_table(console, error_table(outcomes, limits))
+    wrong = [
+        f"{fmt} {mode}: rms error {errors[mode][1]:.3%}, must be at most {limits[fmt]:.0%}"
+        for fmt, (_, errors) in outcomes.items()
+        for mode in MODES
+        if not errors[mode][1] <= limits[fmt]
+    ]
+    for line in wrong:
+        console.print(line, style="red", highlight=False)
+    if not wrong:
+        console.print("all formats agree with the dense layer", style="green")
     console.print(f"demo took {seconds_text(time.perf_counter() - started)}")
-    return 0
+    return int(bool(wrong))
 
 
 def load_table(cfg: EPConfig, batches: list[TextBatch]) -> Table:
@@ -211,8 +223,8 @@ def time_table(outcomes: dict, on_cpu: bool) -> Table:
     return table
 
 
-def error_table(outcomes: dict) -> Table:
-    """Errors against the dense layer."""
+def error_table(outcomes: dict, limits: dict[str, float]) -> Table:
+    """Errors against the dense layer, and the most that root mean squares may be."""
     table = Table(
         title="error against the dense float64 layer: max |difference| / max |value|, and of root mean squares",
     )
@@ -220,6 +232,8 @@ def error_table(outcomes: dict) -> Table:
     for mode in MODES:
         table.add_column(f"{mode}: max", justify="right")
         table.add_column(f"{mode}: rms", justify="right")
+    table.add_column("rms at most", justify="right")
     for fmt, (_, errors) in outcomes.items():
-        table.add_row(fmt, *(f"{100 * value:.3f} %" for mode in MODES for value in errors[mode]))
+        cells = (f"{100 * value:.3f} %" for mode in MODES for value in errors[mode])
+        table.add_row(fmt, *cells, f"{limits[fmt]:.0%}")
     return table
