@@ -43,9 +43,9 @@ class DispatchBuffers:
         scales: block scale factors, uint8 bits or float32, in the configuration's scale layout
             (`cute_ep.layouts.scales` has the shapes); rows that pad a group are zero. None when the format has none.
         row_scales: [capacity] bfloat16, each row's own scale. None when the format has none.
-        row_offsets: [G + 1] uint32; group g owns rows [row_offsets[g], row_offsets[g + 1]), padding included.
+        row_offsets: [G + 1] int32; group g owns rows [row_offsets[g], row_offsets[g + 1]), padding included.
         row_counts: [G] int32, rows of each group without padding.
-        scales_offsets: [G] uint32; the first 128-row scale block of group g is
+        scales_offsets: [G] int32; the first 128-row scale block of group g is
             row_offsets[g] // 128 + scales_offsets[g]. None unless scales are in the 128x4 atom layout.
         expert_ids: [G] int32, 0 .. G-1.
         src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row; (token, top_k) for
@@ -127,9 +127,9 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
         "tokens": ((rows, payload_columns(fmt, cfg.hidden)), payload_dtype(fmt)),
         "scales": scales,
         "row_scales": ((rows,), torch.bfloat16) if fmt.row_scale else None,
-        "row_offsets": ((groups + 1,), torch.uint32),
+        "row_offsets": ((groups + 1,), torch.int32),
         "row_counts": ((groups,), torch.int32),
-        "scales_offsets": ((groups,), torch.uint32) if cfg.scales_as == ATOM else None,
+        "scales_offsets": ((groups,), torch.int32) if cfg.scales_as == ATOM else None,
         "expert_ids": ((groups,), torch.int32),
         "src_info": ((rows, 2), torch.int32),
         "num_rows": ((1,), torch.int32),

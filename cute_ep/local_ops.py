@@ -23,7 +23,6 @@ from cute_ep.validate import check_input_scale, check_tensor
 MAX_ROWS = 1 << 30
 TILE_ELEMENTS = 1024
 """Elements of one row that a warp converts at a time (`cute_ep.kernels.rows`)."""
-OFFSET_TYPES = (torch.uint32, torch.int32)
 SIGN_BIT = 1 << 31
 
 
@@ -107,11 +106,11 @@ def fused_silu(
     Args:
         x: [rows, 2 * D] bfloat16 on a GPU: gate columns and then up columns, or with `interleaved` gate 0, up 0,
             gate 1, up 1, ...
-        row_offsets: [G + 1] uint32 or int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
+        row_offsets: [G + 1] int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
             are read, and only theirs are written. None: all rows, one group.
         fmt: name of a format without row scales.
         scale_layout: one of the format's; None: its default.
-        scales_offsets: [G] uint32 or int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
+        scales_offsets: [G] int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
             rows that pad a group to a multiple of 128 are written as zeros.
         input_scales: float32 [1] or [G], the global scale of all rows or of each group's; None: 1.
         alpha, limit: both or neither; limit > 0.
@@ -131,7 +130,7 @@ def fused_silu(
     rows, width = _check_rows(record, x, halves=2)
     groups = 1
     if row_offsets is not None:
-        _check_offsets("row_offsets", row_offsets, x)
+        check_tensor("row_offsets", row_offsets, shape=(None,), dtype=torch.int32, device=x.device)
         groups = row_offsets.shape[0] - 1
         if groups < 1:
             raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must have at least 2 elements")
@@ -140,7 +139,7 @@ def fused_silu(
         given = "None" if scales_offsets is None else "tensor"
         raise EPInputError(f"scales_offsets = {given}: must be given with row_offsets and scales in layout {ATOM}")
     if scales_offsets is not None:
-        _check_offsets("scales_offsets", scales_offsets, x, groups)
+        check_tensor("scales_offsets", scales_offsets, shape=(groups,), dtype=torch.int32, device=x.device)
     if input_scales is not None:
         if not record.global_scale:
             raise EPInputError(f"input_scales = tensor: must be None, format {fmt} has no global scale")
@@ -188,11 +187,6 @@ def _check_rows(record: Format, x: torch.Tensor, halves: int) -> tuple[int, int]
     if rows > MAX_ROWS or columns > halves * MAX_HIDDEN:
         raise EPInputError(f"x.shape = {(rows, columns)}: must not exceed ({MAX_ROWS}, {halves * MAX_HIDDEN})")
     return rows, columns // halves
-
-
-def _check_offsets(name: str, tensor: torch.Tensor, x: torch.Tensor, count: int | None = None) -> None:
-    dtype = tensor.dtype if isinstance(tensor, torch.Tensor) and tensor.dtype in OFFSET_TYPES else OFFSET_TYPES[0]
-    check_tensor(name, tensor, shape=(count,), dtype=dtype, device=x.device)
 
 
 def _check_gpu(name: str, tensor: torch.Tensor) -> None:

@@ -29,8 +29,8 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def offsets(count: int, dtype: torch.dtype = torch.uint32) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32).view(dtype)
+def offsets(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32)
 
 
 X = bf16(ROWS, 2 * WIDTH)

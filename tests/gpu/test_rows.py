@@ -66,12 +66,12 @@ def poisoned(out: torch.Tensor | SwigluRows) -> torch.Tensor | SwigluRows:
     return out
 
 
-def offsets_of(counts: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def offsets_of(counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(row_offsets, scales_offsets) as dispatch gives them for groups of these sizes."""
     rows = [0, *accumulate(counts)]
     blocks = [0, *accumulate(-(-count // 128) for count in counts)]
     shifts = [block - row // 128 for block, row in zip(blocks, rows, strict=True)][:-1]
-    return torch.tensor(rows, dtype=dtype, device="cuda"), torch.tensor(shifts, dtype=dtype, device="cuda")
+    return tuple(torch.tensor(values, dtype=torch.int32, device="cuda") for values in (rows, shifts))
 
 
 def quantized(values: torch.Tensor, fmt: str, counts: Sequence[int], scales: Sequence[float]) -> list[torch.Tensor]:
@@ -145,7 +145,7 @@ class TestQuantised:
             rows = sum(counts)
             x = sources(rows + 37, width, turn)  # 37 rows that no group has
             clamp = dict(zip(("alpha", "limit"), CLAMPS[turn % 2], strict=True))
-            row_offsets, shifts = offsets_of(counts, (torch.uint32, torch.int32)[turn % 2])
+            row_offsets, shifts = offsets_of(counts)
             places = {"scale_layout": layout, "scales_offsets": shifts if layout == ATOM else None}
             values = swiglu(x, row_offsets, **clamp)
             for interleaved in (False, True):
@@ -171,7 +171,7 @@ class TestQuantised:
                 swiglu(x, fmt=fmt, input_scales=torch.ones(1, device="cuda"))
             return
         for counts, count in product(([1000], [0, 300, 1, 0, 690], [3] * 300), (1, None)):
-            row_offsets, shifts = offsets_of(counts, torch.uint32)
+            row_offsets, shifts = offsets_of(counts)
             scales = [0.5 + index % 5 for index in range(len(counts))]
             scales = [scales[0]] * len(counts) if count == 1 else scales
             places = {"scale_layout": layout, "scales_offsets": shifts if layout == ATOM else None}
@@ -183,7 +183,7 @@ class TestQuantised:
     def test_nothing_is_written_outside_the_buffers(self, fmt: str, layout: str) -> None:
         """Offsets that lead beyond the capacity: its rows are converted, and the memory behind them is untouched."""
         x = sources(100, width_of(fmt, 2048), 9)
-        row_offsets, shifts = offsets_of([64, 500], torch.uint32)
+        row_offsets, shifts = offsets_of([64, 500])
         places = {"scale_layout": layout, "scales_offsets": shifts if layout == ATOM else None}
         like = swiglu(x, row_offsets, fmt=fmt, **places)
         memory = [torch.full((2 * tensor.nbytes,), POISON, dtype=torch.uint8, device="cuda") for tensor in like]
@@ -202,14 +202,14 @@ def test_bf16_writes_only_valid_rows() -> None:
     x = sources(1000, 1536, 3)
     for rows in (0, 1, 129, 999, 1000):
         out = poisoned(torch.empty(1000, 1536, dtype=torch.bfloat16, device="cuda"))
-        row_offsets = torch.tensor([0, rows // 2, rows], dtype=torch.uint32, device="cuda")
+        row_offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32, device="cuda")
         assert swiglu(x, row_offsets, out=out) is out
         assert_prefix_and_poison(out, swiglu(x)[:rows], POISON, f"{rows} rows")
 
 
 def test_replayed_in_a_cuda_graph() -> None:
     """New sources and new offsets in the same memory: the grid does not depend on the number of rows."""
-    x, (row_offsets, shifts) = sources(600, 2048, 1), offsets_of([100, 200, 300], torch.int32)
+    x, (row_offsets, shifts) = sources(600, 2048, 1), offsets_of([100, 200, 300])
     options = {"fmt": "nvfp4", "scales_offsets": shifts}
     out = swiglu(x, row_offsets, **options)
     torch.cuda.synchronize()
@@ -218,7 +218,7 @@ def test_replayed_in_a_cuda_graph() -> None:
         swiglu(x, row_offsets, out=out, **options)
     for counts in ([0, 0, 0], [1, 0, 500], [100, 200, 300]):
         x.copy_(sources(600, 2048, sum(counts)))
-        for old, new in zip((row_offsets, shifts), offsets_of(counts, torch.int32), strict=True):
+        for old, new in zip((row_offsets, shifts), offsets_of(counts), strict=True):
             old.copy_(new)
         poisoned(out)
         graph.replay()

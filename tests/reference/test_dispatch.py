@@ -61,7 +61,7 @@ def check_scales(cfg: EPConfig, batch: Dispatched, want: torch.Tensor, padded: l
         first_block = [sum(-(-count // 128) for count in padded[:group]) for group in range(len(padded) + 1)]
         assert batch.scales.shape[0] == first_block[-1] <= scale_shape("atom128x4", columns, 1, rows, len(padded))[0]
         offsets, blocks = batch.row_offsets.tolist(), batch.scales_offsets
-        assert blocks.dtype == torch.uint32
+        assert blocks.dtype == torch.int32
         assert [offsets[g] // 128 + block for g, block in enumerate(blocks.tolist())] == first_block[:-1]
         atoms, row = batch.scales.clone(), 0
         for group, count in enumerate(padded):
@@ -104,7 +104,7 @@ def check_dispatch(
         assert len(groups) == cfg.groups
         assert batch.num_rows.tolist() == [len(rows)] and len(rows) <= cfg.max_rows
         starts = [sum(padded[:group]) for group in range(cfg.groups + 1)]
-        assert_bits(batch.row_offsets, torch.tensor(starts).to(torch.uint32), name + "row_offsets")
+        assert_bits(batch.row_offsets, torch.tensor(starts).int(), name + "row_offsets")
         assert_bits(batch.row_counts, torch.tensor(counts, dtype=torch.int32), name + "row_counts")
         assert_bits(batch.expert_ids, torch.arange(cfg.groups).int(), name + "expert_ids")
         info = [(-1, -1) if entry is None else entry[1:] for entry in rows]
