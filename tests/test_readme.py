@@ -31,6 +31,16 @@ def block(word: str) -> str:
     return found
 
 
+def test_guide_runs(tmp_path: Path) -> None:
+    """The layer of docs/use.md runs as printed, the rest of its code is Python."""
+    layer, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", layer], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(others) == 2
+    for code in others:
+        compile(code, "docs/use.md", "exec")
+
+
 def test_example_runs(tmp_path: Path) -> None:
     code = block("connect_local")
     assert len([line for line in code.splitlines() if line.strip()]) <= 22
