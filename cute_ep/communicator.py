@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
@@ -51,9 +51,26 @@ def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: H
         entries[name] = library.find(name, arch, cfg.dispatch_format if name in SEND_KERNELS else None, hooks)
     if cfg.format.scale:
         entries |= {f"{name}{UNENCODED}": library.find(name, arch, BF16.name, hooks) for name in SEND_KERNELS}
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), ExitStack() as undo:
         torch.cuda.synchronize()  # the first call on a device makes its context
-        return {name: Kernel(entry) for name, entry in entries.items()}
+        kernels: dict[str, Kernel] = {}
+        for name, entry in entries.items():
+            kernels[name] = Kernel(entry)
+            undo.callback(kernels[name].unload)
+        undo.pop_all()
+    return kernels
+
+
+def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:
+    """Give back what `load_kernels` took; none of them may be running."""
+    with torch.cuda.device(device):
+        for kernel in kernels.values():
+            kernel.unload()
+
+
+def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
+    """What combine reads of a batch, so what must be there until it has run."""
+    return dispatched.topk_ids, dispatched.row_map, dispatched.headers, dispatched.weights
 
 
 class Communicator:
@@ -225,7 +242,7 @@ class Communicator:
 
         Each batch in flight needs buffers of its own.
         """
-        self._check_own("dispatch", pending, PendingDispatch)
+        self._check_own(self._dispatches, pending, PendingDispatch)
         self._dispatches.check_wait(pending.number)
         tokens = pending.topk_ids.shape[0]
         buffers, received = self._prepare_receive(out)
@@ -289,7 +306,7 @@ class Communicator:
         sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
         shape = self._shape("combine", dispatched.topk_ids.shape[0], whole_rows=mode != "partial")
-        tensors = (rows, result, weights, epilogue_data)
+        tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
 
         def launch() -> torch.Tensor:
             self._combines.check_fused()
@@ -307,9 +324,10 @@ class Communicator:
             combine_weights(self.cfg, mode, None, dispatched, self._weights_dtype)
         sent = self._prepare_return(rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
-        self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, (rows,))
+        tensors = (rows, *_read_by_combine(dispatched))
+        self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, tensors)
         self._combines.sent += 1
-        return PendingCombine(self._combines.sent, dispatched, mode, rows)
+        return PendingCombine(self._combines, self._combines.sent, dispatched, mode, rows)
 
     def combine_wait(
         self,
@@ -321,32 +339,34 @@ class Communicator:
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The receiving half of `combine`, in the order of sending; same bytes as the fused call."""
-        self._check_own("combine", pending, PendingCombine)
+        self._check_own(self._combines, pending, PendingCombine)
         self._combines.check_wait(pending.number)
         dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
         weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
         received |= self._rows_arguments(rows, dispatched)
         shape = self._shape("combine_wait", dispatched.topk_ids.shape[0])
-        self._launch(f"combine_wait_{mode}", shape, received, (rows, result, weights, epilogue_data))
+        tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
+        self._launch(f"combine_wait_{mode}", shape, received, tensors)
         self._combines.received += 1
         return result
 
     def synchronize(self) -> None:
         """Wait for this rank's work, on whatever streams, and raise what its kernels reported.
 
-        Graph replays are not seen: those on the current stream are waited for.
+        Graph replays are not seen: those on the current stream, or the rank's own, are waited for.
 
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, the epochs expected and seen.
             EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold.
         """
-        stream = self._work_stream()
-        if self._streams <= {stream.cuda_stream}:
-            stream.synchronize()
+        used, self._streams = self._streams, set()  # another thread may launch from now on
+        here = {stream.cuda_stream: stream for stream in (self._work_stream(), self._current_stream())}
+        if used <= set(here):
+            for stream in here.values():
+                stream.synchronize()
         else:  # one of them may be gone by now, so they are not waited for one by one
             torch.cuda.synchronize(self.device)
-        self._streams.clear()
         self._status.raise_timeout()
         self._status.raise_input_error()
 
@@ -357,10 +377,8 @@ class Communicator:
             self._release(self)
 
     def free(self) -> None:
-        """Give back everything but the arena; the group calls this when no kernel of the rank can run any more."""
-        with torch.cuda.device(self.device):
-            for kernel in self._kernels.values():
-                kernel.unload()
+        """Give back what the rank made itself; the group, which calls this when no kernel of the rank can run any more,
+        gives back kernels and arena."""
         self._status.free()
 
     def __enter__(self) -> Communicator:
@@ -437,7 +455,7 @@ class Communicator:
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
         sent = PendingDispatch(
-            self.rank, self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
+            self._dispatches, self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
         )
         return sent, shape, arguments
 
@@ -529,10 +547,10 @@ class Communicator:
             **self._shared_arguments(tokens),
         }
 
-    def _check_own(self, phase: str, pending: PendingDispatch | PendingCombine, kind: type) -> None:
-        if not isinstance(pending, kind) or pending.rank != self.rank:
-            given = type(pending).__name__
-            raise EPInputError(f"pending = {given}: must be what {phase}_async of rank {self.rank} returned")
+    def _check_own(self, rounds: Rounds, pending: PendingDispatch | PendingCombine, kind: type) -> None:
+        if not isinstance(pending, kind) or pending.rounds is not rounds:
+            whose = f"{rounds.phase}_async of this communicator, rank {self.rank},"
+            raise EPInputError(f"pending = {type(pending).__name__}: must be what {whose} returned")
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from cute_ep.communicator import Communicator, load_kernels
+from cute_ep.communicator import Communicator, load_kernels, unload_kernels
 from cute_ep.config import EPConfig
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
@@ -77,24 +78,25 @@ def connect_local(
     name = torch.cuda.get_device_name(chosen[0])
     shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
     found = Library(library)
-    kernels = [load_kernels(cfg, device, found, hooks) for device in chosen]
     open_ranks: list[Communicator] = []
+    one_at_a_time = Lock()
 
     def release(communicator: Communicator) -> None:
         """Free everything once the last rank is closed: until then a peer's kernel may write to any arena."""
-        open_ranks.remove(communicator)
-        if open_ranks:
-            return
+        with one_at_a_time:
+            open_ranks.remove(communicator)
+            if open_ranks:
+                return
         for device in sharing:
             torch.cuda.synchronize(device)
-        if any(member.failed for member in members):
-            return
-        for member in members:
-            member.free()
-            member.arena.free()
+        if not any(member.failed for member in members):
+            everything.close()
 
     with ExitStack() as undo:
-        arenas = []
+        kernels, arenas = [], []
+        for device in chosen:
+            kernels.append(load_kernels(cfg, device, found, hooks))
+            undo.callback(unload_kernels, kernels[-1], device)
         for rank, device in enumerate(chosen):
             arenas.append(_make_arena(cfg, rank, device))
             undo.callback(arenas[-1].free)
@@ -115,7 +117,7 @@ def connect_local(
             )
             undo.callback(communicator.free)
             open_ranks.append(communicator)
-        undo.pop_all()
+        everything = undo.pop_all()
     members = tuple(open_ranks)
     return list(members)
 
@@ -145,43 +147,58 @@ def connect(
         EPError: another rank could not connect; says which and why.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if world != cfg.world_size:
-        raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
-    device = torch.device("cuda", torch.cuda.current_device())
 
-    def look_around() -> tuple[_Place, int, Tuning]:
+    def look_around() -> tuple[_Place, torch.device, int, Tuning]:
+        if world != cfg.world_size:
+            raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
+        device = torch.device("cuda", torch.cuda.current_device())
         most = _max_ctas(device, sms, 1)
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
-        return _Place.of(cfg, device), most, found
+        return _Place.of(cfg, device), device, most, found
 
-    (_, max_ctas, shapes), places = _on_all_ranks(group, look_around, lambda found: found[0])
+    (_, device, max_ctas, shapes), places = _on_all_ranks(group, look_around, lambda found: found[0])
     _check_places(rank, places)
 
-    def prepare() -> tuple[dict[str, Kernel], DeviceMemory]:
-        kernels = load_kernels(cfg, device, Library(library), hooks)
-        return kernels, _make_arena(cfg, rank, device)
+    def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
+        with ExitStack() as undo:
+            kernels = load_kernels(cfg, device, Library(library), hooks)
+            undo.callback(unload_kernels, kernels, device)
+            arena = _make_arena(cfg, rank, device)
+            undo.callback(arena.free)
+            return kernels, arena, undo.pop_all()
 
-    (kernels, arena), handles = _on_all_ranks(
-        group, prepare, lambda made: made[1].handle(), lambda made: made[1].free()
+    (kernels, arena, own), handles = _on_all_ranks(
+        group, prepare, lambda made: made[1].handle(), lambda made: made[2].close()
     )
     peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
 
-    def map_peers() -> dict[int, int]:
-        return {peer: open_handle(device, handle) for peer, handle in peers.items()}
-
-    def unmap(mapped: dict[int, int]) -> None:
-        for address in mapped.values():
-            close_handle(device, address)
+    def map_peers() -> tuple[dict[int, int], ExitStack]:
+        with ExitStack() as undo:
+            mapped = {}
+            for peer, handle in peers.items():
+                mapped[peer] = open_handle(device, handle)
+                undo.callback(close_handle, device, mapped[peer])
+            return mapped, undo.pop_all()
 
     def release(communicator: Communicator) -> None:
-        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed."""
-        torch.cuda.synchronize(device)
-        if any(_gather(communicator.failed, group)):
+        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed, or its
+        device did, whose error is raised once the others know."""
+        failure = None
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            failure = error
+        keep = any(_gather(failure is not None or communicator.failed, group))
+        if failure is not None:
+            raise failure
+        if keep:
             return
-        unmap(mapped)
-        dist.barrier(group)
+        try:
+            mappings.close()
+        finally:
+            dist.barrier(group)
         communicator.free()
-        arena.free()
+        own.close()
 
     def start() -> Communicator:
         return Communicator(
@@ -199,13 +216,13 @@ def connect(
         )
 
     with ExitStack() as undo:
-        undo.callback(arena.free)
-        mapped, _ = _on_all_ranks(group, map_peers, undo=unmap)
-        undo.callback(unmap, mapped)
+        undo.callback(own.close)
+        (mapped, mappings), _ = _on_all_ranks(group, map_peers, undo=lambda made: made[1].close())
+        undo.callback(mappings.close)
         layout = cfg.arena
         theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
         addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
-        communicator, _ = _on_all_ranks(group, start, undo=Communicator.free)
+        communicator, _ = _on_all_ranks(group, start, undo=lambda made: made.free())
         undo.pop_all()
     return communicator
 

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class PendingDispatch(NamedTuple):
     """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
 
-    rank: int
+    rounds: Rounds
     number: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
@@ -28,15 +28,11 @@ class PendingDispatch(NamedTuple):
 class PendingCombine(NamedTuple):
     """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
+    rounds: Rounds
     number: int
     dispatched: Dispatched
     mode: str
     rows: torch.Tensor
-
-    @property
-    def rank(self) -> int:
-        """Whose it is."""
-        return self.dispatched.rank
 
 
 @dataclass(frozen=True)

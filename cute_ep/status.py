@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from cute_ep.driver import HostMemory
 from cute_ep.errors import EPInputError, EPTimeout
-from cute_ep.layouts.routing import Phase, StatusWord
+from cute_ep.layouts.routing import INPUT_ERRORS, Phase, StatusWord
 
 
 class Status:
     """One rank's status records, in host memory that its kernels store to: one for each of `peers` ranks, itself
-    among them, and one for its input."""
+    among them, and one for each of INPUT_ERRORS."""
 
     def __init__(self, rank: int, peers: int) -> None:
         self.rank, self.peers = rank, peers
-        self.memory = HostMemory(len(StatusWord) * (peers + 1))
+        self.memory = HostMemory(len(StatusWord) * (peers + len(INPUT_ERRORS)))
         self._phases = slice(StatusWord.PHASE, len(StatusWord) * peers, len(StatusWord))
         self.address, self.free = self.memory.address, self.memory.free
 
@@ -26,7 +26,7 @@ class Status:
         """EPTimeout when a wait has timed out: it names the peers, the phase, the epochs expected and seen."""
         if not self.failed:
             return
-        missing = {peer: record for peer, record in enumerate(self._records()[:-1]) if record[0]}
+        missing = {peer: record for peer, record in enumerate(self._records()[: self.peers]) if record[0]}
         details = [
             f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
             if phase == Phase.GRID
@@ -37,20 +37,22 @@ class Status:
         raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
 
     def raise_input_error(self) -> None:
-        """EPInputError when a kernel found this rank's input wrong, once."""
-        phase, index, expected, seen = self._records()[-1]
-        if not phase:
-            return
-        self.memory.words[len(StatusWord) * self.peers] = Phase.NONE
-        if phase == Phase.EXPERT_ID:
-            signed = seen - (1 << 32) if seen >> 31 else seen
-            raise EPInputError(
-                f"rank {self.rank}: topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})"
-            )
-        raise EPInputError(f"rank {self.rank}: out holds {expected} rows, but those that arrived take {seen}")
+        """EPInputError when a kernel found this rank's input wrong, once; of each kind the latest is told."""
+        found = []
+        for number, (phase, index, expected, seen) in enumerate(self._records()[self.peers :], start=self.peers):
+            if not phase:
+                continue
+            self.memory.words[len(StatusWord) * number] = Phase.NONE
+            if phase == Phase.EXPERT_ID:
+                signed = seen - (1 << 32) if seen >> 31 else seen
+                found.append(f"topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})")
+            else:
+                found.append(f"out holds {expected} rows, but those that arrived take {seen}")
+        if found:
+            raise EPInputError(f"rank {self.rank}: {'; '.join(found)}")
 
     def _records(self) -> list[tuple[int, int, int, int]]:
-        """(phase, index, expected, seen) of every peer, then of this rank's input."""
+        """(phase, index, expected, seen) of every peer, then of every kind of input error."""
         width, words = len(StatusWord), self.memory.words
-        starts = range(0, width * (self.peers + 1), width)
+        starts = range(0, len(words), width)
         return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]

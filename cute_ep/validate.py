@@ -175,6 +175,7 @@ def check_batch(cfg: EPConfig, rank: int, dispatched: Dispatched, device: torch.
         raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
     if dispatched.rank != rank:
         raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
+    check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=(cfg.groups + 1,), device=device)
     check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
 
 

@@ -16,7 +16,7 @@ from cute_ep.kernels.sync import Watch, block_all, post, report, wait_at_least
 from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of, is_wide
 from cute_ep.layouts.device import DeviceRegion, array, pointer
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import MASKED_ENTRY, MAX_RANKS, Phase
+from cute_ep.layouts.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
 
 ArenaArgs = make_dataclass(
     "ArenaArgs", [(name, Int64 if is_wide(name) else Int32) for name in ANY_ARENA.arguments()], frozen=True
@@ -156,8 +156,8 @@ class GroupView:
         return cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
 
     def report_input(self, phase: Phase, index, expected, seen) -> None:
-        """Tell the host what is wrong with this rank's input; the round goes on."""
-        report(self.watch, self.ranks, phase, index, expected, seen)
+        """Tell the host which of INPUT_ERRORS this rank's input has; the round goes on."""
+        report(self.watch, self.ranks + INPUT_ERRORS.index(phase), phase, index, expected, seen)
 
     @cute.jit
     def acknowledge(self, consumed: Region, received: Int64, cta) -> None:

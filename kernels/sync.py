@@ -37,7 +37,7 @@ from cute_ep.kernels.arith import anew
 from cute_ep.kernels.divide import remainder
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.device import pointer, vector_tensor
-from cute_ep.layouts.routing import Phase, StatusWord
+from cute_ep.layouts.routing import INPUT_ERRORS, Phase, StatusWord
 
 
 def post(flag: Int64, epoch: Int64) -> None:
@@ -77,7 +77,7 @@ def report(watch: Watch, record: Int32, phase: cutlass.Constexpr, index: Int32, 
     records = vector_tensor(watch.status, 1, Int32(1 << 30))
     cute.autovec_copy(words, records[None, 0, record])
     cute.arch.fence_acq_rel_sys()
-    if cutlass.const_expr(phase not in (Phase.EXPERT_ID, Phase.ROW_CAPACITY)):
+    if cutlass.const_expr(phase not in INPUT_ERRORS):
         cute.arch.store(pointer(watch.state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
 
 

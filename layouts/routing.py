@@ -60,7 +60,8 @@ def shared_slice(tokens: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 class StatusWord(IntEnum):
-    """Indices of the 32-bit words of one host-visible status record (one record a peer, and one for input errors)."""
+    """Indices of the 32-bit words of one host-visible status record: one record a peer, then one each of
+    INPUT_ERRORS."""
 
     PHASE = 0
     INDEX = 1
@@ -85,6 +86,10 @@ class Phase(IntEnum):
     EXPERT_ID = 6
     ROW_CAPACITY = 7
     GRID = 8
+
+
+INPUT_ERRORS = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)
+"""What a kernel may find wrong with its rank's input; the round goes on."""
 
 
 class OutputType(IntEnum):

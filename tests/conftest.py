@@ -18,6 +18,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in {
         "enable_peer_access": lambda *devices: None,
         "load_kernels": lambda *args: {},
+        "unload_kernels": lambda kernels, device: None,
         "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
         "_max_ctas": lambda device, sms, ranks: CTAS_PER_SM * (sms or SMS) // ranks,
         "Communicator": lambda *args, **options: SimpleNamespace(**options, free=None),

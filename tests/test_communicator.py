@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -241,8 +243,13 @@ def test_a_batch_is_of_this_configuration_and_its_buffers_may_be_used_again(make
     again = rank.dispatch(*arguments(), out=first)
     assert again.tokens is first.tokens and again.topk_ids is not first.topk_ids
     other = make(replace(CFG, max_tokens_per_rank=8)).dispatch(*arguments())
+    more = make(replace(CFG, num_experts=2 * CFG.num_experts)).dispatch(*arguments())
     before = len(LAUNCHES)
-    for batch, rule in ((other, r"dispatched\.row_map\.shape"), (first.tokens, "must be what dispatch returned")):
+    for batch, rule in (
+        (other, r"dispatched\.row_map\.shape"),
+        (more, r"dispatched\.row_offsets\.shape"),
+        (first.tokens, "must be what dispatch returned"),
+    ):
         for call in (rank.combine, rank.combine_async):
             with pytest.raises(EPInputError, match=rule):
                 call(expert_rows(first), batch)
@@ -468,7 +475,7 @@ def test_skip_a2a(make: Make, number: int) -> None:
     first, count = ((0, 3), (3, 2))[number]
     assert (given["shared_groups"], given["shared_first"], given["shared_rows"]) == (1, first, count)
     assert batch.row_map.shape == (1, 16, 2) and batch.headers.shape == (1, 4)
-    assert rank._peers.tolist() == [given["arena"]] and len(rank._status.memory.words) == 8
+    assert rank._peers.tolist() == [given["arena"]] and len(rank._status.memory.words) == 12
     rank._status.memory.words[4:8] = [Phase.EXPERT_ID, 3, 8, 9]
     assert not rank.failed
     with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = 9: must be -1 or in \[0, 8\)"):
@@ -755,16 +762,42 @@ def test_what_another_rank_was_given_is_refused(make: Make) -> None:
     ranks = [make(rank=0), make(rank=1)]
     sent = [rank.dispatch_async(*arguments()) for rank in ranks]
     for pending in (sent[1], None):
-        with pytest.raises(EPInputError, match="must be what dispatch_async of rank 0 returned"):
+        with pytest.raises(EPInputError, match="must be what dispatch_async of this communicator, rank 0, returned"):
             ranks[0].dispatch_wait(pending)
     batches = [rank.dispatch_wait(pending) for rank, pending in zip(ranks, sent, strict=True)]
     rows = expert_rows(batches[0])
     for call in (ranks[0].combine, ranks[0].combine_async):
         with pytest.raises(EPInputError, match=r"dispatched\.rank = 1: must be 0, the rank that combines"):
             call(rows, batches[1])
-    with pytest.raises(EPInputError, match="pending = PendingDispatch: must be what combine_async of rank 0 returned"):
+    with pytest.raises(EPInputError, match="pending = PendingDispatch: must be what combine_async of this"):
         ranks[0].combine_wait(sent[0])
     ranks[0].combine(rows, batches[0])
+
+
+def test_what_another_communicator_was_given_is_refused(make: Make) -> None:
+    """Though of the same rank and round."""
+    here, there = make(), make()
+    sent = [one.dispatch_async(*arguments()) for one in (here, there)]
+    with pytest.raises(EPInputError, match="must be what dispatch_async of this communicator"):
+        here.dispatch_wait(sent[1])
+    batches = [one.dispatch_wait(pending) for one, pending in zip((here, there), sent, strict=True)]
+    sent = [one.combine_async(expert_rows(batch), batch) for one, batch in zip((here, there), batches, strict=True)]
+    with pytest.raises(EPInputError, match="must be what combine_async of this communicator"):
+        here.combine_wait(sent[1])
+    here.combine_wait(sent[0])
+
+
+def test_a_plan_keeps_its_batch(rank: Communicator) -> None:
+    """Until it is launched it needs what only its addresses name."""
+    batch = rank.dispatch(*arguments())
+    needed = [weakref.ref(getattr(batch, name)) for name in ("topk_ids", "row_map", "headers", "weights")]
+    plan = rank.plan_combine(expert_rows(batch), batch, mode="partial")
+    at = batch.row_map.data_ptr()
+    del batch
+    gc.collect()
+    assert all(tensor() is not None for tensor in needed)
+    plan.launch()
+    assert LAUNCHES[-1].arguments["row_map"] == at
 
 
 def test_bad_rows_are_named(rank: Communicator) -> None:
@@ -882,9 +915,13 @@ def test_input_error_is_raised_once_and_stops_nothing(rank: Communicator) -> Non
     with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = -2: must be -1 or in \[0, 8\)"):
         rank.synchronize()
     rank.synchronize()
-    rank._status.memory.words[8:12] = [Phase.ROW_CAPACITY, 0, 64, 70]
-    with pytest.raises(EPInputError, match="out holds 64 rows, but those that arrived take 70"):
+    rank._status.memory.words[12:16] = [Phase.ROW_CAPACITY, 0, 64, 70]
+    with pytest.raises(EPInputError, match="rank 0: out holds 64 rows, but those that arrived take 70"):
         rank.synchronize()
+    rank._status.memory.words[8:16] = [Phase.EXPERT_ID, 3, 8, 9, Phase.ROW_CAPACITY, 0, 64, 70]
+    with pytest.raises(EPInputError, match=r"flatten\(\)\[3\] = 9: must be .*; out holds 64 rows"):
+        rank.synchronize()
+    rank.synchronize()
 
 
 def test_closed(rank: Communicator) -> None:

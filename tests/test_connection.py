@@ -23,7 +23,8 @@ PLACES = [_Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
 
 
 def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -> list[object]:
-    """What call(rank) returns, or raises, on each rank."""
+    """What call(rank) returns, or raises, on each rank; the test ends with an error where one of them is left waiting
+    for another."""
     barrier, mine, given = threading.Barrier(RANKS, timeout=30), threading.local(), [None] * RANKS
 
     def all_gather_object(gathered: list, one: object, group: None) -> None:
@@ -39,7 +40,13 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
         except Exception as error:
             return error
 
-    dist = SimpleNamespace(all_gather_object=all_gather_object, get_world_size=lambda group: RANKS)
+    dist = SimpleNamespace(
+        all_gather_object=all_gather_object,
+        barrier=lambda group: barrier.wait(),
+        get_rank=lambda group: mine.rank,
+        get_world_size=lambda group: RANKS,
+        is_initialized=lambda: True,
+    )
     monkeypatch.setattr(connection, "dist", dist)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(work, range(RANKS)))
@@ -87,7 +94,7 @@ def test_devices_that_no_group_can_have(gpus: None, devices: list, rule: str) ->
 
 @pytest.mark.parametrize("last", ["arena", "rank"])
 def test_what_was_made_is_freed_when_connecting_fails(gpus: None, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
-    """Ranks before arenas, the last first."""
+    """Ranks before arenas before kernels, the last first."""
     freed = []
 
     def make(what: str, rank: int) -> SimpleNamespace:
@@ -97,10 +104,108 @@ def test_what_was_made_is_freed_when_connecting_fails(gpus: None, monkeypatch: p
 
     monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: make("arena", rank))
     monkeypatch.setattr(connection, "Communicator", lambda cfg, rank, *args, **options: make("rank", rank))
+    monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: freed.append(f"kernels {device.index}"))
     with pytest.raises(EPError, match="OUT_OF_MEMORY"):
         connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{rank}" for rank in range(4)])
-    arenas = [f"arena {rank}" for rank in (3, 2, 1, 0)]
-    assert freed == (arenas[2:] if last == "arena" else ["rank 1", "rank 0", *arenas])
+    arenas, kernels = ([f"{what} {rank}" for rank in (3, 2, 1, 0)] for what in ("arena", "kernels"))
+    assert freed == [*(arenas[2:] if last == "arena" else ["rank 1", "rank 0", *arenas]), *kernels]
+
+
+class Machine:
+    """What `connect` takes from a machine and gives back, by rank; `broken` names (what, rank) that fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> None:
+        self.held: set[tuple] = set()
+        self.broken = set(broken)
+        fakes = {
+            "check_gpu": lambda name, device: None,
+            "find_tuning": lambda *args: None,
+            "load_kernels": lambda cfg, device, library, hooks: self.take("kernels"),
+            "unload_kernels": lambda kernels, device: self.give_back(kernels),
+            "_make_arena": lambda cfg, rank, device: self.arena(),
+            "open_handle": lambda device, handle: self.mapped(handle),
+            "close_handle": lambda device, address: self.give_back(("mapping", dist_rank(), address)),
+            "Communicator": lambda *args, release, **options: self.communicator(release),
+            "Library": lambda folder: None,
+            "_max_ctas": lambda device, sms, ranks: 8,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(connection, name, fake)
+        monkeypatch.setattr(connection._Place, "of", lambda cfg, device: PLACES[dist_rank()])
+        for name, fake in {
+            "current_device": lambda: 0,
+            "get_device_name": str,
+            "synchronize": self.synchronize,
+        }.items():
+            monkeypatch.setattr(connection.torch.cuda, name, fake)
+
+    def take(self, what: str, *more: object) -> tuple:
+        if (what, dist_rank()) in self.broken:
+            raise EPError(f"no {what}")
+        one = (what, dist_rank(), *more)
+        self.held.add(one)
+        return one
+
+    def give_back(self, one: tuple) -> None:
+        self.held.remove(one)
+
+    def arena(self) -> SimpleNamespace:
+        one = self.take("arena")
+        return SimpleNamespace(address=0, handle=lambda: dist_rank(), free=lambda: self.give_back(one))
+
+    def mapped(self, handle: int) -> int:
+        if ("mapping", dist_rank()) in self.broken and self.held & {
+            ("mapping", dist_rank(), peer) for peer in range(9)
+        }:
+            raise EPError("no second mapping")
+        self.held.add(("mapping", dist_rank(), handle))
+        return handle
+
+    def communicator(self, release: Callable) -> SimpleNamespace:
+        one = self.take("rank")
+        made = SimpleNamespace(failed=False, free=lambda: self.give_back(one))
+        made.close = lambda: release(made)
+        return made
+
+    def synchronize(self, device: object) -> None:
+        if ("synchronize", dist_rank()) in self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def dist_rank() -> int:
+    """The rank that this thread stands for."""
+    return connection.dist.get_rank(None)
+
+
+@pytest.mark.parametrize("what", ["kernels", "arena", "mapping", "rank"])
+def test_what_processes_made_is_given_back_when_connecting_fails(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    machine = Machine(monkeypatch, (what, 1))
+    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    assert "no " in str(got[1]) and all(isinstance(one, EPError) for one in got)
+    assert str(got[0]).startswith("rank 1 could not connect") and not machine.held
+
+
+def test_processes_close_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    ranks = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    assert len(machine.held) == RANKS * (3 + RANKS - 1)
+    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and not machine.held
+
+
+def test_a_rank_whose_device_failed_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keep their memory, and only it has the error."""
+    machine = Machine(monkeypatch, ("synchronize", 2))
+    ranks = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    held = set(machine.held)
+    got = collective(monkeypatch, lambda rank: ranks[rank].close())
+    assert got[:2] == [None, None] and "illegal memory access" in str(got[2]) and machine.held == held
+
+
+def test_a_rank_with_another_number_of_ranks_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    got = collective(monkeypatch, lambda rank: connection.connect(replace(CFG, world_size=2) if rank == 2 else CFG))
+    assert str(got[2]) == "world_size = 2: the process group has 3 ranks"
+    assert [str(one) for one in got[:2]] == [f"rank 2 could not connect: EPConfigError: {got[2]}"] * 2
 
 
 def test_places_that_go_together() -> None:
