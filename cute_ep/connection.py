@@ -51,8 +51,11 @@ def connect_local(
         tuning: launch shapes, which change times only; None: what `cute-ep tune` found on this machine, else the
             built-in tables (`cute_ep.tuning`).
 
+    The reference backend checks `sms`, `library` and `tuning`, which it has no use for.
+
     Raises:
-        EPConfigError: wrong number or mix of devices, GPUs without a peer path, or a damaged file of `cute-ep tune`.
+        EPConfigError: wrong number or mix of devices, GPUs without a peer path, an option that breaks its rule, or a
+            damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
     try:
@@ -61,6 +64,8 @@ def connect_local(
         raise EPConfigError(f"devices = {devices!r}: must be names of devices ({error})") from None
     if len(chosen) != cfg.world_size:
         raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
+    _check_options(sms, tuning)
+    found = Library(library)
     if all(device.type == "cpu" for device in chosen):
         if hooks != NO_HOOKS:
             raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
@@ -77,7 +82,6 @@ def connect_local(
             enable_peer_access(device.index, peer.index)
     name = torch.cuda.get_device_name(chosen[0])
     shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
-    found = Library(library)
     open_ranks: list[Communicator] = []
     one_at_a_time = Lock()
 
@@ -142,13 +146,14 @@ def connect(
 
     Raises:
         EPConfigError: the group's size or another rank's configuration differs, two ranks are on one GPU or on two
-            machines, or a damaged file of `cute-ep tune`.
+            machines, an option breaks its rule, or a damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect; says which and why.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
     def look_around() -> tuple[_Place, torch.device, int, Tuning]:
+        _check_options(sms, tuning)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         device = torch.device("cuda", torch.cuda.current_device())
@@ -303,6 +308,14 @@ def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     arena = cfg.arena
     blank = [(int(region.offset), int(region.nbytes)) for region in arena.blank]
     return DeviceMemory(device, int(arena.allocation), blank, begin=0 if cfg.skip_a2a else arena.begin(rank))
+
+
+def _check_options(sms: int | None, tuning: Tuning | None) -> None:
+    """EPConfigError for what is wrong on any device."""
+    if sms is not None and not (isinstance(sms, int) and sms > 0):
+        raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
+    if not isinstance(tuning, Tuning | None):
+        raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

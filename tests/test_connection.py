@@ -16,6 +16,7 @@ from cute_ep import connection
 from cute_ep.config import EPConfig
 from cute_ep.connection import _check_places, _on_all_ranks, _Place
 from cute_ep.errors import EPConfigError, EPError
+from cute_ep.tuning import built_in
 
 RANKS = 3
 CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)
@@ -90,6 +91,27 @@ def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at
 def test_devices_that_no_group_can_have(gpus: None, devices: list, rule: str) -> None:
     with pytest.raises(EPConfigError, match=rule):
         connection.connect_local(EPConfig(128, 8, 2, 16, 2), devices)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"sms": 0}, "sms = 0: must be a positive integer"),
+        ({"sms": 2.5}, "sms = 2.5: must be a positive integer"),
+        ({"library": "nowhere"}, "library = 'nowhere': must be a folder"),
+        ({"tuning": "fast"}, "tuning = str: must be a Tuning"),
+    ],
+)
+def test_options_that_no_device_takes(gpus: None, device: str, options: dict, rule: str) -> None:
+    with pytest.raises(EPConfigError, match=rule):
+        connection.connect_local(EPConfig(128, 8, 2, 16, 2), [device] * 2, **options)
+
+
+def test_the_reference_backend_takes_good_options(tmp_path: Path) -> None:
+    cfg = EPConfig(128, 8, 2, 16, 2)
+    ranks = connection.connect_local(cfg, ["cpu"] * 2, sms=8, library=tmp_path, tuning=built_in(cfg, 16))
+    assert [rank.rank for rank in ranks] == [0, 1]
 
 
 @pytest.mark.parametrize("last", ["arena", "rank"])
