@@ -16,7 +16,7 @@ from cute_ep.driver import DeviceMemory, Kernel, architecture
 from cute_ep.errors import EPError, EPInputError
 from cute_ep.launch_shape import Shape, Tuning, log2_of
 from cute_ep.layouts.arena import message_of, segment_words
-from cute_ep.layouts.formats import BF16, VECTOR_BYTES
+from cute_ep.layouts.formats import BF16
 from cute_ep.layouts.routing import division_magic
 from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
@@ -27,6 +27,7 @@ from cute_ep.validate import (
     OUTPUT_TYPES,
     check_batch,
     check_buffers,
+    check_epilogue_data,
     check_input_scale,
     check_output,
     check_rows,
@@ -84,7 +85,7 @@ class Communicator:
     A kernel that waits longer than `cfg.timeout_s` gives up; EPTimeout is raised by the next call or `synchronize`,
     and the communicator is unusable afterwards. What a kernel finds wrong with its input (EPInputError) is raised by
     `synchronize` only, so that one rank's bad input does not stop the others. Graph replays run no Python: call
-    `synchronize` to hear of either.
+    `synchronize` to hear of either. After `close` every call, `allocate` and `synchronize` raise EPError.
 
     Attributes:
         tuning: launch shapes; another one may be set at any time, for the calls from then on.
@@ -152,7 +153,13 @@ class Communicator:
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
-        """Output memory for `capacity` rows (default: as many as any routing can bring), to pass as `out`."""
+        """Output memory for `capacity` rows (default: as many as any routing can bring), to pass as `out`.
+
+        Raises:
+            EPInputError: `capacity` is no number of rows.
+            EPTimeout: an earlier call's wait had timed out.
+        """
+        self._check_usable()
         return DispatchBuffers.allocate(self.cfg, self.device, capacity)
 
     def dispatch(
@@ -358,8 +365,9 @@ class Communicator:
 
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, the epochs expected and seen.
-            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold.
+            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
         """
+        self._check_open()
         used, self._streams = self._streams, set()  # another thread may launch from now on
         here = {stream.cuda_stream: stream for stream in (self._work_stream(), self._current_stream())}
         if used <= set(here):
@@ -529,10 +537,7 @@ class Communicator:
     ) -> tuple[torch.Tensor, dict[str, int]]:
         tokens = dispatched.topk_ids.shape[0]
         shape, dtype = check_output(self.cfg, mode, tokens, dtype, out, self.device)
-        if epilogue_data is not None:
-            if self.hooks.epilogue is None or mode == "unweighted":
-                raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
-            check_tensor("epilogue_data", epilogue_data, device=self.device, alignment=VECTOR_BYTES)
+        check_epilogue_data(mode, self.hooks.epilogue, epilogue_data, self.device)
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)
@@ -552,9 +557,12 @@ class Communicator:
             whose = f"{rounds.phase}_async of this communicator, rank {self.rank},"
             raise EPInputError(f"pending = {type(pending).__name__}: must be what {whose} returned")
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
         self._status.raise_timeout()
 
     def _launch(

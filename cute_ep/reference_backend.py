@@ -3,8 +3,9 @@
 The calls of the ranks are made one after the other, so no call waits. A call returns buffers at once; they
 are filled when the last rank has made its call of the same round, as a GPU's are once its stream has been
 synchronised. Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th
-dispatch, and likewise for combine; with `skip_a2a` every rank has rounds of its own. What a call sends is copied during
-the call, so it may be overwritten afterwards, as on a stream; `topk_ids` and router weights are read by combine again.
+dispatch, and likewise for combine; with `skip_a2a` every rank has rounds of its own. A rank combines rows that the host
+has seen, so all ranks dispatch before any of them combines. What a call sends is copied during the call, so it may be
+overwritten afterwards, as on a stream; `topk_ids` and router weights are read by combine again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from cute_ep import reference
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.routing import Phase
+from cute_ep.layouts.routing import LOST_ROW, Phase
 from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.rounds import Plan, Rounds
+from cute_ep.status import raise_input_error
 from cute_ep.validate import (
     check_buffers,
+    check_epilogue_data,
     check_input_scale,
     check_mode,
     check_output,
@@ -33,6 +36,10 @@ from cute_ep.validate import (
 )
 
 DEVICE = "cpu"
+
+ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
+OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
+"""Tensors of `DispatchBuffers` that say which rows there are, and that hold them."""
 
 
 @dataclass(eq=False)
@@ -149,7 +156,7 @@ def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
 class ReferenceCommunicator:
     """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
 
-    Any method but `close` raises EPError after `close`, and after a failure that failure again.
+    Any method but `close` raises EPError after `close`, and after an EPTimeout that again.
 
     Attributes:
         cfg: the deployment.
@@ -159,14 +166,20 @@ class ReferenceCommunicator:
     def __init__(self, cfg: EPConfig, rank: int, exchange: _Exchange) -> None:
         self.cfg, self.rank, self.device = cfg, rank, torch.device("cpu")
         self._exchange = exchange
-        self._failure: EPError | None = None
+        self._failure: EPTimeout | None = None
+        self._wrong_input: dict[Phase, tuple[int, int, int]] = {}  # the latest that `synchronize` has not raised
         self._closed = False
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise EPError(f"the communicator of rank {self.rank} is closed")
+            raise EPError(f"rank {self.rank}: the communicator is closed")
         if self._failure is not None:
             raise self._failure
+
+    @property
+    def failed(self) -> bool:
+        """Whether `synchronize` has raised EPTimeout."""
+        return self._failure is not None
 
     def __enter__(self) -> ReferenceCommunicator:
         return self
@@ -183,25 +196,21 @@ class ReferenceCommunicator:
 
         Raises:
             EPTimeout: at once, when a peer has not made its call of a round that this rank waits for.
-            EPInputError: a dispatch brought more rows than the capacity of its buffers.
+            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
         """
         self._check_usable()
         for collective in (self._exchange.dispatch, self._exchange.combine):
-            self._check_filled(collective, collective.unfilled(self.rank))
-
-    def _check_filled(self, collective: _Collective, current: _Round | None) -> None:
-        if current is None or self.rank in current.filled:
-            return
-        missing = collective.missing(current)
-        details = tuple(
-            f"rank {peer}: expected {current.index + 1} {collective.name} calls, saw {collective.order[peer].sent}"
-            for peer in missing
-        )
-        self._failure = EPTimeout(collective.phase.name, self.rank, missing, details)
-        raise self._failure
+            current = collective.unfilled(self.rank)
+            if current is not None:
+                missing, calls = collective.missing(current), f"{current.index + 1} {collective.name} calls"
+                details = tuple(f"rank {peer}: expected {calls}, saw {collective.order[peer].sent}" for peer in missing)
+                self._failure = EPTimeout(collective.phase.name, self.rank, missing, details)
+                raise self._failure
+        wrong, self._wrong_input = self._wrong_input, {}
+        raise_input_error(self.rank, wrong)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
-        """Uninitialised buffers for `capacity` rows, default `cfg.max_rows`."""
+        """Uninitialised buffers for `capacity` rows, default `cfg.max_rows`. EPInputError: it is no number of rows."""
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
 
@@ -261,7 +270,7 @@ class ReferenceCommunicator:
 
         Args:
             x: [T, hidden] bfloat16, T <= max_tokens_per_rank; with `scales` the payload of `QuantizedRows`.
-            topk_ids: [T, top_k] int32, -1 (masked) or a global expert id.
+            topk_ids: [T, top_k] int32, -1 (masked) or a global expert id. Others are masked, and `synchronize` says so.
             router_weights: [T, top_k] float32 or None; partial combine needs them here, on every rank.
             input_scale: global scale of this rank's tokens (formats that have one), a number or a float32
                 tensor of one element; None: 1.0. Must be None with `scales`.
@@ -296,6 +305,9 @@ class ReferenceCommunicator:
 
     def _send(self, source: Any, topk_ids: torch.Tensor, router_weights: torch.Tensor | None) -> Pending:
         """Join the next dispatch."""
+        if found := reference.find_wrong_id(self.cfg, source.topk_ids):
+            index, value = found
+            self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, value
         joined = self._exchange.dispatch.send(self.rank, source)
         return Pending(self.rank, joined, topk_ids=topk_ids, router_weights=router_weights)
 
@@ -304,7 +316,8 @@ class ReferenceCommunicator:
 
         Returns:
             A `Dispatched` over the buffers. Rows and scale blocks beyond those in use keep what they held. `weights`
-            is 0 where this rank has no row or the source gave none.
+            is 0 where this rank has no row or the source gave none. More rows than `out` holds are lost: none is
+            written or announced, combine returns NaN for each of them, and `synchronize` says so.
 
         Raises:
             EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
@@ -324,8 +337,12 @@ class ReferenceCommunicator:
         result = reference.receive(self.cfg, self.rank, current.arguments)
         rows, capacity = result.num_rows.item(), buffers["tokens"].shape[0]
         if rows > capacity:
-            self._failure = EPInputError(f"out.tokens.shape[0] = {capacity}: dispatch brought {rows} rows")
-            return
+            self._wrong_input[Phase.ROW_CAPACITY] = 0, capacity, rows
+            result.row_map[result.row_map >= 0] = LOST_ROW
+            for name in ANNOUNCED:
+                if buffers[name] is not None:
+                    getattr(result, name).zero_()
+            buffers = {name: buffer for name, buffer in buffers.items() if name not in OF_ROWS}
         for name, buffer in buffers.items():
             value = getattr(result, name)
             if name == "weights" and value is None:
@@ -344,9 +361,12 @@ class ReferenceCommunicator:
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`combine_async` and `combine_wait` in one call; same arguments, result and errors."""
-        return self.plan_combine(rows, dispatched, router_weights, mode, out, dtype=dtype).launch()
+        return self.plan_combine(
+            rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
+        ).launch()
 
     def plan_combine(
         self,
@@ -357,6 +377,7 @@ class ReferenceCommunicator:
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
     ) -> Plan[torch.Tensor]:
         """All of `combine` but joining the round; arguments and errors are the same."""
         self._check_usable()
@@ -364,6 +385,7 @@ class ReferenceCommunicator:
         order.check_fused()
         given = self._prepare_return(rows, dispatched, mode)
         combine_weights(self.cfg, mode, router_weights, dispatched)
+        check_epilogue_data(mode, None, epilogue_data, DEVICE)
         check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
 
         def launch() -> torch.Tensor:
@@ -382,10 +404,9 @@ class ReferenceCommunicator:
             mode: one of COMBINE_MODES (see `cute_ep.reference.combine`), the same on all ranks.
 
         Raises:
-            EPTimeout: `dispatched` has not been filled yet because a peer has not made its call.
-            EPInputError: an argument breaks its rule, weights are missing in partial mode, the mode does not go with
-                the configuration, or a peer's combine of this round has another mode or dispatch. The round has not
-                been joined then.
+            EPInputError: an argument breaks its rule, `dispatched` has not been filled because a peer has not made its
+                call, weights are missing in partial mode, the mode does not go with the configuration, or a peer's
+                combine of this round has another mode or dispatch. The round has not been joined then.
         """
         self._check_usable()
         self._exchange.combine.order[self.rank].check_send()
@@ -398,14 +419,25 @@ class ReferenceCommunicator:
         """What this rank gives back, made of copies."""
         check_mode(mode)
         self._check_dispatched(dispatched)
-        self._check_filled(self._exchange.dispatch, dispatched.origin.round)
+        origin = dispatched.origin.round
+        if self.rank not in origin.filled:
+            missing = list(self._exchange.dispatch.missing(origin))
+            raise EPInputError(
+                f"dispatched = round {origin.index}: rank(s) {missing} must dispatch before rank {self.rank} combines"
+            )
         check_rows(self.cfg, rows, dispatched)
         need = dispatched.num_rows.item()
         if rows.shape[0] < need:
             raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
+        # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
+        _, shared = self.cfg.shared_slice(dispatched.topk_ids.shape[0], self.rank)
+        held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
+        more = max(shared - held.shape[0], 0) + 1
+        lost = reference.round_to(torch.full((more, self.cfg.hidden), torch.nan), torch.bfloat16)
         # what combine reads of `dispatched`, as it is now: its buffers may be used again
-        now = replace(dispatched, row_map=dispatched.row_map.clone(), topk_ids=dispatched.topk_ids.clone())
-        return _Returned(rows[:need].clone(), now, mode, dispatched.origin.round.index)
+        row_map = dispatched.row_map.clamp(max=held.shape[0])
+        now = replace(dispatched, row_map=row_map, topk_ids=dispatched.topk_ids.clone())
+        return _Returned(torch.cat([held, lost]), now, mode, origin.index)
 
     def _return(self, given: _Returned, dispatched: Dispatched) -> Pending:
         """Join the next combine, unless a peer has joined it with another mode or dispatch."""
@@ -425,6 +457,7 @@ class ReferenceCommunicator:
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add up what came back.
 
@@ -435,6 +468,7 @@ class ReferenceCommunicator:
             out: [T, hidden], unweighted [T, top_k, hidden], bfloat16, float16 or float32, overwritten; None: a new
                 tensor.
             dtype: element type of the new tensor.
+            epilogue_data: must be None, as there are no hooks.
 
         Returns:
             `out`.
@@ -446,6 +480,7 @@ class ReferenceCommunicator:
         self._exchange.combine.check_receive(self.rank, pending)
         dispatched = pending.dispatched
         weights = _copy(combine_weights(self.cfg, pending.mode, router_weights, dispatched))
+        check_epilogue_data(pending.mode, None, epilogue_data, DEVICE)
         shape, dtype = check_output(self.cfg, pending.mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=DEVICE)

@@ -111,8 +111,8 @@ def combine(
 def returned_rows(
     cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, part: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, world_size
-    where no row returns, and [n, top_k, hidden] bfloat16, zeros there."""
+    """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, at least
+    world_size where no row returns, and [n, top_k, hidden] bfloat16, zeros there."""
     every, index = dispatched[source].topk_ids, 0 if cfg.skip_a2a else source
     ids = every[part]
     server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)

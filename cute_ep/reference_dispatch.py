@@ -86,12 +86,18 @@ def arrange_scales(scales: torch.Tensor, layout: str, row_counts: Sequence[int])
 # ---- dispatch
 
 
+def find_wrong_id(cfg: EPConfig, topk_ids: torch.Tensor) -> tuple[int, int] | None:
+    """(index, id) of the first of `topk_ids.flatten()` that is neither -1 (masked) nor in [0, num_experts)."""
+    flat = topk_ids.flatten()
+    wrong = ((flat < -1) | (flat >= cfg.num_experts)).nonzero().flatten()
+    return (int(wrong[0]), int(flat[wrong[0]])) if wrong.numel() else None
+
+
 def check_expert_ids(cfg: EPConfig, topk_ids: torch.Tensor) -> None:
     """EPInputError unless every id is -1 (masked) or in [0, num_experts). Reads the tensor."""
-    bad = (topk_ids < -1) | (topk_ids >= cfg.num_experts)
-    if bad.any():
-        token, slot = bad.nonzero()[0].tolist()
-        value = topk_ids[token, slot].item()
+    if found := find_wrong_id(cfg, topk_ids):
+        index, value = found
+        token, slot = divmod(index, cfg.top_k)
         raise EPInputError(f"topk_ids[{token}, {slot}] = {value}: must be -1 or in [0, {cfg.num_experts})")
 
 
@@ -125,7 +131,7 @@ def encode_source(
     router_weights: torch.Tensor | None = None,
     prequantized: QuantizedRows | None = None,
 ) -> Source:
-    """Check and encode the arguments of one rank; see `dispatch`."""
+    """Check and encode the arguments of one rank; see `dispatch`. Ids are not read: one out of range is as -1."""
     if prequantized is None:
         check_tokens(cfg, x, topk_ids, router_weights)
     else:
@@ -133,7 +139,6 @@ def encode_source(
         check_tokens(cfg, payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
         if input_scale is not None:
             raise EPInputError(f"input_scale = {input_scale!r}: must be None for rows that are quantised already")
-    check_expert_ids(cfg, topk_ids)
     check_input_scale(cfg.format, input_scale)
     if prequantized is None:
         prequantized = quantize(x, cfg.format, 1.0 if input_scale is None else input_scale)
@@ -179,6 +184,8 @@ def dispatch(
     }
     columns = [per_rank(name, values, cfg.world_size) for name, values in named.items()]
     sources = {rank: encode_source(cfg, *row) for rank, row in enumerate(zip(*columns, strict=True))}
+    for source in sources.values():
+        check_expert_ids(cfg, source.topk_ids)
     return [receive(cfg, rank, sources) for rank in range(cfg.world_size)]
 
 

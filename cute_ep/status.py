@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cute_ep.driver import HostMemory
 from cute_ep.errors import EPInputError, EPTimeout
 from cute_ep.layouts.routing import INPUT_ERRORS, Phase, StatusWord
+
+
+def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) -> None:
+    """EPInputError unless `found` is empty: (index, expected, seen) of each kind out of INPUT_ERRORS."""
+    texts = []
+    for phase in INPUT_ERRORS:
+        if phase in found:
+            index, expected, seen = found[phase]
+            texts.append(
+                f"topk_ids.flatten()[{index}] = {seen}: must be -1 or in [0, {expected})"
+                if phase == Phase.EXPERT_ID
+                else f"out holds {expected} rows, but those that arrived take {seen}"
+            )
+    if texts:
+        raise EPInputError(f"rank {rank}: {'; '.join(texts)}")
 
 
 class Status:
@@ -38,18 +55,12 @@ class Status:
 
     def raise_input_error(self) -> None:
         """EPInputError when a kernel found this rank's input wrong, once; of each kind the latest is told."""
-        found = []
+        found = {}
         for number, (phase, index, expected, seen) in enumerate(self._records()[self.peers :], start=self.peers):
-            if not phase:
-                continue
-            self.memory.words[len(StatusWord) * number] = Phase.NONE
-            if phase == Phase.EXPERT_ID:
-                signed = seen - (1 << 32) if seen >> 31 else seen
-                found.append(f"topk_ids.flatten()[{index}] = {signed}: must be -1 or in [0, {expected})")
-            else:
-                found.append(f"out holds {expected} rows, but those that arrived take {seen}")
-        if found:
-            raise EPInputError(f"rank {self.rank}: {'; '.join(found)}")
+            if phase:
+                self.memory.words[len(StatusWord) * number] = Phase.NONE
+                found[Phase(phase)] = index, expected, seen - (1 << 32) if seen >> 31 else seen
+        raise_input_error(self.rank, found)
 
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of every kind of input error."""

@@ -243,6 +243,18 @@ def check_output(
     return shape, dtype
 
 
+def check_epilogue_data(
+    mode: str, epilogue: str | None, epilogue_data: torch.Tensor | None, device: torch.device | str
+) -> None:
+    """Check what the `epilogue` hook reads: None, or a 16-byte aligned tensor where a combine in `mode` has one, else
+    EPInputError."""
+    if epilogue_data is None:
+        return
+    if epilogue is None or mode == "unweighted":
+        raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
+    check_tensor("epilogue_data", epilogue_data, device=device, alignment=VECTOR_BYTES)
+
+
 MOVED_BY_VECTORS = ("tokens", "scales", "headers")
 """Tensors of `DispatchBuffers` that kernels access 16 bytes at a time."""
 

@@ -901,7 +901,7 @@ def test_timeout_of_the_own_launch_counts_ctas(rank: Communicator) -> None:
 def test_timeout_is_raised_by_every_later_call(rank: Communicator) -> None:
     rank._status.memory.words[4:8] = [Phase.MESSAGE, 3, 9, 8]
     assert rank.failed
-    for call in (rank.synchronize, lambda: rank.dispatch(*arguments())):
+    for call in (rank.synchronize, rank.allocate, lambda: rank.dispatch(*arguments())):
         with pytest.raises(EPTimeout, match="MESSAGE of rank 1, index 3: expected epoch 9, saw 8") as caught:
             call()
         assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("MESSAGE", 0, (1,))
@@ -928,6 +928,12 @@ def test_closed(rank: Communicator) -> None:
     plan = rank.plan_dispatch(*arguments())
     rank.close()
     rank.close()
-    for call in (plan.launch, lambda: rank.dispatch(*arguments()), lambda: rank.plan_dispatch(*arguments())):
-        with pytest.raises(EPError, match="closed"):
+    for call in (
+        plan.launch,
+        lambda: rank.dispatch(*arguments()),
+        lambda: rank.plan_dispatch(*arguments()),
+        rank.allocate,
+        rank.synchronize,
+    ):
+        with pytest.raises(EPError, match="rank 0: the communicator is closed"):
             call()

@@ -1,5 +1,7 @@
 """The reference communicator: results in place after the last rank's call, rounds by call order, errors."""
 
+import inspect
+import re
 from contextlib import ExitStack
 from dataclasses import fields
 
@@ -7,11 +9,14 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.communicator import Communicator
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatchNVFP4
 from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.routing import LOST_ROW
+from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.workloads import RankInputs, make_inputs
 from tests.cases import CASES, Case
@@ -327,6 +332,7 @@ def test_synchronize_names_the_missing_ranks_of_a_dispatch(absent):
         assert len(caught.value.details) == len(absent)
         with pytest.raises(EPTimeout):  # unusable from now on
             communicators[rank].allocate()
+    assert [one.failed for one in communicators] == [rank not in absent for rank in range(3)]
 
 
 def test_synchronize_names_the_missing_ranks_of_a_combine():
@@ -343,31 +349,98 @@ def test_synchronize_names_the_missing_ranks_of_a_combine():
 
 
 def test_combine_before_the_dispatch_is_complete():
+    """Rank by rank: refused, and all goes on once the others have dispatched."""
     cfg = small()
     communicators = connect_reference(cfg)
-    given = make_inputs(cfg, [1, 1, 1], "uniform", 0)[0]
-    batch = communicators[0].dispatch(given.x, given.topk_ids, given.router_weights)
-    with pytest.raises(EPTimeout) as caught:
-        communicators[0].combine(torch.zeros(30, 32).bfloat16(), batch)
-    assert (caught.value.phase, caught.value.missing) == ("ROUTE", (1, 2))
-
-
-def test_too_small_buffers_fail_their_rank_alone():
-    cfg = small(num_experts=3, top_k=1)
-    communicators = connect_reference(cfg)
-    inputs = make_inputs(cfg, [5, 5, 5], "one_expert", 0)
-    outs = [poisoned(communicators[0], 14), poisoned(communicators[1], 0), poisoned(communicators[2], 0)]
-    batches = [
-        one.dispatch(i.x, i.topk_ids, i.router_weights, out=out)
-        for one, i, out in zip(communicators, inputs, outs, strict=True)
-    ]
-    for rank in (1, 2):
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    want = expected(cfg, inputs)
+    rows, batches = rows_for(want, cfg), []
+    for rank, (one, given) in enumerate(zip(communicators, inputs, strict=True)):
+        batches.append(one.dispatch(given.x, given.topk_ids, given.router_weights, out=poisoned(one)))
+        for call in (one.combine, one.plan_combine, one.combine_async) if rank < 2 else ():
+            rule = f"dispatched = round 0: rank(s) {[1, 2][rank:]} must dispatch before rank {rank} combines"
+            with pytest.raises(EPInputError, match=re.escape(rule)):
+                call(rows[rank], batches[rank])
+    got = [c.combine(r, b) for c, r, b in zip(communicators, rows, batches, strict=True)]
+    for rank, value in enumerate(reference.combine(cfg, rows, want)):
         communicators[rank].synchronize()
-        check_filled(cfg, batches[rank], expected(cfg, inputs)[rank], f"rank {rank}")
-    assert is_poison(outs[0].tokens)
-    for call in (communicators[0].synchronize, lambda: communicators[0].combine(None, batches[0])):
-        with pytest.raises(EPInputError, match="= 14: dispatch brought 15 rows"):
-            call()
+        check_filled(cfg, batches[rank], want[rank], f"rank {rank}")
+        assert_bits(got[rank], value, f"rank {rank}")
+
+
+@pytest.mark.parametrize("some", [1, 0])
+@pytest.mark.parametrize(
+    ("fmt", "shared"), [("bf16", False), ("bf16", True), ("fp8", True), ("nvfp4", False), ("nvfp4_row", True)]
+)
+def test_rows_that_do_not_fit_are_lost(fmt: str, shared: bool, some: int):
+    """As on a GPU (tests/gpu/test_protocol.py): one rank has room for all but one of its rows, or for some of its
+    shared expert's, or for none. It alone reports that, once, and announces none; a token that lost a row comes home
+    as NaN, all others right, and the next round is unharmed."""
+    cfg, short = small(hidden=128, dispatch_format=fmt, fused_shared_expert=shared), 1
+    communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5, 5], "uniform", 1)
+    want = expected(cfg, inputs)
+    outs = [poisoned(one) for one in communicators]
+    outs[short] = poisoned(communicators[short], (2 if shared else int(want[short].num_rows) - 1) * some)
+    room = outs[short].tokens.shape[0]
+
+    def dispatch() -> list[Dispatched]:
+        calls = zip(communicators, inputs, outs, strict=True)
+        return [one.dispatch(i.x, i.topk_ids, i.router_weights, out=out) for one, i, out in calls]
+
+    batches = dispatch()
+    lost, entries = batches[short], want[short].row_map >= 0
+    assert_bits(lost.row_map, torch.where(entries, LOST_ROW, -1).int(), "row_map")
+    for name in ("num_rows", "row_offsets", "row_counts", "scales_offsets"):
+        assert getattr(lost, name) is None or not getattr(lost, name).view(torch.int32).any(), name
+    for name in ("tokens", "scales", "row_scales", "src_info"):
+        assert getattr(lost, name) is None or is_poison(getattr(lost, name)), name
+    for name in ("expert_ids", "headers"):
+        assert_bits(getattr(lost, name), getattr(want[short], name), name)
+    rows = rows_for(want, cfg)
+    for mode in COMBINE_MODES:
+        if mode == "unweighted" and shared:
+            continue
+        sums = reference.combine(cfg, rows, want, mode=mode)
+        got = [c.combine(r, b, mode=mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
+        for rank, value in enumerate(sums):
+            gone = entries[rank] if mode == "unweighted" else entries[rank].any(dim=1)
+            if shared and rank == short:
+                gone[room:] = True
+            assert gone.any() and gone.all() == (shared and rank == short and room == 0)
+            assert (got[rank][gone].view(torch.int16) == 0x7FFF).all(), (mode, rank)
+            assert_bits(got[rank][~gone], value[~gone], f"{mode} rank {rank}")
+    with pytest.raises(EPInputError, match=f"rank 1: out holds {room} rows, but those that arrived take"):
+        communicators[short].synchronize()
+    outs = [poisoned(one) for one in communicators]
+    for rank, batch in enumerate(dispatch()):
+        communicators[rank].synchronize()
+        check_filled(cfg, batch, want[rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("bad", [6, -2, 2**31 - 1])
+def test_an_expert_id_out_of_range_is_masked_and_reported(bad: int, split: bool):
+    cfg = small()
+    communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    inputs[1].topk_ids[3, 1] = -1
+    want = expected(cfg, inputs)
+    inputs[1].topk_ids[3, 1] = bad
+    communicators[1].plan_dispatch(inputs[1].x, inputs[1].topk_ids)
+    communicators[1].synchronize()
+    batches = []
+    for one, given in zip(communicators, inputs, strict=True):
+        call, out = (given.x, given.topk_ids, given.router_weights), poisoned(one)
+        batches.append(one.dispatch_wait(one.dispatch_async(*call), out) if split else one.dispatch(*call, out=out))
+    rows = rows_for(want, cfg)
+    for mode in COMBINE_MODES:
+        got = [c.combine(r, b, mode=mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
+        for rank, value in enumerate(reference.combine(cfg, rows, want, mode=mode)):
+            check_filled(cfg, batches[rank], want[rank], f"rank {rank}")
+            assert_bits(got[rank], value, f"{mode} rank {rank}")
+    with pytest.raises(EPInputError, match=rf"rank 1: topk_ids.flatten\(\)\[7\] = {bad}: must be -1 or in \[0, 6\)"):
+        communicators[1].synchronize()
+    for one in communicators:
+        one.synchronize()
 
 
 def test_exactly_enough_capacity():
@@ -429,12 +502,9 @@ def test_refused_arguments_do_not_join_the_round():
     communicators = connect_reference(cfg)
     inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
     first, given = communicators[0], inputs[0]
-    wrong_ids = given.topk_ids.clone()
-    wrong_ids[4, 1] = 6
     buffers = first.allocate(3)
     ready = reference.quantize(given.x, "nvfp4")
     for match, call in (
-        ("topk_ids.4, 1. = 6", lambda: first.dispatch(given.x, wrong_ids)),
         ("x.dtype", lambda: first.dispatch(given.x.float(), given.topk_ids)),
         ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=0.0)),
         ("x.shape", lambda: first.dispatch(given.x, given.topk_ids, scales=torch.zeros(5, 2, dtype=torch.uint8))),
@@ -479,6 +549,7 @@ def test_refused_arguments_do_not_join_the_round():
         ("at least num_rows", lambda: first.combine(rows[0][: need - 1], batches[0])),
         ("rows.dtype", lambda: first.combine(rows[0].float(), batches[0])),
         ("out.shape", lambda: first.combine(rows[0], batches[0], out=torch.empty(4, 32).bfloat16())),
+        ("exact combine has no epilogue here", lambda: first.combine(rows[0], batches[0], epilogue_data=rows[0])),
         ("must be what a dispatch of rank 0 returned", lambda: first.combine(rows[1], batches[1])),
         (
             "must be what a dispatch of rank 0 returned",
@@ -488,8 +559,22 @@ def test_refused_arguments_do_not_join_the_round():
     ):
         with pytest.raises(EPInputError, match=match):
             call()
-    got = [c.combine(r, b) for c, r, b in zip(communicators, rows, batches, strict=True)]
-    assert_bits(got[0], reference.combine(cfg, rows, expected(cfg, inputs))[0], "rank 0")
+    sent = [c.combine_async(r, b) for c, r, b in zip(communicators, rows, batches, strict=True)]
+    with pytest.raises(EPInputError, match="exact combine has no epilogue here"):
+        first.combine_wait(sent[0], epilogue_data=rows[0])
+    assert_bits(first.combine_wait(sent[0]), reference.combine(cfg, rows, expected(cfg, inputs))[0], "rank 0")
+
+
+def test_calls_are_those_of_a_gpu():
+    def public(kind: type) -> dict[str, object]:
+        return {name: value for name, value in vars(kind).items() if not name.startswith("_") and name != "free"}
+
+    own, other = public(ReferenceCommunicator), public(Communicator)
+    assert own.keys() == other.keys()
+    for name, call in own.items():
+        if inspect.isfunction(call):
+            one, two = (inspect.signature(made).parameters.values() for made in (call, other[name]))
+            assert [(p.name, p.kind, p.default) for p in one] == [(p.name, p.kind, p.default) for p in two], name
 
 
 def test_peers_must_agree_on_mode_and_round():
@@ -573,7 +658,7 @@ def test_close():
         lambda: first.dispatch(inputs[0].x, inputs[0].topk_ids),
         lambda: first.combine(rows_for(batches, cfg)[0], batches[0]),
     ):
-        with pytest.raises(EPError, match="communicator of rank 0 is closed"):
+        with pytest.raises(EPError, match="rank 0: the communicator is closed"):
             call()
     communicators[1].synchronize()
 
