@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from cuda.bindings import driver
 
-from cute_ep.driver import check, enable_peer_access, resident_ctas
+from cute_ep.driver import check, enable_all_peers, resident_ctas
 from cute_ep.errors import EPError
 from cute_ep.local_ops import copy_bytes
 from cute_ep.timing import Runner, percentile
@@ -93,9 +93,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
     """
     names = list(dict.fromkeys(devices))
     count = len(names)
-    for device in map(torch.device, names):
-        for peer in map(torch.device, names):
-            enable_peer_access(device.index, peer.index)
+    enable_all_peers(map(torch.device, names))
     sources = [torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device=name) for name in names]
     targets = [torch.zeros_like(source) for source in sources]
     ahead = targets[1:] + targets[:1]

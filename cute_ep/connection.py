@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
 from cute_ep.config import EPConfig
-from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_peer_access, open_handle, resident_ctas
+from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.launch_shape import CTAS_PER_SM, Tuning
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
@@ -77,9 +77,7 @@ def connect_local(
         check_gpu("devices", device.index)
     sharing = Counter(chosen)
     ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
-    for device in sharing:
-        for peer in sharing:
-            enable_peer_access(device.index, peer.index)
+    enable_all_peers(sharing)
     name = torch.cuda.get_device_name(chosen[0])
     shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
     open_ranks: list[Communicator] = []
@@ -124,6 +122,17 @@ def connect_local(
         everything = undo.pop_all()
     members = tuple(open_ranks)
     return list(members)
+
+
+@contextmanager
+def connected(cfg: EPConfig, devices: Sequence[str | torch.device], **options: Any) -> Iterator[list]:
+    """What `connect_local` returns, all of them closed at the end; arguments and errors are the same."""
+    communicators = connect_local(cfg, devices, **options)
+    try:
+        yield communicators
+    finally:
+        for communicator in communicators:
+            communicator.close()
 
 
 def connect(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any
 
 import torch
@@ -160,6 +160,13 @@ class HostMemory:
         """Release the memory; no kernel may still be running. `words` keep their last values."""
         self.words = type(self.words)(*self.words)
         check(driver.cuMemFreeHost(self.address))
+
+
+def enable_all_peers(devices: Iterable[torch.device]) -> None:
+    """`enable_peer_access` for every pair."""
+    ordinals = [device.index for device in devices]
+    for device, peer in product(ordinals, ordinals):
+        enable_peer_access(device, peer)
 
 
 @cache

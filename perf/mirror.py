@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,9 +31,9 @@ from cuda.bindings import driver
 
 from cute_ep.commands.common import format_names, token_counts
 from cute_ep.commands.tune import tune_size
-from cute_ep.communicator import Communicator, load_kernels
+from cute_ep.communicator import Communicator, load_kernels, unload_kernels
 from cute_ep.config import EPConfig
-from cute_ep.driver import DeviceMemory, check, enable_peer_access, resident_ctas
+from cute_ep.driver import DeviceMemory, check, enable_all_peers, resident_ctas
 from cute_ep.layouts.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
 from cute_ep.layouts.record import RegionMap, align_up
 from cute_ep.layouts.variants import NO_HOOKS
@@ -125,39 +125,39 @@ class Blocks:
 def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communicator]]:
     """Ranks 0 and 1 of `cfg`, with the built-in launch shapes. All is freed at the end, unless a wait failed."""
     devices = [torch.device("cuda", gpu) for gpu in range(GPUS)]
-    for device in devices:
-        for peer in devices:
-            enable_peer_access(device.index, peer.index)
+    enable_all_peers(devices)
     blocks = Blocks.of(cfg)
-    arenas = [blocks.allocate(device, cfg.world_size) for device in devices]
-    communicators = []
-    for rank, device in enumerate(devices):
-        kernels, ctas = load_kernels(cfg, device, Library(library), NO_HOOKS), resident_ctas(device.index)
-        communicator = Communicator(
-            cfg,
-            rank,
-            device,
-            arenas[rank],
-            blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size),
-            kernels=kernels,
-            hooks=NO_HOOKS,
-            max_ctas=ctas,
-            tuning=built_in(cfg, ctas),
-            shared_device=False,
-            release=lambda _: None,
-        )
-        for kernel in kernels.values():
-            kernel.bind(blocks.arguments)
-        communicators.append(communicator)
-    try:
-        yield communicators
-    finally:
-        for device in devices:
-            torch.cuda.synchronize(device)
-        if not any(communicator.failed for communicator in communicators):
-            for communicator in communicators:
-                communicator.free()
-                communicator.arena.free()
+    with ExitStack() as everything:
+        arenas = [blocks.allocate(device, cfg.world_size) for device in devices]
+        communicators = []
+        for rank, device in enumerate(devices):
+            everything.callback(arenas[rank].free)
+            kernels, ctas = load_kernels(cfg, device, Library(library), NO_HOOKS), resident_ctas(device.index)
+            everything.callback(unload_kernels, kernels, device)
+            communicator = Communicator(
+                cfg,
+                rank,
+                device,
+                arenas[rank],
+                blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size),
+                kernels=kernels,
+                hooks=NO_HOOKS,
+                max_ctas=ctas,
+                tuning=built_in(cfg, ctas),
+                shared_device=False,
+                release=lambda _: None,
+            )
+            everything.callback(communicator.free)
+            for kernel in kernels.values():
+                kernel.bind(blocks.arguments)
+            communicators.append(communicator)
+        try:
+            yield communicators
+        finally:
+            for device in devices:
+                torch.cuda.synchronize(device)
+            if any(communicator.failed for communicator in communicators):
+                everything.pop_all()
 
 
 def mirrored_ids(cfg: EPConfig, tokens: int, rank: int, generator: torch.Generator) -> torch.Tensor:

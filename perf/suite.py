@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from cute_ep.ceilings import Ceilings, floors, measure_ceilings
-from cute_ep.connection import connect_local
+from cute_ep.connection import connected
 from cute_ep.errors import EPConfigError
 from cute_ep.machine import describe_devices, environment, link_matrix, machine_name, parse_devices
 from cute_ep.measure import make_sets, measure
@@ -94,16 +94,12 @@ class Suite:
         except EPConfigError as error:
             self.note(f"{group.shape.text} {group.format}: {error}", failure=False)
             return
-        communicators: list = connect_local(cfg, self.devices, library=self.library)
-        try:
+        with connected(cfg, self.devices, library=self.library) as communicators:
             for tokens, routing in group.points:
                 sets = make_sets(cfg, self.devices, tokens, routing)
                 for case in measure(communicators, sets):
                     self.run["cases"].append({"shape": group.shape.text} | case | floors(case["parts"], ceilings))
                 del sets
-        finally:
-            for communicator in communicators:
-                communicator.close()
 
     def measure_compiled(self, memory: float) -> None:
         """`perf.compiled`, where it works."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cute_ep.connection import connect_local
+from cute_ep.connection import connected
 from cute_ep.machine import sm_budget
 from cute_ep.measure import make_sets, measure
 from perf.cases import MAIN, SWEEP_OPERATIONS, SWEEP_SMS, SWEEP_TOKENS
@@ -22,14 +22,10 @@ def measure_sweep(devices: Sequence[str], library: str | None, say: Callable[[st
         for sms in SWEEP_SMS:
             if sms is not None and sms >= have:
                 continue
-            communicators: list = connect_local(cfg, devices, sms=sms, library=library)
-            try:
+            with connected(cfg, devices, sms=sms, library=library) as communicators:
                 for sets in inputs:
                     for case in measure(communicators, sets, operations, SAMPLES):
                         results.append(case | {"sms": sms or have})
-            finally:
-                for communicator in communicators:
-                    communicator.close()
             say(f"sweep {fmt}, {sms or have} SMs")
         del inputs
     return results

@@ -16,7 +16,7 @@ GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUS of SMS SMs each, on which a communicator is no more than its arguments."""
     for name, fake in {
-        "enable_peer_access": lambda *devices: None,
+        "enable_all_peers": lambda devices: None,
         "load_kernels": lambda *args: {},
         "unload_kernels": lambda kernels, device: None,
         "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print every case. Returns 0; EPConfigError where there is no GPU or the shape breaks a rule."""
-    from cute_ep.connection import connect_local
+    from cute_ep.connection import connected
     from cute_ep.machine import describe_devices, environment, parse_devices
 
     shape, sizes = chosen_shape(args), token_counts(args.tokens)
@@ -81,9 +81,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     )
     results = []
     for fmt, cfg in configs.items():
-        communicators: list = connect_local(cfg, devices, sms=args.sms, library=args.library)
         table = result_table(fmt)
-        try:
+        with connected(cfg, devices, sms=args.sms, library=args.library) as communicators:
             for tokens in sizes:
                 with console.status(f"{fmt} {tokens} tokens"):
                     sets = make_sets(cfg, devices, tokens, args.routing)
@@ -91,9 +90,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
                         results.append(case | floors(case["parts"], ceilings))
                         add_result(table, results[-1])
                 table.add_section()
-        finally:
-            for communicator in communicators:
-                communicator.close()
         print_table(console, table)
     if args.json:
         content = {

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console: Console) -> int:
     """`run` once the devices are known."""
     from cute_ep import demo
-    from cute_ep.connection import connect_local
+    from cute_ep.connection import connected
     from cute_ep.machine import describe_devices
     from cute_ep.traffic import count_routing
 
@@ -110,14 +110,10 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
     outcomes = {}
     for fmt, cfg in configs.items():
         with console.status(f"layer with {fmt} dispatch"):
-            communicators = connect_local(cfg, devices, library=args.library)
-            try:
+            with connected(cfg, devices, library=args.library) as communicators:
                 if not on_cpu:
                     demo.run_layer(communicators, placed, experts, MODES, args.library)
                 results, times = demo.run_layer(communicators, placed, experts, MODES, args.library)
-            finally:
-                for communicator in communicators:
-                    communicator.close()
         outcomes[fmt] = (times, {mode: demo.relative_errors(results[mode], wanted) for mode in MODES})
     print_table(console, time_table(outcomes, on_cpu))
     limits = {fmt: demo.rms_limit(cfg) for fmt, cfg in configs.items()}

@@ -161,25 +161,20 @@ def tune_format(
     """
     import torch
 
-    from cute_ep.connection import connect_local
+    from cute_ep.connection import connected
     from cute_ep.measure import make_runner, make_sets
 
     found: dict[str, dict[int, Outcome]] = {family: {} for family in families}
-    communicators: list = connect_local(cfg, devices, sms=sms, library=library)
-    max_ctas = communicators[0].max_ctas
-    base = built_in(cfg, max_ctas)
-    try:
-        with make_runner(communicators) as lanes:
-            for tokens in sizes:
-                sets = make_sets(cfg, devices, tokens)
-                for family in families:
-                    step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
-                    found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
-                    step(advance=1)
-                del sets
-    finally:
-        for communicator in communicators:
-            communicator.close()
+    with connected(cfg, devices, sms=sms, library=library) as communicators, make_runner(communicators) as lanes:
+        max_ctas = communicators[0].max_ctas
+        base = built_in(cfg, max_ctas)
+        for tokens in sizes:
+            sets = make_sets(cfg, devices, tokens)
+            for family in families:
+                step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
+                found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
+                step(advance=1)
+            del sets
     name, gpus = torch.cuda.get_device_name(devices[0]), len(set(devices))
     known, tables = find_tuning(cfg, name, gpus, max_ctas), {}
     for family, outcomes in found.items():

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_ep import connection
 from cute_ep.communicator import Communicator
 from cute_ep.config import EPConfig
-from cute_ep.connection import connect_local
 
 LIBRARY = Path(__file__).parents[2] / "build" / "library"
 VIRTUAL_RANKS = 8
@@ -66,10 +66,6 @@ def devices(request: pytest.FixtureRequest) -> list[str]:
 
 @contextmanager
 def connected(cfg: EPConfig, devices: list[str], **options: object) -> Iterator[list[Communicator]]:
-    """Communicators of all ranks, closed at the end."""
-    communicators = connect_local(cfg, devices, library=LIBRARY, **options)
-    try:
+    """Communicators of all ranks with the library under test, closed at the end."""
+    with connection.connected(cfg, devices, library=LIBRARY, **options) as communicators:
         yield communicators
-    finally:
-        for communicator in communicators:
-            communicator.close()
