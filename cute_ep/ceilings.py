@@ -63,6 +63,16 @@ class Ceilings:
         return max(self.memory_sm, self.memory_engine)
 
 
+def work_us(part: Sequence[int], ceilings: Ceilings) -> tuple[float, float]:
+    """Microseconds that the bytes of one operation, over the busiest link and at the busiest memory, take at least."""
+    return 1e6 * part[0] / ceilings.push, 1e6 * part[1] / ceilings.memory
+
+
+def latency_us(ceilings: Ceilings) -> float:
+    """Microseconds of one flag and one launch."""
+    return 1e6 * (ceilings.flag + ceilings.launch)
+
+
 def floors(parts: Sequence[tuple[int, int]], ceilings: Ceilings) -> dict[str, float]:
     """Least times in microseconds of operations that follow each other.
 
@@ -74,13 +84,11 @@ def floors(parts: Sequence[tuple[int, int]], ceilings: Ceilings) -> dict[str, fl
         "link_floor_us", "memory_floor_us" and "floor_us": for each operation the larger of the two, one flag and one
         launch.
     """
-    link = [1e6 * part[0] / ceilings.push for part in parts]
-    memory = [1e6 * part[1] / ceilings.memory for part in parts]
-    latency = 1e6 * (ceilings.flag + ceilings.launch) * len(parts)
+    work = [work_us(part, ceilings) for part in parts]
     return {
-        "link_floor_us": sum(link),
-        "memory_floor_us": sum(memory),
-        "floor_us": sum(map(max, link, memory)) + latency,
+        "link_floor_us": sum(link for link, _ in work),
+        "memory_floor_us": sum(memory for _, memory in work),
+        "floor_us": sum(map(max, work)) + latency_us(ceilings) * len(parts),
     }
 
 

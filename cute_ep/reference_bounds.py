@@ -127,9 +127,8 @@ def _e2m1_error(value: torch.Tensor) -> torch.Tensor:
     return torch.maximum(_power_below(value).clamp(1.0, 4.0) / 4, value - 6)
 
 
-ELEMENT_ERRORS = {"e4m3": (_e4m3_error, 448.0), "e2m1": (_e2m1_error, 6.0)}
-"""Element format -> (half the gap around a number, or its distance from the largest element; never decreasing),
-largest element."""
+ELEMENT_ERRORS = {"e4m3": _e4m3_error, "e2m1": _e2m1_error}
+"""Element format -> half the gap around a number, or its distance from the largest element; never decreasing."""
 
 STEPS: dict[Format, Callable[[torch.Tensor, torch.Tensor], Steps]] = {
     FP8: _fp8_steps,
@@ -159,7 +158,7 @@ def quantization_bound(x: torch.Tensor, fmt: Format | str, global_scale: float |
     scale = as_global_scale(global_scale, x.device).double()
     if fmt == BF16:
         return torch.where(x.isfinite(), 0.0, torch.inf).double()
-    element_error, _ = ELEMENT_ERRORS[fmt.element]
+    element_error = ELEMENT_ERRORS[fmt.element]
     bounds = []
     for part in row_chunks(*x.shape):
         values = x[part].double().abs().unflatten(1, (-1, fmt.block))
@@ -266,10 +265,7 @@ def identity_error_bound(
     xs: Sequence[torch.Tensor],
     rows: Sequence[torch.Tensor],
     dispatched: Sequence[Dispatched],
-    router_weights: Sequence[torch.Tensor | None] | None = None,
     mode: str = "exact",
-    dtype: torch.dtype = torch.bfloat16,
-    input_scales: Sequence[float | torch.Tensor | None] | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per rank (value, bound) of a whole round with experts that return what they get, [T_r, hidden] float64.
 
@@ -280,11 +276,11 @@ def identity_error_bound(
     and one more b for the shared expert's row.
 
     Args:
-        xs, input_scales: what `dispatch` was given.
-        The others, and Raises: as `combine`, not in unweighted mode.
+        xs: what `dispatch` was given, with a global scale of 1 and the router weights.
+        The others, and Raises: as `combine` to bfloat16, not in unweighted mode.
     """
-    combined = combine_error_bound(cfg, rows, dispatched, router_weights, mode, dtype)
-    chosen = chosen_weights(cfg, dispatched, router_weights, mode)
+    combined = combine_error_bound(cfg, rows, dispatched, mode=mode)
+    chosen = chosen_weights(cfg, dispatched, None, mode)
     results = []
     for rank, (x, weights, (_, bound)) in enumerate(zip(xs, chosen, combined, strict=True)):
         ids = dispatched[rank].topk_ids
@@ -295,7 +291,7 @@ def identity_error_bound(
         served, _ = shared_rows(cfg, rank, rows[rank], x.shape[0])
         shared = torch.zeros(x.shape[0], 1, dtype=torch.float64, device=x.device)
         shared[served] = 1
-        quantized = quantization_bound(x, cfg.format, 1.0 if input_scales is None else input_scales[rank] or 1.0)
+        quantized = quantization_bound(x, cfg.format)
         off = quantized + cast_error(x.double().abs() + quantized, torch.bfloat16)
         value = (factors.sum(dim=1, keepdim=True) + shared) * x.double()
         total = factors.abs().sum(dim=1, keepdim=True) + shared

@@ -107,17 +107,10 @@ class Runner:
     Args:
         streams: one stream (not a default one) a lane; several may be on one device.
         finish: called after every burst has run; raises what went wrong on the devices.
-        meet: called before a gate opens; makes several processes open theirs together.
     """
 
-    def __init__(
-        self,
-        streams: Sequence[torch.cuda.Stream],
-        finish: Callable[[], None] | None = None,
-        meet: Callable[[], None] | None = None,
-    ) -> None:
-        self.streams = list(streams)
-        self._finish, self._meet = finish, meet
+    def __init__(self, streams: Sequence[torch.cuda.Stream], finish: Callable[[], None] | None = None) -> None:
+        self.streams, self._finish = list(streams), finish
         self._gate = Gate()
         self._pool = ThreadPoolExecutor(len(self.streams))
 
@@ -214,12 +207,7 @@ class Runner:
                 enqueue(lane, index)
                 stop.record()
 
-        def go() -> None:
-            if self._meet is not None:
-                self._meet()
-            self._gate.open()
-
-        self.on_all(queue, after=go)
+        self.on_all(queue, after=self._gate.open)
         if self._gate.forced:
             raise EPError(f"timing: the launches of a burst were not queued within {GATE_TIMEOUT_S:.0f} s")
         samples = list(zip(*spans, strict=True))[IN_STEP:]

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from cute_ep.ceilings import Ceilings
-from cute_ep.measure import CHAINED
+from cute_ep.ceilings import Ceilings, latency_us, work_us
+from cute_ep.measure import CHAINED, PARTS
 from cute_ep.traffic import OPERATIONS, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 from perf.cases import MAIN
@@ -55,16 +55,6 @@ Key = tuple[str, str | None]
 def key_of(operation: str, fmt: str) -> Key:
     """Under which key the constants of an operation are."""
     return operation, fmt if operation == "dispatch" else None
-
-
-def work_us(part: Sequence[int], ceilings: Ceilings) -> tuple[float, float]:
-    """Microseconds that the bytes of one launch take at the ceilings of links and of memory."""
-    return 1e6 * part[0] / ceilings.push, 1e6 * part[1] / ceilings.memory
-
-
-def latency_us(ceilings: Ceilings) -> float:
-    """Launch and flag of one launch."""
-    return 1e6 * (ceilings.launch + ceilings.flag)
 
 
 Point = tuple[float, float, float, float]
@@ -120,15 +110,10 @@ def fit_for(run: dict, runs: Sequence[dict]) -> dict[Key, Fit]:
     return fit_model([one for one in runs if shares_gpus(one) == shares_gpus(run)])
 
 
-def operations_of(case: dict) -> tuple[str, ...]:
-    """The launches of a case's round, as OPERATIONS names them."""
-    return ("dispatch", "combine_partial") if case["operation"].startswith("pair") else (case["operation"],)
-
-
 def predict(case: dict, fits: dict[Key, Fit], ceilings: Ceilings) -> float | None:
     """Microseconds of a round; None when an operation of it was not fitted."""
     total = 0.0
-    for operation, part in zip(operations_of(case), case["parts"], strict=True):
+    for operation, part in zip(PARTS[case["operation"]], case["parts"], strict=True):
         fit = fits.get(key_of(operation, case["format"]))
         if fit is None:
             return None

@@ -187,11 +187,9 @@ def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
     for fmt, cfg in configs.items():
         sent = [traffic(cfg, counts, name).remote_bytes for name in ("dispatch", "combine_exact", "combine_partial")]
         entries = int(counts.entries.sum() - counts.entries.diag().sum())
-        pairs = int(counts.pairs.sum() - counts.pairs.diag().sum())
-        per_expert = sent[0] * entries // max(pairs, 1)
         receive = sum(region.nbytes for region in message_regions(cfg))
         token = message_bytes(cfg.format, cfg.hidden)
-        cells = (token, sent[0], per_expert, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
+        cells = (token, sent[0], entries * token, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
         table.add_row(fmt, *map(bytes_text, cells))
     return table
 
