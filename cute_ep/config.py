@@ -172,11 +172,6 @@ class EPConfig:
 def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
-    Two parities of  R * (places * message + Tmax * 16 * K)  bytes for what arrives in dispatch and
-    places * max(K, R) * 2 * hidden  bytes for what comes home in combine, plus the flags,  16 * R * most_flags(Tmax)
-    bytes, the counts, and the scale factors of EXPRESS_TOKENS messages of each rank; a message is padded to 128 bytes
-    (`Message.pitch`), every region to 256. `places` is Tmax, and EXPRESS_TOKENS more where Tmax exceeds that. Besides,
-    for each rank but one at most 1/256 of that sum or 64 KiB, since arenas begin apart (`Arena.begin`). Exact: the sum
-    that `layouts.arena.Arena` computes.
+    The sum of the regions of `layouts.arena.Arena`, which the README writes out as a formula.
     """
     return int(cfg.arena.allocation)

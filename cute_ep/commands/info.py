@@ -20,7 +20,6 @@ from cute_ep.commands.common import (
 )
 from cute_ep.config import memory_bytes
 from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.layouts.variants import ARCHITECTURES
 from cute_ep.library import Library, LibraryEntry, read_manifest, source_hash
 from cute_ep.presets import Preset
@@ -145,8 +144,6 @@ def memory_table(shape: Preset, fmt: str, max_tokens: int) -> Table:
     table = Table(
         title=f"memory of one rank: {shape.name}, {shape.num_experts} experts, hidden {shape.hidden}, "
         f"top-{shape.top_k}, {fmt}, {max_tokens} tokens a rank",
-        caption="two parities of R * (places * message + Tmax * 16 * K) + places * max(K, R) * 2 * hidden, "
-        f"places = Tmax, above {EXPRESS_TOKENS} Tmax + {EXPRESS_TOKENS}; + flags, counts, kept scale factors",
     )
     table.add_column("region")
     for ranks in configs:
