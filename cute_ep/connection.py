@@ -154,17 +154,25 @@ def connect(
         sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
 
     Raises:
-        EPConfigError: the group's size or another rank's configuration differs, two ranks are on one GPU or on two
-            machines, an option breaks its rule, or a damaged file of `cute-ep tune`.
+        EPConfigError: there is no process group or no CUDA GPU, the group's size or another rank's configuration
+            differs, two ranks are on one GPU or on two machines, an option breaks its rule, or a damaged file of
+            `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect; says which and why.
     """
+    without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
+    if not dist.is_initialized():
+        raise EPConfigError(
+            f"group = {group}: must be initialised, call torch.distributed.init_process_group first ({without})"
+        )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
     def look_around() -> tuple[_Place, torch.device, int, Tuning]:
         _check_options(sms, tuning)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
+        if not torch.cuda.device_count():
+            raise EPConfigError(f"there is no CUDA GPU on this machine ({without})")
         device = torch.device("cuda", torch.cuda.current_device())
         most = _max_ctas(device, sms, 1)
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)

@@ -156,6 +156,7 @@ class Machine:
         monkeypatch.setattr(connection._Place, "of", lambda cfg, device: PLACES[dist_rank()])
         for name, fake in {
             "current_device": lambda: 0,
+            "device_count": lambda: int(("gpu", dist_rank()) not in self.broken),
             "get_device_name": str,
             "synchronize": self.synchronize,
         }.items():
@@ -228,6 +229,20 @@ def test_a_rank_with_another_number_of_ranks_tells_the_others(monkeypatch: pytes
     got = collective(monkeypatch, lambda rank: connection.connect(replace(CFG, world_size=2) if rank == 2 else CFG))
     assert str(got[2]) == "world_size = 2: the process group has 3 ranks"
     assert [str(one) for one in got[:2]] == [f"rank 2 could not connect: EPConfigError: {got[2]}"] * 2
+
+
+def test_a_process_without_a_group() -> None:
+    rule = r"group = None: must be initialised, call torch.distributed.init_process_group first \(without GPUs: "
+    with pytest.raises(EPConfigError, match=rule + r'connect_local\(cfg, \["cpu"\] \* 3\)\)'):
+        connection.connect(CFG)
+
+
+def test_a_rank_without_a_gpu_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, ("gpu", 1))
+    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    assert isinstance(got[1], EPConfigError)
+    assert str(got[1]) == 'there is no CUDA GPU on this machine (without GPUs: connect_local(cfg, ["cpu"] * 3))'
+    assert [str(got[rank]) for rank in (0, 2)] == [f"rank 1 could not connect: EPConfigError: {got[1]}"] * 2
 
 
 def test_places_that_go_together() -> None:
