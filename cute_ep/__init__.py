@@ -9,13 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cute_ep import distributed
     from cute_ep.communicator import Communicator
     from cute_ep.config import EPConfig, memory_bytes
     from cute_ep.connection import connect, connect_local
     from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
     from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
+    from cute_ep.launch_shape import Tuning
     from cute_ep.layouts.variants import Hooks
-    from cute_ep.local_ops import fused_silu, quantize
+    from cute_ep.local_ops import SwigluRows, fused_silu, quantize
+    from cute_ep.reference_backend import ReferenceCommunicator
+    from cute_ep.rounds import PendingCombine, PendingDispatch
 
 __version__ = "0.2.0"
 
@@ -29,7 +33,12 @@ _MODULE_OF = {
     "EPInputError": "errors",
     "EPTimeout": "errors",
     "Hooks": "layouts.variants",
+    "PendingCombine": "rounds",
+    "PendingDispatch": "rounds",
     "QuantizedRows": "dispatched",
+    "ReferenceCommunicator": "reference_backend",
+    "SwigluRows": "local_ops",
+    "Tuning": "launch_shape",
     "VariantMissing": "errors",
     "connect": "connection",
     "connect_local": "connection",
@@ -48,17 +57,31 @@ __all__ = [
     "EPInputError",
     "EPTimeout",
     "Hooks",
+    "PendingCombine",
+    "PendingDispatch",
     "QuantizedRows",
+    "ReferenceCommunicator",
+    "SwigluRows",
+    "Tuning",
     "VariantMissing",
     "connect",
     "connect_local",
+    "distributed",
     "fused_silu",
     "memory_bytes",
     "quantize",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'cute_ep' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"cute_ep.{_MODULE_OF[name]}"), name)
+if not TYPE_CHECKING:  # for a type checker the module has the names above and no others
+
+    def __getattr__(name: str) -> Any:
+        if name == "distributed":
+            return importlib.import_module("cute_ep.distributed")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'cute_ep' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"cute_ep.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
