@@ -51,6 +51,7 @@ def test_wheel_brings_its_kernels(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for variant in variants():
         assert f"cute_ep/library/{variant.arch}/{variant.symbol}.cubin" in names
+    assert "cute_ep/py.typed" in names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"cute_ep", f"{wheel.name.split('-py3')[0]}.dist-info"}, "no bare kernels or layouts"
     for folder in ("cute_ep", "kernels", "layouts"):
