@@ -167,7 +167,7 @@ class Communicator:
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
-        input_scale: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
         out: DispatchBuffers | None = None,
         *,
         scales: torch.Tensor | None = None,
@@ -181,8 +181,8 @@ class Communicator:
             topk_ids: [T, top_k] int32 expert ids; -1 masks an entry. Read again by combine: leave them until then.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
                 may use them ("partial" must); exact combine reads them again too.
-            input_scale: float32[1] on the device, the format's global scale G (any type with the `input_scale` hook);
-                None: 1.
+            input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
+                a tensor of any type); None: 1.
             out: buffers from `allocate`, overwritten; None allocates new ones.
             scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
 
@@ -202,7 +202,7 @@ class Communicator:
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
-        input_scale: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
         out: DispatchBuffers | None = None,
         *,
         scales: torch.Tensor | None = None,
@@ -230,7 +230,7 @@ class Communicator:
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
-        input_scale: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
@@ -272,7 +272,8 @@ class Communicator:
         """Bring expert outputs home and sum them with the router weights, in one launch.
 
         Args:
-            rows: [capacity, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`.
+            rows: [N >= num_rows, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`. That N
+                is enough is not checked, `num_rows` is on the device: rows that are missing come home as NaN.
             dispatched: what dispatch returned for these rows.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
                 weights that dispatch was given.
@@ -430,7 +431,7 @@ class Communicator:
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
         scales: torch.Tensor | None,
         row_scales: torch.Tensor | None,
     ) -> tuple[PendingDispatch, Shape, dict[str, int]]:
@@ -439,10 +440,10 @@ class Communicator:
             raise EPInputError("input_scale = tensor: must be None, the rows are quantised already")
         if self.hooks.input_scale is None:
             check_input_scale(self.cfg.format, input_scale)
-            if input_scale is not None and not isinstance(input_scale, torch.Tensor):
-                input_scale = torch.full((1,), input_scale, dtype=torch.float32, device=self.device)
-            if input_scale is not None:
+            if isinstance(input_scale, torch.Tensor):
                 check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
+            elif input_scale is not None:
+                input_scale = torch.full((1,), input_scale, dtype=torch.float32, device=self.device)
         elif input_scale is not None:
             check_tensor("input_scale", input_scale, device=self.device)
         tokens = x.shape[0]

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import OutputType, Phase, division_magic
 from cute_ep.layouts.scales import ATOM, scale_map
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
+from cute_ep.reference_backend import ReferenceCommunicator
 from cute_ep.tuning import built_in
 
 CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
@@ -718,6 +720,12 @@ def test_hooks_choose_kernels_and_open_types(make: Make) -> None:
         plain.dispatch(x, ids, weights.bfloat16())
     with pytest.raises(EPInputError, match=r"input_scale = torch.int64 tensor"):
         plain.dispatch(x, ids, weights, scale)
+
+
+@pytest.mark.parametrize("name", ["dispatch", "plan_dispatch", "dispatch_async"])
+def test_both_backends_take_the_same_tokens(name: str) -> None:
+    ours, theirs = (get_type_hints(getattr(one, name)) for one in (Communicator, ReferenceCommunicator))
+    assert ours.pop("return") and theirs.pop("return") and ours == theirs
 
 
 def test_a_number_as_global_scale(rank: Communicator) -> None:
