@@ -65,8 +65,11 @@ class DistributedEPDispatch(_Operation):
         input_tokens: Sequence[torch.Tensor],
         topk_ids: Sequence[torch.Tensor],
         router_weights: Sequence[torch.Tensor] | None = None,
-        input_scales: Sequence[torch.Tensor] | None = None,
+        input_scales: Sequence[float | torch.Tensor] | None = None,
         outs: Sequence[DispatchBuffers] | None = None,
+        *,
+        scales: Sequence[torch.Tensor] | None = None,
+        row_scales: Sequence[torch.Tensor] | None = None,
     ) -> list[Dispatched]:
         """Launch on all ranks; the lists have one entry a rank, each as an argument of `Communicator.dispatch`.
 
@@ -80,6 +83,8 @@ class DistributedEPDispatch(_Operation):
             router_weights=router_weights,
             input_scale=input_scales,
             out=outs,
+            scales=scales,
+            row_scales=row_scales,
         )
         plans = [rank.plan_dispatch(**own) for rank, own in zip(self.communicators, given, strict=True)]
         return [plan.launch() for plan in plans]
@@ -118,13 +123,21 @@ class DistributedEPCombine(_Operation):
         outs: Sequence[torch.Tensor] | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """Launch on all ranks; arguments as of `Communicator.combine`, in lists with one entry a rank.
 
         Raises:
             EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
         """
-        given = _lists(self.communicators, rows=rows, dispatched=dispatched, router_weights=router_weights, out=outs)
+        given = _lists(
+            self.communicators,
+            rows=rows,
+            dispatched=dispatched,
+            router_weights=router_weights,
+            out=outs,
+            epilogue_data=epilogue_data,
+        )
         plans = [
             rank.plan_combine(mode=mode, dtype=dtype, **own)
             for rank, own in zip(self.communicators, given, strict=True)

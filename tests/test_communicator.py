@@ -676,6 +676,30 @@ def test_lists_launch_when_all_arguments_are_good(make: Make) -> None:
     assert [one.shape for one in sums] == [(5, 128), (3, 128)] and launched()[2:] == ["combine_exact"] * 2
 
 
+def test_lists_of_quantised_rows_and_of_what_hooks_read(make: Make) -> None:
+    cfg = replace(CFG, dispatch_format="nvfp4_row")
+    ranks = [make(cfg, rank, HOOKS) for rank in range(2)]
+    counts, columns = (5, 3), [list(column) for column in zip(arguments(), arguments(3), strict=True)]
+    payloads, scales = ([torch.zeros(n, width, dtype=torch.uint8) for n in counts] for width in (64, 8))
+    row_scales = [torch.ones(count, dtype=torch.bfloat16) for count in counts]
+    operation, combine = DistributedEPDispatchNVFP4(ranks), DistributedEPCombine(ranks)
+    batches = operation(payloads, *columns[1:], scales=scales, row_scales=row_scales)
+    data = [torch.zeros(count, 128) for count in counts]
+    combine([expert_rows(batch) for batch in batches], batches, epilogue_data=data)
+    for name, given, some in (
+        ("scales", scales, LAUNCHES[:2]),
+        ("given_row_scales", row_scales, LAUNCHES[:2]),
+        ("epilogue_data", data, LAUNCHES[2:]),
+    ):
+        assert [launch.arguments[name] for launch in some] == [one.data_ptr() for one in given]
+    for bad, rule in (({"scales": scales[:1]}, r"len\(scales\)"), ({"row_scales": [None]}, r"len\(row_scales\)")):
+        with pytest.raises(EPInputError, match=f"{rule} = 1: must be the number of ranks, 2"):
+            operation(payloads, *columns[1:], **{"scales": scales, "row_scales": row_scales} | bad)
+    with pytest.raises(EPInputError, match=r"len\(epilogue_data\) = 1"):
+        combine([expert_rows(batch) for batch in batches], batches, epilogue_data=data[:1])
+    assert len(LAUNCHES) == 4
+
+
 def test_lists_are_of_one_format_and_all_ranks(make: Make) -> None:
     served = {
         DistributedEPDispatch: {"bf16"},
