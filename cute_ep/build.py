@@ -19,6 +19,7 @@ from pathlib import Path
 import cute_ep
 from cute_ep.cubin import read_resources
 from cute_ep.errors import EPConfigError, EPError
+from cute_ep.layouts.eager import dsl_install
 from cute_ep.layouts.variants import Variant
 from cute_ep.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
 
@@ -75,7 +76,7 @@ def build(
     """
     wanted = list(wanted)
     if dsl_version() is None:
-        raise EPError('the CuTe DSL is not installed: pip install "cute-ep[build]"')
+        raise EPError(f"the CuTe DSL is not installed: {dsl_install()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

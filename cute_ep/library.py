@@ -20,11 +20,11 @@ from pathlib import Path
 
 import cute_ep
 from cute_ep.errors import EPConfigError, VariantMissing
+from cute_ep.layouts.eager import DSL_PACKAGE
 from cute_ep.layouts.variants import ARCHITECTURES, NO_HOOKS, Hooks, Variant
 
 PACKAGE_FOLDER = Path(__file__).parent / "library"
 MANIFEST = "manifest.json"
-DSL_PACKAGE = "nvidia-cutlass-dsl"
 
 
 def dsl_version() -> str | None:

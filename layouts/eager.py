@@ -8,8 +8,20 @@ operation, and raises the answer back to tuples of Python ints before the contex
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, requires
 
-PIP_HINT = 'the layout algebra needs the CuTe DSL: pip install "cute-ep[build]"'
+DSL_PACKAGE = "nvidia-cutlass-dsl"
+
+
+def dsl_install() -> str:
+    """The command that installs the DSL, in the version that this package's metadata asks for; in any version where
+    the package has no metadata, since it runs from a folder."""
+    try:
+        needed = requires("cute-ep") or []
+    except PackageNotFoundError:
+        needed = []
+    found = (one.partition(";")[0].strip() for one in needed if one.startswith(DSL_PACKAGE))
+    return f"pip install {next(found, DSL_PACKAGE)}"
 
 
 @lru_cache(maxsize=8192)
@@ -26,7 +38,7 @@ def evaluate(operation: str, *operands, **options) -> tuple[int | tuple, int | t
         import cutlass.cute as cute
         from cutlass._mlir import ir
     except ImportError as missing:
-        raise ImportError(PIP_HINT) from missing
+        raise ImportError(f"the layout algebra needs the CuTe DSL: {dsl_install()}") from missing
 
     def lower(operand):
         if isinstance(operand, tuple):

@@ -6,7 +6,10 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +22,14 @@ from cute_ep.commands import build as build_module
 from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text, write_json
 from cute_ep.commands.layout import parse_extents
 from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.layouts import eager
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import Hooks, Variant, variants
 from cute_ep.library import build_command, read_manifest
 from cute_ep.machine import describe_devices, parse_devices
+
+ROOT = Path(__file__).parents[1]
+(PINNED_DSL,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["build"]
 
 needs_dsl = pytest.mark.skipif(dsl_version() is None, reason="the CuTe DSL is not installed")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
@@ -125,8 +132,16 @@ def test_build_without_the_dsl_or_a_folder(
     monkeypatch.setattr("cute_ep.build.dsl_version", lambda: version)
     (tmp_path / "file").touch()
     assert main(["build", "--arch", "sm_90a", "--kernel", "copy", "--out", str(tmp_path / "file")]) == 2
-    rule = f"folder = '{tmp_path / 'file'}': File exists" if version else 'pip install "cute-ep[build]"'
+    rule = f"folder = '{tmp_path / 'file'}': File exists" if version else f"pip install {PINNED_DSL}"
     assert rule in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_package_without_metadata_knows_no_version_of_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(eager, "requires", requires)
+    assert eager.dsl_install() == "pip install nvidia-cutlass-dsl"
 
 
 @needs_dsl
