@@ -37,11 +37,20 @@ class Hooks:
         epilogue: changes each output vector of combine before it is rounded and stored.
         router_weights: reads one router weight, for weights that are not float32.
         input_scale: reads the global scale of the tokens.
+
+    Raises:
+        ValueError: a hook has another form than "module:function".
     """
 
     epilogue: str | None = None
     router_weights: str | None = None
     input_scale: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            hook = getattr(self, field.name)
+            if hook is not None and not _names_function(hook):
+                raise ValueError(f'{field.name} = {hook!r}: must be "module:function" or None')
 
     def of_kernel(self, kernel: str) -> Hooks:
         """Those of the hooks that `kernel` calls."""
@@ -58,6 +67,14 @@ class Hooks:
             return ""
         digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]
         return "_".join([*(name.rpartition(":")[2] for name in chosen if name), digest])
+
+
+def _names_function(hook: object) -> bool:
+    """Whether it has the form "module:function"; neither needs to exist."""
+    if not isinstance(hook, str):
+        return False
+    module, _, function = hook.partition(":")
+    return all(name.isidentifier() for name in (*module.split("."), function))
 
 
 NO_HOOKS = Hooks()

@@ -150,6 +150,8 @@ def test_build_says_what_is_wrong_with_a_hook(tmp_path, capsys: pytest.CaptureFi
     assert main(["build", *words]) == 2
     error = capsys.readouterr().err
     assert "hook = 'math:fly': must be module:function" in error and "Traceback" not in error
+    assert main(["build", "--epilogue", "fly", "--out", str(tmp_path)]) == 2
+    assert "epilogue = 'fly': must be \"module:function\" or None" in capsys.readouterr().err
 
 
 def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:

@@ -46,7 +46,8 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
     """The variants that the arguments ask for, after checking that they serve the given shapes.
 
     Raises:
-        EPConfigError: an unknown name, or a shape that some format cannot hold: names the rule.
+        EPConfigError: an unknown name, a hook that is no "module:function", or a shape that some format cannot hold:
+            names the rule.
     """
     formats = format_names(args.format)
     archs = tuple(name.strip() for name in args.arch.split(","))
@@ -58,7 +59,11 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
     for shape in presets_named(args.preset) if args.preset else ():
         if not formats_of(shape.hidden, formats):
             raise EPConfigError(f"{shape.name}: hidden = {shape.hidden} fits none of the formats {', '.join(formats)}")
-    made = variants(archs, formats, Hooks(**{hook: getattr(args, hook) for hook in HOOK_HELP}))
+    try:
+        hooks = Hooks(**{hook: getattr(args, hook) for hook in HOOK_HELP})
+    except ValueError as error:
+        raise EPConfigError(str(error)) from None
+    made = variants(archs, formats, hooks)
     if args.kernel:
         known = {variant.kernel for variant in made}
         names = [name.strip() for name in args.kernel.split(",")]

@@ -240,6 +240,13 @@ def test_hooked_variant(library: dict[Variant, LibraryEntry], tmp_path: Path) ->
     assert found.find("combine_wait_exact", "sm_90a", hooks=Hooks(input_scale="a:b")).variant == plain
 
 
+@pytest.mark.parametrize("field", ["epilogue", "router_weights", "input_scale"])
+@pytest.mark.parametrize("hook", [print, "nothing", "", ":sin", "math:", "math:a.b", "math sin:a", ("a:b",)])
+def test_hooks_are_names(field: str, hook: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f'{field} = {hook!r}: must be "module:function" or None')):
+        Hooks(**{field: hook})
+
+
 @pytest.mark.parametrize("name", ["nothing", "no.such.module:function", "math:no_such_function", ":sin", "math:"])
 def test_hook_that_names_nothing(name: str) -> None:
     pytest.importorskip("cutlass")
