@@ -26,6 +26,7 @@ test: build/library/all.stamp  ## all tests that need no GPU, the kernels of all
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests
 
 test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kernels in build/library
+	@$(PY) -c 'import sys, torch; torch.cuda.device_count() or sys.exit("test-gpu: torch finds no CUDA GPU here")'
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp build/library/hooks.stamp
 	@$(PY) -c 'import pytest, xdist' || $(MAKE) $(VENV)/tools.stamp
 	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); status=0; \

@@ -16,6 +16,7 @@ from cute_ep.errors import EPConfigError
 
 VIRTUAL_RANKS = 4
 """Ranks that "auto" puts on a machine with one GPU, and that "cpu" stands for."""
+NO_GPU = "there is no CUDA GPU on this machine; cute-ep verify and demo also run with --devices cpu"
 
 
 def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
@@ -35,11 +36,11 @@ def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
         if not count.isdecimal() or int(count) < 1:
             raise EPConfigError(f"devices = {text!r}: {kind}:N needs a positive number of ranks N")
         if kind == "virtual" and not gpus:
-            raise EPConfigError(f"devices = {text!r}: there is no CUDA GPU on this machine")
+            raise EPConfigError(f"devices = {text!r}: {NO_GPU}")
         return ["cuda:0" if kind == "virtual" else "cpu"] * int(count)
     if text == "auto":
         if not gpus:
-            raise EPConfigError("devices = 'auto': there is no CUDA GPU on this machine")
+            raise EPConfigError(f"devices = 'auto': {NO_GPU}")
         if gpus == 1:
             return ["cuda:0"] * VIRTUAL_RANKS
         ranks = max(count for count in range(1, gpus + 1) if not num_experts or num_experts % count == 0)

@@ -34,10 +34,12 @@ from cute_ep.commands.tune import tune_size
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
 from cute_ep.config import EPConfig
 from cute_ep.driver import DeviceMemory, check, enable_all_peers, resident_ctas
+from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
 from cute_ep.layouts.record import RegionMap, align_up
 from cute_ep.layouts.variants import NO_HOOKS
 from cute_ep.library import Library
+from cute_ep.machine import check_gpu
 from cute_ep.measure import Batch, InputSets, make_batch, make_runner, measure, run_round
 from cute_ep.traffic import count_routing
 from cute_ep.tuning import built_in
@@ -258,8 +260,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.ranks <= GPUS or MAIN.top_k % args.ranks:
         parser.error(f"--ranks {args.ranks}: must be 4 or 8 (experts of a token are the same number on all ranks)")
-    formats = format_names(args.format) if args.format else QUICK_FORMATS
-    sizes = token_counts(args.tokens) if args.tokens else MIRROR_TOKENS
+    try:
+        formats = format_names(args.format) if args.format else QUICK_FORMATS
+        sizes = token_counts(args.tokens) if args.tokens else MIRROR_TOKENS
+        check_gpu(f"devices = the first {GPUS} GPUs", GPUS - 1)
+    except EPConfigError as error:
+        parser.error(str(error))
     measure_mirror(formats, sizes, args.library, partial(print, flush=True), ranks=args.ranks, tune=args.tune)
     return 0
 

@@ -199,6 +199,16 @@ def test_gpu_commands_refuse_politely(command: str, capsys: pytest.CaptureFixtur
         assert main([command, "--devices", devices]) == 2
         captured = capsys.readouterr()
         assert "CUDA GPU" in captured.err and "Traceback" not in captured.err + captured.out
+        assert devices == "cuda:0" or "verify and demo also run with --devices cpu" in captured.err
+
+
+@needs_no_gpu
+def test_make_test_gpu_needs_a_gpu(tmp_path) -> None:
+    """Where every test would be left out, it fails, before it builds anything."""
+    (tmp_path / "package.stamp").touch()
+    words = ["make", "--no-print-directory", f"VENV={tmp_path}", f"PY={sys.executable}", "test-gpu"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode and "test-gpu: torch finds no CUDA GPU here" in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])

@@ -11,7 +11,7 @@ import torch
 
 from cute_ep.layouts.arena import arena_of
 from perf.cases import MAIN
-from perf.mirror import CONSUMED, GPUS, SOURCE_MODE, Blocks, as_rank, mirrored_ids
+from perf.mirror import CONSUMED, GPUS, SOURCE_MODE, Blocks, as_rank, main, mirrored_ids
 
 ARENAS = (1 << 40, 1 << 41)
 CASES = [(ranks, tokens, fmt) for ranks in (4, 8) for tokens in (7, 1500) for fmt in ("bf16", "nvfp4")]
@@ -56,6 +56,19 @@ def test_sources_do_not_overlap(ranks: int, tokens: int, fmt: str) -> None:
     assert end <= blocks.nbytes
     farthest = max(cfg.world_size, cfg.top_k) + ranks - 1
     assert farthest < blocks.count, "shifted slots are inside the allocation"
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_machine_with_too_few_gpus(
+    count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One line, as the suite says it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr("sys.argv", ["mirror.py", "--tune"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert f"cuda:1 is not here, the machine has {count} CUDA GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
