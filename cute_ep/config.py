@@ -89,6 +89,7 @@ class EPConfig:
         require(known, "dispatch_format", f"must be one of {', '.join(FORMATS)}")
         try:
             self.format.check_hidden(self.hidden)
+            self.format.scale_layout(self.scale_layout)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
         size = message_of(self.format, self.hidden).pitch
@@ -104,14 +105,6 @@ class EPConfig:
                 "max_tokens_per_rank",
                 f"must leave the arena of a rank, {size} bytes, within 64 GiB",
             )
-        layouts = self.format.scale_layouts
-        require(
-            self.scale_layout is None or self.scale_layout in layouts,
-            "scale_layout",
-            f"must be one of {', '.join(layouts)} for {self.dispatch_format}"
-            if layouts
-            else f"must be None, {self.dispatch_format} has no scale factors",
-        )
         allowed = [alignment for alignment in ROW_ALIGNMENTS if alignment % self.format.row_alignment == 0]
         require(
             self.row_alignment is None or (_is_integer(self.row_alignment) and self.row_alignment in allowed),
@@ -142,7 +135,7 @@ class EPConfig:
     @property
     def scales_as(self) -> str | None:
         """`scale_layout`, or the format's default; None when the format has no scale factors."""
-        return self.scale_layout or next(iter(self.format.scale_layouts), None)
+        return self.format.scale_layout(self.scale_layout)
 
     @property
     def peers(self) -> int:

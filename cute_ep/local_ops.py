@@ -195,11 +195,10 @@ def _check_gpu(name: str, tensor: torch.Tensor) -> None:
 
 
 def _scale_layout(record: Format, layout: str | None) -> str | None:
-    if layout is not None and layout not in record.scale_layouts:
-        known = ", ".join(record.scale_layouts)
-        rule = f"one of {known} for {record.name}" if known else f"None, {record.name} has no scale factors"
-        raise EPInputError(f"scale_layout = {layout!r}: must be {rule}")
-    return layout or next(iter(record.scale_layouts), None)
+    try:
+        return record.scale_layout(layout)
+    except ValueError as error:
+        raise EPInputError(str(error)) from None
 
 
 def _float_bits(name: str, value: float) -> int:

@@ -73,6 +73,15 @@ class Format:
                 f"which must be a multiple of {VECTOR_BYTES}"
             )
 
+    def scale_layout(self, wanted: str | None) -> str | None:
+        """`wanted`, or for None the default (None for a format without scale factors); ValueError unless it is one of
+        `scale_layouts`."""
+        if wanted is not None and wanted not in self.scale_layouts:
+            known = ", ".join(self.scale_layouts)
+            rule = f"one of {known} for {self.name}" if known else f"None, {self.name} has no scale factors"
+            raise ValueError(f"scale_layout = {wanted!r}: must be {rule}")
+        return wanted or next(iter(self.scale_layouts), None)
+
 
 _BYTE_SCALES = ("atom128x4", "linear")
 _FLOAT_SCALES = ("transposed", "linear")
