@@ -16,6 +16,7 @@ from cute_ep.communicator import Communicator
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.workloads import RankInputs
@@ -45,6 +46,9 @@ def poisoned_buffers(communicator: Communicator, rows: int) -> DispatchBuffers:
 def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, rank: int) -> None:
     """Compare one rank's dispatch output with the reference, byte for byte.
 
+    Of the headers: tokens, of a source that has some whether it gave weights, and the pieces of this rank's own
+    returned rows. How many pieces others have is their choice, which the reference does not make.
+
     Raises:
         AssertionError: names the field and the first differing coordinate.
     """
@@ -59,13 +63,17 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
                 got, want = got.T, want.T
             assert_prefix_and_poison(got, want, POISON, where + name)
     for source in range(cfg.peers):
-        tokens = int(expected.headers[source, 0])
+        tokens = int(expected.headers[source, HeaderWord.TOKENS])
+        for word in (HeaderWord.TOKENS, HeaderWord.HAS_WEIGHTS)[: 2 if tokens else 1]:
+            header = f"{where}headers[{source}].{word.name.lower()}"
+            assert_bits(actual.headers[source, word], expected.headers[source, word], header)
         assert_bits(actual.row_map[source, :tokens], expected.row_map[source, :tokens], f"{where}row_map[{source}]")
-        assert_bits(actual.headers[source, 0], expected.headers[source, 0], f"{where}headers[{source}].tokens")
         if expected.weights is not None:
             mine = expected.row_map[source, :tokens] >= 0
             got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
             assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
+    own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_PIECES]
+    assert_bits(own, torch.tensor(actual.return_pieces, dtype=own.dtype), f"{where}headers.return_pieces")
 
 
 def expert_rows(dispatched: Sequence[Dispatched], hidden: int, seed: int) -> list[torch.Tensor]:

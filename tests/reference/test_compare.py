@@ -1,7 +1,17 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from cute_ep import reference
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import BUFFERS, Dispatched
+from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.scales import ATOM, LINEAR, TRANSPOSED
+from cute_ep.reference_backend import connect_reference
+from cute_ep.verify import SPARE_ROWS, check_dispatched, poisoned_buffers
+from cute_ep.workloads import make_inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.uint32])
@@ -48,3 +58,84 @@ def test_poison(shape, rows):
         actual.view(torch.uint8).view(-1)[-1] = 0xA4
         with pytest.raises(AssertionError, match=r"t\[3\] byte .*0xa4.*1 of the"):
             assert_prefix_and_poison(actual, expected, 0xA5, "t")
+
+
+RANK, TOKENS = 1, (9, 0, 5)
+FORMATS_AND_LAYOUTS = [("nvfp4_row", ATOM), ("nvfp4_row", LINEAR), ("fp8", TRANSPOSED), ("bf16", None)]
+
+
+def dispatched(
+    fmt: str, layout: str | None, tokens: tuple[int, ...] = TOKENS, *, alone: bool = False
+) -> tuple[EPConfig, Dispatched, Dispatched]:
+    """A configuration, what RANK dispatched into poisoned buffers and what it should have."""
+    cfg = EPConfig(128, 6, 2, 12, len(tokens), fmt, scale_layout=layout, row_alignment=4, skip_a2a=alone)
+    inputs = make_inputs(cfg, tokens, "masked", 3)
+    xs, ids, weights = ([getattr(one, name) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
+    expected = reference.dispatch(cfg, xs, ids, None, weights)
+    ranks = connect_reference(cfg)
+    batches = [
+        one.dispatch(x, i, w, out=poisoned_buffers(one, int(want.num_rows)))
+        for one, x, i, w, want in zip(ranks, xs, ids, weights, expected, strict=True)
+    ]
+    return cfg, batches[RANK], expected[RANK]
+
+
+def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tensor:
+    """Which elements of a field the contract defines, the poison behind the rows among them."""
+    defined = torch.ones(getattr(actual, name).shape, dtype=torch.bool)
+    if name in ("row_map", "weights"):
+        for source, tokens in enumerate(TOKENS):
+            defined[source, tokens:] = False
+        if name == "weights":
+            defined &= expected.row_map >= 0
+    if name == "headers":
+        defined[:] = False
+        defined[:, HeaderWord.TOKENS] = True
+        defined[:, HeaderWord.HAS_WEIGHTS] = torch.tensor(TOKENS) > 0
+        defined[RANK, HeaderWord.RETURN_PIECES] = True
+    return defined
+
+
+@pytest.mark.parametrize(("fmt", "layout"), FORMATS_AND_LAYOUTS)
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_check_of_dispatch_sees_every_bit_that_the_contract_defines(fmt: str, layout: str | None, name: str) -> None:
+    """One element after the other, and of rows one of each: the others may be anything."""
+    cfg, actual, expected = dispatched(fmt, layout)
+    check_dispatched(actual, expected, cfg, RANK)
+    tensor = getattr(actual, name)
+    if tensor is None:
+        return
+    assert 0 < int(expected.num_rows) <= actual.tokens.shape[0] - SPARE_ROWS, "rows, and a tail"
+    defined = contract(name, actual, expected)
+    columns = tensor.view(torch.uint8).reshape(*tensor.shape[:-1], -1, tensor.element_size())
+    places = defined.nonzero().tolist()
+    for place in places[:: max(1, len(places) // 64)] + places[-1:]:
+        byte = columns[tuple(place)]
+        byte[-1] ^= 1
+        with pytest.raises(AssertionError, match=rf"rank {RANK} {name}\b"):
+            check_dispatched(actual, expected, cfg, RANK)
+        byte[-1] ^= 1
+    columns[~defined] ^= 255
+    check_dispatched(actual, expected, cfg, RANK)
+
+
+def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
+    cfg, actual, expected = dispatched("nvfp4_row", ATOM)
+    for place, name in (
+        ((2, HeaderWord.TOKENS), r"headers\[2\]\.tokens"),
+        ((2, HeaderWord.HAS_WEIGHTS), r"headers\[2\]\.has_weights"),
+        ((RANK, HeaderWord.RETURN_PIECES), r"headers\.return_pieces"),
+    ):
+        headers = actual.headers.clone()
+        headers[place] += 1
+        with pytest.raises(AssertionError, match=rf"rank {RANK} {name}"):
+            check_dispatched(replace(actual, headers=headers), expected, cfg, RANK)
+
+
+def test_a_check_of_dispatch_of_a_rank_alone() -> None:
+    """Its own header is the only one."""
+    cfg, actual, expected = dispatched("bf16", None, (5, 5), alone=True)
+    check_dispatched(actual, expected, cfg, RANK)
+    actual.headers[0, HeaderWord.RETURN_PIECES] = 3
+    with pytest.raises(AssertionError, match=r"headers\.return_pieces"):
+        check_dispatched(actual, expected, cfg, RANK)
