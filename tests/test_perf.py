@@ -165,6 +165,32 @@ def test_a_sample_is_its_slowest_lane(clocks: list[float], chained: bool) -> Non
     assert spans == pytest.approx([4e-3] * samples)
 
 
+def test_a_round_is_its_share_of_a_graph(clocks: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane's graph has all rounds in their order; lane 1 takes 2 ms a round, lane 0 half as long."""
+    streams, rounds, samples = [FakeStream(), FakeStream()], 8, timing.BURST
+    captured: list[list[int]] = [[], []]
+
+    class Graph:
+        def __init__(self, lane: int) -> None:
+            self.lane = lane
+
+        def replay(self) -> None:
+            clocks[self.lane] += len(captured[self.lane]) * (1 + self.lane)
+
+    def capture(runner: Runner, work: Callable[[int], None]) -> list[Graph]:
+        for lane in range(len(runner.streams)):
+            work(lane)
+        return [Graph(0), Graph(1)]
+
+    for lane, stream in enumerate(streams):
+        stream.lane = lane
+    monkeypatch.setattr(Runner, "capture", capture)
+    with Runner(streams) as runner:
+        spans = runner.time_graphs(samples, lambda lane, index: captured[lane].append(index), rounds)
+    assert captured == [list(range(rounds))] * 2
+    assert spans == pytest.approx([2e-3] * samples)
+
+
 def test_times_behind_a_gate_that_was_forced_open_do_not_count(
     clocks: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
