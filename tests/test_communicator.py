@@ -39,7 +39,7 @@ from cute_ep.launch_shape import MANY, Entry, Tuning
 from cute_ep.layouts.arena import BLANK, message_map, segment_words
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import OutputType, Phase, division_magic
-from cute_ep.layouts.scales import ATOM, scale_map
+from cute_ep.layouts.scales import ATOM, TRANSPOSED, scale_map
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
 from cute_ep.reference_backend import ReferenceCommunicator
 from cute_ep.tuning import built_in
@@ -360,6 +360,7 @@ def test_sizes_and_strides_of_every_format(make: Make, fmt: str, layout: str | N
         assert (given["row_scale_bytes"], given["row_alignment"]) == (record.row_scale_bytes, 16)
     for launch in (LAUNCHES[0], LAUNCHES[2]):
         given = launch.arguments
+        assert given["has_tiles"] == (layout in (ATOM, TRANSPOSED)), "rows of 16 are a multiple of 4"
         if layout is None:
             assert launch.missing >= SCALE_ARGUMENTS
             continue
@@ -509,6 +510,42 @@ def test_tuning_may_be_set_between_calls(rank: Communicator) -> None:
     assert pieces == [3, None, 2, None, 0, None, 0]
     pieces = [launch.arguments.get("return_pieces") for launch in LAUNCHES]
     assert pieces == [4, 4, 1, 1, 0, None, 0]
+
+
+def test_a_launch_starts_early_behind_one_that_leaves_it_room(rank: Communicator) -> None:
+    """Of the 64 CTAs that are resident together each takes at most half."""
+    for grid in (40, 32, 32, 33, 32):
+        rank.tuning = Tuning((Entry(MANY, grid, 0, 1),), (Entry(MANY, grid, 0, 1),))
+        rank.dispatch(*arguments())
+    got = [(launch.grid, launch.arguments["chained"], launch.early) for launch in LAUNCHES]
+    assert got == [(40, 0, False), (32, 1, False), (32, 1, True), (33, 0, False), (32, 1, False)]
+
+
+def test_fewer_ctas_send_whole_rows(rank: Communicator) -> None:
+    """Half of them at most, but of those that send partial sums as many as the table says."""
+    rank.tuning = Tuning((Entry(MANY, 40, 0, 1),), (Entry(MANY, 40, 0.75, 1),))
+    batch = rank.dispatch(*arguments())
+    for mode in ("exact", "unweighted", "partial"):
+        rank.combine(expert_rows(batch), batch, mode=mode)
+    roles = [[launch.arguments[name] for name in ("send_ctas", "receive_from")] for launch in LAUNCHES[1:]]
+    assert roles == [[20, 20], [20, 20], [30, 30]]
+
+
+def test_slots_of_partial_sums_lie_side_by_side(make: Make) -> None:
+    """Which they would in exact mode, too, had tokens as many slots as there are ranks."""
+    cfg = replace(CFG, top_k=3)
+    rank, wide, narrow = make(cfg), cfg.arena.arguments(), cfg.arena.arguments(partial=True)
+    assert wide != narrow
+    x, _, _ = arguments()
+    batch = rank.dispatch(x, torch.zeros(5, 3, dtype=torch.int32), torch.ones(5, 3))
+    rows = expert_rows(batch)
+    for mode in ("exact", "unweighted", "partial"):
+        rank.combine(rows, batch, mode=mode)
+        rank.combine_wait(rank.combine_async(rows, batch, mode))
+    for launch in LAUNCHES:
+        partial = launch.variant.kernel.endswith("partial")
+        assert launch.arguments.items() >= (narrow if partial else wide).items(), launch.variant.kernel
+    assert sum(launch.variant.kernel.endswith("partial") for launch in LAUNCHES) == 3
 
 
 # ---- what the driver is given
