@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_ep import connection
-from cute_ep.launch_shape import CTAS_PER_SM
+from cute_ep import connection, driver
 
 GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 
@@ -20,9 +19,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "load_kernels": lambda *args: {},
         "unload_kernels": lambda kernels, device: None,
         "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
-        "_max_ctas": lambda device, sms, ranks: CTAS_PER_SM * (sms or SMS) // ranks,
+        "resident_ctas": driver.resident_ctas.__wrapped__,
         "Communicator": lambda *args, **options: SimpleNamespace(**options, free=None),
     }.items():
         monkeypatch.setattr(connection, name, fake)
-    monkeypatch.setattr(connection.torch.cuda, "get_device_name", lambda device: GPU)
-    monkeypatch.setattr(connection.torch.cuda, "device_count", lambda: GPUS)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    for name, fake in {
+        "get_device_name": lambda device: GPU,
+        "get_device_properties": lambda device: properties,
+        "device_count": lambda: GPUS,
+    }.items():
+        monkeypatch.setattr(connection.torch.cuda, name, fake)

@@ -26,7 +26,7 @@ from cute_ep import communicator as module
 from cute_ep import connection, driver, reference, status
 from cute_ep.communicator import Communicator, load_kernels
 from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.dispatched import DispatchBuffers
+from cute_ep.dispatched import DispatchBuffers, tensors_of
 from cute_ep.distributed import (
     DistributedEPCombine,
     DistributedEPDispatch,
@@ -68,6 +68,7 @@ class Launch:
     grid: int
     arguments: dict[str, int]
     names: frozenset[str]
+    stream: int
     early: bool
 
     @property
@@ -104,7 +105,7 @@ class RecordingKernel:
         arguments = self.bound | dict(arguments)
         assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
         assert all(type(value) is int for value in arguments.values())
-        LAUNCHES.append(Launch(self.variant, grid, arguments, names, early))
+        LAUNCHES.append(Launch(self.variant, grid, arguments, names, stream, early))
 
     def unload(self) -> None:
         pass
@@ -148,7 +149,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
     LAUNCHES.clear()
 
-    def one(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS) -> Communicator:
+    def one(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False) -> Communicator:
         device = torch.device("cpu")
         return Communicator(
             cfg,
@@ -160,7 +161,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             hooks=hooks,
             max_ctas=64,
             tuning=built_in(cfg, 64),
-            shared_device=False,
+            shared_device=shared,
             release=lambda communicator: communicator.free(),
         )
 
@@ -634,6 +635,44 @@ def test_synchronize_waits_for_every_stream(make: Make, monkeypatch: pytest.Monk
     rank.synchronize()
     rank.synchronize()
     assert waits[2:] == ["device", 7]
+
+
+def test_ranks_that_share_a_gpu_have_streams_of_their_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch waits for what the caller's stream was given before, and all that it reads or writes stays until it has
+    run."""
+    waits: list[tuple[int, int]] = []
+    kept: set[tuple[int, int]] = set()
+    own = SimpleNamespace(cuda_stream=8, wait_stream=lambda other: waits.append((other.cuda_stream, len(LAUNCHES))))
+    monkeypatch.setattr(module.torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream.cuda_stream))
+    )
+    rank = make(shared=True)
+    (x, ids, weights), scale, out, sums = arguments(), torch.tensor([2.0]), rank.allocate(), torch.zeros(5, 128)
+    rows = expert_rows(out)
+    buffers = [tensor for tensor in tensors_of(out).values() if tensor is not None]
+    batch = [ids, weights, out.row_map, out.headers, out.weights]
+
+    def keeps(result: object, *tensors: torch.Tensor) -> object:
+        assert kept == {(tensor.data_ptr(), 8) for tensor in tensors}
+        kept.clear()
+        return result
+
+    fused = keeps(rank.dispatch(x, ids, weights, scale, out), x, ids, weights, scale, *buffers)
+    keeps(rank.combine(rows, fused, out=sums), rows, sums, *batch)
+    pending = keeps(rank.dispatch_async(x, ids, weights, scale), x, ids, weights, scale)
+    split = keeps(rank.dispatch_wait(pending, out), *buffers)
+    sent = keeps(rank.combine_async(rows, split), rows, *(tensor for tensor in batch if tensor is not weights))
+    keeps(rank.combine_wait(sent, out=sums), rows, sums, *batch)
+    assert waits == [(7, before) for before in range(6)]
+    monkeypatch.setattr(module.torch.cuda, "current_stream", lambda device: own)
+    keeps(rank.dispatch(x, ids, weights, scale, out))
+    assert len(waits) == 6 and [launch.stream for launch in LAUNCHES] == [8] * 7
+
+
+def test_a_rank_that_has_its_gpu_works_on_the_callers_stream(rank: Communicator) -> None:
+    rank.dispatch(*arguments())
+    assert [launch.stream for launch in LAUNCHES] == [7]
 
 
 @pytest.mark.parametrize("cfg", [CFG, SHARED, ALONE])

@@ -114,6 +114,59 @@ def test_the_reference_backend_takes_good_options(tmp_path: Path) -> None:
     assert [rank.rank for rank in ranks] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("devices", "sms", "ctas"),
+    [
+        ([0, 1, 2, 3], None, [264] * 4),
+        ([0, 1, 2, 3], 16, [32] * 4),
+        ([0, 0, 0, 0], None, [66] * 4),
+        ([0, 0, 0, 0], 16, [32] * 4),
+        ([0, 0, 0, 0], 132, [66] * 4),
+        ([0, 1, 0, 0], None, [88, 264, 88, 88]),
+    ],
+)
+def test_ranks_that_share_a_gpu_are_resident_together(gpus: None, devices: list, sms: int | None, ctas: list) -> None:
+    """GPUs of 132 SMs, which hold two CTAs each."""
+    ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in devices], sms=sms)
+    assert [rank.max_ctas for rank in ranks] == ctas
+    assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
+
+
+def test_a_rank_has_a_cta_at_least(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "resident_ctas", lambda device: 3)
+    ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:0"] * 4)
+    assert [rank.max_ctas for rank in ranks] == [1] * 4
+
+
+def test_sms_that_a_gpu_does_not_have(gpus: None) -> None:
+    with pytest.raises(EPConfigError, match=r"sms = 133: must be in \[1, 132\], the SMs of cuda:0"):
+        connection.connect_local(EPConfig(128, 8, 2, 16, 2), ["cuda:0"] * 2, sms=133)
+
+
+@pytest.mark.parametrize("failed", [None, 0, 2])
+def test_memory_goes_with_the_last_rank(gpus: None, monkeypatch: pytest.MonkeyPatch, failed: int | None) -> None:
+    """Once no device works any more; none goes where a wait of some rank, be it closed long ago, has timed out."""
+    done: list[str] = []
+
+    def make(what: str, rank: int, **more: object) -> SimpleNamespace:
+        return SimpleNamespace(address=4096 * rank, free=lambda: done.append(f"{what} {rank}"), **more)
+
+    def rank(cfg: EPConfig, rank: int, *args: object, release: Callable, **options: object) -> SimpleNamespace:
+        return make("rank", rank, failed=rank == failed, release=release)
+
+    monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: make("arena", rank))
+    monkeypatch.setattr(connection, "Communicator", rank)
+    monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: done.append(f"kernels {device.index}"))
+    monkeypatch.setattr(connection.torch.cuda, "synchronize", lambda device: done.append(f"wait {device.index}"))
+    ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in range(4)])
+    for index in (1, 3, 0):
+        ranks[index].release(ranks[index])
+    assert not done
+    ranks[2].release(ranks[2])
+    freed = [f"{what} {rank}" for what in ("rank", "arena", "kernels") for rank in (3, 2, 1, 0)]
+    assert done == [*(f"wait {index}" for index in range(4)), *(freed if failed is None else [])]
+
+
 @pytest.mark.parametrize("last", ["arena", "rank"])
 def test_what_was_made_is_freed_when_connecting_fails(gpus: None, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """Ranks before arenas before kernels, the last first."""
