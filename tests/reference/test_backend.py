@@ -624,6 +624,27 @@ def test_pending_is_used_once_in_order_and_by_its_rank():
         communicators[0].dispatch_wait(sent)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", COMBINE_MODES)
+def test_a_list_combines_as_its_ranks_do(mode: str, dtype: torch.dtype):
+    """In every mode, into memory of the caller or new one, with weights of its own where the mode takes them."""
+    cfg = small()
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [5, 3, 4], "masked", 0)
+    xs, ids, weights = ([getattr(one, name) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
+    batches = DistributedEPDispatchNVFP4(communicators)(xs, ids, weights)
+    combine, want, rows = DistributedEPCombine(communicators), expected(cfg, inputs), rows_for(batches, cfg)
+    outs = [torch.full_like(one, 7) for one in reference.combine(cfg, rows, want, mode=mode, dtype=dtype)]
+    for given in (None, [one.flip(0) for one in weights])[: 2 if mode == "exact" else 1]:
+        sums = reference.combine(cfg, rows, want, given, mode, dtype)
+        got = combine(rows, batches, given, mode, outs)
+        made = combine(rows, batches, given, mode, dtype=dtype)
+        for rank, value in enumerate(sums):
+            assert got[rank] is outs[rank]
+            assert_bits(got[rank], value, f"rank {rank}")
+            assert_bits(made[rank], value, f"rank {rank}, allocated")
+
+
 def test_a_refused_list_joins_no_round():
     """One rank's bad argument leaves all ranks where they were, and so does a plan that is not launched."""
     cfg = small()
