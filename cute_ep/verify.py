@@ -92,10 +92,12 @@ class RoundOptions:
 
     Attributes:
         split: use the async + wait halves.
-        modes: combine modes, one combine each; None: all that the configuration allows.
+        modes: combine modes, one combine each; None: all that the configuration and the weights allow.
         dtype: element type of combine's output.
         input_scales: per rank the global scale; None: none given.
         prequantized: quantise with the reference and dispatch the quantised rows.
+        weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine has them from
+            dispatch only.
         seed: of the made-up expert outputs.
     """
 
@@ -104,6 +106,7 @@ class RoundOptions:
     dtype: torch.dtype = torch.bfloat16
     input_scales: Sequence[float] | None = None
     prequantized: bool = False
+    weights_at: str = "dispatch"
     seed: int = 0
 
 
@@ -132,12 +135,14 @@ def check_round(
     ready = None
     if options.prequantized:
         ready = [reference.quantize(x, cfg.format, 1.0 if scales is None else scales[r]) for r, x in enumerate(xs)]
-    expected = reference.dispatch(cfg, xs, ids, None if ready else scales, weights, ready)
+    late = options.weights_at == "combine"
+    early_weights: list[torch.Tensor | None] = [None] * len(weights) if late else weights
+    expected = reference.dispatch(cfg, xs, ids, None if ready else scales, early_weights, ready)
     rows = expert_rows(expected, cfg.hidden, options.seed)
     buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
     arguments: list[dict] = []
     for rank, communicator in enumerate(communicators):
-        given = {"x": xs[rank], "topk_ids": ids[rank], "router_weights": weights[rank]}
+        given = {"x": xs[rank], "topk_ids": ids[rank], "router_weights": early_weights[rank]}
         if ready is not None:
             given |= {"x": ready[rank].payload, "scales": ready[rank].scales, "row_scales": ready[rank].row_scales}
         elif scales is not None:
@@ -159,19 +164,22 @@ def check_round(
         communicator.synchronize()
     for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
         check_dispatched(got, want, cfg, rank)
-    modes = options.modes or [mode for mode in COMBINE_MODES if mode != "unweighted" or not cfg.fused_shared_expert]
-    for mode in modes:
+    never = {"partial": late, "unweighted": cfg.fused_shared_expert}
+    for mode in options.modes or [mode for mode in COMBINE_MODES if not never.get(mode)]:
         given_weights = None if mode == "unweighted" else weights
         sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
         outs = [poison(torch.empty_like(want, device=c.device)) for c, want in zip(communicators, sums, strict=True)]
+        late_weights = [
+            w.to(c.device) if late and mode == "exact" else None for c, w in zip(communicators, weights, strict=True)
+        ]
         _synchronize_devices(communicators)
         if options.split:
             sent = [c.combine_async(r, d, mode) for c, r, d in zip(communicators, returned, actual, strict=True)]
-            for communicator, one, out in zip(communicators, sent, outs, strict=True):
-                communicator.combine_wait(one, out=out)
+            for communicator, one, w, out in zip(communicators, sent, late_weights, outs, strict=True):
+                communicator.combine_wait(one, w, out)
         else:
-            for communicator, r, d, out in zip(communicators, returned, actual, outs, strict=True):
-                communicator.combine(r, d, mode=mode, out=out)
+            for communicator, r, d, w, out in zip(communicators, returned, actual, late_weights, outs, strict=True):
+                communicator.combine(r, d, w, mode, out)
         for communicator in communicators:
             communicator.synchronize()
         for rank, (got, want) in enumerate(zip(outs, sums, strict=True)):

@@ -93,6 +93,17 @@ def test_fused_shared_expert(devices: list[str], fmt: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
+def test_router_weights_given_to_combine(devices: list[str], shared: bool) -> None:
+    """Instead of dispatch, whose messages then bring none."""
+    cfg = EPConfig(2048, 16 * len(devices), 4, MANY, len(devices), "bf16", 20, fused_shared_expert=shared)
+    with connected(cfg, devices) as communicators:
+        for turn, (tokens, routing) in enumerate(TOKENS):
+            inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
+            for split in (False, True):
+                check_round(communicators, inputs, RoundOptions(split, weights_at="combine", seed=turn))
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_skip_a2a(devices: list[str], fmt: str, shared: bool) -> None:
     """Replicated tokens: every rank serves its own experts and returns its part of the sums."""

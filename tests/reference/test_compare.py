@@ -3,14 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_ep import reference
+from cute_ep import reference, verify
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import BUFFERS, Dispatched
+from cute_ep.errors import EPInputError
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.scales import ATOM, LINEAR, TRANSPOSED
 from cute_ep.reference_backend import connect_reference
-from cute_ep.verify import SPARE_ROWS, check_dispatched, poisoned_buffers
+from cute_ep.verify import SPARE_ROWS, RoundOptions, check_dispatched, check_round, poisoned_buffers
 from cute_ep.workloads import make_inputs
 
 
@@ -139,3 +140,22 @@ def test_a_check_of_dispatch_of_a_rank_alone() -> None:
     actual.headers[0, HeaderWord.RETURN_PIECES] = 3
     with pytest.raises(AssertionError, match=r"headers\.return_pieces"):
         check_dispatched(actual, expected, cfg, RANK)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("at", ["dispatch", "combine"])
+def test_a_checked_round_gives_its_weights_where_it_says(at: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial combine has them from dispatch, and refuses others."""
+    given, ranks = [], connect_reference(EPConfig(128, 6, 2, 12, len(TOKENS)))
+    inputs = make_inputs(ranks[0].cfg, TOKENS, "masked", 3)
+
+    def check(actual: Dispatched, *others: object) -> None:
+        given.append(actual.router_weights is not None)
+        check_dispatched(actual, *others)
+
+    monkeypatch.setattr(verify, "check_dispatched", check)
+    check_round(ranks, inputs, RoundOptions(split, weights_at=at))
+    assert given == [at == "dispatch"] * len(TOKENS)
+    if at == "combine":
+        with pytest.raises(EPInputError, match="partial combine needs them, give them to dispatch"):
+            check_round(ranks, inputs, RoundOptions(split, ("partial",), weights_at=at))
