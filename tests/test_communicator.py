@@ -815,6 +815,9 @@ def test_hooks_choose_kernels_and_open_types(make: Make) -> None:
     assert LAUNCHES[0].arguments["router_weights"] == LAUNCHES[1].arguments["router_weights"] != 0
     assert LAUNCHES[0].arguments["global_scale"] == scale.data_ptr()
     assert LAUNCHES[1].arguments["epilogue_data"] == residual.data_ptr()
+    rank.combine_wait(rank.combine_async(expert_rows(batch), batch), epilogue_data=residual)
+    assert LAUNCHES[-1].arguments["epilogue_data"] == residual.data_ptr()
+    assert [launch.variant.hooks for launch in LAUNCHES[-2:]] == [NO_HOOKS, sums[0]], "only who adds up has them"
     plain = make()
     with pytest.raises(EPInputError, match=r"router_weights\.dtype = torch.bfloat16: must be torch.float32"):
         plain.dispatch(x, ids, weights.bfloat16())

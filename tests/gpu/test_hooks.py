@@ -32,9 +32,21 @@ def dispatched_rows(cfg: EPConfig, communicators, inputs, **changes) -> tuple[li
     return batches, expert_rows(batches, cfg.hidden, 0)
 
 
+def combined(communicators, rows, batches, data, mode: str, split: bool) -> list[torch.Tensor]:
+    """A combine on every rank, whose epilogue is given its data."""
+    if split:
+        sent = [c.combine_async(r, b, mode) for c, r, b in zip(communicators, rows, batches, strict=True)]
+        return [c.combine_wait(s, epilogue_data=d) for c, s, d in zip(communicators, sent, data, strict=True)]
+    return [
+        c.combine(r, b, mode=mode, epilogue_data=d)
+        for c, r, b, d in zip(communicators, rows, batches, data, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("mode", ["exact", "partial"])
 @pytest.mark.parametrize("hooks", [RESIDUAL, SCALE], ids=["residual_add", "scale"])
-def test_epilogues(devices: list[str], hooks: Hooks, mode: str) -> None:
+def test_epilogues(devices: list[str], hooks: Hooks, mode: str, split: bool) -> None:
     cfg = EPConfig(2048, 32, 4, 77, len(devices), "bf16", 20)
     inputs = make_inputs(cfg, [77] * len(devices), "uniform", 5)
     with connected(cfg, devices, hooks=hooks) as communicators:
@@ -47,10 +59,7 @@ def test_epilogues(devices: list[str], hooks: Hooks, mode: str) -> None:
             for b in batches
         ]
         for data in (residuals if hooks is RESIDUAL else numbers, [None] * len(devices)):
-            outs = [
-                c.combine(r, b, mode=mode, epilogue_data=d)
-                for c, r, b, d in zip(communicators, rows, batches, data, strict=True)
-            ]
+            outs = combined(communicators, rows, batches, data, mode, split)
             for communicator in communicators:
                 communicator.synchronize()
 
