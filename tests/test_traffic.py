@@ -39,6 +39,22 @@ def test_by_hand() -> None:
         traffic(cfg, counts, "combine")
 
 
+def test_the_busiest_link_by_hand() -> None:
+    """Of three ranks, one expert each, on GPUs of their own: the one that receives most, or the one that sends most."""
+    cfg, row = EPConfig(hidden=64, num_experts=3, top_k=2, max_tokens_per_rank=1, world_size=3), 128
+    to_one = [torch.tensor([ids], dtype=torch.int32) for ids in ([2, -1], [2, -1], [2, -1])]
+    from_one = [torch.tensor([ids], dtype=torch.int32) for ids in ([1, 2], [1, -1], [2, -1])]
+    for ids, remote in (
+        (to_one, [[0, 0, row], [0, 0, row], [0, 0, 0]]),
+        (from_one, [[0, row, row], [0, 0, 0], [0, 0, 0]]),
+    ):
+        counts = count_routing(cfg, ids)
+        sent, returned = traffic(cfg, counts, "dispatch"), traffic(cfg, counts, "combine_exact")
+        assert sent.remote.tolist() == remote and returned.remote.tolist() == torch.tensor(remote).T.tolist()
+        for moved in (sent, returned):
+            assert moved.busiest_link(["cuda:0", "cuda:1", "cuda:2"]) == 2 * row
+
+
 def test_shared_expert_by_hand() -> None:
     """A token that no expert of its rank takes still makes one local message; nothing more leaves the rank."""
     cfg = EPConfig(64, 4, 3, 2, 2, fused_shared_expert=True, row_alignment=4)
