@@ -274,6 +274,31 @@ def test_devices() -> None:
             parse_devices(text)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "experts", "devices"),
+    [
+        (4, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (4, 8, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (4, 6, ["cuda:0", "cuda:1", "cuda:2"]),
+        (4, 7, ["cuda:0"]),
+        (1, 8, ["cuda:0"] * 4),
+    ],
+)
+def test_auto_takes_gpus_that_divide_the_experts(
+    gpus: int, experts: int | None, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as do; one GPU is that of all virtual ranks."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert parse_devices("auto", experts) == devices
+
+
+@pytest.mark.parametrize("text", ["auto", "virtual:2"])
+def test_a_machine_without_gpus_has_none_to_take(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(EPConfigError, match=f"devices = '{text}': there is no CUDA GPU on this machine"):
+        parse_devices(text)
+
+
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as a command line can tell."""
