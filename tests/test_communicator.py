@@ -335,6 +335,17 @@ def test_split_calls_pass_both_halves_everything_once(rank: Communicator) -> Non
     assert LAUNCHES[4].arguments["return_pieces"] == LAUNCHES[0].arguments["return_pieces"], "as the header said"
 
 
+def test_weights_at_combine_are_those_that_count(rank: Communicator) -> None:
+    """Others than those of dispatch, fused and split."""
+    x, ids, weights = arguments()
+    batch, other = rank.dispatch(x, ids, weights), torch.rand(5, 2)
+    rows = expert_rows(batch)
+    for given, used in ((None, weights), (other, other)):
+        rank.combine(rows, batch, given)
+        rank.combine_wait(rank.combine_async(rows, batch), given)
+        assert [LAUNCHES[index].arguments["router_weights"] for index in (-3, -1)] == [used.data_ptr()] * 2
+
+
 def test_no_tokens(rank: Communicator) -> None:
     dispatched = rank.dispatch(*arguments(0))
     assert rank.combine(torch.zeros(8, 128, dtype=torch.bfloat16), dispatched).shape == (0, 128)
@@ -407,6 +418,27 @@ def test_quantised_rows_travel_through_the_kernels_that_only_move(make: Make, fm
     wrong = None if FORMATS[fmt].row_scale else torch.ones(5).bfloat16()
     with pytest.raises(EPInputError, match="row_scales = "):
         rank.dispatch(ready.payload, ids, scales=ready.scales, row_scales=wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda scales: scales[:4], r"row_scales\.shape = \(4,\): must be \(5\)"),
+        (lambda scales: scales[:, None], r"row_scales\.shape = \(5, 1\)"),
+        (lambda scales: scales.half(), r"row_scales\.dtype = torch.float16: must be torch.bfloat16"),
+        (lambda scales: scales.to("meta"), r"row_scales\.device"),
+        (lambda scales: scales.repeat_interleave(2)[::2], r"row_scales\.stride"),
+    ],
+    ids=["fewer", "column", "type", "device", "stride"],
+)
+def test_row_scales_of_quantised_rows(make: Make, change: Callable, rule: str) -> None:
+    rank = make(replace(CFG, dispatch_format="nvfp4_row"))
+    x, ids, _ = arguments()
+    ready = reference.quantize(x, "nvfp4_row")
+    for call in (rank.dispatch, rank.dispatch_async):
+        with pytest.raises(EPInputError, match=rule):
+            call(ready.payload, ids, scales=ready.scales, row_scales=change(ready.row_scales))
+    assert not LAUNCHES
 
 
 def test_bf16_rows_need_no_second_kernel(make: Make) -> None:
@@ -923,6 +955,27 @@ def test_bad_rows_are_named(rank: Communicator) -> None:
     ):
         with pytest.raises(EPInputError, match=rule):
             rank.combine(bad, batch)
+    assert len(LAUNCHES) == before
+
+
+@pytest.mark.parametrize("name", ["x", "rows", "out"])
+def test_rows_begin_at_a_vector(make: Make, name: str) -> None:
+    """What kernels move by 16 bytes may not begin 2 bytes behind such a place."""
+    rank = make(replace(CFG, dispatch_format="bf16"))
+    x, ids, weights = arguments()
+    batch = rank.dispatch(x, ids, weights)
+    call = {
+        "x": lambda one: rank.dispatch(one, ids, weights),
+        "rows": lambda one: rank.combine(one, batch),
+        "out": lambda one: rank.combine(x, batch, out=one),
+    }[name]
+    raw = torch.empty(x.numel() + 16, dtype=torch.bfloat16)
+    begin = -raw.data_ptr() % 16 // 2
+    good, bad = (raw[begin + shift :][: x.numel()].view(x.shape) for shift in (0, 1))
+    call(good)
+    before = len(LAUNCHES)
+    with pytest.raises(EPInputError, match=rf"^{name}\.data_ptr\(\) = .*: must be a multiple of 16 bytes"):
+        call(bad)
     assert len(LAUNCHES) == before
 
 
