@@ -15,8 +15,8 @@ from .conftest import connected
 MAX_TOKENS = 4096
 TOKENS = (0, 1, 7, 16, 128, 513, 4096)
 ROUTINGS = ("uniform", "zipf", "one_expert", "masked", "one_rank")
-# (hidden, experts, top_k): every value of {2048, 2880, 4096, 7168} x {8, 128, 256, 384} x {1, 2, 4, 8} appears with
-# every value of the other two at least once in these pairs' rows or columns.
+# (hidden, experts, top_k): each of {2048, 2880, 4096, 7168}, {8, 128, 256, 384} and {1, 2, 4, 8} appears with two or
+# three values of each of the other two, and no pair of values appears twice: 10 of the 16 pairs of any two.
 SHAPES = (
     (2048, 8, 1),
     (2048, 128, 8),
