@@ -8,7 +8,7 @@ from cutlass import Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.arith import anew
 from cute_ep.kernels.block import THREADS, shared_array
-from cute_ep.kernels.divide import quotient
+from cute_ep.kernels.divide import quotient, round_up
 from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import zero_scale_rows
 from cute_ep.kernels.tables import Tables
@@ -93,10 +93,10 @@ class Announce:
             start = self.tables.row_start(group, args, expert)
             rows = self.tables.rows_of(group, expert)
             scale_start = self.tables.scale_start(group, args, expert)
-        end = start + ((rows + args.row_alignment - 1) & -args.row_alignment)
+        end = start + round_up(rows, args.row_alignment)
         if end <= args.capacity:
             if self.tables.are_scattered(args):
-                scale_end = scale_start + ((rows + args.scale_alignment - 1) & -args.scale_alignment)
+                scale_end = scale_start + round_up(rows, args.scale_alignment)
                 zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.lane)
             if start + rows < end:
                 self._zero_rows(group, args, start + rows, end, part)

@@ -20,6 +20,11 @@ def remainder(value, power: int):
     return value & (power - 1)
 
 
+def round_up(value, power):
+    """Smallest multiple of a power of two, known to the compiler or not, that is not below `value`."""
+    return (value + power - 1) & -power
+
+
 @dataclass(frozen=True)
 class Divisor:
     """Splits flat items over `extent` fast positions.

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.divide import remainder
+from cute_ep.kernels.pieces import has_bit
 from cute_ep.kernels.sync import now_ns, report
 from cute_ep.layouts.arena import BLANK, EXPRESS_TOKENS, Region
 from cute_ep.layouts.device import WORDS, load_vector, pointer, vector_at, vector_atom
@@ -113,7 +114,7 @@ def wait_whole(group, look, check, settled: Uint32, epoch: Int64, peer: Int32, p
                 limit = _ticks(now_ns() + group.timeout_ns) | 1
             in_time = cute.arch.vote_all_sync(healthy & (_ticks(now_ns()) - limit <= 0))
             if not in_time:
-                if healthy & ((missing >> Uint32(group.lane)) & Uint32(1) != Uint32(0)):
+                if healthy & has_bit(missing, group.lane):
                     report(group.watch, peer, phase, Int32(index), epoch, epoch - 1)
                 alive = Boolean(False)
                 waiting = Boolean(False)

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.block import WARPS, shared_array
-from cute_ep.kernels.divide import quotient
+from cute_ep.kernels.divide import quotient, round_up
 from cute_ep.layouts.arena import CONVOY, HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.record import RegionMap
@@ -140,7 +140,7 @@ class Numbers:
 
 def whole_convoys(pieces: Int32) -> Int32:
     """`pieces` and as many that nobody has as fill their last convoy."""
-    return (pieces + (CONVOY - 1)) & -CONVOY
+    return round_up(pieces, CONVOY)
 
 
 def dealt_stride(items: Int32, ctas: Int32) -> Int32:
@@ -157,6 +157,11 @@ def taken(dealt: Int32, number: Int32, turns=1, turn=0) -> Int32:
     the others each of `turns` counters has every turns-th, from the one of its `turn` on. CTAs with the same work are
     not equally fast, since they share their SM or not: this gives each what it can carry."""
     return dealt + number * turns + turn
+
+
+def has_bit(bits: Uint32, index) -> Boolean:
+    """Whether a bit is set."""
+    return (bits >> Uint32(index)) & Uint32(1) != Uint32(0)
 
 
 def lowest(bits: Uint32) -> Int32:

@@ -20,7 +20,7 @@ from cute_ep.kernels.express import blank_vector, has_blank, home_of, is_express
 from cute_ep.kernels.give_back import LOST
 from cute_ep.kernels.group import owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
-from cute_ep.kernels.pieces import SEGMENT, Numbers, are_many, first_item, from_lane, lowest, piece_of
+from cute_ep.kernels.pieces import SEGMENT, Numbers, are_many, first_item, from_lane, has_bit, lowest, piece_of
 from cute_ep.kernels.returns import row_units
 from cute_ep.kernels.sync import wait_at_least, warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, convoy_of
@@ -87,7 +87,7 @@ class Reduce:
         alive = Boolean(True)
         if not is_express(args.tokens):
             arrived = Boolean(True)
-            if (filled >> Uint32(lane)) & Uint32(1) != Uint32(0):
+            if has_bit(filled, lane):
                 # from GiveBack on `owner`
                 flag = group.base + group.arena.return_ready.at(owner, convoy_of(piece.index))
                 arrived = wait_at_least(group.watch, flag, epoch, owner, Phase.RETURN, piece.index)
@@ -110,7 +110,7 @@ class Reduce:
     def _has_posted(self, group, args, epoch: Int64, piece, filled: Uint32, owner) -> Uint32:
         """The filled slots whose owners have posted the piece's flag."""
         posted = Boolean(False)
-        if (filled >> Uint32(group.lane)) & Uint32(1) != Uint32(0):
+        if has_bit(filled, group.lane):
             flag = group.base + group.arena.return_ready.at(anew(owner), anew(piece.index))
             posted = group.has_posted(flag, epoch)
         slots = Uint32(cute.arch.vote_ballot_sync(posted))
@@ -261,7 +261,7 @@ class Reduce:
             store = partial(self._store_row, group, args, anew(piece.token), unit)
             alive = self._take_slots(group, args, epoch, piece, filled, owner, unit, store)
             for slot in cutlass.range(group.top_k, unroll=1):
-                if (filled >> Uint32(slot)) & Uint32(1) == Uint32(0):
+                if not has_bit(filled, slot):
                     store(rZero, slot)
             segment += 1
         return alive

@@ -30,7 +30,7 @@ from cute_ep.kernels.arith import halves, round_vector, unit_amax
 from cute_ep.kernels.block import WARPS, launch_config, shared_array, swizzled
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
-from cute_ep.kernels.divide import quotient, remainder
+from cute_ep.kernels.divide import quotient, remainder, round_up
 from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
 from cute_ep.layouts.device import array, item_coord, pointer, vector_atom, vector_tensor
@@ -329,6 +329,6 @@ class Rows:
                 gRowOffset = self._row_offsets(args)
                 count = cutlass.min(gRowOffset[group + 1], valid) - gRowOffset[group]
                 first = self._first_scale_row(args, group)
-            end = first + ((count + args.scale_alignment - 1) & -args.scale_alignment)
+            end = first + round_up(count, args.scale_alignment)
             if (count > 0) & (first >= 0) & (end <= self._scale_rows(args)):
                 zero_scale_rows(args, first + count, end, part, ZERO_PARTS, remainder(tid, 32))

@@ -25,6 +25,7 @@ from cute_ep.kernels.pieces import (
     SEGMENT,
     dealt_first,
     dealt_stride,
+    has_bit,
     own_units,
     piece_of,
     segments_of,
@@ -91,7 +92,7 @@ class Send:
                 if is_express(args.tokens):
                     flagged = cute.arch.vote_any_sync(blank)
                     cute.arch.sync_warp()
-                    if flagged & ((mask >> Uint32(lane)) & Uint32(1) != Uint32(0)):
+                    if flagged & has_bit(mask, lane):
                         post(group.sPeers[lane] + group.arena.message_ready.at(group.rank, piece.index), epoch)
             else:
                 self._fetch_first(group, args, following, units, stage)
@@ -209,7 +210,7 @@ class Send:
             peer += 1
             if peer == group.ranks:
                 peer = Int32(0)
-            if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
+            if has_bit(mask, peer):
                 home = group.sPeers[peer] + first
                 for slot in cutlass.range_constexpr(self.source.units):
                     if slot < count:
@@ -230,7 +231,7 @@ class Send:
             blank = has_blank(rWord)
             offset = Int64(args.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
             for peer in cutlass.range(group.ranks, unroll=1):
-                if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
+                if has_bit(mask, peer):
                     send_vector(rWord, group.sPeers[peer] + message + offset + Int64(lane) * VECTOR_BYTES)
         cute.arch.sync_warp()
         return blank
@@ -239,7 +240,7 @@ class Send:
     def _push_row_scale(self, group, args, message: Int64, mask: Uint32, value: Uint32) -> None:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
         lane = group.lane
-        if (mask >> Uint32(lane)) & Uint32(1) != Uint32(0):
+        if has_bit(mask, lane):
             send_word(value, group.sPeers[lane] + message + args.row_scale_at)
 
     @cute.jit
@@ -258,7 +259,7 @@ class Send:
                     bits = bits | (Uint32(gScale[piece.token, place]) << (8 * byte))
             blank = blank | (bits == Uint32(BLANK))
             for peer in cutlass.range(group.ranks, unroll=1):
-                if (mask >> Uint32(peer)) & Uint32(1) != Uint32(0):
+                if has_bit(mask, peer):
                     send_word(bits, group.sPeers[peer] + at + Int64(word) * WORD_BYTES)
         if (args.row_scale_bytes != 0) & (piece.first == 0):
             gRowScale = array(args.given_row_scales, Uint16, args.tokens)

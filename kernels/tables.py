@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.block import THREADS, shared_array, warp_exclusive_scan
+from cute_ep.kernels.divide import round_up
 from cute_ep.kernels.express import is_express
 from cute_ep.kernels.pieces import most_pieces
 from cute_ep.kernels.sync import block_all, wait_dated
@@ -121,10 +122,7 @@ class Tables:
         """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
         warp."""
 
-        def whole(rows):
-            return (rows + alignment - 1) & -alignment
-
         def rows_of(expert):
-            return whole(self.rows_of(group, expert))
+            return round_up(self.rows_of(group, expert), alignment)
 
-        warp_exclusive_scan(rows_of, sStart, group.local_experts, group.lane, whole(shared_rows))
+        warp_exclusive_scan(rows_of, sStart, group.local_experts, group.lane, round_up(shared_rows, alignment))
