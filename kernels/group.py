@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from types import SimpleNamespace
 
 import cutlass
@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, quotient, remainder
 from cute_ep.kernels.pieces import packed_cta
-from cute_ep.kernels.sync import Watch, block_all, post, report, wait_at_least
+from cute_ep.kernels.sync import Watch, block_all, is_healthy, post, report, wait_at_least
 from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of, is_wide
 from cute_ep.layouts.device import DeviceRegion, array, pointer
 from cute_ep.layouts.record import Region, RegionMap
@@ -110,7 +110,8 @@ class GroupView:
     @property
     def watch(self) -> Watch:
         """For the waits of `sync`. Made where it is needed: it takes no registers elsewhere."""
-        return Watch(self.timeout_ns, self.status, self.base + self.arena.state.offset)
+        state = replace(self.arena.state, offset=self.base + self.arena.state.offset)  # by address
+        return Watch(self.timeout_ns, self.status, state.at(int(StateWord.ABORT)))
 
     def expert_of(self, given: Int32) -> Int32:
         """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
@@ -152,8 +153,7 @@ class GroupView:
 
     def is_healthy(self) -> Boolean:
         """Whether no wait of this rank has failed."""
-        abort = pointer(self.state_word(StateWord.ABORT), Int64)
-        return cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
+        return is_healthy(self.watch.abort)
 
     def report_input(self, phase: Phase, index, expected, seen) -> None:
         """Tell the host which of INPUT_ERRORS this rank's input has; the round goes on."""

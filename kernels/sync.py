@@ -35,7 +35,6 @@ from cutlass._mlir.dialects import nvvm
 
 from cute_ep.kernels.arith import anew
 from cute_ep.kernels.divide import remainder
-from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.device import pointer, vector_tensor
 from cute_ep.layouts.routing import INPUT_ERRORS, Phase, StatusWord
 
@@ -58,11 +57,16 @@ def now_ns() -> Int64:
 
 @dataclass(frozen=True)
 class Watch:
-    """What bounded waits and reports need: the longest time, the host-visible records, this rank's state words."""
+    """What bounded waits and reports need: the longest time, the host-visible records, this rank's abort word."""
 
     timeout_ns: Int64
     status: Int64
-    state: Int64
+    abort: Int64
+
+
+def is_healthy(abort: Int64) -> Boolean:
+    """Whether no wait of the rank with this abort word has failed."""
+    return cute.arch.load(pointer(abort, Int64), Int64, sem="relaxed", scope="gpu") == 0
 
 
 @cute.jit
@@ -78,7 +82,7 @@ def report(watch: Watch, record: Int32, phase: cutlass.Constexpr, index: Int32, 
     cute.autovec_copy(words, records[None, 0, record])
     cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(phase not in INPUT_ERRORS):
-        cute.arch.store(pointer(watch.state + 8 * StateWord.ABORT, Int64), Int64(1), sem="relaxed", scope="gpu")
+        cute.arch.store(pointer(watch.abort, Int64), Int64(1), sem="relaxed", scope="gpu")
 
 
 POLLS_PER_TIME_CHECK = 64
@@ -132,8 +136,7 @@ def _poll(
     """(last content seen, whether it is what was waited for and this rank is healthy)."""
     order = "relaxed" if cutlass.const_expr(dated) else "acquire"
     where = pointer(word, Int64)
-    abort = pointer(watch.state + 8 * StateWord.ABORT, Int64)
-    healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
+    healthy = is_healthy(watch.abort)
     seen = cute.arch.load(where, Int64, sem=order, scope="sys")
     arrived = _has_arrived(seen, epoch, dated)
     if not arrived:
@@ -146,7 +149,7 @@ def _poll(
                 arrived = _has_arrived(seen, epoch, dated)
                 polls += 1
             if not arrived:
-                healthy = cute.arch.load(abort, Int64, sem="relaxed", scope="gpu") == 0
+                healthy = is_healthy(watch.abort)
                 in_time = now_ns() < limit
         if not arrived and healthy:
             epoch_seen = seen
@@ -185,7 +188,7 @@ def meet(watch: Watch, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean,
     if alive:
         if tid == 0:
             cute.arch.atomic_add(pointer(counter, Int64), Int64(1), sem="release", scope="gpu")
-            patient = Watch(watch.timeout_ns * PATIENCE, watch.status, watch.state)
+            patient = Watch(watch.timeout_ns * PATIENCE, watch.status, watch.abort)
             alive = wait_at_least(patient, counter, Int64(ctas), rank, Phase.GRID, Int32(0))
         alive = block_all(alive)
     return alive
