@@ -67,20 +67,20 @@ class CopyPiece:
         """Tokens of a source, from its header."""
         return shared_array(self.tables.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
-    def _message(self, group, args, epoch: Int64, source, piece) -> Int64:
+    def _message(self, group, epoch: Int64, source, piece) -> Int64:
         """Address of the message that the piece belongs to."""
         regions = group.arena.express_messages, group.arena.messages
         coord = epoch & 1, anew(source), anew(piece.token)
         return group.base + home_of(is_express(self._tokens(source)), *regions, *coord)
 
     @cute.jit
-    def _wait_whole(self, group, args, epoch: Int64, source, piece, look) -> Boolean:
+    def _wait_whole(self, group, epoch: Int64, source, piece, look) -> Boolean:
         """Look at words of the piece until they are there; rows that are not express have been waited for."""
         settled = Uint32(~is_express(self._tokens(source)))
-        check = partial(self._has_posted, group, args, epoch, source, piece)
+        check = partial(self._has_posted, group, epoch, source, piece)
         return wait_whole(group, look, check, settled, epoch, source, Phase.MESSAGE, piece.index)
 
-    def _has_posted(self, group, args, epoch: Int64, source, piece) -> Uint32:
+    def _has_posted(self, group, epoch: Int64, source, piece) -> Uint32:
         """Whether the source has posted the piece's flag."""
         flag = group.base + group.arena.message_ready.at(anew(source), anew(piece.index))
         return Uint32(group.has_posted(flag, epoch))
@@ -109,10 +109,10 @@ class CopyPiece:
         base = piece.first
         while alive and base < piece.last:
             # the first unit of the lane's; its others are SEGMENT units apart
-            message = self._message(group, args, epoch, source, piece) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
+            message = self._message(group, epoch, source, piece) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
             count = own_units(base, piece.last, units, lane)
             look = partial(self._look_at_units, rQ, message, count)
-            alive = self._wait_whole(group, args, epoch, source, piece, look)
+            alive = self._wait_whole(group, epoch, source, piece, look)
             if is_express(self._tokens(source)):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
@@ -157,7 +157,7 @@ class CopyPiece:
     def _first_scale(self, group, args, epoch: Int64, source, piece) -> Int64:
         """Address of the lane's first scale word of a piece."""
         word = piece.first * args.segment_words + group.lane
-        return self._message(group, args, epoch, source, piece) + args.scales_at + Int64(word) * WORD_BYTES
+        return self._message(group, epoch, source, piece) + args.scales_at + Int64(word) * WORD_BYTES
 
     def _scale_count(self, args, piece) -> Int32:
         """Scale words of a piece."""
@@ -180,7 +180,7 @@ class CopyPiece:
                 missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(BLANK)))
             if cute.arch.vote_any_sync(missing):
                 look = partial(self._look_at_scales, rWord, scales, words)
-                alive = self._wait_whole(group, args, epoch, source, piece, look)
+                alive = self._wait_whole(group, epoch, source, piece, look)
             if is_express(self._tokens(source)):
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
@@ -220,10 +220,10 @@ class CopyPiece:
 
     @cute.jit
     def _copy_row_scale(self, group, args, epoch: Int64, source, piece, row, shared_row) -> Boolean:
-        at = self._message(group, args, epoch, source, piece) + args.row_scale_at
+        at = self._message(group, epoch, source, piece) + args.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
         look = partial(self._look_at_scales, rWord, at, Int32(1))
-        alive = self._wait_whole(group, args, epoch, source, piece, look)
+        alive = self._wait_whole(group, epoch, source, piece, look)
         scale = Uint16(rWord[0])
         gRowScale = array(args.out_row_scales, Uint16, args.capacity)
         if row >= 0:

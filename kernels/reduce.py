@@ -103,11 +103,11 @@ class Reduce:
     def _wait_whole(self, group, args, epoch: Int64, piece, filled: Uint32, owner, look) -> Boolean:
         """Look at words of the piece until they are there; rows that are not express have been waited for."""
         settled = Uint32(cutlass.select_(is_express(args.tokens), Uint32(0), filled))
-        check = partial(self._has_posted, group, args, epoch, piece, filled, owner)
+        check = partial(self._has_posted, group, epoch, piece, filled, owner)
         return wait_whole(group, look, check, settled, epoch, owner, Phase.RETURN, piece.index)
 
     @cute.jit
-    def _has_posted(self, group, args, epoch: Int64, piece, filled: Uint32, owner) -> Uint32:
+    def _has_posted(self, group, epoch: Int64, piece, filled: Uint32, owner) -> Uint32:
         """The filled slots whose owners have posted the piece's flag."""
         posted = Boolean(False)
         if has_bit(filled, group.lane):

@@ -159,11 +159,6 @@ class Swizzle:
         """The bits that are read."""
         return ((1 << self.bits) - 1) << (self.base + max(self.shift, 0))
 
-    @property
-    def touched_mask(self) -> int:
-        """The bits that are read or changed: adding a number without these bits commutes with the swizzle."""
-        return self.source_mask | self._shifted(self.source_mask)
-
     def _shifted(self, value):
         return value >> self.shift if self.shift >= 0 else value << -self.shift
 

@@ -62,21 +62,12 @@ def host_clamp(x):
     return positive_nan(cute.math.copysign(limited, x))
 
 
-def host_shrink(x):
-    """x / 64, rounded to a multiple of bfloat16's least number; adding 1.5 * 2**23 of them rounds to even."""
-    small = x * Float32(2.0**-6)
-    magic = Float32(1.5 * 2.0**23 * 2.0**-133)
-    return cute.math.copysign(select(cute.math.abs(small) < Float32(2.0**-126), small + magic - magic, small), x)
-
-
 def host_ptx(code, *, write_only_types, read_only_args):
     pairs = [arith.halves(word) for word in read_only_args]
     if "max.bf16x2" in code:
         return join_halves(*[cute.math.max(a, b) for a, b in zip(*pairs, strict=True)])
-    if "min.NaN.xorsign.abs.bf16x2" in code:
-        return join_halves(*map(host_clamp, pairs[0]))
-    assert "mul.rn.bf16x2" in code and "0x3C803C80" in code
-    return join_halves(*map(host_shrink, pairs[0]))
+    assert "min.NaN.xorsign.abs.bf16x2" in code
+    return join_halves(*map(host_clamp, pairs[0]))
 
 
 def host_e4m3(value):

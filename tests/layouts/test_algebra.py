@@ -206,7 +206,6 @@ def test_swizzle():
     assert swizzle(0b1010000000) == 0b1011010000
     assert str(swizzle) == "S<3,4,3>"
     assert swizzle.source_mask == 0b1110000000
-    assert swizzle.touched_mask == 0b1111110000
     assert Swizzle(2, 0, -3).source_mask == 0b11
     for arguments in [(3, 0, 2), (-1, 0, 1), (1, -1, 1), (2, 0, -1)]:
         with pytest.raises(LayoutError):
