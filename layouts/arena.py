@@ -169,18 +169,19 @@ class Arena:
         hidden: int,
         slots: int,
     ) -> None:
+        few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
+        flags = few * MAX_PIECES  # more tokens need fewer: one a CONVOY pieces, of MANY_PIECES a token
+        row = hidden * COMBINE_ITEMSIZE
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
         self.combine_taken = regions.add("combine_taken", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
-        self.message_ready = regions.add("message_ready", 8, ranks, most_flags(max_tokens))
-        self.return_ready = regions.add("return_ready", 8, ranks, most_flags(max_tokens))
+        self.message_ready = regions.add("message_ready", 8, ranks, flags)
+        self.return_ready = regions.add("return_ready", 8, ranks, flags)
         self.table = regions.add("table", DATED_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
         self.entries = regions.add("entries", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.weights = regions.add("weights", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
-        row = hidden * COMBINE_ITEMSIZE
-        few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
         self.returns = regions.add("returns", 1, PARITIES, many, slots, row)
         self.messages = regions.add("messages", 1, PARITIES, ranks, many, message.pitch)
         self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
@@ -239,16 +240,6 @@ def segment_words(fmt: Format) -> int:
 def convoy_of(piece: Int) -> Int:
     """Number of the convoy, and so of the flag, that a piece belongs to where rows are not express."""
     return piece >> (CONVOY.bit_length() - 1)
-
-
-def flags_of(tokens: int, pieces: int) -> int:
-    """Flags that a source of so many tokens has when its rows are cut into `pieces`."""
-    return tokens * pieces if tokens <= EXPRESS_TOKENS else convoy_of(tokens * pieces - 1) + 1
-
-
-def most_flags(max_tokens: int) -> int:
-    """Flags of one source: MAX_PIECES of a token up to EXPRESS_TOKENS, MANY_PIECES beyond."""
-    return max(flags_of(min(max_tokens, EXPRESS_TOKENS), MAX_PIECES), flags_of(max_tokens, MANY_PIECES))
 
 
 def return_slots(ranks: int, top_k: int) -> int:
