@@ -14,12 +14,12 @@ from cuda.bindings import driver
 
 from cute_ep.driver import check, enable_all_peers, resident_ctas
 from cute_ep.errors import EPError
+from cute_ep.layouts.launch import SLICE_BYTES
 from cute_ep.local_ops import copy_bytes
 from cute_ep.timing import Runner, percentile
 
 COPY_BYTES = 3 << 28
-"""A multiple of every number of peers up to 4, times the copy kernel's slice."""
-PART_BYTES = 1 << 15
+"""A multiple of every number of peers up to 4, times SLICE_BYTES."""
 COPY_SAMPLES = 20
 LAUNCHES = 32
 """Empty launches in a graph."""
@@ -106,7 +106,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
     targets = [torch.zeros_like(source) for source in sources]
     ahead = targets[1:] + targets[:1]
     parts = max(1, count - 1)
-    share = COPY_BYTES // parts // PART_BYTES * PART_BYTES
+    share = COPY_BYTES // parts // SLICE_BYTES * SLICE_BYTES
     sides = [[torch.cuda.Stream(name) for _ in range(parts)] for name in names]
     ctas = resident_ctas(torch.device(names[0]).index) // parts
 

@@ -18,7 +18,8 @@ from cute_ep.communicator import Communicator, load_kernels, unload_kernels
 from cute_ep.config import EPConfig
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
-from cute_ep.launch_shape import CTAS_PER_SM, Tuning
+from cute_ep.launch_shape import Tuning
+from cute_ep.layouts.launch import CTAS_PER_SM
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.machine import check_gpu, sm_budget

@@ -14,11 +14,8 @@ import torch
 from cuda.bindings import driver
 
 from cute_ep.errors import EPConfigError, EPError
-from cute_ep.launch_shape import CTAS_PER_SM
+from cute_ep.layouts.launch import CTAS_PER_SM, THREADS
 from cute_ep.library import LibraryEntry
-
-THREADS = 512
-"""Threads of every kernel's CTA (`reqntid` in the cubins)."""
 
 
 def check(result: tuple) -> Any:

@@ -14,7 +14,6 @@ from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 
-CTAS_PER_SM = 2
 MANY = 1 << 30
 """More than any number of tokens or CTAs."""
 FAMILIES = ("dispatch", "combine")

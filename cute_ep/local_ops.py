@@ -12,17 +12,16 @@ import torch
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import MAX_HIDDEN
 from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, scale_dtype
-from cute_ep.driver import THREADS, Kernel, architecture, resident_ctas
+from cute_ep.driver import Kernel, architecture, resident_ctas
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import BF16, FORMATS, VECTOR_BYTES, Format
+from cute_ep.layouts.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
 from cute_ep.validate import check_input_scale, check_tensor
 
 MAX_ROWS = 1 << 30
-TILE_ELEMENTS = 1024
-"""Elements of one row that a warp converts at a time (`cute_ep.kernels.rows`)."""
 SIGN_BIT = 1 << 31
 
 
@@ -272,7 +271,7 @@ def _launch_rows(
         return
     tiles = 1 if record.row_scale else -(-width // TILE_ELEMENTS)
     fixed = {"x": x.data_ptr(), "out": out.data_ptr(), "rows": rows, "width": width, "groups": 1}
-    grid = -(-rows * tiles // (THREADS // 32))
+    grid = -(-rows * tiles // WARPS)
     if record.bits < 16:  # what is not encoded needs no preparation
         grid = min(resident_ctas(device), grid)
     with torch.cuda.device(device):

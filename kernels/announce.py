@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.arith import anew
-from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient, round_up
 from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import zero_scale_rows
@@ -15,6 +15,7 @@ from cute_ep.kernels.tables import Tables
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.device import array, item_coord, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import THREADS
 from cute_ep.layouts.routing import Phase
 from cute_ep.layouts.scales import ATOM_ROWS
 

@@ -9,12 +9,8 @@ from cutlass import Int32, Uint8, Uint32
 from cute_ep.kernels.divide import quotient
 from cute_ep.layouts.device import vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import CTAS_PER_SM, THREADS
 from cute_ep.layouts.record import Region
-
-THREADS = 512
-WARPS = THREADS // 32
-CTAS_PER_SM = 2
-"""Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
 
 
 def launch_config(grid, shared_bytes: int = 0) -> dict:

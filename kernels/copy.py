@@ -10,9 +10,7 @@ from cutlass import Int32, Int64
 
 from cute_ep.kernels.block import block_memcpy, launch_config
 from cute_ep.kernels.divide import quotient
-
-SLICE_BYTES = 32768
-"""Bytes that a CTA copies at a time."""
+from cute_ep.layouts.launch import SLICE_BYTES
 
 
 @dataclass(frozen=True)

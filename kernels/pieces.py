@@ -15,10 +15,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
-from cute_ep.kernels.block import WARPS, shared_array
+from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient, round_up
 from cute_ep.layouts.arena import CONVOY, HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import RegionMap
 
 SEGMENT = 32

@@ -15,7 +15,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, halves, round_vector
-from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.express import blank_vector, has_blank, home_of, is_express, look_at_vector, wait_whole
 from cute_ep.kernels.give_back import LOST
 from cute_ep.kernels.group import owns_shared
@@ -26,6 +25,7 @@ from cute_ep.kernels.sync import wait_at_least, warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, convoy_of
 from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, OutputType, Phase
 

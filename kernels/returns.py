@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import VECTOR_ELEMENTS
-from cute_ep.kernels.block import WARPS, shared_array
+from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import is_express
 from cute_ep.kernels.pieces import (
@@ -30,6 +30,7 @@ from cute_ep.kernels.pieces import (
 from cute_ep.kernels.sync import begin_again, take
 from cute_ep.layouts.arena import CONVOY, COUNTERS, HeaderWord, convoy_of
 from cute_ep.layouts.device import vector_atom, vector_tensor
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MAX_RANKS
 

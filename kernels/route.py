@@ -13,12 +13,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 
-from cute_ep.kernels.block import THREADS, shared_array
+from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.sync import post_dated
 from cute_ep.layouts.arena import DATED_BYTES, HeaderWord
 from cute_ep.layouts.device import array, item_coord
+from cute_ep.layouts.launch import THREADS
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
 

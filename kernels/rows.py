@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.arith import halves, round_vector, unit_amax
-from cute_ep.kernels.block import WARPS, launch_config, shared_array, swizzled
+from cute_ep.kernels.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.divide import quotient, remainder, round_up
@@ -35,18 +35,18 @@ from cute_ep.kernels.pieces import first_item, item_stride
 from cute_ep.kernels.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
 from cute_ep.layouts.device import array, item_coord, pointer, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.layout import Layout
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.scales import ATOM_ROWS
 
 ELEMENTS = 8
 """bfloat16 numbers of a vector."""
-SLOTS = 4
+TILE_VECTORS = TILE_ELEMENTS // ELEMENTS
+SLOTS = TILE_VECTORS // 32
 """Value vectors that a lane makes of one tile."""
 AHEAD = 3
 """Slots of SwiGLU whose sources are on their way while a lane computes (4 spill on sm_90a); all without activation."""
-TILE_VECTORS = 32 * SLOTS
-TILE_ELEMENTS = TILE_VECTORS * ELEMENTS
 TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
 GATE_UP = {"swiglu": Layout((ELEMENTS, 2), (1, ELEMENTS)), INTERLEAVED: Layout((ELEMENTS, 2), (2, 1))}

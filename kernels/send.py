@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 
 from cute_ep.kernels.arith import anew, unit_amax
-from cute_ep.kernels.block import WARPS, shared_array
+from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.divide import quotient, remainder
@@ -38,6 +38,7 @@ from cute_ep.kernels.sync import post, take
 from cute_ep.layouts.arena import BLANK, CONVOY, SEGMENT_BYTES, StateWord, convoy_of, segment_words
 from cute_ep.layouts.device import array, pointer
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY
 from cute_ep.layouts.scales import WORD_BYTES, scale_words

@@ -15,10 +15,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.arith import anew
-from cute_ep.kernels.block import LOADS_IN_FLIGHT, WARPS, shared_array, swizzled
+from cute_ep.kernels.block import LOADS_IN_FLIGHT, shared_array, swizzled
 from cute_ep.kernels.pieces import SEGMENT, units_of
 from cute_ep.layouts.device import vector_at, vector_atom
 from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import RegionMap
 
 STAGES = 2

@@ -9,12 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.block import THREADS, shared_array, warp_exclusive_scan
+from cute_ep.kernels.block import shared_array, warp_exclusive_scan
 from cute_ep.kernels.divide import round_up
 from cute_ep.kernels.express import is_express
 from cute_ep.kernels.pieces import most_pieces
 from cute_ep.kernels.sync import block_all, wait_dated
 from cute_ep.layouts.arena import HeaderWord
+from cute_ep.layouts.launch import THREADS
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, Phase
 from cute_ep.layouts.scales import FEW_WORDS, SCATTERED_EXPRESS_WORDS, SCATTERED_WORDS

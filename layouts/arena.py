@@ -42,6 +42,7 @@ from enum import IntEnum
 from types import SimpleNamespace
 
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import Int, Region, RegionMap, align_up
 from cute_ep.layouts.scales import WORD_BYTES
 
@@ -55,7 +56,7 @@ MAX_PIECES = 32
 """Most pieces into which an express row is cut, so that several warps may carry one token."""
 MANY_PIECES = 4
 """Most pieces of a row that is not express."""
-CONVOY = 16
+CONVOY = WARPS
 """Pieces that share a flag where rows are not express: one for each warp of a CTA."""
 EXPRESS_TOKENS = 1024
 """Most tokens of a call whose rows travel through the express regions."""

@@ -81,7 +81,7 @@ def test_direction(path: str) -> None:
         ("layouts/device.py", "cute_ep.config"),
         ("kernels/send.py", "torch"),
         ("kernels/send.py", "cute_ep.config"),
-        ("cute_ep/tuning.py", "cute_ep.kernels.block.THREADS"),
+        ("cute_ep/tuning.py", "cute_ep.kernels.block.launch_config"),
         ("cute_ep/library.py", "cutlass"),
         ("cute_ep/cli.py", "kernels.block"),
         ("cute_ep/cli.py", "layouts.formats"),

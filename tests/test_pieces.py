@@ -13,7 +13,6 @@ pytest.importorskip("cutlass")
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cute_ep.kernels import express, sync
-from cute_ep.kernels.block import WARPS
 from cute_ep.kernels.codec.base import word_lanes
 from cute_ep.kernels.divide import Divisor, quotient, remainder
 from cute_ep.kernels.pieces import (
@@ -33,6 +32,7 @@ from cute_ep.kernels.pieces import (
 from cute_ep.layouts.arena import CONVOY, COUNTERS, EXPRESS_TOKENS, MAX_PIECES, SEGMENT_BYTES, convoy_of
 from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
 
 from .test_codec import run_map
@@ -162,7 +162,6 @@ def test_numbers_go_on_where_first_items_end() -> None:
 
 def test_convoys_stay_together() -> None:
     """Each is dealt once, a piece to each warp of one CTA, in the same turn of all: barriers in the loop are met."""
-    assert CONVOY == WARPS
     cases = [(pieces, ctas) for ctas in (1, 2, 3, 7, 40) for pieces in (1, 15, 16, 17, 16 * ctas, 333, 5000)]
     warps = all_warps(cases)
 

@@ -11,8 +11,8 @@ from multiprocessing import get_context
 import pytest
 
 from cute_ep.kernels.build import SEGMENTS
-from cute_ep.launch_shape import CTAS_PER_SM
 from cute_ep.layouts.formats import FORMATS, Format
+from cute_ep.layouts.launch import CTAS_PER_SM
 from cute_ep.layouts.variants import (
     COMBINE_KERNELS,
     COPY_KERNEL,

@@ -1,0 +1,14 @@
+"""What every launch has, and what a warp or CTA takes at a time: kernels are compiled for it, the host counts CTAs by
+it."""
+
+from __future__ import annotations
+
+THREADS = 512
+"""Threads of every kernel's CTA (`reqntid` in the cubins)."""
+WARPS = THREADS // 32
+CTAS_PER_SM = 2
+"""Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
+TILE_ELEMENTS = 1024
+"""Elements of one row that a warp converts at a time (`kernels/rows.py`)."""
+SLICE_BYTES = 32768
+"""Bytes that a CTA copies at a time (`kernels/copy.py`)."""
