@@ -21,7 +21,7 @@ from cute_ep.timing import Runner, percentile
 COPY_BYTES = 3 << 28
 """A multiple of every number of peers up to 4, times SLICE_BYTES."""
 COPY_SAMPLES = 20
-LAUNCHES = 32
+EMPTY_LAUNCHES = 32
 """Empty launches in a graph."""
 HOPS = 200
 """Flags that travel there, and as many back, in a launch."""
@@ -136,7 +136,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
         within_engine = rate(lambda lane: by_engine(lane, targets[lane]), 2 * COPY_BYTES)
         nothing = [source[:0] for source in sources]
         launches = runner.time_graphs(
-            COPY_SAMPLES, lambda lane, index: copy_bytes(nothing[lane], nothing[lane], library=library), LAUNCHES
+            COPY_SAMPLES, lambda lane, index: copy_bytes(nothing[lane], nothing[lane], library=library), EMPTY_LAUNCHES
         )
     try:
         flag = flag_seconds(names)

@@ -13,7 +13,8 @@ from cute_ep.layouts.arena import COMBINE_ITEMSIZE, message_bytes
 from cute_ep.layouts.record import align_up
 from cute_ep.layouts.scales import WORD_BYTES, scale_row_alignment, scale_words
 
-OPERATIONS = ("dispatch", "combine_exact", "combine_partial")
+LAUNCHES = ("dispatch", "combine_exact", "combine_partial")
+"""Launches whose bytes `traffic` counts."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Traffic:
 
 
 def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
-    """Bytes of one operation out of OPERATIONS.
+    """Bytes of one operation, out of LAUNCHES.
 
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every
     message at its receiver and writes the output rows and scale factors, padding included; combine reads the expert
@@ -120,8 +121,8 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     Raises:
         EPInputError: there is no such operation.
     """
-    if operation not in OPERATIONS:
-        raise EPInputError(f"operation = {operation!r}: must be one of {', '.join(OPERATIONS)}")
+    if operation not in LAUNCHES:
+        raise EPInputError(f"operation = {operation!r}: must be one of {', '.join(LAUNCHES)}")
     fmt, token = cfg.format, cfg.hidden * COMBINE_ITEMSIZE
     message = message_bytes(fmt, cfg.hidden)
     row = fmt.payload_bytes(cfg.hidden) + fmt.row_scale_bytes

@@ -127,7 +127,7 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
     ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
-SEGMENTS: dict[str, dict[int, float]] = {
+SEGMENTS_A_PIECE: dict[str, dict[int, float]] = {
     "dispatch": {256: 1 / 2, MANY: 3 / 2},
     "combine": {EXPRESS_TOKENS: 1 / 2, MANY: 3 / 2},
 }
@@ -138,7 +138,7 @@ as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH.""
 def built_in(cfg: EPConfig, ctas: int) -> Tuning:
     """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS pieces are fewer in
     proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Rows that
-    are too short for that many pieces (SEGMENTS) have fewer.
+    are too short for that many pieces (SEGMENTS_A_PIECE) have fewer.
 
     4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both),
     NVFP4 dispatch 242 -> 105.
@@ -159,7 +159,7 @@ def _fitted(family: str, table: tuple[Entry, ...], cfg: EPConfig, ctas: int) -> 
     for entry in table:
         share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
         pieces = 1 << max(0, round(log2(entry.pieces * share)))
-        while pieces > 1 and pieces * _first_of(SEGMENTS[family], entry.tokens) >= segments:
+        while pieces > 1 and pieces * _first_of(SEGMENTS_A_PIECE[family], entry.tokens) >= segments:
             pieces //= 2
         entries.append(replace(entry, pieces=pieces))
     return tuple(entries)

@@ -85,7 +85,7 @@ class Combine:
     ) -> None:
         self.send, self.receive = send, receive
         shared = RegionMap(alignment=16)
-        self.sPeers = peer_table(shared)
+        self.peers = peer_table(shared)
         self.epoch = shared.add("epoch", 8, 1)
         self.give_back_role = GiveBack(mode == "partial", segments, self.epoch, shared)
         self.reduce_role = Reduce(mode, segments, WeightReader(router_weights), epilogue, shared)
@@ -97,7 +97,7 @@ class Combine:
 
     @cute.kernel
     def kernel(self, args: CombineArgs):
-        group = open_group(args, self.sPeers, Int32(0))
+        group = open_group(args, self.peers, Int32(0))
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
         epoch = received + 1  # a fused launch finds as many rounds sent as received
         if cutlass.const_expr(not self.receive):

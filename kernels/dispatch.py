@@ -106,7 +106,7 @@ class Dispatch:
     ) -> None:
         self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
-        self.sPeers = peer_table(shared)
+        self.peers = peer_table(shared)
         if codec is not None:
             self.route_role = Route(WeightReader(router_weights), shared)
             self.send_role = Send(codec, input_scale, ahead, shared)
@@ -119,7 +119,7 @@ class Dispatch:
 
     @cute.kernel
     def kernel(self, args: DispatchArgs):
-        group = open_group(args, self.sPeers, args.packed)
+        group = open_group(args, self.peers, args.packed)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
         epoch = received + 1  # a fused launch finds as many rounds sent as received
         if cutlass.const_expr(not self.receive):

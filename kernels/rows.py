@@ -26,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
 
-from cute_ep.kernels.arith import halves, round_vector, unit_amax
+from cute_ep.kernels.arith import VECTOR_ELEMENTS, halves, round_vector, unit_amax
 from cute_ep.kernels.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
@@ -40,16 +40,17 @@ from cute_ep.layouts.layout import Layout
 from cute_ep.layouts.record import RegionMap
 from cute_ep.layouts.scales import ATOM_ROWS
 
-ELEMENTS = 8
-"""bfloat16 numbers of a vector."""
-TILE_VECTORS = TILE_ELEMENTS // ELEMENTS
+TILE_VECTORS = TILE_ELEMENTS // VECTOR_ELEMENTS
 SLOTS = TILE_VECTORS // 32
 """Value vectors that a lane makes of one tile."""
 AHEAD = 3
 """Slots of SwiGLU whose sources are on their way while a lane computes (4 spill on sm_90a); all without activation."""
 TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
-GATE_UP = {"swiglu": Layout((ELEMENTS, 2), (1, ELEMENTS)), INTERLEAVED: Layout((ELEMENTS, 2), (2, 1))}
+GATE_UP = {
+    "swiglu": Layout((VECTOR_ELEMENTS, 2), (1, VECTOR_ELEMENTS)),
+    INTERLEAVED: Layout((VECTOR_ELEMENTS, 2), (2, 1)),
+}
 """(element, gate or up) of the numbers in two source vectors."""
 ZERO_PARTS = 4
 """Pieces into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
@@ -173,7 +174,7 @@ class Rows:
     def _source(self, args, tile, row, valid, lane):
         """Address of a lane's first source vector of a tile, and how far the end of the row lies behind its value
         vector (not at all for a row that is not valid)."""
-        vectors = quotient(args.width, ELEMENTS)
+        vectors = quotient(args.width, VECTOR_ELEMENTS)
         place = tile * TILE_VECTORS + lane
         address = args.x + (Int64(row) * (vectors * self.sources) + place * self.step) * VECTOR_BYTES
         left = vectors - place
@@ -186,7 +187,7 @@ class Rows:
         """The source vectors of one slot, zeros beyond the end of the row."""
         half = 4
         if cutlass.const_expr(self.step == 1):
-            half = cute.assume(Int64(quotient(args.width, ELEMENTS)) * 4, divby=4)
+            half = cute.assume(Int64(quotient(args.width, VECTOR_ELEMENTS)) * 4, divby=4)
         layout = cute.make_layout((4, self.sources, SLOTS), stride=(1, half, 32 * 4 * self.step))
         gX = cute.make_tensor(pointer(source, Uint32, align=VECTOR_BYTES), layout)
         rX[None, None, slot].fill(0)
@@ -207,32 +208,32 @@ class Rows:
     @cute.jit
     def _swiglu(self, args, rX, rValue) -> None:
         """One value vector, rounded to bfloat16; docs/numerics.md has the formulas."""
-        rGate = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rUp = cute.make_rmem_tensor(ELEMENTS, Float32)
-        rY = cute.make_rmem_tensor(ELEMENTS, Float32)
-        for element in cutlass.range_constexpr(ELEMENTS):
+        rGate = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        rUp = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        rY = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
             rGate[element] = self._number(rX, element, 0)
             rUp[element] = self._number(rX, element, 1)
         if args.limit > Float32(0.0):
-            for element in cutlass.range_constexpr(ELEMENTS):
+            for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
                 gate = cute.arch.fmin(rGate[element], args.limit, nan=True)
                 up = cute.arch.fmin(rUp[element], args.limit, nan=True)
                 up = cute.arch.fmax(up, -args.limit, nan=True)
                 rY[element] = gate * sigmoid(args.alpha * gate) * (up + Float32(1.0))
         else:
-            for element in cutlass.range_constexpr(ELEMENTS):
+            for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
                 rY[element] = rGate[element] * sigmoid(rGate[element]) * rUp[element]
         round_vector(rY, rValue, BFloat16)
 
     def _number(self, rX, element: int, half: int) -> Float32:
         """Gate (half 0) or up (half 1) of one element."""
         index = GATE_UP[self.activation](element, half)
-        return halves(rX[index // 2 % 4, index // ELEMENTS])[index % 2]
+        return halves(rX[index // 2 % 4, index // VECTOR_ELEMENTS])[index % 2]
 
     @cute.jit
     def _encode(self, args, sValue, tile, row, scale_row, lane, state) -> None:
         """Lane l encodes unit l of each segment, 32 units, of the tile."""
-        units = quotient(args.width, ELEMENTS * self.unit_vectors)
+        units = quotient(args.width, VECTOR_ELEMENTS * self.unit_vectors)
         first = tile * (32 * self.segments) + lane
         gOut = vector_tensor(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
         rX = cute.make_rmem_tensor(4 * self.unit_vectors, Uint32)

@@ -24,7 +24,7 @@ import torch
 
 from cute_ep.ceilings import Ceilings, latency_us, work_us
 from cute_ep.measure import CHAINED, PARTS
-from cute_ep.traffic import OPERATIONS, count_routing, traffic
+from cute_ep.traffic import LAUNCHES, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 from perf.cases import MAIN
 from perf.tables import markdown
@@ -93,7 +93,7 @@ def fit_model(runs: Sequence[dict]) -> dict[Key, Fit]:
     for run in runs:
         ceilings = Ceilings(**run["ceilings"])
         for case in run["cases"]:
-            if (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in OPERATIONS:
+            if (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in LAUNCHES:
                 link, memory = work_us(case["parts"][0], ceilings)
                 point = link, memory, case["p50_us"] - latency_us(ceilings), case["p50_us"]
                 points.setdefault(key_of(case["operation"], case["format"]), []).append(point)

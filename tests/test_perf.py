@@ -46,9 +46,7 @@ def synthetic(overhead: float = 5.0, link: float = 0.8, memory: float = 0.5) -> 
     """Cases that follow the model exactly."""
     cases = []
     fits = {
-        model.key_of(name, fmt): model.Fit(overhead, link, memory)
-        for name in model.OPERATIONS
-        for fmt in ("bf16", "fp8")
+        model.key_of(name, fmt): model.Fit(overhead, link, memory) for name in model.LAUNCHES for fmt in ("bf16", "fp8")
     }
     for fmt, message in (("bf16", 14336), ("fp8", 7392)):
         for tokens in (1, 16, 128, 4096):

@@ -12,7 +12,7 @@ from cute_ep.config import EPConfig
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.scales import ATOM
-from cute_ep.traffic import OPERATIONS, count_routing, per_expert_receive_bytes, traffic
+from cute_ep.traffic import LAUNCHES, count_routing, per_expert_receive_bytes, traffic
 from tests.cases import CASES
 
 
@@ -81,7 +81,7 @@ def test_replicated_tokens_stay_at_home() -> None:
     assert counts.entries.tolist() == [[2, 0], [0, 4]] and counts.pairs.tolist() == [[1, 0], [0, 3]]
     assert counts.shared == (2, 1) and counts.messages.tolist() == [[2, 0], [0, 3]]
     assert counts.rows == (2 + 2, 1 + 4)
-    for operation in OPERATIONS:
+    for operation in LAUNCHES:
         moved = traffic(cfg, counts, operation)
         assert moved.remote_bytes == 0 and min(moved.memory) > 0
 
