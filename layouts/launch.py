@@ -1,5 +1,4 @@
-"""What every launch has, and what a warp or CTA takes at a time: kernels are compiled for it, the host counts CTAs by
-it."""
+"""What a CTA has and takes at a time: kernels are compiled for it, and the host counts CTAs by it."""
 
 from __future__ import annotations
 
