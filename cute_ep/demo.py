@@ -22,6 +22,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import Dispatched, QuantizedRows
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.scales import ATOM, TRANSPOSED
+from cute_ep.local_ops import fused_silu
 from cute_ep.presets import Preset
 
 DEFAULT_MODULE = "turtle"
@@ -220,7 +221,10 @@ def run_experts(
                 product[groups[expert]] = _matmul(x, weights.of(expert)[0])
             inner.append(product)
     with times.stage("swiglu"):
-        inner = [_swiglu(product, batch, library) for product, batch in zip(inner, received, strict=True)]
+        inner = [
+            fused_silu(product, batch.row_offsets, library=library)
+            for product, batch in zip(inner, received, strict=True)
+        ]
     with times.stage("down"):
         for batch, groups, product, weights in zip(received, slices, inner, experts, strict=True):
             output = _empty(batch, cfg.hidden)
@@ -232,16 +236,6 @@ def run_experts(
 
 def _empty(batch: Dispatched, columns: int) -> torch.Tensor:
     return torch.empty(int(batch.num_rows), columns, dtype=torch.bfloat16, device=batch.num_rows.device)
-
-
-def _swiglu(product: torch.Tensor, batch: Dispatched, library: str | None) -> torch.Tensor:
-    """silu(gate) * up of [rows, gate | up]: by the kernel where there is a GPU."""
-    if product.device.type == "cuda":
-        from cute_ep.local_ops import fused_silu
-
-        return fused_silu(product, batch.row_offsets, library=library)
-    gate, up = product.chunk(2, dim=1)
-    return F.silu(gate) * up
 
 
 def _matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that involve one GPU only, as functions on tensors."""
+"""Kernels that involve one GPU only, as functions on tensors; tensors on the CPU go to the reference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from cute_ep import reference
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import MAX_HIDDEN
 from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, scale_dtype
@@ -19,6 +20,7 @@ from cute_ep.layouts.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
+from cute_ep.reference_local import fill_swiglu, swiglu_rows
 from cute_ep.validate import check_input_scale, check_tensor
 
 MAX_ROWS = 1 << 30
@@ -50,7 +52,7 @@ def quantize(
     """Quantise rows as dispatch does, on the current stream.
 
     Args:
-        x: [T, hidden] bfloat16 on a GPU.
+        x: [T, hidden] bfloat16.
         fmt: name of a format with scales.
         input_scale: float32[1], the global scale G, for formats that have one; None: 1.
         library: folder of compiled kernels to look in first.
@@ -70,7 +72,8 @@ def quantize(
     check_input_scale(record, input_scale)
     if input_scale is not None:
         check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
-    _check_gpu("x", x)
+    if not _on_gpu("x", x):
+        return reference.quantize(x, record, 1.0 if input_scale is None else input_scale)
     payload = torch.empty(rows, payload_columns(record, hidden), dtype=payload_dtype(record), device=x.device)
     padded = scale_shape(LINEAR, record.scale_bytes(hidden), record.scale_itemsize, rows, 1)
     scales = torch.empty(padded, dtype=scale_dtype(record), device=x.device)
@@ -103,7 +106,7 @@ def fused_silu(
     a format with scales, quantised as `quantize` does.
 
     Args:
-        x: [rows, 2 * D] bfloat16 on a GPU: gate columns and then up columns, or with `interleaved` gate 0, up 0,
+        x: [rows, 2 * D] bfloat16: gate columns and then up columns, or with `interleaved` gate 0, up 0,
             gate 1, up 1, ...
         row_offsets: [G + 1] int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
             are read, and only theirs are written. None: all rows, one group.
@@ -152,9 +155,16 @@ def fused_silu(
         raise EPInputError(f"limit = {limit!r}: must be positive")
     if out is not None:
         payload, scales = _check_out(record, layout, x, width, groups, out)
-    _check_gpu("x", x)
+    on_gpu = _on_gpu("x", x)
     if out is None:
         payload, scales = _empty_output(record, layout, x, width, groups)
+    if not on_gpu:
+        bounds = [0, rows] if row_offsets is None else row_offsets.clamp(max=rows).tolist()
+        shifts = [0] * groups if scales_offsets is None else scales_offsets.tolist()
+        factors = [1.0] if input_scales is None else input_scales.tolist()
+        values = swiglu_rows(x[: bounds[-1]], interleaved, alpha, limit)
+        fill_swiglu(record, layout, values, (payload, scales), bounds, shifts, factors * (groups // len(factors)))
+        return payload if scales is None else SwigluRows(payload, scales)
     arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
         "global_scales": address(input_scales),
         "per_group": int(input_scales is not None and input_scales.shape[0] > 1),
@@ -188,9 +198,11 @@ def _check_rows(record: Format, x: torch.Tensor, halves: int) -> tuple[int, int]
     return rows, columns // halves
 
 
-def _check_gpu(name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cuda":
-        raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
+def _on_gpu(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on an NVIDIA GPU, not on the CPU; EPInputError when it is elsewhere."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU or the CPU")
+    return tensor.device.type == "cuda"
 
 
 def _scale_layout(record: Format, layout: str | None) -> str | None:
@@ -291,8 +303,9 @@ def copy_bytes(
     Raises:
         EPInputError: a tensor is not on a GPU, sizes differ or are no multiple of 16 bytes.
     """
-    _check_gpu("source", source)
-    _check_gpu("destination", destination)
+    for name, tensor in (("source", source), ("destination", destination)):
+        if not _on_gpu(name, tensor):
+            raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
     if source.nbytes != destination.nbytes or source.nbytes % VECTOR_BYTES:
         raise EPInputError(
             f"source.nbytes = {source.nbytes}, destination.nbytes = {destination.nbytes}: must be equal and a "

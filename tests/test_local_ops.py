@@ -1,4 +1,4 @@
-"""The host side of the local kernels without a GPU: which arguments they refuse, and what they launch.
+"""The local operations without a GPU: which arguments they refuse, what they launch, and what they do on the CPU.
 
 Every argument is checked before the device is touched, so tensors on the CPU get as far as the rule that they break.
 """
@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep import local_ops
+from cute_ep import local_ops, reference
+from cute_ep.compare import assert_prefix_and_poison
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.scales import scale_map
 from cute_ep.local_ops import SwigluRows, copy_bytes, fused_silu, quantize
+from cute_ep.verify import POISON, poison
 
 ROWS, WIDTH, GROUPS = 6, 256, 3
 SMS = 4
@@ -52,7 +54,7 @@ BAD_QUANTIZE: tuple[tuple[str, Callable[[], Any]], ...] = (
     (r"input_scale = .*mxfp8 has no global scale", lambda: quantize(X, "mxfp8", torch.ones(1))),
     (r"input_scale.*float32", lambda: quantize(X, "nvfp4", torch.ones(1).double())),
     (r"input_scale", lambda: quantize(X, "nvfp4", torch.ones(2))),
-    (r"x\.device = cpu: must be an NVIDIA GPU", lambda: quantize(X, "nvfp4", torch.ones(1))),
+    (r"x\.device = meta: must be an NVIDIA GPU or the CPU", lambda: quantize(X.to("meta"), "nvfp4")),
 )
 BAD_SILU: tuple[tuple[str, tuple, dict[str, Any]], ...] = (
     (r"fmt = 'fp7': must be one of", (X,), {"fmt": "fp7"}),
@@ -85,7 +87,7 @@ BAD_SILU: tuple[tuple[str, tuple, dict[str, Any]], ...] = (
     (r"out = Tensor: must be a SwigluRows", (X,), {"fmt": "fp8", "out": bf16(ROWS, WIDTH)}),
     (r"out\.scales\.shape = \(2, 6\)", (X,), {"fmt": "fp8", "scale_layout": "linear", "out": FP8_OUT}),
     (r"out\.payload\.dtype", (X,), {"fmt": "fp8", "out": FP8_OUT._replace(payload=bf16(ROWS, WIDTH))}),
-    (r"x\.device = cpu: must be an NVIDIA GPU", (X,), {"fmt": "fp8", "out": FP8_OUT}),
+    (r"x\.device = meta: must be an NVIDIA GPU or the CPU", (X.to("meta"),), {}),
 )
 
 
@@ -115,7 +117,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int, dict[
     monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(local_ops, "_kernel", kernel)
     monkeypatch.setattr(local_ops, "resident_ctas", lambda device: 2 * SMS)
-    monkeypatch.setattr(local_ops, "_check_gpu", lambda name, tensor: None)
+    monkeypatch.setattr(local_ops, "_on_gpu", lambda name, tensor: True)
     return found
 
 
@@ -132,6 +134,56 @@ def test_quantize_launch(launches: list, fmt: str) -> None:
     assert grid == (3 if record.row_scale else 5)  # 40 rows, or 80 tiles, of 16 warps a CTA
     assert arguments["out_scales"] == rows.scales.data_ptr()
     assert arguments["scale_alignment"] == 1
+
+
+WITH_SCALES = [
+    (name, layout) for name, record in FORMATS.items() if not record.row_scale for layout in record.scale_layouts
+]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("clamp", [{}, {"alpha": 1.702, "limit": 7.0}], ids=["plain", "clamped"])
+def test_fused_silu_on_the_cpu(interleaved: bool, clamp: dict[str, float]) -> None:
+    """Within the rounding to bfloat16 of what torch computes; rows behind the last group stay as they are."""
+    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gate, up = (x.double().unflatten(1, (-1, 2)).unbind(2)) if interleaved else x.double().chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up
+    if clamp:
+        gate = gate.clamp(max=7)
+        wanted = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+    out = poison(bf16(40, 256))
+    given = torch.tensor([0, 13, 13, 30], dtype=torch.int32)
+    assert fused_silu(x, given, interleaved=interleaved, out=out, **clamp) is out
+    torch.testing.assert_close(out[:30].double(), wanted[:30], rtol=2**-8, atol=1e-6)
+    assert (out[30:].view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize(("fmt", "layout"), WITH_SCALES)
+@pytest.mark.parametrize("groups", [[0, 130, 0, 256, 3], [1], [0]], ids=str)
+def test_quantised_silu_on_the_cpu(fmt: str, layout: str, groups: list[int]) -> None:
+    """The rows of bfloat16, quantised group by group, and their scale factors in place; nothing else is written."""
+    rows, record = sum(groups), FORMATS[fmt]
+    x = torch.randn(rows + 37, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    row_offsets = torch.tensor([sum(groups[:group]) for group in range(len(groups) + 1)], dtype=torch.int32)
+    blocks = [-(-count // 128) for count in groups]
+    shifts = [sum(blocks[:group]) - int(row_offsets[group]) // 128 for group in range(len(groups))]
+    places = {"fmt": fmt, "scale_layout": layout}
+    if layout == "atom128x4":
+        places["scales_offsets"] = torch.tensor(shifts, dtype=torch.int32)
+    factors = [0.5 + group for group in range(len(groups))] if record.global_scale else None
+    options = {"input_scales": torch.tensor(factors)} if factors else {}
+    out = SwigluRows(*map(poison, fused_silu(x, row_offsets, **places)))
+    assert fused_silu(x, row_offsets, out=out, **places, **options) == out
+    values = fused_silu(x, row_offsets).split([*groups, 37])[:-1]
+    given = [torch.tensor([factor]) for factor in factors] if factors else [None] * len(groups)
+    each = [quantize(part, fmt, factor) for part, factor in zip(values, given, strict=True)]
+    payload, scales = (torch.cat([one[field].view(torch.uint8) for one in each]) for field in range(2))
+    assert_prefix_and_poison(out.payload.view(torch.uint8), payload, POISON, "payload")
+    wanted = reference.arrange_scales(scales.view(out.scales.dtype), layout, groups)
+    if layout == "transposed":
+        assert_prefix_and_poison(out.scales.t().contiguous(), wanted.t().contiguous(), POISON, "scales")
+    else:
+        assert_prefix_and_poison(out.scales, wanted, POISON, "scales")
 
 
 def test_scales_are_padded_to_words(launches: list) -> None:
