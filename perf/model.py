@@ -105,9 +105,15 @@ def shares_gpus(run: dict) -> bool:
     return len(set(run["machine"]["devices"])) < len(run["machine"]["devices"])
 
 
-def fit_for(run: dict, runs: Sequence[dict]) -> dict[Key, Fit]:
-    """The constants that hold for `run`, from all of `runs` that are of its kind."""
-    return fit_model([one for one in runs if shares_gpus(one) == shares_gpus(run)])
+def commit_of(run: dict) -> str:
+    """Its commit, without what may be said of it behind."""
+    return str(run["machine"]["commit"]).split(maxsplit=1)[0]
+
+
+def fit_for(run: dict, runs: Iterable[dict]) -> dict[Key, Fit]:
+    """The constants that hold for `run`, from all of `runs` that are of its kind and commit."""
+    kind = shares_gpus(run), commit_of(run)
+    return fit_model([one for one in runs if (shares_gpus(one), commit_of(one)) == kind])
 
 
 def predict(case: dict, fits: dict[Key, Fit], ceilings: Ceilings) -> float | None:
@@ -207,7 +213,7 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
 
 
 def page(run: dict, runs: Sequence[dict]) -> str:
-    """Constants from all runs of the kind; errors of one run; predictions from its ceilings."""
+    """Constants from all runs of the kind and commit; errors of one run; predictions from its ceilings."""
     ceilings = Ceilings(**run["ceilings"])
     fits = fit_for(run, runs)
     gpu = next(iter(run["machine"]["gpus"].values()))

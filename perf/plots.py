@@ -1,16 +1,16 @@
-"""The plots of a run, where matplotlib is installed: `python -m perf.plots perf/results/<run>...`."""
+"""The plots of runs, where matplotlib is installed: `python -m perf.plots perf/results/<run>...`. The model in them has
+the constants that all given runs of a commit have together."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN, MEASURED_FORMATS
-from perf.model import fit_model, predict
+from perf.model import fit_for, predict, read_run
 from perf.tables import peer_columns, ratio
 
 COLORS = dict(zip(MEASURED_FORMATS, ("#1f4e79", "#2e8b57", "#c0792a", "#8e44ad", "#c0392b"), strict=True))
@@ -47,10 +47,9 @@ def _token_axis(axis, values: Iterable[int]) -> None:
     axis.set_xlabel("tokens a rank")
 
 
-def draw_latency(plt, run: dict):
+def draw_latency(plt, run: dict, fits: dict):
     """Measured medians over the model, floors dashed."""
     ceilings = Ceilings(**run["ceilings"])
-    fits = fit_model([run])
     figure, axes = _panels(plt, len(SHOWN))
     for axis, operation in zip(axes, SHOWN, strict=True):
         for fmt in MEASURED_FORMATS if operation != "combine_partial" else ("bf16",):
@@ -71,7 +70,7 @@ def draw_latency(plt, run: dict):
     return figure
 
 
-def draw_ratio(plt, run: dict):
+def draw_ratio(plt, run: dict, _fits: dict):
     """Median over the floor."""
     figure, axes = _panels(plt, len(SHOWN))
     for axis, operation in zip(axes, SHOWN, strict=True):
@@ -89,7 +88,7 @@ def draw_ratio(plt, run: dict):
     return figure
 
 
-def draw_peers(plt, run: dict):
+def draw_peers(plt, run: dict, _fits: dict):
     """Pairs beside those of other libraries; solid: bf16, dashed: fp8, dotted: nvfp4."""
     rows = [row for row in run["peers"] if row["operation"] == "pair"]
     if not rows:
@@ -115,7 +114,7 @@ def draw_peers(plt, run: dict):
     return figure
 
 
-def draw_sweep(plt, run: dict):
+def draw_sweep(plt, run: dict, _fits: dict):
     """Medians by SM budget."""
     if not run["sweep"]:
         return None
@@ -139,7 +138,7 @@ def draw_sweep(plt, run: dict):
     return figure
 
 
-def draw_swiglu(plt, run: dict):
+def draw_swiglu(plt, run: dict, _fits: dict):
     """Shares of the copy ceiling at the largest number of rows."""
     if not run["swiglu"]:
         return None
@@ -178,8 +177,9 @@ PLOTS: dict[str, Callable] = {
 }
 
 
-def draw(run: dict, folder: Path) -> list[Path]:
-    """Write the plots that the run has data for as SVG files; none without matplotlib."""
+def draw(run: dict, folder: Path, fits: dict | None = None) -> list[Path]:
+    """Write the plots that the run has data for as SVG files; none without matplotlib. `fits`: of the model; None:
+    those of this run alone."""
     if importlib.util.find_spec("matplotlib") is None or not run["ceilings"]:
         return []
     import matplotlib
@@ -190,7 +190,7 @@ def draw(run: dict, folder: Path) -> list[Path]:
 
     written = []
     for name, make in PLOTS.items():
-        figure = make(pyplot, run)
+        figure = make(pyplot, run, fit_for(run, [run]) if fits is None else fits)
         if figure is not None:
             written.append(folder / f"{name}.svg")
             figure.savefig(written[-1], metadata={"Date": None})
@@ -202,7 +202,8 @@ def main() -> int:
     """Run from the command line; 1 without matplotlib."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders with a run.json")
-    drawn = [draw(json.loads((folder / "run.json").read_text()), folder) for folder in parser.parse_args().folders]
+    runs = {folder: read_run(folder) for folder in parser.parse_args().folders}
+    drawn = [draw(run, folder, fit_for(run, runs.values())) for folder, run in runs.items()]
     for paths in drawn:
         for path in paths:
             print(path)  # noqa: T201

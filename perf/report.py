@@ -107,11 +107,6 @@ def losses_text(run: dict) -> str:
     return "\n".join(lines)
 
 
-def commit_of(run: dict) -> str:
-    """Its commit, without what may be said of it behind."""
-    return str(run["machine"]["commit"]).split(maxsplit=1)[0]
-
-
 def swiglu_key(row: dict) -> tuple:
     """What a SwiGLU time is of."""
     return row["format"], row["interleaved"], row["rows"], row["width"]
@@ -178,17 +173,14 @@ def section(run: dict, folder: Path, page: Path, more: Path) -> str:
 def more_page(runs: Mapping[Path, dict], page: Path) -> str:
     """The page beside the README: `runs` by folder, the main one first. The model's constants come from all runs of a
     commit."""
-
-    def fits_of(one: dict) -> dict:
-        return fit_for(one, [other for other in runs.values() if commit_of(other) == commit_of(one)])
-
+    every = list(runs.values())
     (first, main), *others = runs.items()
     parts = [
         "# Speed, beside what the README says",
         "Written by `python -m perf.report`, with the README's section; times as there.",
         f"## {machine_text(main)}",
-        explained_text(main, fits_of(main)),
-        predictions_text(main, fits_of(main)),
+        explained_text(main, fit_for(main, every)),
+        predictions_text(main, fit_for(main, every)),
         f"`python -m perf.model {link(first, README)}` says what ceilings explain.",
     ]
     for folder, run in others:
@@ -196,7 +188,7 @@ def more_page(runs: Mapping[Path, dict], page: Path) -> str:
             f"## {machine_text(run)}",
             peers_table(run, "pair"),
             "Where it loses:\n\n" + losses_text(run),
-            explained_text(run, fits_of(run)),
+            explained_text(run, fit_for(run, every)),
             mirror_text(run),
             tables_text(folder, page),
         ]
