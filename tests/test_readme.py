@@ -41,6 +41,18 @@ def test_guide_runs(tmp_path: Path) -> None:
         compile(code, "docs/use.md", "exec")
 
 
+def test_what_the_tour_points_at_is_there() -> None:
+    """Every file, and in it every class and function that it names."""
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    files = re.findall(r"`([\w/]+\.py)`", tour)
+    assert len(files) > 30 and all((ROOT / file).exists() for file in files)
+    named = re.findall(r"`([\w/]+\.py)` `([\w.]+)`", tour)
+    assert len(named) > 20
+    for file, name in named:
+        for part in name.split("."):
+            assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.MULTILINE), (file, name)
+
+
 def test_example_runs(tmp_path: Path) -> None:
     code = block("connect_local")
     assert len([line for line in code.splitlines() if line.strip()]) <= 22
