@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from setuptools import build_meta
@@ -17,7 +18,8 @@ from setuptools.build_meta import *  # noqa: F403  (the hooks that stay as they 
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = ROOT / "cute_ep" / "library"
-COMPILER = ["nvidia-cutlass-dsl==4.8.1", "rich>=13"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMPILER = [*PROJECT["optional-dependencies"]["build"], *(one for one in PROJECT["dependencies"] if one[:4] == "rich")]
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
