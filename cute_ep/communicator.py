@@ -33,6 +33,7 @@ from cute_ep.validate import (
     check_rows,
     check_tensor,
     check_tokens,
+    check_unscaled,
     combine_weights,
 )
 
@@ -362,7 +363,8 @@ class Communicator:
     def synchronize(self) -> None:
         """Wait for this rank's work, on whatever streams, and raise what its kernels reported.
 
-        Graph replays are not seen: those on the current stream, or the rank's own, are waited for.
+        Graph replays are not seen: those on the current stream, and where ranks share a GPU the rank's own, are waited
+        for.
 
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, the epochs expected and seen.
@@ -436,8 +438,8 @@ class Communicator:
         row_scales: torch.Tensor | None,
     ) -> tuple[PendingDispatch, Shape, dict[str, int]]:
         check_tokens(self.cfg, x, topk_ids, router_weights, self.device, scales, row_scales, self._weights_dtype)
-        if scales is not None and input_scale is not None:
-            raise EPInputError("input_scale = tensor: must be None, the rows are quantised already")
+        if scales is not None:
+            check_unscaled(input_scale)
         if self.hooks.input_scale is None:
             check_input_scale(self.cfg.format, input_scale)
             if isinstance(input_scale, torch.Tensor):

@@ -20,7 +20,7 @@ from cute_ep.layouts.routing import (
 MAX_HIDDEN = 65536
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     """Whether it is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -74,14 +74,14 @@ class EPConfig:
             ("max_tokens_per_rank", 1, MAX_TOKENS_PER_RANK),
         ):
             value = getattr(self, name)
-            require(_is_integer(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")
+            require(is_integer(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")
         require(
             self.num_experts % self.world_size == 0,
             "num_experts",
             f"must be a multiple of world_size = {self.world_size}",
         )
         require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
-        number = _is_integer(self.timeout_s) or isinstance(self.timeout_s, float)
+        number = is_integer(self.timeout_s) or isinstance(self.timeout_s, float)
         require(number and 1e-9 <= self.timeout_s <= 3600, "timeout_s", "must be a number in [1e-9, 3600] seconds")
         for name in ("fused_shared_expert", "skip_a2a"):
             require(isinstance(getattr(self, name), bool), name, "must be True or False")
@@ -107,7 +107,7 @@ class EPConfig:
             )
         allowed = [alignment for alignment in ROW_ALIGNMENTS if alignment % self.format.row_alignment == 0]
         require(
-            self.row_alignment is None or (_is_integer(self.row_alignment) and self.row_alignment in allowed),
+            self.row_alignment is None or (is_integer(self.row_alignment) and self.row_alignment in allowed),
             "row_alignment",
             f"must be one of {', '.join(map(str, allowed))} for {self.dispatch_format}",
         )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
-from cute_ep.config import EPConfig
+from cute_ep.config import EPConfig, is_integer
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.launch_shape import Tuning
@@ -330,7 +330,7 @@ def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
 
 def _check_options(sms: int | None, tuning: Tuning | None) -> None:
     """EPConfigError for what is wrong on any device."""
-    if sms is not None and not (isinstance(sms, int) and sms > 0):
+    if sms is not None and not (is_integer(sms) and sms > 0):
         raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
     if not isinstance(tuning, Tuning | None):
         raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")

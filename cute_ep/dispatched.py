@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.config import EPConfig
+from cute_ep.config import EPConfig, is_integer
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import Format
@@ -75,7 +75,7 @@ class DispatchBuffers:
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """Uninitialised buffers for `capacity` rows, rounded up to the alignment (default `cfg.max_rows`, which no
         routing can exceed). EPInputError: that is no number of rows."""
-        if capacity is not None and not (isinstance(capacity, int) and capacity >= 0):
+        if capacity is not None and not (is_integer(capacity) and capacity >= 0):
             raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
         rows = align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment)
         shapes = buffer_shapes(cfg, rows)

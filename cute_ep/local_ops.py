@@ -21,7 +21,7 @@ from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
 from cute_ep.reference_local import fill_swiglu, swiglu_rows
-from cute_ep.validate import check_input_scale, check_tensor
+from cute_ep.validate import check_global_scale, check_input_scale, check_tensor
 
 MAX_ROWS = 1 << 30
 SIGN_BIT = 1 << 31
@@ -114,7 +114,8 @@ def fused_silu(
         scale_layout: one of the format's; None: its default.
         scales_offsets: [G] int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
             rows that pad a group to a multiple of 128 are written as zeros.
-        input_scales: float32 [1] or [G], the global scale of all rows or of each group's; None: 1.
+        input_scales: float32 [1] or [G], the global scale of all rows or of each group's; None: 1. Their values are
+            checked on the CPU only.
         alpha, limit: both or neither; limit > 0.
         out: what this function returned, or tensors like it, to be overwritten (CUDA graphs); None allocates them.
         library: folder of compiled kernels to look in first.
@@ -162,6 +163,8 @@ def fused_silu(
         bounds = [0, rows] if row_offsets is None else row_offsets.clamp(max=rows).tolist()
         shifts = [0] * groups if scales_offsets is None else scales_offsets.tolist()
         factors = [1.0] if input_scales is None else input_scales.tolist()
+        for group, factor in enumerate(factors):
+            check_global_scale(factor, f"input_scales[{group}]")
         values = swiglu_rows(x[: bounds[-1]], interleaved, alpha, limit)
         fill_swiglu(record, layout, values, (payload, scales), bounds, shifts, factors * (groups // len(factors)))
         return payload if scales is None else SwigluRows(payload, scales)
@@ -304,7 +307,7 @@ def copy_bytes(
         EPInputError: a tensor is not on a GPU, sizes differ or are no multiple of 16 bytes.
     """
     for name, tensor in (("source", source), ("destination", destination)):
-        if not _on_gpu(name, tensor):
+        if tensor.device.type != "cuda":
             raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
     if source.nbytes != destination.nbytes or source.nbytes % VECTOR_BYTES:
         raise EPInputError(

@@ -12,7 +12,7 @@ from cute_ep.dispatched import Dispatched, QuantizedRows
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.scales import ATOM, TRANSPOSED
 from cute_ep.reference_formats import join_rows, quantize
-from cute_ep.validate import check_input_scale, check_tensor, check_tokens
+from cute_ep.validate import check_input_scale, check_tensor, check_tokens, check_unscaled
 
 # ---- layouts of scale factors
 
@@ -137,8 +137,7 @@ def encode_source(
     else:
         payload, scales, row_scales = prequantized
         check_tokens(cfg, payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
-        if input_scale is not None:
-            raise EPInputError(f"input_scale = {input_scale!r}: must be None for rows that are quantised already")
+        check_unscaled(input_scale)
     check_input_scale(cfg.format, input_scale)
     if prequantized is None:
         prequantized = quantize(x, cfg.format, 1.0 if input_scale is None else input_scale)

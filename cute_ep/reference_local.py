@@ -42,7 +42,8 @@ def fill_swiglu(
             scales[:, start:end] = arranged
         else:
             first = start // 128 + shift if layout == ATOM else start
-            scales[first : first + arranged.shape[0]] = arranged
+            room = scales[first : first + arranged.shape[0]]
+            room[:] = arranged[: room.shape[0]]
 
 
 def swiglu_rows(x: torch.Tensor, interleaved: bool, alpha: float | None, limit: float | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cute_ep.config import EPConfig
+from cute_ep.config import EPConfig, is_integer
 from cute_ep.dispatched import (
     DispatchBuffers,
     Dispatched,
@@ -154,13 +154,21 @@ def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> 
                 "must have one float32 element"
             )
         return
-    check_global_scale(input_scale)
+    check_global_scale(input_scale, "input_scale")
 
 
-def check_global_scale(value: float) -> None:
+def check_global_scale(value: float, name: str = "global_scale") -> None:
     """EPInputError unless `value` is a number in [2**-100, 2**100] (so positive and finite)."""
-    if not (isinstance(value, (int, float)) and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
-        raise EPInputError(f"global_scale = {value!r}: must be in [2**-100, 2**100]")
+    number = is_integer(value) or isinstance(value, float)
+    if not (number and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
+        raise EPInputError(f"{name} = {value!r}: must be a number in [2**-100, 2**100]")
+
+
+def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
+    """EPInputError when rows that are quantised already come with an input scale."""
+    if input_scale is not None:
+        given = "tensor" if isinstance(input_scale, torch.Tensor) else repr(input_scale)
+        raise EPInputError(f"input_scale = {given}: must be None, the rows are quantised already")
 
 
 def check_mode(mode: str) -> None:

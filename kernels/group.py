@@ -29,7 +29,7 @@ class GroupArgs(ArenaArgs):
     """Arguments that all kernels of a group share. Addresses are 64-bit; sizes and counts 32-bit.
 
     arena: this rank's arena. peers: int64[R], every rank's arena as this device maps it. status: host-visible
-    records, (R + 1) x 16 bytes. *_magic: the `division_magic` of the count before it.
+    records, (R + len(INPUT_ERRORS)) x 16 bytes. *_magic: the `division_magic` of the count before it.
 
     chained: 1 where the next launch may start while this one runs, to wait for its end.
 

@@ -3,8 +3,8 @@
 Kernels and the runtime read `arena`, `device`, `formats`, `launch`, `record`, `routing`, `scales` and `variants`:
 sizes, byte offsets, limits, names. The other files are for `cute-ep layout`, tests and readers: CuTe's layout algebra
 (`layout`, `algebra`, `guards`, `eager`), tiled views (`tile_tensor`, `device_tile`, `tile_guards`) and pictures of both
-(`draw`). Of these a kernel uses only `Layout`, for two small index maps (`kernels/rows.py`), and the build asks `eager`
-how the DSL is installed. What this file exports is the algebra.
+(`draw`). Of these a kernel uses only `Layout`, for two small index maps (`kernels/rows.py`), and build and library ask
+`eager` for the DSL's name and how it is installed. What this file exports is the algebra.
 """
 
 from cute_ep.layouts.algebra import (

@@ -1,1 +1,2 @@
-"""Measurements: `python -m perf.suite` takes them, `perf.report` puts them into the README. Not part of the package."""
+"""Measurements: `python -m perf.suite` takes them, `perf.report` puts them into the README and docs/performance.md. Not
+part of the package."""

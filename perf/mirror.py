@@ -130,10 +130,11 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
     enable_all_peers(devices)
     blocks = Blocks.of(cfg)
     with ExitStack() as everything:
-        arenas = [blocks.allocate(device, cfg.world_size) for device in devices]
-        communicators = []
+        arenas, communicators = [], []
+        for device in devices:
+            arenas.append(blocks.allocate(device, cfg.world_size))
+            everything.callback(arenas[-1].free)
         for rank, device in enumerate(devices):
-            everything.callback(arenas[rank].free)
             kernels, ctas = load_kernels(cfg, device, Library(library), NO_HOOKS), resident_ctas(device.index)
             everything.callback(unload_kernels, kernels, device)
             communicator = Communicator(
@@ -153,13 +154,14 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
             for kernel in kernels.values():
                 kernel.bind(blocks.arguments)
             communicators.append(communicator)
-        try:
-            yield communicators
-        finally:
-            for device in devices:
-                torch.cuda.synchronize(device)
-            if any(communicator.failed for communicator in communicators):
-                everything.pop_all()
+        held = everything.pop_all()
+    try:
+        yield communicators
+    finally:
+        for device in devices:
+            torch.cuda.synchronize(device)
+        if not any(communicator.failed for communicator in communicators):
+            held.close()
 
 
 def mirrored_ids(cfg: EPConfig, tokens: int, rank: int, generator: torch.Generator) -> torch.Tensor:

@@ -174,14 +174,14 @@ def more_page(runs: Mapping[Path, dict], page: Path) -> str:
     """The page beside the README: `runs` by folder, the main one first. The model's constants come from all runs of a
     commit."""
     every = list(runs.values())
-    (first, main), *others = runs.items()
+    (_, main), *others = runs.items()
     parts = [
         "# Speed, beside what the README says",
         "Written by `python -m perf.report`, with the README's section; times as there.",
         f"## {machine_text(main)}",
         explained_text(main, fit_for(main, every)),
         predictions_text(main, fit_for(main, every)),
-        f"`python -m perf.model {link(first, README)}` says what ceilings explain.",
+        f"`python -m perf.model {' '.join(link(one, README) for one in runs)}` says what ceilings explain.",
     ]
     for folder, run in others:
         parts += [

@@ -277,6 +277,7 @@ def test_arguments_of_other_types(make: Make, rank: Communicator) -> None:
         (lambda: rank.combine(expert_rows(batch), batch, out=[1.0]), "out = list: must be a torch.Tensor"),
         (lambda: rank.combine(expert_rows(batch), batch, dtype=float), "dtype = <class 'float'>: must be one of"),
         (lambda: rank.allocate(-1), "capacity = -1: must be an integer that is not negative"),
+        (lambda: rank.allocate(True), "capacity = True: must be an integer that is not negative"),
         (lambda: rank.allocate(2.5), "capacity = 2.5"),
     ):
         with pytest.raises(EPInputError, match=rule):
@@ -866,8 +867,8 @@ def test_both_backends_take_the_same_tokens(name: str) -> None:
 def test_a_number_as_global_scale(rank: Communicator) -> None:
     rank.dispatch(*arguments(), 2.0)
     assert LAUNCHES[0].arguments["global_scale"] != 0
-    for value in (0.0, -1.0, float("nan"), 2.0**101):
-        with pytest.raises(EPInputError, match="global_scale = "):
+    for value in (0.0, -1.0, float("nan"), 2.0**101, True):
+        with pytest.raises(EPInputError, match=r"input_scale = .*: must be a number in"):
             rank.dispatch(*arguments(), value)
 
 

@@ -99,6 +99,7 @@ def test_devices_that_no_group_can_have(gpus: None, devices: list, rule: str) ->
     [
         ({"sms": 0}, "sms = 0: must be a positive integer"),
         ({"sms": 2.5}, "sms = 2.5: must be a positive integer"),
+        ({"sms": True}, "sms = True: must be a positive integer"),
         ({"library": "nowhere"}, "library = 'nowhere': must be a folder"),
         ({"tuning": "fast"}, "tuning = str: must be a Tuning"),
     ],

@@ -75,6 +75,7 @@ BAD_SILU: tuple[tuple[str, tuple, dict[str, Any]], ...] = (
     (r"input_scales = tensor: must be None", (X,), {"fmt": "fp8", "input_scales": torch.ones(1)}),
     (r"input_scales\.shape = \(3,\): must be \(1,\) or \(1,\)", (X,), {"fmt": "nvfp4", "input_scales": torch.ones(3)}),
     (r"input_scales\.dtype", (X,), {"fmt": "nvfp4", "input_scales": torch.ones(1).half()}),
+    (r"input_scales\[0\] = 0.0: must be a number", (X,), {"fmt": "nvfp4", "input_scales": torch.zeros(1)}),
     (r"alpha = 1.7, limit = None: must be given together", (X,), {"alpha": 1.7}),
     (r"alpha = None, limit = 7: must be given together", (X,), {"limit": 7}),
     (r"limit = 0: must be positive", (X,), {"alpha": 1.0, "limit": 0}),

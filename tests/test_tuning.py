@@ -74,7 +74,7 @@ tunings = st.builds(Tuning, tables(), tables())
 
 
 @given(launches, tunings)
-def test_every_piece_has_a_flag(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
+def test_no_launch_shape_has_more_pieces_than_flags(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
     """Whatever the number of tokens in a call, its pieces fit the flags that the arena has for a rank."""
     cfg, most, ctas = launch
     for tuning in (built_in(cfg, ctas), made):

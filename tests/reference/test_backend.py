@@ -506,7 +506,7 @@ def test_refused_arguments_do_not_join_the_round():
     ready = reference.quantize(given.x, "nvfp4")
     for match, call in (
         ("x.dtype", lambda: first.dispatch(given.x.float(), given.topk_ids)),
-        ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=0.0)),
+        ("input_scale = 0.0: must be a number", lambda: first.dispatch(given.x, given.topk_ids, input_scale=0.0)),
         ("x.shape", lambda: first.dispatch(given.x, given.topk_ids, scales=torch.zeros(5, 2, dtype=torch.uint8))),
         (
             "scales.shape",
@@ -514,7 +514,10 @@ def test_refused_arguments_do_not_join_the_round():
         ),
         ("must be None", lambda: first.dispatch(ready.payload, given.topk_ids, None, 2.0, scales=ready.scales)),
         ("row_scales", lambda: first.dispatch(ready.payload, given.topk_ids, scales=ready.scales, row_scales=given.x)),
-        ("global_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(1))),
+        (
+            "input_scale = 0.0: must be a number",
+            lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(1)),
+        ),
         ("input_scale", lambda: first.dispatch(given.x, given.topk_ids, input_scale=torch.zeros(2))),
         ("out = tuple", lambda: first.dispatch(given.x, given.topk_ids, out=(1,))),
         (
@@ -598,10 +601,10 @@ def test_pending_is_used_once_in_order_and_by_its_rank():
     a, b = (first.dispatch_async(given[0].x, given[0].topk_ids) for _ in range(2))
     for match, call in (
         ("this is round 2, but the next to receive is 1", lambda: first.dispatch_wait(b)),
-        ("dispatch_async of rank 1", lambda: other.dispatch_wait(a)),
-        ("dispatch_async of rank 0", lambda: first.dispatch_wait(None)),
-        ("dispatch_async of rank 0", lambda: connect_reference(cfg)[0].dispatch_wait(a)),
-        ("combine_async of rank 0", lambda: first.combine_wait(a)),
+        ("dispatch_async of this communicator, rank 1", lambda: other.dispatch_wait(a)),
+        ("dispatch_async of this communicator, rank 0", lambda: first.dispatch_wait(None)),
+        ("dispatch_async of this communicator, rank 0", lambda: connect_reference(cfg)[0].dispatch_wait(a)),
+        ("combine_async of this communicator, rank 0", lambda: first.combine_wait(a)),
     ):
         with pytest.raises(EPInputError, match=match):
             call()
@@ -620,7 +623,7 @@ def test_pending_is_used_once_in_order_and_by_its_rank():
     communicators[0].combine_wait(sent)
     with pytest.raises(EPInputError, match="this is round 1, but the next to receive is 2"):
         communicators[0].combine_wait(sent)
-    with pytest.raises(EPInputError, match="dispatch_async of rank 0"):
+    with pytest.raises(EPInputError, match="dispatch_async of this communicator, rank 0"):
         communicators[0].dispatch_wait(sent)
 
 
