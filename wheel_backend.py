@@ -19,7 +19,10 @@ from setuptools.build_meta import *  # noqa: F403  (the hooks that stay as they 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = ROOT / "cute_ep" / "library"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-COMPILER = [*PROJECT["optional-dependencies"]["build"], *(one for one in PROJECT["dependencies"] if one[:4] == "rich")]
+COMPILER = [
+    *PROJECT["optional-dependencies"]["build"],
+    *(one for one in PROJECT["dependencies"] if one.startswith("rich")),
+]
 
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:

@@ -13,7 +13,7 @@ from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.driver import DeviceMemory, Kernel, architecture
-from cute_ep.errors import EPError, EPInputError
+from cute_ep.errors import EPError
 from cute_ep.launch_shape import Shape, Tuning, log2_of
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16
@@ -478,7 +478,7 @@ class Communicator:
         """The buffers to receive into, and the arguments that name them, to be left as they are."""
         if out is None:
             with torch.cuda.stream(self._work_stream()):
-                out = self.allocate()
+                out = DispatchBuffers.allocate(self.cfg, self.device)
             return out, self._buffer_arguments(out)
         arguments = self._received.get(out) if isinstance(out, DispatchBuffers) else None
         if arguments is None:
@@ -556,9 +556,7 @@ class Communicator:
         }
 
     def _check_own(self, rounds: Rounds, pending: PendingDispatch | PendingCombine, kind: type) -> None:
-        if not isinstance(pending, kind) or pending.rounds is not rounds:
-            whose = f"{rounds.phase}_async of this communicator, rank {self.rank},"
-            raise EPInputError(f"pending = {type(pending).__name__}: must be what {whose} returned")
+        rounds.check_own(isinstance(pending, kind) and pending.rounds is rounds, pending, self.rank)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -25,6 +25,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float; True and False are none."""
+    return is_integer(value) or isinstance(value, float)
+
+
 @dataclass(frozen=True)
 class EPConfig:
     """Shapes and limits of one expert-parallel group.
@@ -81,8 +86,8 @@ class EPConfig:
             f"must be a multiple of world_size = {self.world_size}",
         )
         require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
-        number = is_integer(self.timeout_s) or isinstance(self.timeout_s, float)
-        require(number and 1e-9 <= self.timeout_s <= 3600, "timeout_s", "must be a number in [1e-9, 3600] seconds")
+        in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= 3600
+        require(in_time, "timeout_s", "must be a number in [1e-9, 3600] seconds")
         for name in ("fused_shared_expert", "skip_a2a"):
             require(isinstance(getattr(self, name), bool), name, "must be True or False")
         known = isinstance(self.dispatch_format, str) and self.dispatch_format in FORMATS

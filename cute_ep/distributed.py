@@ -6,7 +6,7 @@ the first rank's kernel waits for the last one's launch only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,17 +15,9 @@ from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
 from cute_ep.reference_backend import ReferenceCommunicator
+from cute_ep.rounds import Plan, Result
 
 Communicators = Sequence[Communicator | ReferenceCommunicator]
-
-
-def _lists(communicators: Communicators, **arguments: Sequence | None) -> list[dict]:
-    """One rank's arguments after the other's; EPInputError unless every list has one entry a rank."""
-    ranks = len(communicators)
-    for name, values in arguments.items():
-        if values is not None and len(values) != ranks:
-            raise EPInputError(f"len({name}) = {len(values)}: must be the number of ranks, {ranks}")
-    return [{name: None if v is None else v[rank] for name, v in arguments.items()} for rank in range(ranks)]
 
 
 class _Operation:
@@ -39,6 +31,19 @@ class _Operation:
         if ranks != list(range(cfg.world_size)) or any(communicator.cfg != cfg for communicator in communicators):
             raise EPConfigError(f"communicators of ranks {ranks}: must be all ranks of one group, in order")
         self.communicators = communicators
+
+    def _launch(self, plan: Callable[..., Plan[Result]], **lists: Sequence | None) -> list[Result]:
+        """`plan` of every communicator, with its entry of each list; once all are made, their launches. EPInputError
+        unless every list has one entry a rank."""
+        ranks = len(self.communicators)
+        for name, values in lists.items():
+            if values is not None and len(values) != ranks:
+                raise EPInputError(f"len({name}) = {len(values)}: must be the number of ranks, {ranks}")
+        plans = [
+            plan(communicator, **{name: None if v is None else v[rank] for name, v in lists.items()})
+            for rank, communicator in enumerate(self.communicators)
+        ]
+        return [one.launch() for one in plans]
 
 
 class DistributedEPDispatch(_Operation):
@@ -76,8 +81,8 @@ class DistributedEPDispatch(_Operation):
         Raises:
             EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
         """
-        given = _lists(
-            self.communicators,
+        return self._launch(
+            lambda rank, **own: rank.plan_dispatch(**own),
             x=input_tokens,
             topk_ids=topk_ids,
             router_weights=router_weights,
@@ -86,8 +91,6 @@ class DistributedEPDispatch(_Operation):
             scales=scales,
             row_scales=row_scales,
         )
-        plans = [rank.plan_dispatch(**own) for rank, own in zip(self.communicators, given, strict=True)]
-        return [plan.launch() for plan in plans]
 
 
 class DistributedEPDispatchFP8(DistributedEPDispatch):
@@ -130,16 +133,11 @@ class DistributedEPCombine(_Operation):
         Raises:
             EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
         """
-        given = _lists(
-            self.communicators,
+        return self._launch(
+            lambda rank, **own: rank.plan_combine(mode=mode, dtype=dtype, **own),
             rows=rows,
             dispatched=dispatched,
             router_weights=router_weights,
             out=outs,
             epilogue_data=epilogue_data,
         )
-        plans = [
-            rank.plan_combine(mode=mode, dtype=dtype, **own)
-            for rank, own in zip(self.communicators, given, strict=True)
-        ]
-        return [plan.launch() for plan in plans]

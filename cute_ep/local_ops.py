@@ -20,8 +20,8 @@ from cute_ep.layouts.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library
-from cute_ep.reference_local import fill_swiglu, swiglu_rows
-from cute_ep.validate import check_global_scale, check_input_scale, check_tensor
+from cute_ep.reference_local import fill_groups
+from cute_ep.validate import check_input_scale, check_tensor
 
 MAX_ROWS = 1 << 30
 SIGN_BIT = 1 << 31
@@ -161,22 +161,20 @@ def fused_silu(
         payload, scales = _empty_output(record, layout, x, width, groups)
     if not on_gpu:
         bounds = [0, rows] if row_offsets is None else row_offsets.clamp(max=rows).tolist()
-        shifts = [0] * groups if scales_offsets is None else scales_offsets.tolist()
-        factors = [1.0] if input_scales is None else input_scales.tolist()
-        for group, factor in enumerate(factors):
-            check_global_scale(factor, f"input_scales[{group}]")
-        values = swiglu_rows(x[: bounds[-1]], interleaved, alpha, limit)
-        fill_swiglu(record, layout, values, (payload, scales), bounds, shifts, factors * (groups // len(factors)))
-        return payload if scales is None else SwigluRows(payload, scales)
-    arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
-        "global_scales": address(input_scales),
-        "per_group": int(input_scales is not None and input_scales.shape[0] > 1),
-        "row_offsets": address(row_offsets),
-        "scales_offsets": address(scales_offsets),
-        "groups": groups,
-        **clamp,
-    }
-    _launch_rows(SWIGLU_KERNELS[interleaved], record, x, payload, width, arguments, library)
+        values = reference.round_to(
+            reference.swiglu(x[: bounds[-1]], interleaved, alpha, limit).float(), torch.bfloat16
+        )
+        fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
+    else:
+        arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
+            "global_scales": address(input_scales),
+            "per_group": int(input_scales is not None and input_scales.shape[0] > 1),
+            "row_offsets": address(row_offsets),
+            "scales_offsets": address(scales_offsets),
+            "groups": groups,
+            **clamp,
+        }
+        _launch_rows(SWIGLU_KERNELS[interleaved], record, x, payload, width, arguments, library)
     return payload if scales is None else SwigluRows(payload, scales)
 
 

@@ -108,9 +108,7 @@ class _Collective:
 
     def check_receive(self, rank: int, pending: Pending) -> None:
         own = isinstance(pending, Pending) and pending.rank == rank and self.owns(pending.round)
-        if not own:
-            kind, whose = type(pending).__name__, f"{self.name}_async of this communicator, rank {rank},"
-            raise EPInputError(f"pending = {kind}: must be what {whose} returned")
+        self.order[rank].check_own(own, pending, rank)
         self.order[rank].check_wait(pending.round.index + 1)
 
     def receive(self, pending: Pending, receiver: Callable[[_Round], None]) -> None:

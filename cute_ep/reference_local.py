@@ -1,4 +1,4 @@
-"""`quantize` and `fused_silu` (`cute_ep.local_ops`) for tensors on the CPU, from the reference."""
+"""What `fused_silu` (`cute_ep.local_ops`) writes where tensors are on the CPU, from the reference."""
 
 from __future__ import annotations
 
@@ -10,32 +10,41 @@ import torch
 from cute_ep.layouts.formats import Format
 from cute_ep.layouts.scales import ATOM, TRANSPOSED
 from cute_ep.reference_dispatch import arrange_scales
-from cute_ep.reference_formats import quantize, round_to
-from cute_ep.reference_swiglu import swiglu
+from cute_ep.reference_formats import quantize
+from cute_ep.validate import check_global_scale
 
 
-def fill_swiglu(
+def fill_groups(
     fmt: Format,
     layout: str | None,
     values: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor | None],
     bounds: Sequence[int],
-    shifts: Sequence[int],
-    global_scales: Sequence[float],
+    scales_offsets: torch.Tensor | None,
+    input_scales: torch.Tensor | None,
 ) -> None:
     """Write the rows of all groups and their scale factors into `out`, payload and scales, and nothing else.
 
     Args:
         values: [rows, D] bfloat16, what the rows are before they are encoded.
         bounds: where groups begin and, at last, end.
-        shifts, global_scales: of each group; see `fused_silu`.
+        scales_offsets, input_scales: as of `fused_silu`.
+
+    Raises:
+        EPInputError: an input scale is out of range.
     """
     payload, scales = out
+    groups = len(bounds) - 1
+    factors = [1.0] if input_scales is None else input_scales.tolist()
+    for group, factor in enumerate(factors):
+        check_global_scale(factor, f"input_scales[{group}]")
     if scales is None or layout is None:
         payload[: bounds[-1]] = values[: bounds[-1]]
         return
-    for (start, end), shift, global_scale in zip(pairwise(bounds), shifts, global_scales, strict=True):
-        rows = quantize(values[start:end], fmt, global_scale)
+    factors = factors * (groups // len(factors))
+    shifts = [0] * groups if scales_offsets is None else scales_offsets.tolist()
+    for (start, end), shift, factor in zip(pairwise(bounds), shifts, factors, strict=True):
+        rows = quantize(values[start:end], fmt, factor)
         payload[start:end] = rows.payload
         arranged = arrange_scales(rows.scales, layout, [end - start])
         if layout == TRANSPOSED:
@@ -44,8 +53,3 @@ def fill_swiglu(
             first = start // 128 + shift if layout == ATOM else start
             room = scales[first : first + arranged.shape[0]]
             room[:] = arranged[: room.shape[0]]
-
-
-def swiglu_rows(x: torch.Tensor, interleaved: bool, alpha: float | None, limit: float | None) -> torch.Tensor:
-    """[rows, D] bfloat16: the reference's `swiglu`, rounded."""
-    return round_to(swiglu(x, interleaved, alpha, limit).float(), torch.bfloat16)

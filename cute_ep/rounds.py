@@ -55,6 +55,12 @@ class Rounds:
     def __init__(self, phase: str) -> None:
         self.phase, self.sent, self.received = phase, 0, 0
 
+    def check_own(self, own: bool, pending: object, rank: int) -> None:
+        """EPInputError unless a half was sent here: `own`."""
+        if not own:
+            whose = f"{self.phase}_async of this communicator, rank {rank},"
+            raise EPInputError(f"pending = {type(pending).__name__}: must be what {whose} returned")
+
     def check_send(self) -> None:
         """EPInputError when MAX_OUTSTANDING sends already wait."""
         if self.sent - self.received >= MAX_OUTSTANDING:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cute_ep.config import EPConfig, is_integer
+from cute_ep.config import EPConfig, is_number
 from cute_ep.dispatched import (
     DispatchBuffers,
     Dispatched,
@@ -159,8 +159,7 @@ def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> 
 
 def check_global_scale(value: float, name: str = "global_scale") -> None:
     """EPInputError unless `value` is a number in [2**-100, 2**100] (so positive and finite)."""
-    number = is_integer(value) or isinstance(value, float)
-    if not (number and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
+    if not (is_number(value) and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
         raise EPInputError(f"{name} = {value!r}: must be a number in [2**-100, 2**100]")
 
 

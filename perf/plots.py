@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from cute_ep.ceilings import Ceilings
@@ -70,7 +71,7 @@ def draw_latency(plt, run: dict, fits: dict):
     return figure
 
 
-def draw_ratio(plt, run: dict, _fits: dict):
+def draw_ratio(plt, run: dict):
     """Median over the floor."""
     figure, axes = _panels(plt, len(SHOWN))
     for axis, operation in zip(axes, SHOWN, strict=True):
@@ -88,7 +89,7 @@ def draw_ratio(plt, run: dict, _fits: dict):
     return figure
 
 
-def draw_peers(plt, run: dict, _fits: dict):
+def draw_peers(plt, run: dict):
     """Pairs beside those of other libraries; solid: bf16, dashed: fp8, dotted: nvfp4."""
     rows = [row for row in run["peers"] if row["operation"] == "pair"]
     if not rows:
@@ -114,7 +115,7 @@ def draw_peers(plt, run: dict, _fits: dict):
     return figure
 
 
-def draw_sweep(plt, run: dict, _fits: dict):
+def draw_sweep(plt, run: dict):
     """Medians by SM budget."""
     if not run["sweep"]:
         return None
@@ -138,7 +139,7 @@ def draw_sweep(plt, run: dict, _fits: dict):
     return figure
 
 
-def draw_swiglu(plt, run: dict, _fits: dict):
+def draw_swiglu(plt, run: dict):
     """Shares of the copy ceiling at the largest number of rows."""
     if not run["swiglu"]:
         return None
@@ -189,8 +190,9 @@ def draw(run: dict, folder: Path, fits: dict | None = None) -> list[Path]:
     from matplotlib import pyplot
 
     written = []
-    for name, make in PLOTS.items():
-        figure = make(pyplot, run, fit_for(run, [run]) if fits is None else fits)
+    latency = partial(draw_latency, fits=fit_for(run, [run]) if fits is None else fits)
+    for name, make in (PLOTS | {"latency": latency}).items():
+        figure = make(pyplot, run)
         if figure is not None:
             written.append(folder / f"{name}.svg")
             figure.savefig(written[-1], metadata={"Date": None})

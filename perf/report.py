@@ -49,9 +49,11 @@ def replace_between(text: str, section: str) -> str:
     return f"{before}{BEGIN}\n{section.strip()}\n{END}{rest.partition(END)[2]}"
 
 
-def lost_to(run: dict, operation: str, own: Mapping[tuple[int, str], float]) -> Iterator[tuple[str, str, int, str]]:
+def lost_to(
+    rows: Iterable[dict], operation: str, own: Mapping[tuple[int, str], float]
+) -> Iterator[tuple[str, str, int, str]]:
     """(peer, format, tokens, both times) of an operation wherever another library's takes less than `own`."""
-    for row in run["peers"]:
+    for row in rows:
         ours = own.get((row["tokens"], row["format"]))
         if row["operation"] == operation and ours is not None and row["p50_us"] < ours:
             times = f"{row['p50_us']:.1f} us, here {ours:.1f}"
@@ -60,18 +62,18 @@ def lost_to(run: dict, operation: str, own: Mapping[tuple[int, str], float]) -> 
 
 def peers_lines(run: dict) -> Iterator[str]:
     """Where another library is faster: pairs with either combine, and operations on as many SMs as it takes."""
-    pairs = list(lost_to(run, "pair", medians(run, "pair")))
+    pairs = list(lost_to(run["peers"], "pair", medians(run, "pair")))
     yield from (f"{peer} {fmt} at {tokens} tokens: {times}." for peer, fmt, tokens, times in pairs)
     if run["peers"] and not pairs:
         yield "No pair of another library in the same format was faster in this run."
     exact: dict[str, dict[int, str]] = {}
-    for peer, fmt, tokens, times in lost_to(run, "pair", exact_pairs(run)):
+    for peer, fmt, tokens, times in lost_to(run["peers"], "pair", exact_pairs(run)):
         exact.setdefault(f"{peer} {fmt}", {})[tokens] = times
     for name, lost in exact.items():
         where = ", ".join(map(str, lost))
         yield f"Exact combine, pairs: {name} at {where} tokens; at {max(lost)} {lost[max(lost)]}."
     for name, sms in PEER_SMS.items():
-        theirs = run | {"peers": [row for row in run["peers"] if row["peer"] == name]}
+        theirs = [row for row in run["peers"] if row["peer"] == name]
         for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
             own = {
                 (case["tokens"], case["format"]): case["p50_us"]
