@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
@@ -12,9 +12,9 @@ import torch
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
-from cute_ep.driver import DeviceMemory, Kernel, architecture
+from cute_ep.driver import DeviceMemory, Kernel, architecture, current_stream
 from cute_ep.errors import EPError
-from cute_ep.launch_shape import Shape, Tuning, log2_of
+from cute_ep.launch_shape import Shape, Tuning
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16
 from cute_ep.layouts.routing import division_magic
@@ -110,6 +110,8 @@ class Communicator:
         self.cfg, self.rank, self.device = cfg, rank, device
         self.arena, self.hooks = arena, hooks
         self.max_ctas, self.tuning = max_ctas, tuning
+        self._shapes: dict[tuple[str, int, bool], Shape] = {}  # found so far, with this tuning:
+        self._shapes_of = tuning
         self.stream = torch.cuda.Stream(device)
         self._shared_device = shared_device
         self._release = release
@@ -117,6 +119,7 @@ class Communicator:
         self._chained = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._received: WeakKeyDictionary[DispatchBuffers, dict[str, int]] = WeakKeyDictionary()
+        self._maker = object()  # marks the batches that this communicator has made
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._status = Status(rank, cfg.peers)
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
@@ -147,6 +150,8 @@ class Communicator:
             "row_alignment": cfg.alignment,
             "segment_words": segment_words(fmt),
         }
+        if not cfg.fused_shared_expert:
+            constants |= {"shared_first": 0, "shared_rows": 0}
         self._kernels = kernels
         layout = cfg.arena
         for name, kernel in kernels.items():
@@ -310,8 +315,8 @@ class Communicator:
         """All of `combine` but the launch; arguments and errors are the same."""
         self._check_usable()
         self._combines.check_fused()
-        check_batch(self.cfg, self.rank, dispatched, self.device)
-        weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
+        self._check_batch(dispatched)
+        weights = self._weights(mode, router_weights, dispatched)
         sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
         shape = self._shape("combine", dispatched.topk_ids.shape[0], whole_rows=mode != "partial")
@@ -328,9 +333,9 @@ class Communicator:
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
         """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
         self._combines.check_send()
-        check_batch(self.cfg, self.rank, dispatched, self.device)
+        self._check_batch(dispatched)
         if mode != "exact":  # which may be given its weights by `combine_wait`
-            combine_weights(self.cfg, mode, None, dispatched, self._weights_dtype)
+            self._weights(mode, None, dispatched)
         sent = self._prepare_return(rows, dispatched)
         shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
         tensors = (rows, *_read_by_combine(dispatched))
@@ -351,7 +356,7 @@ class Communicator:
         self._check_own(self._combines, pending, PendingCombine)
         self._combines.check_wait(pending.number)
         dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
-        weights = combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype)
+        weights = self._weights(mode, router_weights, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
         received |= self._rows_arguments(rows, dispatched)
         shape = self._shape("combine_wait", dispatched.topk_ids.shape[0])
@@ -417,7 +422,14 @@ class Communicator:
         return tokens or self.cfg.max_tokens_per_rank
 
     def _shape(self, operation: str, tokens: int, *, whole_rows: bool = False) -> Shape:
-        return self.tuning.shape(operation, self._expected(tokens), self.max_ctas, whole_rows=whole_rows)
+        if self._shapes_of is not self.tuning:
+            self._shapes, self._shapes_of = {}, self.tuning
+        key = operation, tokens, whole_rows
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self.tuning.shape(operation, self._expected(tokens), self.max_ctas, whole_rows=whole_rows)
+            self._shapes[key] = shape
+        return shape
 
     @property
     def _weights_dtype(self) -> torch.dtype | None:
@@ -450,7 +462,7 @@ class Communicator:
             check_tensor("input_scale", input_scale, device=self.device)
         tokens = x.shape[0]
         shape = self._shape(operation, tokens)
-        return_pieces = log2_of(self.tuning.entry("combine", self._expected(tokens)).pieces)
+        return_pieces = self._shape("combine", tokens).pieces_log2
         arguments = {
             "x": x.data_ptr(),
             "scales": address(scales),
@@ -471,6 +483,9 @@ class Communicator:
         return sent, shape, arguments
 
     def _shared_arguments(self, tokens: int) -> dict[str, int]:
+        """The tokens that the shared expert takes; bound where there is none."""
+        if not self.cfg.fused_shared_expert:
+            return {}
         first, count = self.cfg.shared_slice(tokens, self.rank)
         return {"shared_first": first, "shared_rows": count}
 
@@ -512,6 +527,7 @@ class Communicator:
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
+            maker=self._maker,
         )
 
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
@@ -555,6 +571,18 @@ class Communicator:
             **self._shared_arguments(tokens),
         }
 
+    def _has_made(self, dispatched: Dispatched) -> bool:
+        """Whether this communicator has made the batch, so has checked what is in it."""
+        return getattr(dispatched, "maker", None) is self._maker
+
+    def _check_batch(self, dispatched: Dispatched) -> None:
+        if not self._has_made(dispatched):
+            check_batch(self.cfg, self.rank, dispatched, self.device)
+
+    def _weights(self, mode: str, router_weights: torch.Tensor | None, dispatched: Dispatched) -> torch.Tensor | None:
+        checked = self._has_made(dispatched)
+        return combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype, checked=checked)
+
     def _check_own(self, rounds: Rounds, pending: PendingDispatch | PendingCombine, kind: type) -> None:
         rounds.check_own(isinstance(pending, kind) and pending.rounds is rounds, pending, self.rank)
 
@@ -581,16 +609,19 @@ class Communicator:
             tensors, buffers: what the kernel reads and writes.
         """
         self._check_usable()
-        stream = self._work_stream()
-        if self._shared_device and stream != (current := self._current_stream()):
-            stream.wait_stream(current)
+        stream = current_stream(self.device.index)
+        if self._shared_device and stream != self.stream.cuda_stream:
+            self.stream.wait_stream(self._current_stream())
             for tensor in (*tensors, *(tensors_of(buffers).values() if buffers else ())):
                 if tensor is not None:
-                    tensor.record_stream(stream)
+                    tensor.record_stream(self.stream)
+            stream = self.stream.cuda_stream
         chained = 2 * shape.grid <= self.max_ctas  # two fit side by side: `docs/protocol.md` 7
         arguments.update(send_ctas=shape.send_ctas, receive_from=shape.receive_from, chained=int(chained))
         early, self._chained = chained and self._chained, chained
-        guard = nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
-        self._streams.add(stream.cuda_stream)
-        with guard:
-            self._kernels[name].launch(shape.grid, arguments, stream.cuda_stream, early=early)
+        self._streams.add(stream)
+        if torch.cuda.current_device() == self.device.index:
+            self._kernels[name].launch(shape.grid, arguments, stream, early=early)
+        else:
+            with torch.cuda.device(self.device):
+                self._kernels[name].launch(shape.grid, arguments, stream, early=early)

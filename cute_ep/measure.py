@@ -186,13 +186,15 @@ def measure(
             run_round(communicators[rank], own[index % len(own)], operation)
 
         rounds = 1 if operation == CHAINED else rounds_per_graph(sets.tokens)
+        host = {}
         if operation == CHAINED:
             seconds = runner.time(count, one_round, chained=True)
+            host = {"host_us": 1e6 * runner.host_time(one_round)}
         else:
             seconds = runner.time_graphs(count, one_round, rounds)
         about = {"operation": operation, "format": sets.cfg.dispatch_format, "tokens": sets.tokens}
         how = {"routing": sets.routing, "rounds": rounds}
-        results.append(about | how | summary(seconds) | case_bytes(sets, operation))
+        results.append(about | how | summary(seconds) | host | case_bytes(sets, operation))
     return results
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -29,6 +30,8 @@ SAMPLES = 200
 BURST = 32
 """Samples behind one gate: a graph and two events each, far from the about 1000 queue entries at which a launch would
 block."""
+QUEUED, QUEUEINGS = 10, 15
+"""Rounds that are queued at once to find how long that takes the host, and how often."""
 IN_STEP = 2
 """Samples at the start of a burst that are dropped."""
 GATE_TIMEOUT_S = 60.0
@@ -188,6 +191,29 @@ class Runner:
         graphs = self.capture(all_rounds)
         self.on_all(lambda lane: graphs[lane].replay())
         return [span / rounds for span in self.time(samples, lambda lane, index: graphs[lane].replay())]
+
+    def host_time(self, enqueue: Callable[[int, int], None]) -> float:
+        """Seconds that a thread takes to queue a round, on the lane where it takes longest; the least of QUEUEINGS.
+
+        Lanes are queued one after the other while all streams hold, so neither a thread nor a GPU is waited for."""
+        fastest = [math.inf] * len(self.streams)
+        for _ in range(QUEUEINGS):
+            self._gate.close()
+            try:
+                for lane, stream in enumerate(self.streams):
+                    with torch.cuda.stream(stream):
+                        self._gate.hold(stream)
+                        start = time.perf_counter()
+                        for index in range(QUEUED):
+                            enqueue(lane, index)
+                        fastest[lane] = min(fastest[lane], (time.perf_counter() - start) / QUEUED)
+            finally:
+                self._gate.open()
+            for stream in self.streams:
+                stream.synchronize()
+            if self._finish is not None:
+                self._finish()
+        return max(fastest)
 
     def _burst(self, indices: range, enqueue: Callable[[int, int], None], chained: bool) -> list[float]:
         def event() -> torch.cuda.Event:

@@ -51,29 +51,32 @@ def check_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
-    if shape is not None and not _has_shape(tensor, shape):
+    if shape is not None and tensor.shape != shape and not _has_shape(tensor, shape):
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be ({wanted})")
-    if dtype not in (None, tensor.dtype):
+    if dtype is not None and tensor.dtype != dtype:
         raise EPInputError(f"{name}.dtype = {tensor.dtype}: must be {dtype}")
     if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
     if not tensor.is_contiguous():
         raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous")
-    if tensor.data_ptr() % alignment:
+    if alignment != 1 and tensor.data_ptr() % alignment:
         raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
 
 
 def _has_shape(tensor: torch.Tensor, shape: Sequence[int | None]) -> bool:
     """Whether each extent is the wanted one, if any is wanted."""
-    if None not in shape:  # each call of a communicator comes here several times
-        return tensor.shape == tuple(shape)
     if tensor.dim() != len(shape):
         return False
     for got, want in zip(tensor.shape, shape, strict=True):
         if want is not None and got != want:
             return False
     return True
+
+
+def _rows_of(tensor: torch.Tensor) -> int | None:
+    """Rows of a matrix, for `check_tensor`, which is faster where it knows all extents; None of anything else."""
+    return tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else None
 
 
 def check_tokens(
@@ -105,7 +108,7 @@ def check_tokens(
         if not fmt.scale:
             raise EPInputError(f"scales = {type(scales).__name__}: must be None, {fmt.name} has no scale factors")
         columns, dtype = payload_columns(fmt, cfg.hidden), payload_dtype(fmt)
-    check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    check_tensor("x", x, shape=(_rows_of(x), columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
     tokens = x.shape[0]
     if scales is not None:
         shape = (tokens, cfg.hidden // fmt.block)
@@ -192,7 +195,8 @@ def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> Non
     N >= num_rows is the caller's promise: num_rows is on the device.
     """
     device = dispatched.row_map.device
-    check_tensor("rows", rows, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
+    shape = _rows_of(rows), cfg.hidden
+    check_tensor("rows", rows, shape=shape, dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
 
 
 def combine_weights(
@@ -201,11 +205,16 @@ def combine_weights(
     router_weights: torch.Tensor | None,
     dispatched: Dispatched,
     weights_dtype: torch.dtype | None = torch.float32,
+    *,
+    checked: bool = False,
 ) -> torch.Tensor | None:
     """The [T, top_k] weights that a communicator's combine applies; None in unweighted mode.
 
     Exact: the argument, else what dispatch was given. Partial: what dispatch was given, since the expert
     ranks multiply and only dispatch carries weights to them.
+
+    Args:
+        checked: whether those of `dispatched` need no check.
 
     Raises:
         EPInputError: unknown mode, no weights at all, an argument in another mode than exact, a shared expert in
@@ -224,7 +233,8 @@ def combine_weights(
     if weights is None:
         where = "dispatch" if mode == "partial" else "dispatch or combine"
         raise EPInputError(f"router_weights = None: {mode} combine needs them, give them to {where}")
-    check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
+    if router_weights is not None or not checked:
+        check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
     return weights
 
 

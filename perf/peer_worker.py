@@ -186,6 +186,27 @@ class Lane:
             seconds += spans[IN_STEP:]
         return self._host.highest(seconds), late <= MOST_LATE
 
+    def host_time(self, enqueue: Callable[[int], object]) -> float:
+        """Seconds that queueing a round takes on the slowest rank, while the streams sleep; the least of QUEUEINGS."""
+        import torch
+
+        from cute_ep.timing import QUEUED, QUEUEINGS
+
+        def queue(sleep: float) -> float:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(int(sleep * CLOCK_HZ))
+                start = time.perf_counter()
+                for index in range(QUEUED):
+                    enqueue(index)
+                took = time.perf_counter() - start
+            torch.cuda.synchronize()
+            return took
+
+        (longest,) = self._host.highest([queue(0.0)])
+        sleep = min(SLEEP_S + 2 * longest, MOST_SLEEP_S)
+        (slowest,) = self._host.highest([min(queue(sleep) for _ in range(QUEUEINGS))])
+        return slowest / QUEUED
+
     def _burst(
         self, count: int, enqueue: Callable[[int], object], sleep: float, chained: bool
     ) -> tuple[list[float], bool]:
@@ -256,7 +277,8 @@ def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], N
         seconds = [span / rounds for span in spans]
         graph.reset()
     about = {"format": work.format, "tokens": work.tokens, "operation": operation, "error": work.error}
-    return about | {"graph": graph is not None, "ahead": ahead} | summary(seconds)
+    host = {"host_us": 1e6 * lane.host_time(enqueue)} if operation == CHAINED else {}
+    return about | {"graph": graph is not None, "ahead": ahead} | summary(seconds) | host
 
 
 def main() -> int:

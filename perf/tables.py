@@ -118,12 +118,12 @@ def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
     return sorted({(row["peer"], row["format"]) for row in rows}, key=lambda pair: (order.index(pair[0]), pair[1]))
 
 
-def medians(run: dict, operation: str) -> dict[tuple[int, str], float]:
+def medians(run: dict, operation: str, of: str = "p50_us") -> dict[tuple[int, str], float]:
     """(tokens, format) -> microseconds of an operation of the main shape, uniform routing."""
     return {
-        (case["tokens"], case["format"]): case["p50_us"]
+        (case["tokens"], case["format"]): case[of]
         for case in run["cases"]
-        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", operation)
+        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", operation) and of in case
     }
 
 
@@ -133,17 +133,18 @@ def exact_pairs(run: dict) -> dict[tuple[int, str], float]:
     return {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}
 
 
-def peers_table(run: dict, operation: str) -> str:
-    """Medians of one operation (dispatch, combine, pair, pair_chained) beside those of the other libraries."""
-    own = medians(run, "combine_partial" if operation == "combine" else operation)
+def peers_table(run: dict, operation: str, of: str = "p50_us") -> str:
+    """Medians of one operation (dispatch, combine, pair, pair_chained), or what else there is `of` it, beside those of
+    the other libraries; "" where there is nothing."""
+    own = medians(run, "combine_partial" if operation == "combine" else operation, of)
     exact = exact_pairs(run) if operation == "pair" else {}
     theirs = {
-        (row["tokens"], row["peer"], row["format"]): row["p50_us"]
+        (row["tokens"], row["peer"], row["format"]): row[of]
         for row in run["peers"]
-        if row["operation"] == operation
+        if row["operation"] == operation and of in row
     }
     here = [fmt for fmt in QUICK_FORMATS if any(key[1] == fmt for key in own)]
-    columns = peer_columns(row for row in run["peers"] if row["operation"] == operation)
+    columns = peer_columns(row for row in run["peers"] if row["operation"] == operation and of in row)
     rows = []
     for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):
         mine = [own.get((tokens, fmt)) for fmt in here] + ([exact.get((tokens, "bf16"))] if exact else [])
@@ -201,6 +202,9 @@ def page(run: dict) -> str:
     if run["peers"]:
         for operation in ("pair", "dispatch", "combine", "pair_chained"):
             section(f"Beside other libraries: {operation.replace('_', ', ')}", peers_table(run, operation))
+        host = peers_table(run, CHAINED, "host_us")
+        about = "What a thread takes to queue a pair without a graph, at best, on the rank where it takes longest.\n\n"
+        section("Beside other libraries: host time", host and about + host)
         parts.append("".join(f"- `{name}`: {text}.\n" for name, text in PEERS.items()))
     mirror = run.get("mirror", ())
     section(mirror_title(mirror), mirror_table(mirror))

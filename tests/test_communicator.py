@@ -57,7 +57,7 @@ SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "
 SCALE_ARGUMENTS |= {"scale_alignment"}
 GIVE_BACK_ONLY = {"row_map", "headers", "weights"}
 REDUCE_ONLY = {"out", "out_type", "topk_ids", "router_weights", "epilogue_data", "tokens"}
-REDUCE_ONLY |= {"return_pieces", "shared_first", "shared_rows"}
+REDUCE_ONLY |= {"return_pieces"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +144,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         stream=lambda stream: nullcontext(),
     )
     monkeypatch.setattr(module, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(module, "current_stream", lambda ordinal: cuda.current_stream(ordinal).cuda_stream)
     monkeypatch.setattr(module, "Kernel", RecordingKernel)
     monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
     monkeypatch.setattr(module, "architecture", lambda device: "sm_90a")
@@ -375,7 +376,7 @@ def test_sizes_and_strides_of_every_format(make: Make, fmt: str, layout: str | N
         given = launch.arguments
         assert given["has_tiles"] == (layout in (ATOM, TRANSPOSED)), "rows of 16 are a multiple of 4"
         if layout is None:
-            assert launch.missing >= SCALE_ARGUMENTS
+            assert {given[name] for name in SCALE_ARGUMENTS} == {0}
             continue
         places = scale_map(layout, record.scale_bytes(128), given["capacity"])
         strides = ("inner", "middle", "outer", "step", "words")
@@ -1033,6 +1034,37 @@ def test_buffers_are_checked_once(rank: Communicator, monkeypatch: pytest.Monkey
     for _ in range(2):
         with pytest.raises(EPInputError, match=r"out\.num_rows"):
             rank.dispatch(*arguments(), out=wrong)
+
+
+def test_batches_that_a_communicator_has_made_are_not_checked_again(
+    make: Make, rank: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    for name in ("check_batch", "combine_weights"):
+
+        def counted(*words: object, name: str = name, real: Callable = getattr(module, name), **how: bool) -> object:
+            if how != {"checked": True}:
+                checked.append(name)
+            return real(*words, **how)
+
+        monkeypatch.setattr(module, name, counted)
+    batch = rank.dispatch(*arguments())
+    rank.combine(expert_rows(batch), batch)
+    rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
+    assert checked == []
+    foreign = make().dispatch(*arguments())
+    rank.combine(expert_rows(foreign), foreign)
+    reused = make().dispatch(*arguments(), out=batch)
+    rank.combine(expert_rows(reused), reused)
+    assert checked == ["check_batch", "combine_weights"] * 2
+    for part, rule in (
+        ({"router_weights": batch.router_weights.double()}, r"router_weights\.dtype"),
+        ({"row_map": batch.row_map[:1]}, r"dispatched\.row_map\.shape"),
+    ):
+        with pytest.raises(EPInputError, match=rule):
+            rank.combine(expert_rows(batch), replace(batch, **part))
+    with pytest.raises(EPInputError, match=r"router_weights\.shape"):
+        rank.combine(expert_rows(batch), batch, batch.router_weights[:2])
 
 
 def test_buffers_have_whole_groups(make: Make) -> None:

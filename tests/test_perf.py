@@ -189,6 +189,26 @@ def test_a_round_is_its_share_of_a_graph(clocks: list[float], monkeypatch: pytes
     assert spans == pytest.approx([2e-3] * samples)
 
 
+def test_host_time_is_of_the_slowest_lane(clocks: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes are queued one after the other, behind the gate; the fastest of several times counts."""
+    streams, calls = [FakeStream(), FakeStream()], []
+    for lane, stream in enumerate(streams):
+        stream.lane = lane
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def enqueue(lane: int, index: int) -> None:
+        calls.append((lane, index))
+        disturbed = len(calls) <= 2 * timing.QUEUED
+        now[0] += 1e-3 if disturbed else (2 + lane) * 1e-6
+
+    with Runner(streams) as runner:
+        found = runner.host_time(enqueue)
+    assert found == pytest.approx(3e-6)
+    rounds = [(lane, index) for lane in range(2) for index in range(timing.QUEUED)]
+    assert calls == rounds * timing.QUEUEINGS
+
+
 def test_times_behind_a_gate_that_was_forced_open_do_not_count(
     clocks: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +263,10 @@ class CountingRunner:
         assert chained
         return self.time_graphs(samples, enqueue, 5)
 
+    def host_time(self, enqueue: Callable[[int, int], None]) -> float:
+        self.time_graphs(1, enqueue, 2)
+        return 2e-6
+
     def time_graphs(self, samples: int, work: Callable[[int, int], None], rounds: int) -> list[float]:
         for index in range(rounds):
             self.on_all(lambda rank: work(rank, index))  # noqa: B023
@@ -261,6 +285,7 @@ def test_measure_runs_every_operation_on_every_set() -> None:
         assert (one["samples"], one["tokens"], one["format"], one["routing"]) == (7, 9, "nvfp4", "zipf")
         assert one["rounds"] == (1 if one["operation"] == "pair_chained" else rounds_per_graph(9))
         assert len(one["parts"]) == len(PARTS[one["operation"]])
+        assert one.get("host_us") == (2 if one["operation"] == CHAINED else None)
     with pytest.raises(EPInputError, match="operation = 'fly': must be one of"):
         measure(communicators, sets, ("fly",))
 
@@ -691,6 +716,33 @@ def test_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, cha
     assert not ahead and seconds == pytest.approx([3e-3] * 3)
 
 
+def test_host_time_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the stream sleeps, which a first queue, that loads kernels, says how long; the least time of the slowest
+    rank."""
+    now, sleeps, calls = [0.0], [], []
+
+    def enqueue(index: int) -> None:
+        calls.append(index)
+        now[0] += (100 if len(calls) <= timing.QUEUED else 1 + len(sleeps)) * 1e-6
+
+    fakes = {"stream": lambda stream: nullcontext(), "Stream": object, "synchronize": lambda: None}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes, _sleep=sleeps.append))
+    monkeypatch.setattr(peer_worker.time, "perf_counter", lambda: now[0])
+    lane = peer_worker.Lane(SimpleNamespace(highest=lambda values: [2 * float(value) for value in values]))
+    assert lane.host_time(enqueue) == pytest.approx(2 * 3e-6)
+    assert calls == list(range(timing.QUEUED)) * (1 + timing.QUEUEINGS)
+    seconds = peer_worker.SLEEP_S + 2 * 2 * timing.QUEUED * 100e-6
+    assert sleeps == [0] + [int(seconds * peer_worker.CLOCK_HZ)] * timing.QUEUEINGS
+
+
+def test_host_times_have_a_table_where_they_were_measured() -> None:
+    run = example_run()
+    run["cases"] = [*run["cases"], case(CHAINED, "bf16", 1, 9.0, [[1, 1]], host_us=33.25)]
+    run["peers"] = [*run["peers"], run["peers"][0] | {"operation": CHAINED, "host_us": 25.5}]
+    assert "host time" not in tables.page(example_run())
+    assert "| 1 | 33.2 | 25.5 |" in tables.page(run).partition("libraries: host time")[2]
+
+
 def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair comes before any operation alone; what cannot be captured is queued one by one."""
     done: list[str] = []
@@ -710,6 +762,10 @@ def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
             enqueue(0)
             return [64e-6] * samples, True
 
+        def host_time(self, enqueue: Callable) -> float:
+            enqueue(0)
+            return 7e-6
+
     def works() -> Any:
         for fmt, tokens in (("bf16", 1), ("fp8", 2048)):
             done.append(f"set up {fmt}")
@@ -720,6 +776,7 @@ def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["operation"] for row in rows] == ["pair", "pair_chained"] * 2 + ["dispatch", "combine"] * 2
     assert [row["graph"] for row in rows] == [True, False, False, False, True, True, False, False]
     assert rows[0]["p50_us"] == pytest.approx(64 / rounds_per_graph(1)) and rows[1]["p50_us"] == pytest.approx(64)
+    assert [row.get("host_us") for row in rows] == [None, pytest.approx(7)] * 2 + [None] * 4
     assert rows[0]["samples"] == peer_worker.SAMPLES and rows[-1]["samples"] == peer_worker.LARGE_SAMPLES
     assert (
         done.count("d") == done.count("c") and done.count("reset") == 3 and "bf16, 1 tokens, pair, capturing" in places
