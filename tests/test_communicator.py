@@ -1040,14 +1040,17 @@ def test_batches_that_a_communicator_has_made_are_not_checked_again(
     make: Make, rank: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
-    for name in ("check_batch", "combine_weights"):
 
-        def counted(*words: object, name: str = name, real: Callable = getattr(module, name), **how: bool) -> object:
+    def count(name: str, real: Callable) -> Callable:
+        def counted(*words: object, **how: bool) -> object:
             if how != {"checked": True}:
                 checked.append(name)
             return real(*words, **how)
 
-        monkeypatch.setattr(module, name, counted)
+        return counted
+
+    for name in ("check_batch", "combine_weights"):
+        monkeypatch.setattr(module, name, count(name, getattr(module, name)))
     batch = rank.dispatch(*arguments())
     rank.combine(expert_rows(batch), batch)
     rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
