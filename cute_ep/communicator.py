@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 
@@ -119,7 +119,7 @@ class Communicator:
         self._chained = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._received: WeakKeyDictionary[DispatchBuffers, dict[str, int]] = WeakKeyDictionary()
-        self._maker = object()  # marks the batches that this communicator has made
+        self._latest: ReferenceType[Dispatched] | None = None  # the batch that was made last
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._status = Status(rank, cfg.peers)
         self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
@@ -521,14 +521,15 @@ class Communicator:
         }
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
-        return Dispatched.inside(
+        batch = Dispatched.inside(
             out,
             rank=self.rank,
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
-            maker=self._maker,
         )
+        self._latest = ReferenceType(batch)
+        return batch
 
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
         check_rows(self.cfg, rows, dispatched)
@@ -572,8 +573,8 @@ class Communicator:
         }
 
     def _has_made(self, dispatched: Dispatched) -> bool:
-        """Whether this communicator has made the batch, so has checked what is in it."""
-        return getattr(dispatched, "maker", None) is self._maker
+        """Whether this is the batch that this communicator made last, so has checked what is in it."""
+        return self._latest is not None and self._latest() is dispatched
 
     def _check_batch(self, dispatched: Dispatched) -> None:
         if not self._has_made(dispatched):

@@ -14,7 +14,7 @@ from pathlib import Path
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN
 from perf.model import elsewhere_table, fit_for, read_run, summary_table
-from perf.peers import PEER_SMS, PEERS
+from perf.peers import CHAINED, PEER_SMS, PEERS
 from perf.tables import (
     by_point,
     ceilings_text,
@@ -60,8 +60,15 @@ def lost_to(
             yield row["peer"].replace("_", " "), row["format"], row["tokens"], times
 
 
+def queued(rows: Iterable[dict]) -> list[dict]:
+    """Pairs without a graph whose host time is known: what takes longer counts, the GPUs or the host that queues."""
+    known = (row for row in rows if row["operation"] == CHAINED and "host_us" in row)
+    return [row | {"p50_us": max(row["p50_us"], row["host_us"])} for row in known]
+
+
 def peers_lines(run: dict) -> Iterator[str]:
-    """Where another library is faster: pairs with either combine, and operations on as many SMs as it takes."""
+    """Where another library is faster: pairs with either combine and without a graph, operations on as many SMs as it
+    takes."""
     pairs = list(lost_to(run["peers"], "pair", medians(run, "pair")))
     yield from (f"{peer} {fmt} at {tokens} tokens: {times}." for peer, fmt, tokens, times in pairs)
     if run["peers"] and not pairs:
@@ -72,6 +79,9 @@ def peers_lines(run: dict) -> Iterator[str]:
     for name, lost in exact.items():
         where = ", ".join(map(str, lost))
         yield f"Exact combine, pairs: {name} at {where} tokens; at {max(lost)} {lost[max(lost)]}."
+    own = medians({"cases": queued(run["cases"])}, CHAINED)
+    for peer, fmt, tokens, times in lost_to(queued(run["peers"]), CHAINED, own):
+        yield f"Without a graph, the longer of the GPUs' and the host's time, {peer} {fmt} at {tokens} tokens: {times}."
     for name, sms in PEER_SMS.items():
         theirs = [row for row in run["peers"] if row["peer"] == name]
         for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):

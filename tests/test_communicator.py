@@ -1036,7 +1036,7 @@ def test_buffers_are_checked_once(rank: Communicator, monkeypatch: pytest.Monkey
             rank.dispatch(*arguments(), out=wrong)
 
 
-def test_batches_that_a_communicator_has_made_are_not_checked_again(
+def test_the_batch_that_a_communicator_made_last_is_not_checked_again(
     make: Make, rank: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
@@ -1059,7 +1059,11 @@ def test_batches_that_a_communicator_has_made_are_not_checked_again(
     rank.combine(expert_rows(foreign), foreign)
     reused = make().dispatch(*arguments(), out=batch)
     rank.combine(expert_rows(reused), reused)
-    assert checked == ["check_batch", "combine_weights"] * 2
+    later = rank.dispatch(*arguments())
+    rank.combine(expert_rows(batch), batch)
+    assert checked == ["check_batch", "combine_weights"] * 3
+    rank.combine(expert_rows(later), later)
+    assert len(checked) == 6 and vars(batch).keys() == {field.name for field in dataclasses.fields(batch)}
     for part, rule in (
         ({"router_weights": batch.router_weights.double()}, r"router_weights\.dtype"),
         ({"row_map": batch.row_map[:1]}, r"dispatched\.row_map\.shape"),
