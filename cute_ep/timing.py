@@ -30,7 +30,7 @@ SAMPLES = 200
 BURST = 32
 """Samples behind one gate: a graph and two events each, far from the about 1000 queue entries at which a launch would
 block."""
-QUEUED, QUEUEINGS = 10, 15
+QUEUED, QUEUEINGS = 10, 60
 """Rounds that are queued at once to find how long that takes the host, and how often."""
 IN_STEP = 2
 """Samples at the start of a burst that are dropped."""
