@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
+from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -75,6 +76,27 @@ def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
     return dispatched.topk_ids, dispatched.row_map, dispatched.headers, dispatched.weights
 
 
+class _Shaped(NamedTuple):
+    """A launch shape as launches need it.
+
+    Attributes:
+        chained: whether two such launches fit side by side: then the next may start early (`docs/protocol.md` 7).
+        arguments: kernel arguments that follow from the shape, to be left as they are.
+    """
+
+    grid: int
+    pieces_log2: int
+    packed: int
+    chained: bool
+    arguments: dict[str, int]
+
+    @classmethod
+    def of(cls, shape: Shape, max_ctas: int) -> _Shaped:
+        chained = 2 * shape.grid <= max_ctas
+        roles = {"send_ctas": shape.send_ctas, "receive_from": shape.receive_from, "chained": int(chained)}
+        return cls(shape.grid, shape.pieces_log2, int(shape.packed), chained, roles)
+
+
 class Communicator:
     """One rank of an expert-parallel group on a GPU. Made by `connect` or `connect_local`.
 
@@ -110,7 +132,7 @@ class Communicator:
         self.cfg, self.rank, self.device = cfg, rank, device
         self.arena, self.hooks = arena, hooks
         self.max_ctas, self.tuning = max_ctas, tuning
-        self._shapes: dict[tuple[str, int, bool], Shape] = {}  # found so far, with this tuning:
+        self._shapes: dict[tuple[str, int, bool], _Shaped] = {}  # found so far, with this tuning:
         self._shapes_of = tuning
         self.stream = torch.cuda.Stream(device)
         self._shared_device = shared_device
@@ -118,7 +140,7 @@ class Communicator:
         self._closed = False
         self._chained = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
-        self._received: WeakKeyDictionary[DispatchBuffers, dict[str, int]] = WeakKeyDictionary()
+        self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()  # bound to buffers
         self._latest: ReferenceType[Dispatched] | None = None  # the batch that was made last
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
         self._status = Status(rank, cfg.peers)
@@ -217,15 +239,15 @@ class Communicator:
         """All of `dispatch` but the launch; arguments and errors are the same."""
         self._check_usable()
         self._dispatches.check_fused()
-        sent, shape, arguments = self._prepare_send(
+        sent, shaped, arguments = self._prepare_send(
             "dispatch", x, topk_ids, router_weights, input_scale, scales, row_scales
         )
-        buffers, received = self._prepare_receive(out)
-        name = self._send_kernel("dispatch", scales)
+        buffers, kernel, received = self._prepare_receive(self._send_kernel("dispatch", scales), out)
+        arguments.update(received)
 
         def launch() -> Dispatched:
             self._dispatches.check_fused()
-            self._launch(name, shape, arguments | received, sent.keep_alive, buffers)
+            self._launch(kernel, shaped, arguments, sent.keep_alive, buffers)
             self._dispatches.count_fused()
             return self._result(sent, buffers)
 
@@ -243,10 +265,10 @@ class Communicator:
     ) -> PendingDispatch:
         """The sending half of `dispatch`. At most two may be outstanding before their `dispatch_wait`."""
         self._dispatches.check_send()
-        sent, shape, arguments = self._prepare_send(
+        sent, shaped, arguments = self._prepare_send(
             "dispatch_async", x, topk_ids, router_weights, input_scale, scales, row_scales
         )
-        self._launch(self._send_kernel("dispatch_async", scales), shape, arguments, sent.keep_alive)
+        self._launch(self._kernels[self._send_kernel("dispatch_async", scales)], shaped, arguments, sent.keep_alive)
         self._dispatches.sent += 1
         return sent
 
@@ -258,9 +280,10 @@ class Communicator:
         self._check_own(self._dispatches, pending, PendingDispatch)
         self._dispatches.check_wait(pending.number)
         tokens = pending.topk_ids.shape[0]
-        buffers, received = self._prepare_receive(out)
-        arguments = received | self._shared_arguments(tokens)
-        self._launch("dispatch_wait", self._shape("dispatch_wait", tokens), arguments, (), buffers)
+        buffers, kernel, received = self._prepare_receive("dispatch_wait", out)
+        shaped = self._shape("dispatch_wait", tokens)
+        arguments = {**shaped.arguments, **received, **self._shared_arguments(tokens)}
+        self._launch(kernel, shaped, arguments, (), buffers)
         self._dispatches.received += 1
         return self._result(pending, buffers)
 
@@ -319,12 +342,13 @@ class Communicator:
         weights = self._weights(mode, router_weights, dispatched)
         sent = self._prepare_return(rows, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
-        shape = self._shape("combine", dispatched.topk_ids.shape[0], whole_rows=mode != "partial")
+        shaped = self._shape("combine", dispatched.topk_ids.shape[0], whole_rows=mode != "partial")
+        kernel, arguments = self._kernels[f"combine_{mode}"], {**shaped.arguments, **sent, **received}
         tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
 
         def launch() -> torch.Tensor:
             self._combines.check_fused()
-            self._launch(f"combine_{mode}", shape, sent | received, tensors)
+            self._launch(kernel, shaped, arguments, tensors)
             self._combines.count_fused()
             return result
 
@@ -337,9 +361,10 @@ class Communicator:
         if mode != "exact":  # which may be given its weights by `combine_wait`
             self._weights(mode, None, dispatched)
         sent = self._prepare_return(rows, dispatched)
-        shape = self._shape("combine_async", dispatched.topk_ids.shape[0])
+        shaped = self._shape("combine_async", dispatched.topk_ids.shape[0])
         tensors = (rows, *_read_by_combine(dispatched))
-        self._launch(f"combine_async_{'partial' if mode == 'partial' else 'exact'}", shape, sent, tensors)
+        kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
+        self._launch(kernel, shaped, shaped.arguments | sent, tensors)
         self._combines.sent += 1
         return PendingCombine(self._combines, self._combines.sent, dispatched, mode, rows)
 
@@ -358,10 +383,10 @@ class Communicator:
         dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
         weights = self._weights(mode, router_weights, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
-        received |= self._rows_arguments(rows, dispatched)
-        shape = self._shape("combine_wait", dispatched.topk_ids.shape[0])
+        shaped = self._shape("combine_wait", dispatched.topk_ids.shape[0])
+        arguments = {**shaped.arguments, **received, **self._rows_arguments(rows, dispatched)}
         tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
-        self._launch(f"combine_wait_{mode}", shape, received, tensors)
+        self._launch(self._kernels[f"combine_wait_{mode}"], shaped, arguments, tensors)
         self._combines.received += 1
         return result
 
@@ -421,15 +446,15 @@ class Communicator:
         """Tokens to choose launch shapes for: a rank without any knows nothing of the others'."""
         return tokens or self.cfg.max_tokens_per_rank
 
-    def _shape(self, operation: str, tokens: int, *, whole_rows: bool = False) -> Shape:
+    def _shape(self, operation: str, tokens: int, *, whole_rows: bool = False) -> _Shaped:
         if self._shapes_of is not self.tuning:
             self._shapes, self._shapes_of = {}, self.tuning
         key = operation, tokens, whole_rows
-        shape = self._shapes.get(key)
-        if shape is None:
+        shaped = self._shapes.get(key)
+        if shaped is None:
             shape = self.tuning.shape(operation, self._expected(tokens), self.max_ctas, whole_rows=whole_rows)
-            self._shapes[key] = shape
-        return shape
+            shaped = self._shapes[key] = _Shaped.of(shape, self.max_ctas)
+        return shaped
 
     @property
     def _weights_dtype(self) -> torch.dtype | None:
@@ -448,22 +473,17 @@ class Communicator:
         input_scale: float | torch.Tensor | None,
         scales: torch.Tensor | None,
         row_scales: torch.Tensor | None,
-    ) -> tuple[PendingDispatch, Shape, dict[str, int]]:
+    ) -> tuple[PendingDispatch, _Shaped, dict[str, int]]:
         check_tokens(self.cfg, x, topk_ids, router_weights, self.device, scales, row_scales, self._weights_dtype)
-        if scales is not None:
-            check_unscaled(input_scale)
-        if self.hooks.input_scale is None:
-            check_input_scale(self.cfg.format, input_scale)
-            if isinstance(input_scale, torch.Tensor):
-                check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
-            elif input_scale is not None:
-                input_scale = torch.full((1,), input_scale, dtype=torch.float32, device=self.device)
-        elif input_scale is not None:
-            check_tensor("input_scale", input_scale, device=self.device)
+        if input_scale is not None:
+            if scales is not None:
+                check_unscaled(input_scale)
+            input_scale = self._scale_tensor(input_scale)
         tokens = x.shape[0]
-        shape = self._shape(operation, tokens)
+        shaped = self._shape(operation, tokens)
         return_pieces = self._shape("combine", tokens).pieces_log2
         arguments = {
+            **shaped.arguments,
             "x": x.data_ptr(),
             "scales": address(scales),
             "given_row_scales": address(row_scales),
@@ -471,8 +491,8 @@ class Communicator:
             "router_weights": address(router_weights),
             "global_scale": address(input_scale),
             "tokens": tokens,
-            "message_pieces": shape.pieces_log2,
-            "packed": int(shape.packed),
+            "message_pieces": shaped.pieces_log2,
+            "packed": shaped.packed,
             "return_pieces": return_pieces,
             **self._shared_arguments(tokens),
         }
@@ -480,7 +500,18 @@ class Communicator:
         sent = PendingDispatch(
             self._dispatches, self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
         )
-        return sent, shape, arguments
+        return sent, shaped, arguments
+
+    def _scale_tensor(self, input_scale: float | torch.Tensor) -> torch.Tensor:
+        """An input scale on the device."""
+        if self.hooks.input_scale is not None:
+            check_tensor("input_scale", input_scale, device=self.device)
+            return input_scale
+        check_input_scale(self.cfg.format, input_scale)
+        if not isinstance(input_scale, torch.Tensor):
+            return torch.full((1,), input_scale, dtype=torch.float32, device=self.device)
+        check_tensor("input_scale", input_scale.view(1), shape=(1,), dtype=torch.float32, device=self.device)
+        return input_scale
 
     def _shared_arguments(self, tokens: int) -> dict[str, int]:
         """The tokens that the shared expert takes; bound where there is none."""
@@ -489,17 +520,23 @@ class Communicator:
         first, count = self.cfg.shared_slice(tokens, self.rank)
         return {"shared_first": first, "shared_rows": count}
 
-    def _prepare_receive(self, out: DispatchBuffers | None) -> tuple[DispatchBuffers, dict[str, int]]:
-        """The buffers to receive into, and the arguments that name them, to be left as they are."""
+    def _prepare_receive(
+        self, name: str, out: DispatchBuffers | None
+    ) -> tuple[DispatchBuffers, Kernel, dict[str, int]]:
+        """The buffers to receive into, the kernel of a name, and those of its arguments that name the buffers: none
+        where the caller has them, since then the kernel is bound to them."""
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = DispatchBuffers.allocate(self.cfg, self.device)
-            return out, self._buffer_arguments(out)
-        arguments = self._received.get(out) if isinstance(out, DispatchBuffers) else None
-        if arguments is None:
+            return out, self._kernels[name], self._buffer_arguments(out)
+        receivers = self._receivers.get(out) if isinstance(out, DispatchBuffers) else None
+        if receivers is None:
             check_buffers(self.cfg, out, self.device)
-            arguments = self._received[out] = self._buffer_arguments(out)
-        return out, arguments
+            receivers = self._receivers[out] = {}
+        kernel = receivers.get(name)
+        if kernel is None:
+            kernel = receivers[name] = self._kernels[name].bound(self._buffer_arguments(out))
+        return out, kernel, {}
 
     def _buffer_arguments(self, out: DispatchBuffers) -> dict[str, int]:
         capacity = out.tokens.shape[0]
@@ -597,8 +634,8 @@ class Communicator:
 
     def _launch(
         self,
-        name: str,
-        shape: Shape,
+        kernel: Kernel,
+        shaped: _Shaped,
         arguments: dict[str, int],
         tensors: tuple[torch.Tensor | None, ...],
         buffers: DispatchBuffers | None = None,
@@ -606,7 +643,7 @@ class Communicator:
         """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far.
 
         Args:
-            arguments: parameters that are neither bound nor follow from `shape`; those are added.
+            arguments: parameters that are not bound.
             tensors, buffers: what the kernel reads and writes.
         """
         self._check_usable()
@@ -617,12 +654,10 @@ class Communicator:
                 if tensor is not None:
                     tensor.record_stream(self.stream)
             stream = self.stream.cuda_stream
-        chained = 2 * shape.grid <= self.max_ctas  # two fit side by side: `docs/protocol.md` 7
-        arguments.update(send_ctas=shape.send_ctas, receive_from=shape.receive_from, chained=int(chained))
-        early, self._chained = chained and self._chained, chained
+        early, self._chained = shaped.chained and self._chained, shaped.chained
         self._streams.add(stream)
         if torch.cuda.current_device() == self.device.index:
-            self._kernels[name].launch(shape.grid, arguments, stream, early=early)
+            kernel.launch(shaped.grid, arguments, stream, early=early)
         else:
             with torch.cuda.device(self.device):
-                self._kernels[name].launch(shape.grid, arguments, stream, early=early)
+                kernel.launch(shaped.grid, arguments, stream, early=early)

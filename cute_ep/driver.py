@@ -6,6 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from itertools import product
 from operator import itemgetter
@@ -67,11 +68,8 @@ class Kernel:
         )
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
-        self._names = [name for name, _ in entry.params]
+        self._names = dict.fromkeys(name for name, _ in entry.params)
         self._constants: dict[str, int] = {}
-        self._values = (ctypes.c_int64 * len(entry.params))()  # a kernel reads as many bytes of one as it wants
-        self._pointers = (ctypes.c_void_p * len(entry.params))()
-        self._pointers_at = ctypes.addressof(self._pointers)
         self.bind({})
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -89,11 +87,19 @@ class Kernel:
         self._free = [name for name in self._names if name not in self._constants]
         self._choose = _chooser(self._free)
         self._pack = struct.Struct(f"{len(self._free)}q").pack_into  # they lie at the front, to be set at once
-        places = {name: place for place, name in enumerate((*self._free, *self._constants))}
-        for name, value in self._constants.items():
-            self._values[places[name]] = value
-        for index, name in enumerate(self._names):
-            self._pointers[index] = ctypes.addressof(self._values) + 8 * places[name]
+        values = [0] * len(self._free) + list(self._constants.values())
+        self._values = (ctypes.c_int64 * len(values))(*values)  # a kernel reads as many bytes of one as it wants
+        first = ctypes.addressof(self._values)
+        places = {name: first + 8 * place for place, name in enumerate((*self._free, *self._constants))}
+        self._pointers = (ctypes.c_void_p * len(values))(*(places[name] for name in self._names))
+        self._pointers_at = ctypes.addressof(self._pointers)
+
+    def bound(self, constants: Mapping[str, int]) -> Kernel:
+        """This kernel, of the same module and so not to be unloaded, with further parameters bound."""
+        other = copy(self)
+        other._constants = dict(self._constants)
+        other.bind(constants)
+        return other
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.

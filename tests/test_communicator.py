@@ -6,6 +6,7 @@ parameters of the kernels' sources, so a kernel and its caller cannot drift apar
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import gc
@@ -92,17 +93,23 @@ def parameters(kernel: str) -> frozenset[str]:
 class RecordingKernel:
     def __init__(self, entry: SimpleNamespace) -> None:
         self.variant: Variant = entry.variant
-        self.bound: dict[str, int] = {}
+        self.constants: dict[str, int] = {}
 
     def bind(self, constants: Mapping[str, int]) -> None:
         assert set(constants) <= parameters("dispatch") | parameters("combine")
         names = parameters(self.variant.kernel)
-        self.bound |= {name: value for name, value in constants.items() if name in names}
+        self.constants |= {name: value for name, value in constants.items() if name in names}
+
+    def bound(self, constants: Mapping[str, int]) -> RecordingKernel:
+        other = copy.copy(self)
+        other.constants = dict(self.constants)
+        other.bind(constants)
+        return other
 
     def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
         names = parameters(self.variant.kernel)
-        assert not set(arguments) & set(self.bound)
-        arguments = self.bound | dict(arguments)
+        assert not set(arguments) & set(self.constants)
+        arguments = self.constants | dict(arguments)
         assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
         assert all(type(value) is int for value in arguments.values())
         LAUNCHES.append(Launch(self.variant, grid, arguments, names, stream, early))
@@ -621,8 +628,11 @@ def test_parameters_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
     for grid, arguments in enumerate(({"x": 1 << 50, "tokens": 7}, {"tokens": -2}, {"rank": 5}), 1):
         kernel.launch(grid, arguments, 1000 + grid, early=grid == 2)
-    assert shapes == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3)]
-    assert launches == [[1 << 40, -1, 1 << 50, 7], [1 << 40, -1, 0, -2], [1 << 40, -1, 0, 0]]
+    kernel.bound({"tokens": 6, "other": 1}).launch(4, {"x": 3, "tokens": 8}, 1004)
+    kernel.launch(5, {"x": 2, "tokens": 9}, 1005)
+    assert shapes == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3, 4, 5)]
+    own = [(1 << 50, 7), (0, -2), (0, 0), (3, 6), (2, 9)]
+    assert launches == [[1 << 40, -1, *both] for both in own], "a bound kernel changes no other one"
 
 
 def test_a_thread_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1034,6 +1044,26 @@ def test_buffers_are_checked_once(rank: Communicator, monkeypatch: pytest.Monkey
     for _ in range(2):
         with pytest.raises(EPInputError, match=r"out\.num_rows"):
             rank.dispatch(*arguments(), out=wrong)
+
+
+def test_kernels_are_bound_to_the_callers_buffers_once(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each of several, for each kernel that receives; buffers of one call take part in its launch alone."""
+    bound: list[int] = []
+    real = RecordingKernel.bound
+
+    def counted(kernel: RecordingKernel, constants: Mapping[str, int]) -> RecordingKernel:
+        bound.append(constants["out_tokens"])
+        return real(kernel, constants)
+
+    monkeypatch.setattr(RecordingKernel, "bound", counted)
+    one, two = rank.allocate(), rank.allocate()
+    for out in (one, two, None, one, two):
+        batch = rank.dispatch(*arguments(), out=out)
+        assert LAUNCHES[-1].arguments["out_tokens"] == batch.tokens.data_ptr()
+    for _ in range(2):
+        rank.dispatch_wait(rank.dispatch_async(*arguments()), one)
+        assert LAUNCHES[-1].arguments["out_tokens"] == one.tokens.data_ptr()
+    assert bound == [out.tokens.data_ptr() for out in (one, two, one)]
 
 
 def test_the_batch_that_a_communicator_made_last_is_not_checked_again(
