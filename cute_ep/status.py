@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 
 from cute_ep.driver import HostMemory
@@ -32,14 +31,13 @@ class Status:
     def __init__(self, rank: int, peers: int) -> None:
         self.rank, self.peers = rank, peers
         self.memory = HostMemory(len(StatusWord) * (peers + len(INPUT_ERRORS)))
-        nothing = bytes(4 * len(StatusWord) * peers)
-        self._seen, self._nothing = (ctypes.c_char * len(nothing)).from_address(self.memory.address), nothing
+        self._phases = slice(StatusWord.PHASE, len(StatusWord) * peers, len(StatusWord))
         self.address, self.free = self.memory.address, self.memory.free
 
     @property
     def failed(self) -> bool:
         """Whether a wait of this rank has timed out."""
-        return self._seen.raw != self._nothing
+        return any(self.memory.words[self._phases])
 
     def raise_timeout(self) -> None:
         """EPTimeout when a wait has timed out: it names the peers, the phase, the epochs expected and seen."""

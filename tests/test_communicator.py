@@ -124,7 +124,7 @@ class PlainHostMemory:
         self.address = ctypes.addressof(self.words)
 
     def free(self) -> None:
-        pass
+        self.gone, self.words = self.words, type(self.words)(*self.words)
 
 
 class EveryVariant:
@@ -1140,6 +1140,16 @@ def test_timeout_is_raised_by_every_later_call(rank: Communicator) -> None:
             call()
         assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("MESSAGE", 0, (1,))
     assert not LAUNCHES
+
+
+def test_status_of_a_closed_rank_is_what_it_was(make: Make) -> None:
+    """Its memory belongs to others by then."""
+    for failed in (False, True):
+        rank = make()
+        rank._status.memory.words[:4] = [Phase.GRID, 0, 264, 200] if failed else [0] * 4
+        rank.close()
+        rank._status.memory.gone[:] = [0 if failed else 1] * len(rank._status.memory.gone)
+        assert rank.failed == failed
 
 
 def test_input_error_is_raised_once_and_stops_nothing(rank: Communicator) -> None:
