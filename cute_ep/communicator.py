@@ -40,6 +40,8 @@ from cute_ep.validate import (
 
 UNENCODED = "_unencoded"
 """Ends the name under which a communicator keeps the kernel that sends rows as they are."""
+SHAPES_KEPT = 1024
+"""Launch shapes that a communicator keeps, one for each operation and number of tokens."""
 
 
 def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks) -> dict[str, Kernel]:
@@ -452,6 +454,8 @@ class Communicator:
         key = operation, tokens, whole_rows
         shaped = self._shapes.get(key)
         if shaped is None:
+            if len(self._shapes) >= SHAPES_KEPT:
+                self._shapes.clear()
             shape = self.tuning.shape(operation, self._expected(tokens), self.max_ctas, whole_rows=whole_rows)
             shaped = self._shapes[key] = _Shaped.of(shape, self.max_ctas)
         return shaped
@@ -524,7 +528,7 @@ class Communicator:
         self, name: str, out: DispatchBuffers | None
     ) -> tuple[DispatchBuffers, Kernel, dict[str, int]]:
         """The buffers to receive into, the kernel of a name, and those of its arguments that name the buffers: none
-        where the caller has them, since then the kernel is bound to them."""
+        where the caller gives the same buffers again, since then the kernel is bound to them."""
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = DispatchBuffers.allocate(self.cfg, self.device)
@@ -532,7 +536,8 @@ class Communicator:
         receivers = self._receivers.get(out) if isinstance(out, DispatchBuffers) else None
         if receivers is None:
             check_buffers(self.cfg, out, self.device)
-            receivers = self._receivers[out] = {}
+            self._receivers[out] = {}
+            return out, self._kernels[name], self._buffer_arguments(out)
         kernel = receivers.get(name)
         if kernel is None:
             kernel = receivers[name] = self._kernels[name].bound(self._buffer_arguments(out))
@@ -611,7 +616,7 @@ class Communicator:
 
     def _has_made(self, dispatched: Dispatched) -> bool:
         """Whether this is the batch that this communicator made last, so has checked what is in it."""
-        return self._latest is not None and self._latest() is dispatched
+        return dispatched is not None and self._latest is not None and self._latest() is dispatched
 
     def _check_batch(self, dispatched: Dispatched) -> None:
         if not self._has_made(dispatched):

@@ -164,7 +164,8 @@ def measure(
 
     Returns:
         For each operation "operation", "format", "tokens", "routing", "rounds" (of a sample), what
-        `cute_ep.timing.summary` says of a round's times, and `case_bytes`.
+        `cute_ep.timing.summary` says of a round's times, and `case_bytes`; of CHAINED also "host_us", what a thread
+        takes to queue a round.
 
     Raises:
         EPInputError: an unknown operation.

@@ -238,7 +238,8 @@ def run_peers(
         "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
         (whether it was replayed in CUDA graphs), "ahead" (whether all launches were queued before the first sample
         began), "error" (largest relative error of a round with experts that change nothing, or None) and what
-        `cute_ep.timing.summary` says; "notes"; and "does", what each peer's times include.
+        `cute_ep.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes"; and
+        "does", what each peer's times include.
     """
     found: dict = {"rows": [], "notes": [], "does": PEERS}
     libraries: dict[str | None, list[str]] = {}

@@ -1047,7 +1047,7 @@ def test_buffers_are_checked_once(rank: Communicator, monkeypatch: pytest.Monkey
 
 
 def test_kernels_are_bound_to_the_callers_buffers_once(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To each of several, for each kernel that receives; buffers of one call take part in its launch alone."""
+    """To each of several, for each kernel that receives; buffers of one call only take part in its launch."""
     bound: list[int] = []
     real = RecordingKernel.bound
 
@@ -1060,6 +1060,7 @@ def test_kernels_are_bound_to_the_callers_buffers_once(rank: Communicator, monke
     for out in (one, two, None, one, two):
         batch = rank.dispatch(*arguments(), out=out)
         assert LAUNCHES[-1].arguments["out_tokens"] == batch.tokens.data_ptr()
+        assert len(bound) == max(0, len(LAUNCHES) - 3), "when they come again"
     for _ in range(2):
         rank.dispatch_wait(rank.dispatch_async(*arguments()), one)
         assert LAUNCHES[-1].arguments["out_tokens"] == one.tokens.data_ptr()
@@ -1102,6 +1103,17 @@ def test_the_batch_that_a_communicator_made_last_is_not_checked_again(
             rank.combine(expert_rows(batch), replace(batch, **part))
     with pytest.raises(EPInputError, match=r"router_weights\.shape"):
         rank.combine(expert_rows(batch), batch, batch.router_weights[:2])
+
+
+def test_the_batch_that_was_made_last_may_go(rank: Communicator) -> None:
+    batch = rank.dispatch(*arguments())
+    rows, gone = expert_rows(batch), weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert gone() is None
+    for call in (rank.combine, rank.combine_async):
+        with pytest.raises(EPInputError, match="dispatched = NoneType: must be what dispatch returned"):
+            call(rows, None)
 
 
 def test_buffers_have_whole_groups(make: Make) -> None:

@@ -8,8 +8,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,22 +191,35 @@ def test_a_round_is_its_share_of_a_graph(clocks: list[float], monkeypatch: pytes
 
 def test_host_time_is_of_the_slowest_lane(clocks: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes are queued one after the other, behind the gate; the fastest of several times counts."""
-    streams, calls = [FakeStream(), FakeStream()], []
-    for lane, stream in enumerate(streams):
-        stream.lane = lane
-    now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    done: list[object] = []
+
+    class Stream(FakeStream):
+        def __init__(self, lane: int) -> None:
+            self.lane = lane
+
+        def synchronize(self) -> None:
+            done.append(("wait", self.lane))
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        done.append(("on", stream.lane))
+        yield
 
     def enqueue(lane: int, index: int) -> None:
-        calls.append((lane, index))
-        disturbed = len(calls) <= 2 * timing.QUEUED
+        done.append((lane, index))
+        disturbed = len(done) <= 3 * timing.QUEUED
         now[0] += 1e-3 if disturbed else (2 + lane) * 1e-6
 
-    with Runner(streams) as runner:
-        found = runner.host_time(enqueue)
-    assert found == pytest.approx(3e-6)
-    rounds = [(lane, index) for lane in range(2) for index in range(timing.QUEUED)]
-    assert calls == rounds * timing.QUEUEINGS
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    with Runner([Stream(0), Stream(1)], finish=lambda: done.append("finish")) as runner:
+        runner._gate.close, runner._gate.open = (lambda: done.append("close")), (lambda: done.append("open"))
+        runner._gate.hold = lambda stream: done.append(("hold", stream.lane))
+        monkeypatch.setattr(timing.torch.cuda, "stream", on)
+        assert runner.host_time(enqueue) == pytest.approx(3e-6)
+        lanes = [[("on", lane), ("hold", lane), *((lane, index) for index in range(timing.QUEUED))] for lane in (0, 1)]
+        one = ["close", *lanes[0], *lanes[1], "open", ("wait", 0), ("wait", 1), "finish"]
+        assert done == one * timing.QUEUEINGS
 
 
 def test_times_behind_a_gate_that_was_forced_open_do_not_count(
@@ -719,20 +732,21 @@ def test_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, cha
 def test_host_time_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the stream sleeps, which a first queue, that loads kernels, says how long; the least time of the slowest
     rank."""
-    now, sleeps, calls = [0.0], [], []
+    now, done = [0.0], []
 
     def enqueue(index: int) -> None:
-        calls.append(index)
-        now[0] += (100 if len(calls) <= timing.QUEUED else 1 + len(sleeps)) * 1e-6
+        sleeps = [what for what in done if isinstance(what, float)]
+        now[0] += (100 if len(sleeps) == 1 else 1 + len(sleeps)) * 1e-6
+        done.append(index)
 
-    fakes = {"stream": lambda stream: nullcontext(), "Stream": object, "synchronize": lambda: None}
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes, _sleep=sleeps.append))
+    fakes = {"stream": lambda stream: nullcontext(), "Stream": object, "synchronize": lambda: done.append("wait")}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes, _sleep=lambda cycles: done.append(float(cycles))))
     monkeypatch.setattr(peer_worker.time, "perf_counter", lambda: now[0])
     lane = peer_worker.Lane(SimpleNamespace(highest=lambda values: [2 * float(value) for value in values]))
     assert lane.host_time(enqueue) == pytest.approx(2 * 3e-6)
-    assert calls == list(range(timing.QUEUED)) * (1 + timing.QUEUEINGS)
     seconds = peer_worker.SLEEP_S + 2 * 2 * timing.QUEUED * 100e-6
-    assert sleeps == [0] + [int(seconds * peer_worker.CLOCK_HZ)] * timing.QUEUEINGS
+    sleeps = [0.0] + [float(int(seconds * peer_worker.CLOCK_HZ))] * timing.QUEUEINGS
+    assert done == [what for sleep in sleeps for what in (sleep, *range(timing.QUEUED), "wait")]
 
 
 def test_host_times_have_a_table_where_they_were_measured() -> None:
@@ -741,6 +755,24 @@ def test_host_times_have_a_table_where_they_were_measured() -> None:
     run["peers"] = [*run["peers"], run["peers"][0] | {"operation": CHAINED, "host_us": 25.5}]
     assert "host time" not in tables.page(example_run())
     assert "| 1 | 33.2 | 25.5 |" in tables.page(run).partition("libraries: host time")[2]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "lost"),
+    [
+        ((9.0, 33.0), (31.0, 25.0), "31.0 us, here 33.0"),
+        ((9.0, 30.0), (31.0, 25.0), None),
+        ((9.0, 33.0), (8.0, 40.0), None),
+    ],
+)
+def test_without_a_graph_the_longer_of_two_times_counts(
+    own: tuple[float, float], other: tuple[float, float], lost: str | None
+) -> None:
+    run = example_run()
+    run["cases"] = [case(CHAINED, "bf16", 1, own[0], [[1, 1]], host_us=own[1])]
+    run["peers"] = [run["peers"][0] | {"operation": CHAINED, "p50_us": other[0], "host_us": other[1]}]
+    found = [line for line in report.peers_lines(run) if "Without a graph" in line]
+    assert len(found) == (lost is not None) and all(f"nccl ag rs bf16 at 1 tokens: {lost}." in line for line in found)
 
 
 def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
