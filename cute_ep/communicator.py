@@ -529,19 +529,19 @@ class Communicator:
     ) -> tuple[DispatchBuffers, Kernel, dict[str, int]]:
         """The buffers to receive into, the kernel of a name, and those of its arguments that name the buffers: none
         where the caller gives the same buffers again, since then the kernel is bound to them."""
+        receivers = self._receivers.get(out) if isinstance(out, DispatchBuffers) else None
+        if out is not None and receivers is not None:
+            kernel = receivers.get(name)
+            if kernel is None:
+                kernel = receivers[name] = self._kernels[name].bound(self._buffer_arguments(out))
+            return out, kernel, {}
         if out is None:
             with torch.cuda.stream(self._work_stream()):
                 out = DispatchBuffers.allocate(self.cfg, self.device)
-            return out, self._kernels[name], self._buffer_arguments(out)
-        receivers = self._receivers.get(out) if isinstance(out, DispatchBuffers) else None
-        if receivers is None:
+        else:
             check_buffers(self.cfg, out, self.device)
             self._receivers[out] = {}
-            return out, self._kernels[name], self._buffer_arguments(out)
-        kernel = receivers.get(name)
-        if kernel is None:
-            kernel = receivers[name] = self._kernels[name].bound(self._buffer_arguments(out))
-        return out, kernel, {}
+        return out, self._kernels[name], self._buffer_arguments(out)
 
     def _buffer_arguments(self, out: DispatchBuffers) -> dict[str, int]:
         capacity = out.tokens.shape[0]

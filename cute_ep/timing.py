@@ -146,6 +146,10 @@ class Runner:
         finally:
             if after is not None:
                 after()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for all lanes, and raise what went wrong on the devices."""
         for stream in self.streams:
             stream.synchronize()
         if self._finish is not None:
@@ -209,10 +213,7 @@ class Runner:
                         fastest[lane] = min(fastest[lane], (time.perf_counter() - start) / QUEUED)
             finally:
                 self._gate.open()
-            for stream in self.streams:
-                stream.synchronize()
-            if self._finish is not None:
-                self._finish()
+            self._settle()
         return max(fastest)
 
     def _burst(self, indices: range, enqueue: Callable[[int, int], None], chained: bool) -> list[float]:

@@ -6,6 +6,7 @@ Nothing here reads a tensor's elements, so no check waits for a device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ne
 
 import torch
 
@@ -66,17 +67,8 @@ def check_tensor(
 
 def _has_shape(tensor: torch.Tensor, shape: Sequence[int | None]) -> bool:
     """Whether each extent is the wanted one, if any is wanted."""
-    if tensor.dim() != len(shape):
-        return False
-    for got, want in zip(tensor.shape, shape, strict=True):
-        if want is not None and got != want:
-            return False
-    return True
-
-
-def _rows_of(tensor: torch.Tensor) -> int | None:
-    """Rows of a matrix, for `check_tensor`, which is faster where it knows all extents; None of anything else."""
-    return tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 else None
+    got = tensor.shape
+    return len(got) == len(shape) and sum(map(ne, got, shape)) == shape.count(None)  # None differs from any extent
 
 
 def check_tokens(
@@ -108,7 +100,7 @@ def check_tokens(
         if not fmt.scale:
             raise EPInputError(f"scales = {type(scales).__name__}: must be None, {fmt.name} has no scale factors")
         columns, dtype = payload_columns(fmt, cfg.hidden), payload_dtype(fmt)
-    check_tensor("x", x, shape=(_rows_of(x), columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
     tokens = x.shape[0]
     if scales is not None:
         shape = (tokens, cfg.hidden // fmt.block)
@@ -195,8 +187,7 @@ def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> Non
     N >= num_rows is the caller's promise: num_rows is on the device.
     """
     device = dispatched.row_map.device
-    shape = _rows_of(rows), cfg.hidden
-    check_tensor("rows", rows, shape=shape, dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
+    check_tensor("rows", rows, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
 
 
 def combine_weights(

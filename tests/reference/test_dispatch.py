@@ -349,7 +349,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("change, match", [
     (lambda x, ids, w: (x.float(), ids, w), r"x\.dtype = torch\.float32: must be torch\.bfloat16"),
-    (lambda x, ids, w: (x[:, :16].contiguous(), ids, w), r"x\.shape = \(2, 16\): must be \(2, 32\)"),
+    (lambda x, ids, w: (x[:, :16].contiguous(), ids, w), r"x\.shape = \(2, 16\): must be \(any, 32\)"),
     (lambda x, ids, w: (x[0], ids, w), r"x\.shape"),
     (lambda x, ids, w: (x.repeat(2, 1), ids, w), r"x\.shape\[0\] = 4: must not exceed"),
     (lambda x, ids, w: (strided(x), ids, w), r"x\.stride\(\)"),
