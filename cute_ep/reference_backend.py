@@ -21,11 +21,12 @@ import torch
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.routing import Phase
+from cute_ep.layouts.routing import WIDE_ID, Phase
 from cute_ep.reference_dispatch import Source
 from cute_ep.reference_results import (
+    ReadAgain,
     Returned,
     add_up,
     copied,
@@ -39,6 +40,8 @@ from cute_ep.reference_rounds import Collective, Exchange, Receiver
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan
 from cute_ep.status import raise_input_error
 from cute_ep.validate import (
+    check_apart,
+    check_batch,
     check_buffers,
     check_epilogue_data,
     check_input_scale,
@@ -54,16 +57,18 @@ DEVICE = "cpu"
 
 @dataclass(frozen=True, eq=False)
 class _OwnDispatched(Dispatched):
-    """A `Dispatched` that knows which round it is of."""
+    """A `Dispatched` that knows the round that it is of, and what combine reads again."""
 
-    origin: PendingDispatch
+    number: int = 0
+    read_again: ReadAgain | None = None
 
 
 def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
     """The communicators of all ranks of `cfg`, joined to each other."""
     everyone = range(cfg.world_size)
     joint = Exchange(everyone)
-    return [ReferenceCommunicator(cfg, rank, Exchange([rank]) if cfg.skip_a2a else joint) for rank in everyone]
+    exchanges = [Exchange([rank]) if cfg.skip_a2a else joint for rank in everyone]
+    return [ReferenceCommunicator(cfg, rank, own, group=joint) for rank, own in enumerate(exchanges)]
 
 
 class ReferenceCommunicator:
@@ -76,9 +81,9 @@ class ReferenceCommunicator:
         rank: this rank, 0 <= rank < cfg.world_size.
     """
 
-    def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange) -> None:
+    def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
         self.cfg, self.rank, self.device = cfg, rank, torch.device("cpu")
-        self._exchange = exchange
+        self._exchange, self.group, self.origin = exchange, group, Origin(rank)
         self._dispatches, self._combines = exchange.dispatch.order[rank], exchange.combine.order[rank]
         self._failure: EPTimeout | None = None
         self._wrong_input: dict[Phase, tuple[int, int, int]] = {}  # the latest that `synchronize` has not raised
@@ -162,6 +167,7 @@ class ReferenceCommunicator:
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
         source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        self._check_apart(out, x=x, scales=scales, row_scales=row_scales)
 
         def launch() -> Dispatched:
             self._check_usable()
@@ -218,11 +224,14 @@ class ReferenceCommunicator:
         """Join the next dispatch."""
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
-            self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, value
-        number = self._join(self._exchange.dispatch, source)
-        return PendingDispatch(self._dispatches, number, topk_ids, router_weights, 0, ())
+            seen = value if -(2**31) <= value < 2**31 else WIDE_ID
+            self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
+        kept = ReadAgain(copied(topk_ids), copied(router_weights))
+        pending = PendingDispatch(topk_ids, router_weights, 0, (kept.topk_ids, kept.router_weights))
+        self._join(self._exchange.dispatch, pending, source)
+        return pending
 
-    def dispatch_wait(self, pending: PendingDispatch, out: DispatchBuffers | None = None) -> Dispatched:
+    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         """Receive the rows of this rank's experts into `out` (default: `allocate()`).
 
         Returns:
@@ -234,14 +243,21 @@ class ReferenceCommunicator:
             EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
         """
         self._check_usable()
-        own = isinstance(pending, PendingDispatch) and pending.rounds is self._dispatches
-        self._dispatches.check_own(own, pending, self.rank)
-        self._dispatches.check_wait(pending.number)
+        pending = self._dispatches.oldest(pending, self.rank)
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
-        given = {"rank": self.rank, "topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
-        dispatched = _OwnDispatched(**tensors_of(out), **given, return_pieces=0, origin=pending)
+        self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
+        dispatched = _OwnDispatched.inside(
+            out,
+            rank=self.rank,
+            topk_ids=pending.topk_ids,
+            router_weights=pending.router_weights,
+            return_pieces=pending.return_pieces,
+            origin=self.origin,
+            number=self._dispatches.received + 1,
+            read_again=ReadAgain(*pending.keep_alive),
+        )
 
         def receive(sources: Mapping[int, Source]) -> None:
             rows, capacity = fill(self.cfg, self.rank, sources, dispatched), dispatched.tokens.shape[0]
@@ -283,9 +299,8 @@ class ReferenceCommunicator:
         self._check_usable()
         self._combines.check_fused()
         given = self._prepare_return(rows, dispatched, mode)
-        combine_weights(self.cfg, mode, router_weights, dispatched)
-        check_epilogue_data(mode, None, epilogue_data, DEVICE)
-        check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
+        self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
+        check_apart("out", out, rows=rows)
 
         def launch() -> torch.Tensor:
             self._check_usable()
@@ -317,8 +332,10 @@ class ReferenceCommunicator:
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> Returned:
         """What this rank gives back, made of copies."""
         check_mode(mode)
-        self._check_dispatched(dispatched)
-        number = dispatched.origin.number
+        check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
+        if isinstance(dispatched, _OwnDispatched):
+            dispatched.read_again.check_ids(dispatched)
+        number = dispatched.number if isinstance(dispatched, _OwnDispatched) else 0
         if not self._exchange.dispatch.is_filled(self.rank, number):
             missing = list(self._exchange.dispatch.missing(number))
             raise EPInputError(
@@ -330,12 +347,13 @@ class ReferenceCommunicator:
     def _return(self, given: Returned, rows: torch.Tensor, dispatched: Dispatched) -> PendingCombine:
         """Join the next combine, unless a peer has joined it with another mode or dispatch."""
         given.check_agreement(self._exchange.combine.joined(self.rank))
-        number = self._join(self._exchange.combine, given)
-        return PendingCombine(self._combines, number, dispatched, given.mode, rows)
+        pending = PendingCombine(dispatched, given.mode, rows)
+        self._join(self._exchange.combine, pending, given)
+        return pending
 
     def combine_wait(
         self,
-        pending: PendingCombine,
+        pending: PendingCombine | None = None,
         router_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         *,
@@ -360,26 +378,48 @@ class ReferenceCommunicator:
             EPInputError: an argument breaks its rule, or no weights were given anywhere.
         """
         self._check_usable()
-        own = isinstance(pending, PendingCombine) and pending.rounds is self._combines
-        self._combines.check_own(own, pending, self.rank)
-        self._combines.check_wait(pending.number)
+        pending = self._combines.oldest(pending, self.rank)
         dispatched, mode = pending.dispatched, pending.mode
-        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
-        check_epilogue_data(mode, None, epilogue_data, DEVICE)
-        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
+        weights, shape, dtype = self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
+        if self.cfg.fused_shared_expert:
+            check_apart("out", out, rows=pending.rows)
         result = torch.empty(shape, dtype=dtype, device=DEVICE) if out is None else out
-        weights = copied(weights)
         if not self._receive(self._exchange.combine, lambda given: add_up(self.cfg, self.rank, given, weights, result)):
             withhold_sums(result)
         return result
 
-    def _join(self, collective: Collective, arguments: Any) -> int:
-        """Send in the next round; its number."""
+    def _prepare_sum(
+        self,
+        dispatched: Dispatched,
+        mode: str,
+        router_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        dtype: torch.dtype,
+        epilogue_data: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
+        """(weights as they are now, shape and type of the output) of a combine."""
+        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
+        check_epilogue_data(mode, None, epilogue_data, DEVICE)
+        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
+        check_apart("out", out, topk_ids=dispatched.topk_ids, router_weights=weights, row_map=dispatched.row_map)
+        if isinstance(dispatched, _OwnDispatched):
+            dispatched.read_again.check_ids(dispatched)
+            if mode == "partial":  # the experts' ranks multiply by the weights that travelled
+                return dispatched.read_again.router_weights, shape, dtype
+            dispatched.read_again.check_weights(dispatched, weights)
+        return copied(weights), shape, dtype
+
+    def _join(self, collective: Collective, pending: object, arguments: Any) -> None:
+        """Send in the next round."""
         try:
-            return collective.send(self.rank, arguments)
+            collective.send(self.rank, pending, arguments)
         except EPTimeout as failure:
             self._failure = failure
             raise
+
+    def _check_apart(self, out: DispatchBuffers | None, **read: torch.Tensor | None) -> None:
+        for name, tensor in () if out is None else tensors_of(out).items():
+            check_apart(f"out.{name}", tensor, **read)
 
     def _receive(self, collective: Collective, receiver: Receiver) -> bool:
         """Receive the oldest round; whether its results are in place."""
@@ -390,9 +430,3 @@ class ReferenceCommunicator:
             raise
         collective.raise_error(self.rank)
         return done
-
-    def _check_dispatched(self, dispatched: Dispatched) -> None:
-        own = isinstance(dispatched, _OwnDispatched) and dispatched.origin.rounds is self._dispatches
-        if not own:
-            kind = type(dispatched).__name__
-            raise EPInputError(f"dispatched = {kind}: must be what a dispatch of rank {self.rank} returned")

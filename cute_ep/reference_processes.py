@@ -28,7 +28,7 @@ from cute_ep.config import EPConfig
 from cute_ep.errors import EPError
 from cute_ep.layouts.routing import Phase
 from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.reference_rounds import Collective, Exchange, Receiver
+from cute_ep.reference_rounds import Collective, Exchange, Receiver, Round
 
 HOST = "127.0.0.1"
 MEETING_S = 60.0
@@ -60,7 +60,8 @@ def connect_processes(cfg: EPConfig, rank: int, on_all_ranks: OnAllRanks) -> Ref
         EPError: a rank could not be reached.
     """
     if cfg.skip_a2a:
-        return ReferenceCommunicator(cfg, rank, Exchange([rank]))
+        alone = Exchange([rank])
+        return ReferenceCommunicator(cfg, rank, alone, group=alone)
     (listener, token), doors = on_all_ranks(
         lambda: (socket.create_server((HOST, 0), backlog=cfg.world_size), secrets.token_bytes(TOKEN_BYTES)),
         lambda made: (made[0].getsockname()[1], made[1]),
@@ -70,7 +71,8 @@ def connect_processes(cfg: EPConfig, rank: int, on_all_ranks: OnAllRanks) -> Ref
         mail, _ = on_all_ranks(
             lambda: _meet(rank, doors, listener, token, cfg.timeout_s), undo=lambda made: made.close()
         )
-    return ReferenceCommunicator(cfg, rank, ProcessExchange(cfg, rank, mail))
+    joint = ProcessExchange(cfg, rank, mail)
+    return ReferenceCommunicator(cfg, rank, joint, group=joint)
 
 
 def _meet(
@@ -203,8 +205,8 @@ class ProcessCollective(Collective):
         super().__init__(name, phase, range(cfg.world_size), [rank])
         self._mail, self._timeout_s = mail, cfg.timeout_s
 
-    def send(self, rank: int, arguments: Any) -> int:
-        number = super().send(rank, arguments)
+    def send(self, rank: int, pending: object, arguments: Any) -> int:
+        number = super().send(rank, pending, arguments)
         packed = BytesIO()
         torch.save(arguments, packed)
         busy = self._mail.post((self.phase, number), packed.getbuffer())
@@ -220,8 +222,9 @@ class ProcessCollective(Collective):
         if missing:
             ended = [f"rank {peer}: has closed its communicator, or its process has ended" for peer in missing]
             raise self.timeout(rank, number, missing, ended if gone else ())
+        arguments = self._live.setdefault(number, Round(number)).arguments
         for peer, message in messages.items():
-            self._live[number].arguments[peer] = torch.load(BytesIO(message), weights_only=False)
+            arguments[peer] = torch.load(BytesIO(message), weights_only=False)
         filled = super().receive(rank, receiver)
         self._mail.discard(key)
         return filled

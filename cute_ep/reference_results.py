@@ -27,6 +27,28 @@ UNKNOWN = -(2**31)
 """What `num_rows` and `row_offsets` hold before all ranks have dispatched."""
 
 
+@dataclass(frozen=True, eq=False)
+class ReadAgain:
+    """What combine reads again of a dispatch's arguments, as it was then."""
+
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor | None
+
+    def check_ids(self, dispatched: Dispatched) -> None:
+        """EPInputError unless the ids of the batch are the same still."""
+        _check_unchanged("topk_ids", self.topk_ids, dispatched.topk_ids)
+
+    def check_weights(self, dispatched: Dispatched, weights: torch.Tensor | None) -> None:
+        """EPInputError unless `weights` are others than those of the batch, or the same still."""
+        if weights is not None and weights is dispatched.router_weights:
+            _check_unchanged("router_weights", self.router_weights, weights)
+
+
+def _check_unchanged(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
+    if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
+        raise EPInputError(f"{name}: changed since dispatch; combine reads it again, so leave it until then")
+
+
 def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A copy, None of None."""
     with no_modes():

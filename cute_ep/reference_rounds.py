@@ -45,10 +45,10 @@ class Collective:
         one = self._live.get(self.order[rank].sent + 1)
         return {} if one is None else one.arguments
 
-    def send(self, rank: int, arguments: Any) -> int:
-        """Join the next round; its number. Counted first: an interrupt then leaves a round that lacks this rank, never
-        one that it joins twice."""
-        self.order[rank].sent += 1
+    def send(self, rank: int, pending: object, arguments: Any) -> int:
+        """Join the next round, which `pending` stands for; its number. Counted first: an interrupt then leaves a round
+        that lacks this rank, never one that it joins twice."""
+        self.order[rank].count_sent(pending)
         number = self.order[rank].sent
         one = self._live.setdefault(number, Round(number))
         one.arguments[rank] = arguments
@@ -56,12 +56,16 @@ class Collective:
         return number
 
     def receive(self, rank: int, receiver: Receiver) -> bool:
-        """Receive the oldest round that `rank` has sent: `receiver` is called once all have sent. Whether it was."""
+        """Receive the oldest round that `rank` has sent: `receiver` is called once all have sent. Whether it was.
+        Counted last: a round whose receiver was interrupted can be received again."""
         number = self.order[rank].received + 1
-        one = self._live[number]
+        one = self._live.setdefault(number, Round(number))
         one.receivers[rank] = receiver
-        self.order[rank].received = number
+        one.filled.discard(rank)
         self._progress(one)
+        self.order[rank].count_received()
+        if len(one.filled) == len(self.order) and all(number <= order.received for order in self.order.values()):
+            del self._live[number]
         return rank in one.filled
 
     def is_filled(self, rank: int, number: int) -> bool:
@@ -95,7 +99,7 @@ class Collective:
         """Fill what can be filled. What fails for a rank is that rank's error: the call may be another one's."""
         if len(one.arguments) < len(self.ranks):
             return
-        for rank in sorted(one.receivers.keys() - one.filled):
+        for rank in [rank for rank in one.receivers if rank not in one.filled]:  # in the order of their calls
             try:
                 one.filled.add(rank)
                 one.receivers[rank](one.arguments)
@@ -108,8 +112,6 @@ class Collective:
                     self._errors[rank].__cause__ = error
                 if not isinstance(error, Exception):
                     raise
-        if len(one.filled) == len(self.order):
-            self._live.pop(one.number, None)
 
 
 class Exchange:

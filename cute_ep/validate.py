@@ -301,3 +301,13 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
             check_tensor(
                 f"out.{name}", getattr(out, name), shape=shape, dtype=dtype, device=device, alignment=alignment
             )
+
+
+def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | None) -> None:
+    """EPInputError where a call would write `written` over memory that it reads. All are contiguous, on one device."""
+    if written is None:
+        return
+    begin, end = written.data_ptr(), written.data_ptr() + written.nbytes
+    for other, tensor in read.items():
+        if tensor is not None and begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+            raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")
