@@ -1154,7 +1154,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     :: d_step { kind == (SEND | RECEIVE) ->
         sent = received;                                /* a fused launch works on one round */
         abort_word = abort_word || (send_epoch != received && MUTANT != UNCHECKED) }
-    :: kind != (SEND | RECEIVE) -> sent = send_epoch
+    :: d_step { kind != (SEND | RECEIVE) -> sent = send_epoch }
     fi;
     assert(!(kind & SEND) || sent + 1 == sending);
     assert(!(kind & RECEIVE) || received + 1 == receiving);
