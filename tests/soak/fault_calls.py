@@ -150,7 +150,7 @@ def out_of_memory(devices: Sequence[str], library: Path | None) -> str:
         if memory_bytes(cfg) * devices.count(devices[-1]) > 1.2 * ROOM
     )
     before = torch.cuda.mem_get_info(last)[0]
-    said = expect(EPError, "MEMORY", lambda: connect_local(cfg, devices, sms=sms_for(devices), library=library))
+    said = expect(EPError, "memory", lambda: connect_local(cfg, devices, sms=sms_for(devices), library=library))
     lost = before - torch.cuda.mem_get_info(last)[0]
     assert lost < ROOM // 8, f"{lost} bytes stay allocated"  # a context keeps something of its modules
     ballast.clear()
@@ -169,6 +169,8 @@ def fork_after_connect(devices: Sequence[str], library: Path | None) -> str:
         child = os.fork()
         if not child:
             try:
+                for rank, lane in enumerate(group.lanes):
+                    lane.communicator.dispatch(**group.batches[0].arguments[rank])
                 group.round(random)
                 os._exit(3)
             except AssertionError:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dis
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from random import Random
-from types import FrameType
+from types import CodeType, FrameType
 
 import cute_ep
 from cute_ep.connection import connected
@@ -17,14 +20,25 @@ from cute_ep.errors import EPError
 
 from .group import Group, group_of, small_config, small_input, sms_for
 
-INTERRUPTS = 100
+INTERRUPTS = 200
 LOST_GROUPS = 4
 """Groups of several ranks that are interrupted: on a GPU each takes until its timeout to end."""
-SECONDS = 30
+SECONDS = 25
+
+
+@cache
+def _places(code: CodeType) -> frozenset[int]:
+    """Byte codes before which Python may deliver a signal: those behind a call, and the first of a function."""
+    every = list(dis.get_instructions(code))
+    return frozenset(
+        after.offset
+        for before, after in pairwise(every)
+        if before.opname == "RESUME" or before.opname.startswith("CALL")
+    )
 
 
 class Interrupter:
-    """Sends SIGINT to this process before a random one of the byte codes that a call runs in cute_ep."""
+    """Sends SIGINT to this process at a random one of the places in cute_ep where Python may deliver it."""
 
     def __init__(self, random: Random) -> None:
         self.random, self.most = random, 0
@@ -32,7 +46,7 @@ class Interrupter:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """The first time nothing is sent but byte codes are counted; then one out of three calls is spared."""
+        """The first time nothing is sent but places are counted; from then on about one call in three is spared."""
         self._passed = 0
         self._at = self.random.randint(1, self.most * 3 // 2) if self.most else 0
         sys.settrace(self._trace)
@@ -46,10 +60,10 @@ class Interrupter:
         if not frame.f_code.co_filename.startswith(self._inside):
             return None
         frame.f_trace_opcodes = True
-        self._passed += event == "opcode"
-        if 0 < self._at == self._passed:
-            self._at = 0
-            signal.raise_signal(signal.SIGINT)
+        if event == "opcode" and frame.f_lasti in _places(frame.f_code):
+            self._passed += 1
+            if self._passed == self._at:
+                signal.raise_signal(signal.SIGINT)
         return self._trace
 
 

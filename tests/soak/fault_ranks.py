@@ -161,7 +161,7 @@ def out_of_memory(library: Path | None) -> str:
     ballast = []
     if rank == last:
         ballast.append(torch.empty(torch.cuda.mem_get_info()[0] - ROOM, dtype=torch.uint8, device="cuda"))
-    words = "MEMORY" if rank == last else f"rank {last} could not connect"
+    words = "memory" if rank == last else f"rank {last} could not connect"
     said = expect(EPError, words, lambda: connect(cfg, library=library))
     ballast.clear()
     torch.cuda.empty_cache()

@@ -100,10 +100,10 @@ def group_of(devices: Sequence[str], library: Path | None, given: InputSet, fmt:
 
 
 def expect(error: type[Exception], words: str, call: Callable[[], object]) -> str:
-    """The error that `call` raises; AssertionError where there is none, or it lacks the words."""
+    """The error that `call` raises; AssertionError where there is none, or it lacks the words, in capitals or not."""
     try:
         call()
     except error as caught:
-        assert words in str(caught), f"no {words!r} in {caught}"
+        assert words.lower() in str(caught).lower(), f"no {words!r} in {caught}"
         return f"{type(caught).__name__}: {str(caught).splitlines()[0]}"
     raise AssertionError(f"no {error.__name__}")

@@ -79,6 +79,7 @@ def run_deployment(
             while outcome.rounds < rounds and time.monotonic() < deadline and not outcome.failures:
                 step(soak.chunk(rounds - outcome.rounds))
             soak.check_untouched()
+            soak.captured.clear()  # graphs go before the kernels in them
 
     try:
         run()
