@@ -37,7 +37,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def guarded(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor with GUARD_BYTES behind it in its allocation, all bytes POISON (`assert_untouched_behind`)."""
+    """A contiguous tensor and, behind it in its allocation, GUARD_BYTES for `assert_untouched_behind`; all POISON."""
     nbytes = math.prod(shape) * dtype.itemsize
     memory = poison(torch.empty(nbytes + GUARD_BYTES, dtype=torch.uint8, device=device))
     return memory[:nbytes].view(dtype).view(shape)
