@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,11 @@ from cute_ep.config import EPConfig
 from cute_ep.reference_backend import connect_reference
 from cute_ep.verify import GUARD_BYTES
 
+from .gpu.layers import Experts, Network, fp8_experts, plain_experts
 from .gpu.replays import Replays
 from .gpu.runs import DISTINCT, Run, run_schedules, sms_of
 from .gpu.schedules import CASES, ORDERS, TOKENS, calls_of, steps_of
+from .gpu.test_layers import check_dense
 
 
 def small(name: str) -> Run:
@@ -81,6 +84,20 @@ def test_layers_that_are_replayed(layers: int) -> None:
         with pytest.raises(AssertionError, match="rank 1"):
             replays.check()
         tensor.view(torch.uint8).view(-1)[0] ^= 1
+
+
+@pytest.mark.parametrize(("fmt", "make"), [("bf16", plain_experts), ("fp8", fp8_experts)])
+def test_layers(fmt: str, make: Callable[..., Experts]) -> None:
+    """Close to a dense layer, and the check can fail."""
+    torch.manual_seed(0)
+    cfg = EPConfig(256, 8, 4, 24, 2, fmt, fused_shared_expert=fmt == "fp8")
+    ranks = connect_reference(cfg)
+    network = Network(ranks, [24, 7], [make(cfg.groups, 256, 128, one.device, one.rank) for one in ranks], 2)
+    outs = network.run()
+    check_dense(network, outs, 4e-2 if fmt == "bf16" else 0.3)
+    outs[1][1][3] += 1.5 * outs[1][1].std()
+    with pytest.raises(AssertionError, match="not close"):
+        check_dense(network, outs, 0.3)
 
 
 def test_ranks_that_share_a_gpu_leave_some_of_it() -> None:

@@ -43,11 +43,11 @@ def make_tree(name: str, folder: Path) -> None:
 
 
 def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.Popen:
-    """A process of python's that imports the package from `folder`."""
+    """A python process that imports the package from `folder` and begins there, where `cute-ep build` looks first."""
     path = os.pathsep.join([str(folder), str(ROOT)])
     return subprocess.Popen(
         [sys.executable, "-P", *words],
-        cwd=ROOT,
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": path} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

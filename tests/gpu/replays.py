@@ -199,8 +199,8 @@ def run_replays(*groups: Replays, seed: int = 0) -> None:
     for group in groups:
         group.capture()
     settle([c.device for c in groups[0].communicators])
-    for rank in range(len(groups[0].communicators)):
-        for number in range(groups[0].count):
+    for number in range(groups[0].count):  # a stream holds so many launches that wait, and these are hundreds of copies
+        for rank in range(len(groups[0].communicators)):
             for group in groups:
                 with group.streams[rank].on("D"):
                     delay(group.communicators[rank].device, draw_delay(generator))
