@@ -238,34 +238,30 @@ def connect(
                 meeting.wait(patience)
             communicator.free()
             own.close()
-        meeting.leave()
 
-    with ExitStack() as undo:
-        undo.callback(meeting.leave)
-        (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0])
-        _check_places(rank, places)
-        if gpu is None:
-            return connect_processes(cfg, rank, meeting.on_all_ranks)
-        device, max_ctas, shapes = gpu
-        (kernels, arena, own), handles = meeting.on_all_ranks(
-            prepare, lambda made: made[1].handle(), lambda made: made[2].close()
-        )
-        peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
-        layout = cfg.arena
+    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0])
+    _check_places(rank, places)
+    if gpu is None:
+        return connect_processes(cfg, rank, meeting.on_all_ranks)
+    device, max_ctas, shapes = gpu
+    (kernels, arena, own), handles = meeting.on_all_ranks(
+        prepare, lambda made: made[1].handle(), lambda made: made[2].close()
+    )
+    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
+    layout = cfg.arena
+    try:
+        (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
+        theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
+        addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
         try:
-            (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
-            theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
-            addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
-            try:
-                communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
-            except Exception:
-                mappings.close()
-                raise
-        except Exception:  # all ranks are here: nobody frees what a peer has mapped
-            meeting.wait(patience)
-            own.close()
+            communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
+        except Exception:
+            mappings.close()
             raise
-        undo.pop_all()
+    except Exception:  # all ranks are here: nobody frees what a peer has mapped
+        meeting.wait(patience)
+        own.close()
+        raise
     return communicator
 
 
