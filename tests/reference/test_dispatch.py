@@ -355,7 +355,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     (lambda x, ids, w: (strided(x), ids, w), r"x\.stride\(\)"),
     (lambda x, ids, w: (torch.zeros(65).bfloat16()[1:].view(2, 32), ids, w), r"x\.data_ptr\(\).*16 bytes"),
     (lambda x, ids, w: (x.tolist(), ids, w), r"x = list: must be a torch\.Tensor"),
-    (lambda x, ids, w: (x, ids.long(), w), r"topk_ids\.dtype = torch\.int64: must be torch\.int32"),
+    (lambda x, ids, w: (x, ids.short(), w), r"topk_ids\.dtype = torch\.int16: must be torch\.int32 or torch\.int64"),
     (lambda x, ids, w: (x, ids[:1], w), r"topk_ids\.shape = \(1, 2\): must be \(2, 2\)"),
     (lambda x, ids, w: (x, ids[:, :1].contiguous(), w), r"topk_ids\.shape"),
     (lambda x, ids, w: (x, strided(ids), w), r"topk_ids\.stride"),
