@@ -18,6 +18,7 @@ from cute_ep.layouts.routing import (
     max_rows,
     shared_slice,
 )
+from cute_ep.types import FormatName, ScaleLayout
 
 MAX_HIDDEN = 65536
 
@@ -61,9 +62,9 @@ class EPConfig:
     top_k: int
     max_tokens_per_rank: int
     world_size: int
-    dispatch_format: str = "bf16"
+    dispatch_format: FormatName = "bf16"
     timeout_s: float = 60.0
-    scale_layout: str | None = None
+    scale_layout: ScaleLayout | None = None
     row_alignment: int | None = None
     fused_shared_expert: bool = False
     skip_a2a: bool = False

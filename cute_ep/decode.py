@@ -137,6 +137,7 @@ def _check_scales(
             raise EPInputError(f"rows.scales = {type(scales).__name__}: must be None, {fmt.name} has none")
         return None
     count, words = payload.shape[0], scale_words(fmt.scale_bytes(hidden))
+    shape: tuple[int | None, ...]
     if isinstance(rows, QuantizedRows):  # which may be a view of padded rows
         layout, shape = None, (count, hidden // fmt.block)
         scales = scales.contiguous() if isinstance(scales, torch.Tensor) else scales
@@ -145,7 +146,7 @@ def _check_scales(
     else:
         shape = (count, words * WORD_BYTES // fmt.scale_itemsize) if layout == LINEAR else (words, count)
     check_tensor("rows.scales", scales, shape=shape, dtype=scale_types(fmt), device=payload.device)
-    if layout == ATOM and scales.shape[0] * ATOM_ROWS < count:
+    if layout == ATOM and scales is not None and scales.shape[0] * ATOM_ROWS < count:
         raise EPInputError(
             f"rows.scales.shape[0] = {scales.shape[0]}: must be a block for {ATOM_ROWS} rows, of {count}"
         )

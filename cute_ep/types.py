@@ -5,6 +5,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from cute_ep.layouts.variants import CombineMode
+
+__all__ = ["CombineMode", "FormatName", "ScaleLayout", "ScaledFormat", "SwigluFormat"]
+
 SwigluFormat = Literal["fp8", "fp8_pow2", "mxfp8", "mxfp4", "nvfp4"]
 """Formats with scale factors that `fused_silu` makes."""
 ScaledFormat = Literal["fp8", "fp8_pow2", "mxfp8", "mxfp4", "nvfp4", "nvfp4_row"]
@@ -13,5 +17,3 @@ FormatName = Literal["bf16", "fp8", "fp8_pow2", "mxfp8", "mxfp4", "nvfp4", "nvfp
 """Formats of dispatched rows (`cute_ep.layouts.formats`)."""
 ScaleLayout = Literal["atom128x4", "linear", "transposed"]
 """How scale factors may lie (`cute_ep.layouts.scales`)."""
-CombineMode = Literal["exact", "partial", "unweighted"]
-"""What combine brings home (`cute_ep.layouts.variants`)."""
