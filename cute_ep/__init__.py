@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cute_ep.decode import dequantize
     from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, SwigluRows
     from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
+    from cute_ep.interface import EPCommunicator
     from cute_ep.launch_shape import Tuning
     from cute_ep.layouts.variants import Hooks
     from cute_ep.local_ops import fused_silu, quantize
@@ -28,6 +29,7 @@ _MODULE_OF = {
     "Communicator": "communicator",
     "DispatchBuffers": "dispatched",
     "Dispatched": "dispatched",
+    "EPCommunicator": "interface",
     "EPConfig": "config",
     "EPConfigError": "errors",
     "EPError": "errors",
@@ -53,6 +55,7 @@ __all__ = [
     "Communicator",
     "DispatchBuffers",
     "Dispatched",
+    "EPCommunicator",
     "EPConfig",
     "EPConfigError",
     "EPError",

@@ -15,16 +15,18 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
-from cute_ep.config import EPConfig, is_integer
+from cute_ep.config import EPConfig, check_config, is_integer
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError, EPError
+from cute_ep.interface import EPCommunicator
 from cute_ep.launch_shape import Tuning
 from cute_ep.layouts.launch import CTAS_PER_SM
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.machine import check_gpu, sm_budget
-from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.reference_backend import connect_reference
 from cute_ep.tuning_file import find_tuning
+from cute_ep.validate import check_devices
 
 Made = TypeVar("Made")
 
@@ -39,7 +41,7 @@ def connect_local(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
-) -> list[Communicator] | list[ReferenceCommunicator]:
+) -> list[EPCommunicator]:
     """One communicator a rank, all in this process.
 
     Args:
@@ -59,18 +61,14 @@ def connect_local(
             damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
-    try:
-        chosen = [torch.device(device) for device in devices]
-    except (RuntimeError, TypeError) as error:
-        raise EPConfigError(f"devices = {devices!r}: must be names of devices ({error})") from None
-    if len(chosen) != cfg.world_size:
-        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
+    check_config(cfg)
+    chosen = check_devices(cfg, devices)
     _check_options(sms, tuning)
     found = Library(library)
     if all(device.type == "cpu" for device in chosen):
         if hooks != NO_HOOKS:
             raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
-        return connect_reference(cfg)
+        return list(connect_reference(cfg))
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     chosen = [torch.device("cuda", device.index or 0) for device in chosen]

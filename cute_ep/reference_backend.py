@@ -20,6 +20,7 @@ from cute_ep import reference
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.interface import EPCommunicator
 from cute_ep.layouts.routing import LOST_ROW, Phase
 from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.rounds import Plan, Rounds
@@ -151,7 +152,7 @@ def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
     return [ReferenceCommunicator(cfg, rank, _Exchange([rank]) if cfg.skip_a2a else joint) for rank in everyone]
 
 
-class ReferenceCommunicator:
+class ReferenceCommunicator(EPCommunicator):
     """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
 
     Any method but `close` raises EPError after `close`, and after an EPTimeout that again.

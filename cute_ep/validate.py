@@ -22,7 +22,7 @@ from cute_ep.dispatched import (
     routed_shape,
     scale_types,
 )
-from cute_ep.errors import EPInputError
+from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.routing import OutputType
 from cute_ep.layouts.variants import COMBINE_MODES
@@ -30,6 +30,26 @@ from cute_ep.layouts.variants import COMBINE_MODES
 GLOBAL_SCALE_LIMIT = 2.0**100
 """A global scale lies in [1 / limit, limit]: no intermediate of the quantisation then leaves float32's normal
 range unless its result saturates or rounds to zero anyway."""
+
+
+def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """The devices of all ranks, one each; EPConfigError unless they are named as such."""
+    if isinstance(devices, str | torch.device):
+        raise EPConfigError(
+            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {cfg.world_size}'
+        )
+    rule = 'must be a list of names, one device per rank, such as ["cuda:0", "cuda:1"] or ["cpu"] * 2'
+    if not isinstance(devices, Sequence):
+        raise EPConfigError(f"devices = {type(devices).__name__}: {rule}")
+    chosen = []
+    for device in devices:
+        try:
+            chosen.append(torch.device(device if isinstance(device, torch.device) else str(device)))
+        except RuntimeError:
+            raise EPConfigError(f"devices = {devices!r}: {rule}") from None
+    if len(chosen) != cfg.world_size:
+        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
+    return chosen
 
 
 def check_tensor(
