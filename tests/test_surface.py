@@ -11,9 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -21,15 +23,17 @@ import pytest
 import torch
 
 import cute_ep
-from cute_ep import EPCommunicator, EPConfig, connect_local, fused_silu, quantize
+from cute_ep import EPCommunicator, EPConfig, connect_local, driver, fused_silu, quantize
 from cute_ep.communicator import Communicator
+from cute_ep.dispatched import tensors_of
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
 from cute_ep.errors import EPConfigError, EPError, EPInputError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.reference_backend import ReferenceCommunicator
 from cute_ep.types import CombineMode, FormatName, ScaledFormat, ScaleLayout, SwigluFormat
-from tests.test_communicator import CFG, Make, make
+from cute_ep.verify import POISON
+from tests.test_communicator import CFG, Make, make, replace_driver
 
 __all__ = ["make"]  # a fixture
 
@@ -230,7 +234,10 @@ def test_ids_of_64_bits_and_scales_in_torchs_types(fmt: FormatName) -> None:
     outputs = []
     for given in ((rows.payload, ids, rows.scales), (payload, ids.long(), rows.scales.view(named))):
         (ep,) = connect_local(cfg, ["cpu"])
-        batch = ep.dispatch(*given[:2], weights, scales=given[2])
+        out = ep.allocate()
+        for tensor in tensors_of(out).values():
+            assert tensor is None or tensor.view(torch.uint8).fill_(POISON) is not None
+        batch = ep.dispatch(*given[:2], weights, out=out, scales=given[2])
         back = cute_ep.dequantize(batch, fmt).bfloat16()
         outputs.append([*vars(batch).values(), ep.combine(back, batch), ep.combine(back, batch, mode="partial")])
         ep.synchronize()
@@ -280,9 +287,9 @@ def test_numpy_integers_are_integers() -> None:
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ("cpu", r"devices = 'cpu': must be a list, one device per rank, such as \[\"cpu\"\] \* 2"),
-        (torch.device("cuda"), r"devices = 'cuda': .*\[\"cuda\"\] \* 2"),
-        ([0, 1], r"devices = \[0, 1\]: must be a list of names.*\[\"cpu\"\] \* 2$"),
+        ("cpu", r"devices = 'cpu': must be a list, one per rank, such as \[.cpu.\] \* 2"),
+        (torch.device("cuda"), r"devices = 'cuda': .*\[.cuda.\] \* 2"),
+        ([0, 1], r"devices = \[0, 1\]: must be a list of names.*\[.cpu.\] \* 2$"),
         (["gpu", "gpu"], r"devices = \['gpu', 'gpu'\]: must be a list of names"),
         (None, r"devices = NoneType: must be a list of names"),
         (["cpu"], r"devices = 1 entries: must be world_size = 2"),
@@ -321,6 +328,24 @@ def test_lists_of_all_ranks() -> None:
         combine([x], dispatch([x], [ids], [weights]), outs=x)
 
 
+# ---- ranges
+
+
+def test_launches_are_ranges_of_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is on; nothing is recorded, and the lock is free, before and afterwards."""
+    replace_driver(monkeypatch, lambda *_: (driver.driver.CUresult.CUDA_SUCCESS,))
+    kernel = driver.Kernel(SimpleNamespace(params=(), entry="cute_ep_dispatch_bf16_0", smem_bytes=0, read=bytes))
+    monkeypatch.setattr(driver, "record_function", None)
+    kernel.launch(1, {}, 7)
+    monkeypatch.undo()
+    replace_driver(monkeypatch, lambda *_: (driver.driver.CUresult.CUDA_SUCCESS,))
+    with torch.profiler.profile() as profile:
+        kernel.launch(1, {}, 7)
+        kernel.launch(1, {}, 7)
+    kernel.launch(1, {}, 7)
+    assert [(event.key, event.count) for event in profile.key_averages()] == [("cute_ep.dispatch_bf16", 2)]
+
+
 # ---- types
 
 
@@ -348,7 +373,10 @@ def test_printed_code_has_right_types(tmp_path: Path) -> None:
     done = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True)
     found = [line.partition(": ") for line in done.stdout.splitlines() if "_blocks.py" in line]
     assert not found, done.stdout
-    told = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if line.startswith("wrong.py:")}
+    told: dict[int, str] = defaultdict(str)
+    for line in done.stdout.splitlines():
+        if line.startswith("wrong.py:"):
+            told[int(line.split(":")[1])] += line
     assert 'Revealed type is "cute_ep.dispatched.Dispatched"' in told[4]
     assert "cute_ep.dispatched.SwigluRows" in told[5]
     assert all("error" in told[line] for line in (6, 7, 8)), done.stdout
