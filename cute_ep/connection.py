@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
 from cute_ep.machine import check_gpu, sm_budget
 from cute_ep.reference_backend import connect_reference
+from cute_ep.reference_processes import connect_processes
 from cute_ep.tuning_file import find_tuning
 from cute_ep.validate import check_devices
 
@@ -64,11 +66,10 @@ def connect_local(
     check_config(cfg)
     chosen = check_devices(cfg, devices)
     _check_options(sms, tuning)
-    found = Library(library)
     if all(device.type == "cpu" for device in chosen):
-        if hooks != NO_HOOKS:
-            raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
+        _check_reference(library, hooks)
         return list(connect_reference(cfg))
+    found = Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     chosen = [torch.device("cuda", device.index or 0) for device in chosen]
@@ -142,10 +143,11 @@ def connect(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
-) -> Communicator:
+) -> EPCommunicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
-    Memory is exchanged by CUDA IPC, so all ranks must be on one machine.
+    Memory is exchanged by CUDA IPC, so all ranks must be on one machine. Where no rank has a GPU it is the reference
+    backend, on the CPU (`cute_ep.reference_processes`), whose calls wait for their results.
 
     Args:
         cfg: the group's configuration; must be the same on every rank.
@@ -153,9 +155,9 @@ def connect(
         sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
 
     Raises:
-        EPConfigError: there is no process group or no CUDA GPU, the group's size or another rank's configuration
-            differs, two ranks are on one GPU or on two machines, an option breaks its rule, or a damaged file of
-            `cute-ep tune`.
+        EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
+            are on one GPU or on two machines, only some ranks have a GPU, an option breaks its rule, or a damaged file
+            of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect; says which and why.
     """
@@ -166,19 +168,23 @@ def connect(
         )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
-    def look_around() -> tuple[_Place, torch.device, int, Tuning]:
+    def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
         _check_options(sms, tuning)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
-            raise EPConfigError(f"there is no CUDA GPU on this machine ({without})")
+            _check_reference(library, hooks)
+            return _Place(cfg, _machine(), None), None
         device = torch.device("cuda", torch.cuda.current_device())
         most = _max_ctas(device, sms, 1)
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
-        return _Place.of(cfg, device), device, most, found
+        return _Place.of(cfg, device), (device, most, found)
 
-    (_, device, max_ctas, shapes), places = _on_all_ranks(group, look_around, lambda found: found[0])
+    (_, gpu), places = _on_all_ranks(group, look_around, lambda found: found[0])
     _check_places(rank, places)
+    if gpu is None:
+        return connect_processes(cfg, rank, partial(_on_all_ranks, group))
+    device, max_ctas, shapes = gpu
 
     def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
         with ExitStack() as undo:
@@ -254,7 +260,7 @@ class _Place:
 
     cfg: EPConfig
     machine: str
-    gpu: str
+    gpu: str | None
 
     @classmethod
     def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
@@ -278,8 +284,11 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
             raise EPConfigError(f"rank {peer} was configured with {place.cfg}, rank {rank} with {own.cfg}")
         if place.machine != own.machine:
             raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one (CUDA IPC)")
+        if (place.gpu is None) != (own.gpu is None):
+            without, other = (peer, rank) if place.gpu is None else (rank, peer)
+            raise EPConfigError(f"rank {without} has no CUDA GPU, but rank {other} has: must be all ranks or none")
     for peer, place in enumerate(places):
-        if first := [other for other in range(peer) if places[other].gpu == place.gpu]:
+        if place.gpu and (first := [other for other in range(peer) if places[other].gpu == place.gpu]):
             raise EPConfigError(
                 f"rank {first[0]} and rank {peer} are both on GPU {place.gpu}: each must call torch.cuda.set_device "
                 "with a GPU of its own (several ranks on one GPU: connect_local)"
@@ -332,6 +341,13 @@ def _check_options(sms: int | None, tuning: Tuning | None) -> None:
         raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
     if not isinstance(tuning, Tuning | None):
         raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
+
+
+def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
+    """What is wrong with options that the reference backend has no use for."""
+    Library(library)
+    if hooks != NO_HOOKS:
+        raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -26,7 +26,8 @@ class EPCommunicator(ABC):
     A rank that waits longer than `cfg.timeout_s` gives up: the next call or `synchronize` raises EPTimeout, and the
     communicator is unusable afterwards. What is found wrong with the contents of tensors (EPInputError) is raised by
     `synchronize` only, so that one rank's bad input does not stop the others. After `close` every method but `close`
-    raises EPError. As a context manager it closes itself.
+    raises EPError; so does every call after one that an interrupt (Ctrl-C) ended while it was being launched. As a
+    context manager it closes itself.
 
     A communicator cannot be copied or pickled.
 
@@ -133,15 +134,16 @@ class EPCommunicator(ABC):
         their `dispatch_wait`."""
 
     @abstractmethod
-    def dispatch_wait(self, pending: PendingDispatch, out: DispatchBuffers | None = None) -> Dispatched:
+    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
 
         Args:
-            pending: what `dispatch_async` returned.
+            pending: what the oldest `dispatch_async` returned that was not received; None: that one, also where what it
+                returned was lost. A round that nobody wants any more is received and dropped.
             out: as of `dispatch`; each batch in flight needs buffers of its own.
 
         Raises:
-            EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
+            EPInputError: `pending` is not this rank's oldest unreceived dispatch, there is none, or `out` does not fit.
             EPTimeout: as `dispatch`.
         """
 
@@ -202,7 +204,7 @@ class EPCommunicator(ABC):
     @abstractmethod
     def combine_wait(
         self,
-        pending: PendingCombine,
+        pending: PendingCombine | None = None,
         router_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         *,
@@ -212,11 +214,12 @@ class EPCommunicator(ABC):
         """The receiving half of `combine`, in the order of sending; same bytes as the fused call.
 
         Args:
-            pending: what `combine_async` returned.
+            pending: as of `dispatch_wait`, from `combine_async`.
             router_weights, out, dtype, epilogue_data: as of `combine`.
 
         Raises:
-            EPInputError: `pending` is not this rank's oldest unreceived combine, or an argument breaks its contract.
+            EPInputError: `pending` is not this rank's oldest unreceived combine, there is none, or an argument breaks
+                its contract.
             EPTimeout: as `dispatch`.
         """
 
@@ -226,6 +229,8 @@ class EPCommunicator(ABC):
 
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, and what was awaited and seen.
+            EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
+                another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
             EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
         """
 
