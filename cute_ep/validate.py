@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from operator import ne
 
 import torch
+from torch import Tensor
 
 from cute_ep.config import EPConfig, is_number
 from cute_ep.dispatched import (
@@ -74,7 +75,7 @@ def check_tensor(
     Raises:
         EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
     if shape is not None and (got := tensor.shape) != shape and not _has_shape(got, shape):
         raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
@@ -103,9 +104,9 @@ def check_detached(name: str, tensor: torch.Tensor) -> None:
 def check_written(name: str, tensor: object) -> None:
     """EPInputError for a tensor that a call may not overwrite: a Parameter, one that requires a gradient, or outside of
     inference mode one that was made in it. What is no tensor passes."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         return
-    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+    if isinstance(tensor, torch.nn.Parameter):
         raise EPInputError(f"{name} = Parameter: must be a tensor of its own, such as torch.empty_like({name}.data)")
     if tensor.requires_grad:
         raise EPInputError(f"{name}.requires_grad = True: must be False, the call overwrites it; give {name}.detach()")
@@ -322,7 +323,8 @@ def check_output(
     shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
     name = "dtype"
     if out is not None:
-        check_written("out", out)
+        if type(out) is not Tensor or out.requires_grad or out.is_inference():
+            check_written("out", out)
         check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
         name, dtype = "out.dtype", out.dtype
     if dtype not in OUTPUT_TYPES:
