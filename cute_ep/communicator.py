@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -23,6 +24,7 @@ from cute_ep.layouts.routing import division_magic
 from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
+from cute_ep.meeting import Meeting
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.status import Status
 from cute_ep.types import CombineMode
@@ -362,7 +364,18 @@ class Communicator(EPCommunicator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """`close`, which must not hide an error that ended the block: with one process per rank it waits for the other
+        ranks, so the error is written to stderr first, and what goes wrong with closing behind it."""
+        if error is None or not isinstance(self.group, Meeting):
+            self.close()
+            return
+        sys.stderr.write(
+            f"cute_ep rank {self.rank}: {type(error).__name__}: {error}; waiting for the other ranks to close\n"
+        )
+        try:
+            self.close()
+        except (EPError, RuntimeError) as failure:
+            sys.stderr.write(f"cute_ep rank {self.rank}: not closed, its memory stays allocated: {failure}\n")
 
     @property
     def failed(self) -> bool:

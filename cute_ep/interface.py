@@ -38,11 +38,13 @@ class EPCommunicator(ABC):
         stream: where several ranks share a GPU the stream on which this one's calls run, which waits for the caller's
             but not the other way round. None on the CPU.
         hooks: functions compiled into the kernels.
+        group: what the ranks of this process that are connected with each other have in common: the same object.
     """
 
     cfg: EPConfig
     rank: int
     device: torch.device
+    group: object
     stream: torch.cuda.Stream | None = None
     hooks: Hooks = NO_HOOKS
     _closed: bool = False

@@ -300,6 +300,19 @@ def test_devices_are_named(devices: Any, message: str) -> None:
         connect_local(replace(ALONE, world_size=2), devices)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"library": 5}, r"library = '5': must be a folder"),
+        ({"hooks": None}, r"hooks = NoneType: must be Hooks, without arguments for none"),
+        ({"hooks": cute_ep.Hooks(epilogue="a:b")}, r"hooks = .*: must be Hooks\(\), there are none on the reference"),
+    ],
+)
+def test_options_are_what_they_should_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EPConfigError, match=message):
+        connect_local(ALONE, ["cpu"], **options)
+
+
 @pytest.mark.parametrize("call", [cute_ep.memory_bytes, lambda cfg: connect_local(cfg, ["cpu"])])
 def test_a_configuration_is_one(call: Callable[[Any], Any]) -> None:
     for cfg, name in ((None, "NoneType"), ({"hidden": 128}, "dict")):
