@@ -51,8 +51,12 @@ def rank(request: pytest.FixtureRequest) -> EPCommunicator:
 
 
 def arguments(cfg: EPConfig = ALONE, tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids = torch.rand(tokens, cfg.num_experts).topk(cfg.top_k).indices
-    return torch.randn(tokens, cfg.hidden).bfloat16(), ids.int(), torch.rand(tokens, cfg.top_k)
+    ids = torch.rand(tokens, cfg.num_experts, device="cpu").topk(cfg.top_k).indices
+    return random(tokens, cfg.hidden), ids.int(), torch.rand(tokens, cfg.top_k, device="cpu")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cpu").bfloat16()
 
 
 # ---- one interface
@@ -183,6 +187,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "another device": lambda: torch.device("meta"),
 }
 
 
@@ -197,7 +202,7 @@ def test_modes_change_nothing_on_the_cpu(mode: str, fmt: FormatName) -> None:
         given = [arguments(cfg) for _ in range(2)]
         ranks = connect_local(cfg, ["cpu"] * 2)
         batches = [ep.dispatch(*one) for ep, one in zip(ranks, given, strict=True)]
-        rows = [torch.randn(int(batch.num_rows), cfg.hidden).bfloat16() for batch in batches]
+        rows = [random(int(batch.num_rows), cfg.hidden) for batch in batches]
         made = []
         for combine in COMBINE_MODES:
             made += [ep.combine(row, b, mode=combine) for ep, row, b in zip(ranks, rows, batches, strict=True)]
@@ -206,8 +211,10 @@ def test_modes_change_nothing_on_the_cpu(mode: str, fmt: FormatName) -> None:
         if fmt != "bf16":
             made += [part for part in quantize(given[0][0], fmt) if part is not None]
         if fmt in get_args(SwigluFormat):
-            made += list(fused_silu(torch.randn(4, 256).bfloat16(), fmt=fmt))
-        return [*made, fused_silu(torch.randn(4, 256).bfloat16())]
+            made += list(fused_silu(random(4, 256), fmt=fmt))
+        for batch in batches:
+            made.append(cute_ep.dequantize(batch, fmt)[: int(batch.num_rows)])
+        return [*made, fused_silu(random(4, 256))]
 
     wanted = everything()
     with MODES[mode]():
