@@ -9,7 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from cute_ep.kernels.arith import anew
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import Divisor, quotient, remainder
 from cute_ep.kernels.pieces import packed_cta
@@ -79,14 +78,16 @@ class IdArgs:
     topk_ids_wide: Int32
 
 
+@cute.jit
 def given_id(args: IdArgs, index) -> Int32:
-    """Entry `index` of the flat topk_ids; WIDE_ID where it does not fit 32 bits. Both halves are loaded, so that all
-    readers of an id take it for the same; of a narrow id they are the same word."""
-    wide = anew(args.topk_ids_wide)  # what depends on it is not kept in registers
+    """Entry `index` of the flat topk_ids; WIDE_ID where it does not fit 32 bits, for all readers of the id alike."""
+    wide = args.topk_ids_wide
     gWords = array(args.topk_ids, Int32, Int32(1 << 30))
-    place = Int32(index) << wide
-    low, high = gWords[place], gWords[place + wide]
-    return cutlass.select_((wide == 0) | (high == low >> 31), low, Int32(WIDE_ID))
+    given = gWords[Int32(index) << wide]
+    if wide != 0:
+        if gWords[(Int32(index) << 1) + 1] != given >> 31:
+            given = Int32(WIDE_ID)
+    return given
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,10 @@ class GroupView:
                 alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
             else:
                 already = self.completed(sent)
-                alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0)) & (already == epoch + 1)
-                if already != epoch + 1:
+                alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+                if alive & (already != epoch + 1):  # behind a timeout the counts may well differ: that was told
                     report(self.watch, self.rank, Phase.ORDER, Int32(int(sent)), epoch + 1, already)
+                    alive = Boolean(False)
             sPeers[tid] = self.peer_base
         return block_all(alive)
 

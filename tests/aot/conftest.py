@@ -49,15 +49,15 @@ def _nvdisasm() -> str:
     return str(next(file.locate() for file in files if file.name == "nvdisasm"))
 
 
+def disassemble(cubin: Path) -> list[str]:
+    """Instructions in program order, without addresses and comments."""
+    command = [_nvdisasm(), "-c", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/*")]
+    return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
+
+
 @pytest.fixture(scope="session")
 def sass(library: dict[Variant, LibraryEntry]) -> Callable[[Variant], list[str]]:
-    """Instructions of a variant in program order, without addresses and comments."""
-
-    @cache
-    def disassemble(variant: Variant) -> list[str]:
-        command = [_nvdisasm(), "-c", str(library[variant].path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/*")]
-        return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
-
-    return disassemble
+    """`disassemble` of a variant."""
+    return cache(lambda variant: disassemble(library[variant].path))
