@@ -276,7 +276,7 @@ MODELS: dict[Format, Model] = {
 def as_format(fmt: Format | str) -> Format:
     """`fmt` or the format of that name; EPInputError lists the known ones."""
     try:
-        return format_named(fmt) if isinstance(fmt, str) else fmt
+        return fmt if isinstance(fmt, Format) else format_named(fmt)
     except ValueError as error:
         raise EPInputError(str(error)) from None
 

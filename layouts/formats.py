@@ -100,7 +100,7 @@ FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, FP8, FP8_POW2, MXF
 
 def format_named(name: str) -> Format:
     """The registered format called `name`; ValueError lists the known ones."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format = {name!r}: must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
 

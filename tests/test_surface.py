@@ -177,6 +177,40 @@ def test_an_out_that_may_not_be_overwritten(rank: EPCommunicator) -> None:
         fused_silu(silu, out=torch.nn.Parameter(torch.empty(4, 128).bfloat16()))
 
 
+def test_a_bad_out_stops_no_other_rank() -> None:
+    """The call that gave it raises; then the round goes on."""
+    cfg = replace(ALONE, world_size=2)
+    ranks = connect_local(cfg, ["cpu"] * 2)
+    given = [arguments(cfg) for _ in ranks]
+    with torch.inference_mode():
+        buffers = ranks[0].allocate()
+    with pytest.raises(EPInputError, match=r"out\.tokens\.is_inference"):
+        ranks[0].dispatch(*given[0], out=buffers)
+    batches = [ep.dispatch(*one) for ep, one in zip(ranks, given, strict=True)]
+    rows = [batch.tokens[: int(batch.num_rows)].clone() for batch in batches]
+    with pytest.raises(EPInputError, match="out = Parameter"):
+        ranks[0].combine(rows[0], batches[0], out=torch.nn.Parameter(torch.empty_like(given[0][0])))
+    sums = [ep.combine(row, batch) for ep, row, batch in zip(ranks, rows, batches, strict=True)]
+    for ep, total, (x, _, weights) in zip(ranks, sums, given, strict=True):
+        ep.synchronize()
+        torch.testing.assert_close(total.float(), x.float() * weights.sum(1, keepdim=True), rtol=2**-7, atol=1e-5)
+
+
+def test_modes_may_differ_between_ranks() -> None:
+    """A rank in inference mode gets its rows from the call of one that is not in it."""
+    cfg = replace(ALONE, world_size=2)
+    ranks, given = connect_local(cfg, ["cpu"] * 2), [arguments(cfg) for _ in range(2)]
+    with torch.inference_mode():
+        first = ranks[0].dispatch(*given[0])
+    batches = [first, ranks[1].dispatch(*given[1])]
+    rows = [batch.tokens[: int(batch.num_rows)].clone() for batch in batches]
+    with torch.inference_mode():
+        total = ranks[0].combine(rows[0], batches[0])
+    assert not ranks[1].combine(rows[1], batches[1]).is_inference() and total.is_inference()
+    x, _, weights = given[0]
+    torch.testing.assert_close(total.float(), x.float() * weights.sum(1, keepdim=True), rtol=2**-7, atol=1e-5)
+
+
 def rank_copy(buffers: Any) -> Any:
     """The same tensors in another object, which no communicator has seen."""
     return type(buffers)(**{name: value for name, value in vars(buffers).items() if name != "use"})

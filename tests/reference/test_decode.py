@@ -98,6 +98,7 @@ BUFFERS = DispatchBuffers.allocate(EPConfig(128, 2, 1, 4, 1, "mxfp4"), "cpu")
     ("call", "message"),
     [
         (lambda: dequantize(ROWS, "fp4"), r"format = 'fp4': must be one of"),
+        (lambda: dequantize(ROWS, ["nvfp4"]), r"format = \['nvfp4'\]: must be one of"),
         (
             lambda: dequantize(ROWS.payload, "nvfp4"),
             r"rows = Tensor: must be QuantizedRows",
