@@ -17,6 +17,7 @@ from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import ROW_ALIGNMENTS
 from cute_ep.layouts.scales import scale_shape
+from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.validate import check_tokens
 from cute_ep.workloads import ROUTINGS, make_inputs, make_rank_inputs
 from tests.cases import CASES, Case
@@ -345,6 +346,23 @@ def test_expert_id_out_of_range(value):
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.id)
+def test_ids_of_64_bits(case: Case):
+    """The same bytes, in dispatch and in combine."""
+    cfg, inputs = case.cfg, case.inputs()
+    xs, weights = [one.x for one in inputs], [one.router_weights for one in inputs]
+    narrow, wide = [one.topk_ids for one in inputs], [one.topk_ids.long() for one in inputs]
+    batches = [reference.dispatch(cfg, xs, ids, None, weights) for ids in (narrow, wide)]
+    for got, want in zip(batches[1], batches[0], strict=True):
+        for name in (field.name for field in fields(DispatchBuffers)):
+            if getattr(want, name) is not None:
+                assert_bits(getattr(got, name), getattr(want, name), name)
+    rows = [torch.randn(int(batch.num_rows), cfg.hidden).bfloat16() for batch in batches[0]]
+    for mode in ("exact", "partial") if cfg.fused_shared_expert else COMBINE_MODES:
+        for got, want in zip(*(reference.combine(cfg, rows, batch, None, mode) for batch in batches), strict=True):
+            assert_bits(got, want, mode)
 
 
 @pytest.mark.parametrize("change, match", [
