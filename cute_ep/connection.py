@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
-from cute_ep.config import EPConfig, is_integer
+from cute_ep.config import EPConfig, check_config, is_integer
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError
+from cute_ep.interface import EPCommunicator
 from cute_ep.launch_shape import Tuning
 from cute_ep.layouts.launch import CTAS_PER_SM, FREE_SMS
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
@@ -25,9 +26,10 @@ from cute_ep.library import Library
 from cute_ep.local_ops import load_local_kernels
 from cute_ep.machine import check_gpu, sm_budget
 from cute_ep.meeting import Meeting
-from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.reference_backend import connect_reference
 from cute_ep.reference_processes import connect_processes
 from cute_ep.tuning_file import find_tuning
+from cute_ep.validate import check_devices
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LEAST_PATIENCE_S = 10.0
@@ -42,7 +44,7 @@ def connect_local(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
-) -> list[Communicator] | list[ReferenceCommunicator]:
+) -> list[EPCommunicator]:
     """One communicator a rank, all in this process.
 
     Args:
@@ -63,16 +65,12 @@ def connect_local(
             damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
-    try:
-        chosen = [torch.device(device) for device in devices]
-    except (RuntimeError, TypeError) as error:
-        raise EPConfigError(f"devices = {devices!r}: must be names of devices ({error})") from None
-    if len(chosen) != cfg.world_size:
-        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
-    _check_options(sms, tuning)
+    check_config(cfg)
+    chosen = check_devices(cfg, devices)
+    _check_options(sms, tuning, hooks)
     if all(device.type == "cpu" for device in chosen):
         _check_reference(library, hooks)
-        return connect_reference(cfg)
+        return list(connect_reference(cfg))
     found = Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
@@ -148,7 +146,7 @@ def connect(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
-) -> Communicator | ReferenceCommunicator:
+) -> EPCommunicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
     Memory is exchanged by CUDA IPC, so all ranks must be on one machine. Where no rank has a GPU it is the reference
@@ -177,7 +175,7 @@ def connect(
     patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
 
     def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
-        _check_options(sms, tuning)
+        _check_options(sms, tuning, hooks)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
@@ -313,19 +311,21 @@ def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     return DeviceMemory(device, int(arena.allocation), blank, begin=0 if cfg.skip_a2a else arena.begin(rank))
 
 
-def _check_options(sms: int | None, tuning: Tuning | None) -> None:
+def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:
     """EPConfigError for what is wrong on any device."""
     if sms is not None and not (is_integer(sms) and sms > 0):
         raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
     if not isinstance(tuning, Tuning | None):
         raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
+    if not isinstance(hooks, Hooks):
+        raise EPConfigError(f"hooks = {type(hooks).__name__}: must be Hooks, without arguments for none")
 
 
 def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
     """What is wrong with options that the reference backend has no use for."""
     Library(library)
     if hooks != NO_HOOKS:
-        raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
+        raise EPConfigError(f"hooks = {hooks}: must be Hooks(), there are none on the reference backend")
 
 
 def _load_all(

@@ -23,6 +23,7 @@ from cute_ep import reference
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.interface import EPCommunicator
 from cute_ep.layouts.routing import WIDE_ID, Phase
 from cute_ep.reference_dispatch import Source
 from cute_ep.reference_results import (
@@ -39,6 +40,7 @@ from cute_ep.reference_results import (
 from cute_ep.reference_rounds import Collective, Exchange, Receiver
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan
 from cute_ep.status import raise_input_error
+from cute_ep.types import CombineMode
 from cute_ep.validate import (
     check_apart,
     check_batch,
@@ -55,7 +57,7 @@ from cute_ep.validate import (
 DEVICE = "cpu"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _OwnDispatched(Dispatched):
     """A `Dispatched` that knows the round that it is of, and what combine reads again."""
 
@@ -71,14 +73,11 @@ def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
     return [ReferenceCommunicator(cfg, rank, own, group=joint) for rank, own in enumerate(exchanges)]
 
 
-class ReferenceCommunicator:
+class ReferenceCommunicator(EPCommunicator):
     """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
 
-    Any method but `close` raises EPError after `close`, and after an EPTimeout that again.
-
-    Attributes:
-        cfg: the deployment.
-        rank: this rank, 0 <= rank < cfg.world_size.
+    After an EPTimeout every method but `close` raises it again. A combine is refused while a peer has not made its
+    dispatch, and where its mode or its dispatch is another than a peer's of the same round.
     """
 
     def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
@@ -99,14 +98,7 @@ class ReferenceCommunicator:
 
     @property
     def failed(self) -> bool:
-        """Whether a call of this rank has raised EPTimeout."""
         return self._failure is not None
-
-    def __enter__(self) -> ReferenceCommunicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End this rank's part; waits for nobody, and may be called again."""
@@ -130,7 +122,6 @@ class ReferenceCommunicator:
         raise_input_error(self.rank, wrong)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
-        """Uninitialised buffers for `capacity` rows, default `cfg.max_rows`. EPInputError: it is no number of rows."""
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
 
@@ -145,7 +136,6 @@ class ReferenceCommunicator:
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
-        """`dispatch_async` and `dispatch_wait` in one call; same arguments, result and errors."""
         return self.plan_dispatch(
             x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
         ).launch()
@@ -186,19 +176,6 @@ class ReferenceCommunicator:
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> PendingDispatch:
-        """Send this rank's tokens.
-
-        Args:
-            x: [T, hidden] bfloat16, T <= max_tokens_per_rank; with `scales` the payload of `QuantizedRows`.
-            topk_ids: [T, top_k] int32, -1 (masked) or a global expert id. Others are masked, and `synchronize` says so.
-            router_weights: [T, top_k] float32 or None; partial combine needs them here, on every rank.
-            input_scale: global scale of this rank's tokens (formats that have one), a number or a float32
-                tensor of one element; None: 1.0. Must be None with `scales`.
-            scales, row_scales: as in `QuantizedRows`, of tokens that are quantised already and travel as they are.
-
-        Raises:
-            EPInputError: an argument breaks its rule. The round has not been joined then.
-        """
         self._check_usable()
         self._dispatches.check_send()
         source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
@@ -232,16 +209,6 @@ class ReferenceCommunicator:
         return pending
 
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
-        """Receive the rows of this rank's experts into `out` (default: `allocate()`).
-
-        Returns:
-            A `Dispatched` over the buffers. Rows and scale blocks beyond those in use keep what they held. `weights`
-            is 0 where this rank has no row or the source gave none. More rows than `out` holds are lost: none is
-            written or announced, combine returns NaN for each of them, and `synchronize` says so.
-
-        Raises:
-            EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
-        """
         self._check_usable()
         pending = self._dispatches.oldest(pending, self.rank)
         if out is None:
@@ -273,13 +240,12 @@ class ReferenceCommunicator:
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`combine_async` and `combine_wait` in one call; same arguments, result and errors."""
         return self.plan_combine(
             rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
         ).launch()
@@ -289,7 +255,7 @@ class ReferenceCommunicator:
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -309,19 +275,7 @@ class ReferenceCommunicator:
 
         return Plan(launch)
 
-    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
-        """Send the expert outputs back to the ranks that the tokens came from.
-
-        Args:
-            rows: [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
-            dispatched: what this rank's dispatch returned; must have been filled, since `rows` come from it.
-            mode: one of COMBINE_MODES (see `cute_ep.reference.combine`), the same on all ranks.
-
-        Raises:
-            EPInputError: an argument breaks its rule, `dispatched` has not been filled because a peer has not made its
-                call, weights are missing in partial mode, the mode does not go with the configuration, or a peer's
-                combine of this round has another mode or dispatch. The round has not been joined then.
-        """
+    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
         self._check_usable()
         self._combines.check_send()
         given = self._prepare_return(rows, dispatched, mode)
@@ -360,23 +314,6 @@ class ReferenceCommunicator:
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add up what came back.
-
-        Args:
-            pending: what `combine_async` returned.
-            router_weights: [T, top_k] float32; None: those given to dispatch. Must be None in the other modes than
-                exact.
-            out: [T, hidden], unweighted [T, top_k, hidden], bfloat16, float16 or float32, overwritten; None: a new
-                tensor.
-            dtype: element type of the new tensor.
-            epilogue_data: must be None, as there are no hooks.
-
-        Returns:
-            `out`.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or no weights were given anywhere.
-        """
         self._check_usable()
         pending = self._combines.oldest(pending, self.rank)
         dispatched, mode = pending.dispatched, pending.mode

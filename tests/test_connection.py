@@ -103,8 +103,8 @@ def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at
 @pytest.mark.parametrize(
     ("devices", "rule"),
     [
-        (["gpu0", "gpu1"], "must be names of devices"),
-        ([None, None], "must be names of devices"),
+        (["gpu0", "gpu1"], "must be a list of names"),
+        ([None, None], "must be a list of names"),
         (["cpu"], "devices = 1 entries: must be world_size = 2"),
         (["cuda:0", "cpu"], "must be all CUDA or all cpu"),
         (["cuda:0", "cuda:99"], "cuda:99 is not here, the machine has 4 CUDA GPUs"),
