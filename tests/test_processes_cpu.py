@@ -295,6 +295,28 @@ def test_a_call_that_is_interrupted_while_it_sends(monkeypatch: pytest.MonkeyPat
         assert dispatch(communicators[1:], inputs[1:])[1].missing == (0,)
 
 
+def test_a_call_that_is_interrupted_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its round was sent, and can still be received."""
+    cfg = small()
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    want = expected(cfg, inputs)
+    with processes(cfg) as communicators:
+        first = communicators[0]
+
+        def interrupted(timeout: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(first._exchange._mail._news, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                first.dispatch(inputs[0].x, inputs[0].topk_ids, inputs[0].router_weights)
+        for rank, batch in enumerate(dispatch(communicators[1:], inputs[1:]), start=1):
+            check_filled(cfg, batch, want[rank], f"rank {rank}")
+        with pytest.raises(EPInputError, match=r"1 split round\(s\) outstanding"):
+            first.dispatch(inputs[0].x, inputs[0].topk_ids)
+        check_filled(cfg, first.dispatch_wait(out=poisoned(first)), want[0], "rank 0")
+
+
 def test_a_peer_that_takes_no_messages() -> None:
     """It is named, and no message follows the half one."""
     ours, theirs = socket.socketpair()

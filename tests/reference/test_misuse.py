@@ -11,7 +11,8 @@ import torch
 
 from cute_ep import reference, reference_backend
 from cute_ep.compare import assert_bits
-from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatchNVFP4
+from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
 from cute_ep.reference_backend import connect_reference
 from cute_ep.workloads import make_inputs
 from tests.reference.ranks import check_filled, dispatch_all, expected, poisoned, rows_for, small
@@ -71,6 +72,17 @@ def test_batches_of_others():
             communicators[0].combine(rows[0], batch)
     with pytest.raises(EPInputError, match="dispatched = tuple: must be what dispatch returned"):
         communicators[0].combine(rows[0], (1,))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_lists_of_ranks_that_are_not_connected(alone: bool):
+    """Equal numbers and configurations make no group, with nothing to exchange either."""
+    cfg = small(skip_a2a=alone)
+    one, other = connect_reference(cfg), connect_reference(cfg)
+    for operation in (DistributedEPDispatchNVFP4, DistributedEPCombine):
+        operation(one)
+        with pytest.raises(EPConfigError, match="rank 1 is not connected with rank 0"):
+            operation([one[0], other[1], one[2]])
 
 
 @pytest.mark.parametrize("mode", ["exact", "partial", "unweighted"])
