@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep import connection, reference
+from cute_ep import connection, reference, reference_backend
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import DispatchBuffers
 from cute_ep.errors import EPTimeout
 from cute_ep.reference_backend import ReferenceCommunicator
 
@@ -108,14 +110,15 @@ def test_wrong_expectation_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 def test_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that is wrong once, in one bit of the last row."""
-    fill, calls = ReferenceCommunicator._fill, iter(range(1000))
+    fill, calls = reference_backend.fill, iter(range(1000))
 
-    def wrong(self: ReferenceCommunicator, current: object, buffers: dict[str, torch.Tensor]) -> None:
-        fill(self, current, buffers)
-        if self.rank == 1 and next(calls) == 5:
-            buffers["tokens"][int(buffers["num_rows"]) - 1, -1] ^= 1
+    def wrong(cfg: EPConfig, rank: int, sources: object, out: DispatchBuffers) -> int:
+        rows = fill(cfg, rank, sources, out)
+        if rank == 1 and next(calls) == 5:
+            out.tokens[rows - 1, -1] ^= 1
+        return rows
 
-    monkeypatch.setattr(ReferenceCommunicator, "_fill", wrong)
+    monkeypatch.setattr(reference_backend, "fill", wrong)
     outcome = soak()
     assert outcome.wrong_bytes == 1
     assert outcome.failures[0].startswith("rank 1, burst ")
@@ -140,14 +143,15 @@ def test_wrong_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_group_tells_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all faults compare with."""
-    fill = ReferenceCommunicator._fill
+    fill = reference_backend.fill
 
-    def wrong(self: ReferenceCommunicator, current: object, buffers: dict[str, torch.Tensor]) -> None:
-        fill(self, current, buffers)
-        if self.rank == 1:
-            buffers["src_info"][0, 0] ^= 1
+    def wrong(cfg: EPConfig, rank: int, sources: object, out: DispatchBuffers) -> int:
+        rows = fill(cfg, rank, sources, out)
+        if rank == 1:
+            out.src_info[0, 0] ^= 1
+        return rows
 
-    monkeypatch.setattr(ReferenceCommunicator, "_fill", wrong)
+    monkeypatch.setattr(reference_backend, "fill", wrong)
     with group_of(CPUS, None, small_input(2)) as group:
         with pytest.raises(AssertionError, match=r"wrong bytes by rank: \{0: 0, 1: 1\}"):
             group.round(Random(1))

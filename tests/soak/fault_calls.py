@@ -34,7 +34,7 @@ def bad_ids(devices: Sequence[str], library: Path | None) -> str:
     """Rank 0 gives ids out of range: it hears of the last of its calls, nobody else does, and the rounds go on."""
     with group_of(devices, library, small_input(len(devices))) as group:
         random, said = Random(1), ""
-        for value in (group.batches[0].cfg.num_experts, -2, 2**31 - 1, -(2**31)):
+        for value in (group.batches[0].cfg.num_experts, -2, 2**31 - 1, 1 - 2**31):
             communicators = [lane.communicator for lane in group.lanes]
             arguments = [dict(group.batches[0].arguments[rank]) for rank in group.devices]
             arguments[0]["topk_ids"] = arguments[0]["topk_ids"].clone()
