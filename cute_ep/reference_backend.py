@@ -24,7 +24,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.interface import EPCommunicator
-from cute_ep.layouts.routing import WIDE_ID, Phase
+from cute_ep.layouts.routing import BEYOND, Phase
 from cute_ep.reference_dispatch import Source
 from cute_ep.reference_results import (
     ReadAgain,
@@ -201,7 +201,7 @@ class ReferenceCommunicator(EPCommunicator):
         """Join the next dispatch."""
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
-            seen = value if -(2**31) <= value < 2**31 else WIDE_ID
+            seen = value if -(2**31) <= value < 2**31 else BEYOND
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
         kept = ReadAgain(copied(topk_ids), copied(router_weights))
         pending = PendingDispatch(topk_ids, router_weights, 0, (kept.topk_ids, kept.router_weights))
