@@ -32,6 +32,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where tests find and build kernels besides `FOLDER`: an empty place, not the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cute_ep"
+
+
 @pytest.fixture(scope="session")
 def library() -> dict[Variant, LibraryEntry]:
     """Every variant of WANTED, built where `make` has not."""
