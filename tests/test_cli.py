@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -14,13 +15,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from cute_ep import demo, library, machine, reference
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
-from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text, write_json
+from cute_ep.commands import layout
+from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text, step, write_json
+from cute_ep.commands.info import memory_parts
 from cute_ep.commands.layout import parse_extents
+from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts import eager
 from cute_ep.layouts.formats import FORMATS
@@ -66,12 +71,14 @@ def test_build_is_incremental(tmp_path, monkeypatch, capsys: pytest.CaptureFixtu
     assert main(command) == 0
     first = capsys.readouterr().out
     assert "(hidden 2880, top-k 4) is served in bf16, mxfp8, mxfp4, nvfp4, nvfp4_row\n" in first
-    assert "1 built, 0 up to date" in first
+    assert "1 of 1  sm_90a cute_ep_copy\n" in first and "1 built, 0 up to date" in first
     (entry,) = read_manifest(folder).values()
     assert entry.variant == Variant("copy", "sm_90a") and str(entry.registers) in first
     before = entry.path.stat().st_mtime_ns
     assert main(command) == 0
-    assert "0 built, 1 up to date" in capsys.readouterr().out
+    again = capsys.readouterr()
+    assert again.out.splitlines()[1:] == [line for line in again.out.splitlines() if "0 built, 1 up to date" in line]
+    assert again.err == ""
     assert entry.path.stat().st_mtime_ns == before
     monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "package")
     assert main(["info", "--library", str(folder)]) == 0
@@ -182,24 +189,110 @@ def test_files_that_cannot_be_written(tmp_path, capsys: pytest.CaptureFixture) -
 def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "--preset", "deepseek-v3", "--library", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "470 MB" in out and "15 GB" in out and "total, one rank" in out
+    assert "470 MB" in out and "15 GB" in out and "│ total " in out
     for tokens, size in ((128, "7.34 MB"), (4096, "235 MB")):
         assert main(["info", "--max-tokens", str(tokens), "--library", str(tmp_path)]) == 0
-        (row,) = (line for line in capsys.readouterr().out.splitlines() if "received once a round" in line)
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if "received in one call" in line)
         assert size in row, row
     assert main(["info", "--preset", "nobody"]) == 2
     assert main(["info", "--format", "bf16,fp8"]) == 2
     assert main(["info", "--library", str(tmp_path / "missing")]) == 2
 
 
+def test_memory_in_words_is_all_of_it() -> None:
+    """No name of a region of the code, and the parts add up."""
+    for fmt in FORMATS:
+        for ranks in (1, 4):
+            cfg = EPConfig(7168, 256, 8, 4096, ranks, fmt)
+            parts = memory_parts(cfg)
+            assert sum(parts.values()) == memory_bytes(cfg) and min(parts.values()) >= 0
+            assert not any(name in " ".join(parts).split() for name in cfg.arena.regions if "_" in name)
+
+
+def test_info_as_json(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    """On standard output nothing else, so that another program can read it; in a file the same, beside the tables."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "package")
+    words = ["info", "--preset", "qwen3-30b", "--format", "fp8", "--max-tokens", "128", "--json"]
+    assert main(words) == 0
+    printed = json.loads(capsys.readouterr().out)
+    file = tmp_path / "info.json"
+    assert main([*words, str(file)]) == 0
+    assert "symmetric memory of one rank" in capsys.readouterr().out
+    written = json.loads(file.read_text())
+    for one in (printed, written):
+        assert one["machine"].pop("command").startswith("cute-ep info") and one["machine"].pop("date")
+        for gpu in one["gpus"]:
+            gpu.pop("free_bytes")
+    assert printed == written
+    assert len(printed["gpus"]) == torch.cuda.device_count() == len(printed["peer_access"])
+    folders = [(one["folder"], one["variants"], one["stale"]) for one in printed["libraries"]]
+    assert folders == [(str(tmp_path / "package"), 0, 0), (str(tmp_path / "cache" / "cute_ep"), 0, 0)]
+    cfg = EPConfig(2048, 128, 8, 128, 4, "fp8")
+    memory = printed["memory"]["by_ranks"]["4"]
+    assert memory["total"] == memory_bytes(cfg) and memory["regions"]["messages"] == 0
+    assert memory["regions"]["express_messages"] == cfg.arena.express_messages.nbytes
+
+
 @needs_no_gpu
-@pytest.mark.parametrize("command", ["verify", "bench", "tune"])
+@pytest.mark.parametrize("command", ["bench", "tune"])
 def test_gpu_commands_refuse_politely(command: str, capsys: pytest.CaptureFixture) -> None:
-    for devices in ("auto", "virtual:2", "cuda:0"):
-        assert main([command, "--devices", devices]) == 2
+    """The message names what was asked for, and nothing that was not."""
+    for words in ([], ["--devices", "virtual:2"], ["--devices", "cuda:0"]):
+        assert main([command, *words]) == 2
         captured = capsys.readouterr()
         assert "CUDA GPU" in captured.err and "Traceback" not in captured.err + captured.out
-        assert devices == "cuda:0" or "verify and demo also run with --devices cpu" in captured.err
+        assert ("devices = " in captured.err) == bool(words) and "auto" not in captured.err
+        assert words[1:] == ["cuda:0"] or "verify and cute-ep demo also run on the CPU" in captured.err
+
+
+def test_verify_without_a_gpu_takes_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """And says so first."""
+    from cute_ep.commands import verify
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(verify, "QUICK_SHAPES", ((96, 12, 3),))
+    monkeypatch.setattr(verify, "QUICK_TOKENS", (3,))
+    monkeypatch.setattr(verify, "OPTIONS", {verify.PLAIN: verify.Options()})
+    assert main(["verify"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "4 ranks of the reference backend on the CPU, since this machine has no CUDA GPU"
+    assert "bit-exact" in others[-1]
+
+
+def test_python_m_cute_ep() -> None:
+    words = [sys.executable, "-m", "cute_ep"]
+    done = subprocess.run([*words, "layout", "(2,2):(2,1)"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("(2,2):(2,1)\n")
+    wrong = subprocess.run([*words, "layout", "(2"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("cute-ep: ")
+
+
+def test_a_reader_that_leaves_is_no_difference() -> None:
+    """`| head`: neither a traceback nor the exit code of a failed comparison."""
+    words = [sys.executable, "-m", "cute_ep", "layout", "(256,64):(64,1)"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "(256,64):(64,1)\n"
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 141
+
+
+def test_the_program_shows_what_is_logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """On standard error, while a command runs; the library alone says nothing."""
+    logger = logging.getLogger("cute_ep.test")
+    monkeypatch.setattr(layout, "run", lambda args, console: logger.info("%d things", 3) or logger.debug("no") or 0)
+    logger.info("before")
+    assert main(["layout", "2:1"]) == 0
+    logger.info("after")
+    assert capsys.readouterr() == ("", "cute-ep: 3 things\n")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("cute_ep").handlers)
+
+
+def test_steps_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture) -> None:
+    with step(Console(width=80), "measuring") as nothing:
+        assert nothing is None and capsys.readouterr().out == "measuring ...\n"
+    assert capsys.readouterr().out == ""
 
 
 @needs_no_gpu
@@ -269,7 +362,7 @@ def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture)
 
 def test_devices() -> None:
     assert parse_devices("cpu") == ["cpu"] * 4 and parse_devices("cpu:2") == ["cpu"] * 2
-    for text in ("cpu:0", "cpu:x", "tpu:0", "cuda:x", "cuda:99", ""):
+    for text in ("cpu:0", "cpu:x", "cpu:33", "tpu:0", "cuda:x", "cuda:99", ""):
         with pytest.raises(EPConfigError, match="devices = "):
             parse_devices(text)
 
@@ -295,8 +388,10 @@ def test_auto_takes_gpus_that_divide_the_experts(
 @pytest.mark.parametrize("text", ["auto", "virtual:2"])
 def test_a_machine_without_gpus_has_none_to_take(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(EPConfigError, match=f"devices = '{text}': there is no CUDA GPU on this machine"):
+    begins = "" if text == "auto" else f"devices = '{text}': "
+    with pytest.raises(EPConfigError, match=f"^{begins}there is no CUDA GPU on this machine"):
         parse_devices(text)
+    assert parse_devices("auto", 6, or_cpu=True) == ["cpu"] * 4
 
 
 @pytest.fixture
@@ -311,7 +406,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_in_words(two_gpus: None) -> None:
     two = ["cuda:0", "cuda:1"]
     assert describe_devices(two) == "2 ranks on 2 GPUs (NVIDIA H200)"
-    assert describe_devices(two, 16) == "2 ranks on 2 GPUs (NVIDIA H200), 16 SMs a rank"
+    assert describe_devices(two, 16) == "2 ranks on 2 GPUs (NVIDIA H200), 16 SMs per rank"
     assert describe_devices(["cuda:1"] * 3) == "3 ranks on 1 GPU (NVIDIA H200)"
     assert describe_devices(["cpu"]) == "1 rank of the reference backend on the CPU"
 
@@ -356,6 +451,7 @@ def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
         "combine partial",
         *FORMATS,
         "expert weights",
+        "tokens received",
         "sizes are reduced",
         "all formats agree",
     ):
