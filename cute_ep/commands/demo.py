@@ -87,7 +87,7 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
         soft_wrap=True,
     )
     console.print(describe_devices(devices), highlight=False, soft_wrap=True)
-    console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte a token", highlight=False, soft_wrap=True)
+    console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte per token", highlight=False, soft_wrap=True)
 
     with step(console, "routing"):
         counts = count_routing(cfg, [batch.topk_ids for batch in batches])
@@ -212,7 +212,7 @@ def print_weights(cfg: EPConfig, experts: list[ExpertWeights], console: Console)
     fewest = min(one.sets for one in experts)
     note = "every expert has its own"
     if fewest < cfg.local_experts:
-        note = f"memory holds {fewest} sets a rank, shared by {cfg.local_experts} experts"
+        note = f"memory holds {fewest} sets per rank, shared by {cfg.local_experts} experts"
     console.print(f"expert weights: {bytes_text(total)} in bfloat16, {note}", highlight=False)
 
 

@@ -58,7 +58,7 @@ OPTIONS: dict[str, Options] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One round to check; `tokens` has one entry a rank."""
+    """One round to check; `tokens` has one entry per rank."""
 
     fmt: str
     hidden: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,13 +59,23 @@ def _nvdisasm() -> str:
 
 @pytest.fixture(scope="session")
 def sass(library: dict[Variant, LibraryEntry]) -> Callable[[Variant], list[str]]:
-    """Instructions of a variant in program order, without addresses and comments."""
+    """Instructions of a variant in program order, without addresses and comments.
+
+    The disassembler takes 0.4 s to start, so what it says of a cubin is kept for other test processes and runs.
+    """
 
     @cache
     def disassemble(variant: Variant) -> list[str]:
-        command = [_nvdisasm(), "-c", str(library[variant].path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/*")]
+        program, entry = _nvdisasm(), library[variant]
+        folder = FOLDER.parent / f"sass-{importlib.metadata.version(DISASSEMBLER)}"
+        kept = folder / f"{entry.sha256}.txt"
+        if not kept.exists():
+            folder.mkdir(exist_ok=True)
+            command = [program, "-c", str(entry.path)]
+            new = folder / f"{entry.sha256}.{os.getpid()}"
+            new.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            new.replace(kept)
+        lines = [line.strip() for line in kept.read_text().splitlines() if line.strip().startswith("/*")]
         return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
 
     return disassemble
