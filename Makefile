@@ -66,6 +66,7 @@ build-some: $(VENV)/build.stamp
 wheel: build  ## the wheel with the kernels of all architectures, in dist (ARCH=sm_90a: with those only)
 	$(SAY) "packing the wheel, with the kernels in build/library"
 	$(PIP) wheel $(QUIET) . --no-deps --wheel-dir dist $(if $(ARCH),--config-settings arch=$(ARCH))
+	$(SAY) "wrote $$(ls -t dist/*.whl | head -1)"
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist cute_ep/library cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def build_table(entries: Sequence[LibraryEntry], finished: dict[Variant, float | None]) -> Table:
     """One row per variant that was compiled; `finished` has its seconds since the start, None for all others."""
     table = Table(title="compiled kernels")
-    table.add_column("variant")
+    table.add_column("variant", no_wrap=True)
     table.add_column("architecture")
     for name in ("registers / thread", "spills (B / thread)", "shared memory (B)", "cubin (B)", "done at (s)"):
         table.add_column(name, justify="right")
