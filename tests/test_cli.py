@@ -8,21 +8,19 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from cute_ep import demo, library, machine, reference
+from cute_ep import library, reference
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
 from cute_ep.commands import layout
-from cute_ep.commands.common import bytes_text, one_thread_on_a_cpu, seconds_text, step, write_json
+from cute_ep.commands.common import bytes_text, seconds_text, step, write_json
 from cute_ep.commands.info import memory_parts
 from cute_ep.commands.layout import parse_extents
 from cute_ep.config import EPConfig, memory_bytes
@@ -31,7 +29,6 @@ from cute_ep.layouts import eager
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import Hooks, Variant, variants
 from cute_ep.library import build_command, read_manifest
-from cute_ep.machine import describe_devices, parse_devices
 
 ROOT = Path(__file__).parents[1]
 (PINNED_DSL,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["build"]
@@ -347,7 +344,6 @@ def test_verify_covers_every_format_size_and_routing() -> None:
 
 
 def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    from cute_ep import reference
     from cute_ep.commands import verify
 
     monkeypatch.setattr(verify, "QUICK_SHAPES", ((128, 12, 3),))
@@ -360,160 +356,6 @@ def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture)
     assert "FAIL" in out and "rank 0 combine exact" in out and "14 of 14 cases differ" in out
 
 
-def test_devices() -> None:
-    assert parse_devices("cpu") == ["cpu"] * 4 and parse_devices("cpu:2") == ["cpu"] * 2
-    for text in ("cpu:0", "cpu:x", "cpu:33", "tpu:0", "cuda:x", "cuda:99", ""):
-        with pytest.raises(EPConfigError, match="devices = "):
-            parse_devices(text)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "experts", "devices"),
-    [
-        (4, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        (4, 8, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        (4, 6, ["cuda:0", "cuda:1", "cuda:2"]),
-        (4, 7, ["cuda:0"]),
-        (1, 8, ["cuda:0"] * 4),
-    ],
-)
-def test_auto_takes_gpus_that_divide_the_experts(
-    gpus: int, experts: int | None, devices: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as do; one GPU is that of all virtual ranks."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert parse_devices("auto", experts) == devices
-
-
-@pytest.mark.parametrize("text", ["auto", "virtual:2"])
-def test_a_machine_without_gpus_has_none_to_take(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    begins = "" if text == "auto" else f"devices = '{text}': "
-    with pytest.raises(EPConfigError, match=f"^{begins}there is no CUDA GPU on this machine"):
-        parse_devices(text)
-    assert parse_devices("auto", 6, or_cpu=True) == ["cpu"] * 4
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a command line can tell."""
-    facts = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-
-
-def test_devices_in_words(two_gpus: None) -> None:
-    two = ["cuda:0", "cuda:1"]
-    assert describe_devices(two) == "2 ranks on 2 GPUs (NVIDIA H200)"
-    assert describe_devices(two, 16) == "2 ranks on 2 GPUs (NVIDIA H200), 16 SMs per rank"
-    assert describe_devices(["cuda:1"] * 3) == "3 ranks on 1 GPU (NVIDIA H200)"
-    assert describe_devices(["cpu"]) == "1 rank of the reference backend on the CPU"
-
-
-@pytest.mark.parametrize("command", ["bench", "tune"])
-@pytest.mark.parametrize("sms", [-1, 0, 133])
-def test_sms_that_no_rank_can_have(
-    command: str, sms: int, two_gpus: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """An error before anything is measured: a measurement would raise something else here."""
-    monkeypatch.setattr(machine, "environment", lambda devices, command_line: {})
-    assert main([command, "--sms", str(sms)]) == 2
-    assert f"sms = {sms}: must be in [1, 132], the SMs of cuda:0" in capsys.readouterr().err
-
-
-def test_link_matrix(monkeypatch) -> None:
-    topology = (
-        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n"
-        "GPU0\t X \tNV18\t0-31\t0\n"
-        "GPU1\tNV18\t X \t0-31\t0\n\nLegend:\n\n  X    = Self\n"
-    )
-    monkeypatch.setattr(machine, "_output", lambda *command: topology.strip())
-    assert machine.link_matrix() == [["X", "NV18"], ["NV18", "X"]]
-    monkeypatch.setattr(machine, "_output", lambda *command: None)
-    assert machine.link_matrix() is None and machine.driver_version() is None
-
-
 def test_numbers_have_units() -> None:
     assert [bytes_text(n) for n in (0, 999, 1000, 234_881_024, 15e9)] == ["0 B", "999 B", "1 kB", "235 MB", "15 GB"]
     assert [seconds_text(t) for t in (12.34e-6, 0.25, 3.0)] == ["12.3 us", "250 ms", "3 s"]
-
-
-def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog; " * 20)
-    assert main(["demo", str(text), "--devices", "cpu:2", "--preset", "qwen3-30b", "--tokens", "64"]) == 0
-    out = capsys.readouterr().out
-    assert "2 x 64 bytes" in out and "1024 (token, expert) pairs" in out
-    for word in (
-        "gate|up",
-        "swiglu",
-        "combine partial",
-        *FORMATS,
-        "expert weights",
-        "tokens received",
-        "sizes are reduced",
-        "all formats agree",
-    ):
-        assert word in out
-    assert main(["demo", str(tmp_path / "missing.txt"), "--devices", "cpu:2"]) == 2
-    given = ["--hidden", "256", "--experts", "96", "--top-k", "2", "--tokens", "16"]
-    assert main(["demo", str(text), "--devices", "cpu:3", *given]) == 0
-    assert "hidden 256, 96 SwiGLU experts" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("broken", [torch.zeros_like, lambda sums: sums * torch.nan])
-def test_demo_fails_where_the_layer_is_wrong(
-    broken: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    right = reference.combine_source
-    monkeypatch.setattr(reference, "combine_source", lambda *given, **named: broken(right(*given, **named)))
-    assert main(["demo", "--devices", "cpu:2", "--experts", "8", "--top-k", "2", "--tokens", "16"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "bf16 exact: rms error" in out and "must be at most 1%" in out and "all formats agree" not in out
-
-
-def test_demo_layer_agrees_with_the_dense_layer() -> None:
-    """The layer through dispatch and combine is within bfloat16's and NVFP4's roundings of the float64 layer."""
-    from cute_ep.connection import connect_local
-    from cute_ep.presets import Preset
-
-    shape, devices = Preset("tiny", 128, 128, 8, 2), ["cpu"] * 2
-    batches = demo.text_batches(b"To be, or not to be, that is the question. " * 4, shape, 2, 48, seed=3)
-    assert len({tuple(row.tolist()) for row in batches[0].topk_ids}) > 4
-    assert torch.allclose(batches[0].router_weights.sum(dim=1), torch.ones(48))
-    for fmt in FORMATS:
-        cfg = demo.EPConfig(128, 8, 2, 48, 2, fmt)
-        experts = demo.make_experts(cfg, shape, devices, seed=0)
-        wanted = demo.dense_layer(cfg, batches, experts)
-        assert 0.2 < torch.cat(wanted).std() < 2
-        with one_thread_on_a_cpu(devices):
-            results, times = demo.run_layer(connect_local(cfg, devices), batches, experts, ("exact", "partial"))
-        assert set(times.seconds) == {
-            "dispatch",
-            "decode rows",
-            "gate|up",
-            "swiglu",
-            "down",
-            "combine exact",
-            "combine partial",
-        }
-        for mode in results:
-            largest, rms = demo.relative_errors(results[mode], wanted)
-            limit = demo.rms_limit(cfg)
-            assert limit / 8 < rms < limit and largest < 2 * limit, (fmt, mode)
-
-
-def test_demo_shares_weights_when_memory_is_short() -> None:
-    from cute_ep.presets import Preset
-
-    weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), 0, 4, torch.device("cpu"), sets=3, seed=1)
-    assert weights.sets == 3 and weights.nbytes == 3 * 3 * 16 * 16 * 2
-    assert weights.of(3)[0].data_ptr() == weights.of(0)[0].data_ptr() != weights.of(1)[0].data_ptr()
-
-
-def test_demo_refuses_an_empty_text(tmp_path, capsys: pytest.CaptureFixture) -> None:
-    empty = tmp_path / "empty"
-    empty.write_bytes(b"")
-    assert main(["demo", str(empty), "--devices", "cpu:2"]) == 2
-    assert "must have at least one for each of 2 ranks" in capsys.readouterr().err
