@@ -16,7 +16,7 @@ QUIET     := --quiet --quiet
 SAY       := @echo make:
 
 # make build ARCH=sm_90a, make wheel ARCH=sm_90a,sm_100a: only these architectures.
-ARCH ?=
+ARCH :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu sanitize perf lint build wheel clean

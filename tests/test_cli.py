@@ -10,12 +10,13 @@ import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from cute_ep import library, reference
+from cute_ep import library, machine, reference
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
@@ -229,6 +230,35 @@ def test_info_as_json(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> N
     memory = printed["memory"]["by_ranks"]["4"]
     assert memory["total"] == memory_bytes(cfg) and memory["regions"]["messages"] == 0
     assert memory["regions"]["express_messages"] == cfg.arena.express_messages.nbytes
+
+
+def test_info_of_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture) -> None:
+    """Devices, memory, who reaches whom and over what."""
+    facts = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    for name, fake in {
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: facts,
+        "get_device_name": lambda device: facts.name,
+        "mem_get_info": lambda index: (100 * 10**9 + index * 10**9, 140 * 10**9),
+        "can_device_access_peer": lambda device, peer: device < peer,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(machine, "link_matrix", lambda: [["X", "NV18"], ["NV6", "X"]])
+    monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
+    assert main(["info", "--library", str(tmp_path), "--json", str(tmp_path / "info.json")]) == 0
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
+    assert rows == [
+        ["cuda:0", "NVIDIA H200", "sm_90", "132", "140 GB", "100 GB"],
+        ["cuda:1", "NVIDIA H200", "sm_90", "132", "140 GB", "101 GB"],
+        ["cuda:0", "-", "yes NV18"],
+        ["cuda:1", "no NV6", "-"],
+    ]
+    assert "driver 580.1" in out
+    written = json.loads((tmp_path / "info.json").read_text())
+    assert written["machine"]["gpus"] == {"cuda:0": "NVIDIA H200", "cuda:1": "NVIDIA H200"}
+    assert written["peer_access"] == [[None, True], [False, None]] and written["links"][1] == ["NV6", "X"]
+    assert [gpu["free_bytes"] for gpu in written["gpus"]] == [100 * 10**9, 101 * 10**9]
 
 
 @needs_no_gpu
