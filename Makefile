@@ -25,8 +25,10 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 demo: $(VENV)/package.stamp  ## one MoE layer on real text; GPUs if there are any, else the reference backend
-	@if $(HAS_GPU) && ! test -e build/library/manifest.json; then $(MAKE) build/library/sm_90a.stamp; fi
-	$(VENV)/bin/cute-ep demo $$(if $(HAS_GPU); then echo --library build/library; fi)
+	@if $(HAS_GPU); then \
+	    (test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp) && \
+	    $(VENV)/bin/cute-ep demo --library build/library; \
+	else $(VENV)/bin/cute-ep demo; fi
 
 test: $(VENV)/test.stamp build/library/all.stamp  ## all tests that need no GPU, the kernels of all architectures built first
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests
