@@ -55,3 +55,18 @@ def assert_prefix_and_poison(actual: torch.Tensor, expected: torch.Tensor, poiso
             f"0x{poison_byte:02x}; {int(touched.any(dim=1).sum())} of the {rest.shape[0]} rows after it "
             "were written"
         )
+
+
+def assert_untouched_behind(tensor: torch.Tensor, poison_byte: int, name: str) -> None:
+    """Fail unless every byte of the memory behind `tensor`, up to the end of its allocation, still is `poison_byte`.
+    A contiguous tensor that ends with its allocation has nothing behind it."""
+    __tracebackhide__ = True
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    touched = memory[end:] != poison_byte
+    if touched.any():
+        byte = int(touched.nonzero()[0])
+        raise AssertionError(
+            f"{name}: byte {byte} behind it is 0x{int(memory[end + byte]):02x}, expected untouched poison "
+            f"0x{poison_byte:02x}; {int(touched.sum())} bytes there were written"
+        )

@@ -1,21 +1,22 @@
 """Bit-exact check of one round on communicators against the reference.
 
 Used by the GPU tests and by `cute-ep verify`. Outputs are poisoned before the call, capacities leave a tail that must
-stay untouched, and every byte that the contract defines is compared.
+stay untouched, and so must memory behind every output; every byte that the contract defines is compared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from cute_ep import reference
 from cute_ep.communicator import Communicator
-from cute_ep.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.compare import assert_bits, assert_prefix_and_poison, assert_untouched_behind
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.dispatched import BUFFERS, DispatchBuffers, Dispatched
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.layouts.variants import COMBINE_MODES
@@ -24,6 +25,8 @@ from cute_ep.workloads import RankInputs
 POISON = 0xA5
 SPARE_ROWS = 37
 """Rows of output capacity beyond what arrives, which no kernel may touch."""
+GUARD_BYTES = 1 << 16
+"""Memory behind every output, which no kernel may touch either."""
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,21 +36,27 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def guarded(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor and, behind it in its allocation, GUARD_BYTES for `assert_untouched_behind`; all POISON."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = poison(torch.empty(nbytes + GUARD_BYTES, dtype=torch.uint8, device=device))
+    return memory[:nbytes].view(dtype).view(shape)
+
+
 def poisoned_buffers(communicator: Communicator, rows: int) -> DispatchBuffers:
-    """Output buffers for `rows` rows plus a tail, all bytes POISON."""
-    buffers = communicator.allocate(rows + SPARE_ROWS)
-    for field in fields(buffers):
-        tensor = getattr(buffers, field.name)
-        if tensor is not None:
-            poison(tensor)
-    return buffers
+    """Output buffers for `rows` rows plus a tail, each tensor `guarded`, all bytes POISON."""
+    shapes = DispatchBuffers.allocate(communicator.cfg, torch.device("meta"), rows + SPARE_ROWS)
+    named = {name: getattr(shapes, name) for name in BUFFERS}
+    device = communicator.device
+    return DispatchBuffers(**{name: t if t is None else guarded(t.shape, t.dtype, device) for name, t in named.items()})
 
 
 def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, rank: int) -> None:
     """Compare one rank's dispatch output with the reference, byte for byte.
 
     Of the headers: tokens, of a source that has some whether it gave weights, and the pieces of this rank's own
-    returned rows. How many pieces others have is their choice, which the reference does not make.
+    returned rows. How many pieces others have is their choice, which the reference does not make: `check_headers`.
+    Memory behind each tensor must be untouched.
 
     Raises:
         AssertionError: names the field and the first differing coordinate.
@@ -74,6 +83,18 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
             assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
     own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_PIECES]
     assert_bits(own, torch.tensor(actual.return_pieces, dtype=own.dtype), f"{where}headers.return_pieces")
+    for name in BUFFERS:
+        if getattr(actual, name) is not None:
+            assert_untouched_behind(getattr(actual, name), POISON, where + name)
+
+
+def check_headers(actual: Sequence[Dispatched], cfg: EPConfig) -> None:
+    """AssertionError unless every rank has of each source the header that the source itself has: of all ranks' batches
+    of one round. Ranks that exchange nothing have nothing to compare."""
+    for rank, batch in enumerate(actual):
+        for source in range(0 if cfg.skip_a2a else cfg.world_size):
+            want = actual[source].headers[source]
+            assert_bits(batch.headers[source], want, f"rank {rank} headers[{source}], as the source has it,")
 
 
 def expert_rows(dispatched: Sequence[Dispatched], hidden: int, seed: int) -> list[torch.Tensor]:
@@ -164,11 +185,12 @@ def check_round(
         communicator.synchronize()
     for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
         check_dispatched(got, want, cfg, rank)
+    check_headers(actual, cfg)
     never = {"partial": late, "unweighted": cfg.fused_shared_expert}
     for mode in options.modes or [mode for mode in COMBINE_MODES if not never.get(mode)]:
         given_weights = None if mode == "unweighted" else weights
         sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
-        outs = [poison(torch.empty_like(want, device=c.device)) for c, want in zip(communicators, sums, strict=True)]
+        outs = [guarded(want.shape, want.dtype, c.device) for c, want in zip(communicators, sums, strict=True)]
         late_weights = [
             w.to(c.device) if late and mode == "exact" else None for c, w in zip(communicators, weights, strict=True)
         ]
@@ -184,6 +206,7 @@ def check_round(
             communicator.synchronize()
         for rank, (got, want) in enumerate(zip(outs, sums, strict=True)):
             assert_bits(got, want, f"rank {rank} combine {mode}")
+            assert_untouched_behind(got, POISON, f"rank {rank} combine {mode}")
 
 
 def _synchronize_devices(communicators: Sequence[Communicator]) -> None:

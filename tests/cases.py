@@ -93,6 +93,9 @@ CASES = (
     # top_k above the experts of a rank, top_k equal to all experts
     Case(128, 8, 8, 11, (11, 10, 9, 8, 7, 6, 5, 4), "bf16", "one_rank"),
     Case(128, 8, 8, 20, (20, 1), "nvfp4", "zipf"),
+    # an expert more than once in a token
+    Case(128, 8, 4, 20, (20, 7), "bf16", "repeated"),
+    Case(256, 12, 3, 30, (30, 0, 11), "nvfp4_row", "repeated", shared=True),
     # every rank alone: tokens that do not divide among the ranks, none at all, fewer than ranks
     Case(128, 8, 3, 20, (17,) * 4, "bf16", "masked", shared=True, skip=True),
     Case(64, 8, 3, 20, (0,) * 4, "nvfp4", "uniform", shared=True, skip=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.metadata
 import os
 import subprocess
@@ -57,25 +58,25 @@ def _nvdisasm() -> str:
     return str(next(file.locate() for file in files if file.name == "nvdisasm"))
 
 
-@pytest.fixture(scope="session")
-def sass(library: dict[Variant, LibraryEntry]) -> Callable[[Variant], list[str]]:
-    """Instructions of a variant in program order, without addresses and comments.
+def disassemble(cubin: Path) -> list[str]:
+    """Instructions in program order, without addresses and comments.
 
     The disassembler takes 0.4 s to start, so what it says of a cubin is kept for other test processes and runs.
     """
+    program = _nvdisasm()
+    folder = FOLDER.parent / f"sass-{importlib.metadata.version(DISASSEMBLER)}"
+    digest = hashlib.sha256(cubin.read_bytes()).hexdigest()
+    kept = folder / f"{digest}.txt"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f"{digest}.{os.getpid()}"
+        new.write_text(subprocess.run([program, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout)
+        new.replace(kept)
+    lines = [line.strip() for line in kept.read_text().splitlines() if line.strip().startswith("/*")]
+    return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
 
-    @cache
-    def disassemble(variant: Variant) -> list[str]:
-        program, entry = _nvdisasm(), library[variant]
-        folder = FOLDER.parent / f"sass-{importlib.metadata.version(DISASSEMBLER)}"
-        kept = folder / f"{entry.sha256}.txt"
-        if not kept.exists():
-            folder.mkdir(exist_ok=True)
-            command = [program, "-c", str(entry.path)]
-            new = folder / f"{entry.sha256}.{os.getpid()}"
-            new.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-            new.replace(kept)
-        lines = [line.strip() for line in kept.read_text().splitlines() if line.strip().startswith("/*")]
-        return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
 
-    return disassemble
+@pytest.fixture(scope="session")
+def sass(library: dict[Variant, LibraryEntry]) -> Callable[[Variant], list[str]]:
+    """`disassemble` of a variant."""
+    return cache(lambda variant: disassemble(library[variant].path))

@@ -26,7 +26,7 @@ from .conftest import connected
 
 HIDDEN = (2048, 2880, 4096, 7168)
 MANY = EXPRESS_TOKENS + 1
-TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (128, "uniform"), (300, "one_expert"), (MANY, "zipf"))
+TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (128, "repeated"), (300, "one_expert"), (MANY, "zipf"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -4,14 +4,24 @@ import pytest
 import torch
 
 from cute_ep import reference, verify
-from cute_ep.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.compare import assert_bits, assert_prefix_and_poison, assert_untouched_behind
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import BUFFERS, Dispatched
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.scales import ATOM, LINEAR, TRANSPOSED
 from cute_ep.reference_backend import connect_reference
-from cute_ep.verify import SPARE_ROWS, RoundOptions, check_dispatched, check_round, poisoned_buffers
+from cute_ep.verify import (
+    GUARD_BYTES,
+    POISON,
+    SPARE_ROWS,
+    RoundOptions,
+    check_dispatched,
+    check_headers,
+    check_round,
+    guarded,
+    poisoned_buffers,
+)
 from cute_ep.workloads import make_inputs
 
 
@@ -59,6 +69,20 @@ def test_poison(shape, rows):
         actual.view(torch.uint8).view(-1)[-1] = 0xA4
         with pytest.raises(AssertionError, match=r"t\[3\] byte .*0xa4.*1 of the"):
             assert_prefix_and_poison(actual, expected, 0xA5, "t")
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 5), ()])
+@pytest.mark.parametrize("byte", [0, GUARD_BYTES - 1])
+def test_memory_behind_a_tensor(shape: tuple[int, ...], byte: int) -> None:
+    tensor = guarded(shape, torch.bfloat16, torch.device("cpu"))
+    tensor.zero_()
+    assert_untouched_behind(tensor, POISON, "t")
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert memory.numel() == 2 * tensor.numel() + GUARD_BYTES
+    memory[2 * tensor.numel() + byte] ^= 1
+    with pytest.raises(AssertionError, match=f"t: byte {byte} behind it is 0xa4.*; 1 bytes"):
+        assert_untouched_behind(tensor, POISON, "t")
+    assert_untouched_behind(torch.zeros(3), POISON, "t")
 
 
 RANK, TOKENS = 1, (9, 0, 5)
@@ -131,6 +155,26 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
         headers[place] += 1
         with pytest.raises(AssertionError, match=rf"rank {RANK} {name}"):
             check_dispatched(replace(actual, headers=headers), expected, cfg, RANK)
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_check_of_dispatch_sees_what_is_written_behind_a_tensor(name: str) -> None:
+    cfg, actual, expected = dispatched("nvfp4_row", ATOM)
+    torch.empty(0, dtype=torch.uint8).set_(getattr(actual, name).untyped_storage())[-GUARD_BYTES] = 0
+    with pytest.raises(AssertionError, match=rf"rank {RANK} {name}: byte 0 behind it"):
+        check_dispatched(actual, expected, cfg, RANK)
+
+
+def test_headers_are_compared_with_their_sources_own() -> None:
+    """Also the words that are the source's choice."""
+    cfg, actual, _ = dispatched("bf16", None)
+    batches = [replace(actual, headers=actual.headers.clone()) for _ in range(cfg.world_size)]
+    check_headers(batches, cfg)
+    for word in HeaderWord:
+        batches[2].headers[0, word] += 1
+        with pytest.raises(AssertionError, match=rf"rank 2 headers\[0\].*\[{int(word)}\]"):
+            check_headers(batches, cfg)
+        batches[2].headers[0, word] -= 1
 
 
 def test_a_check_of_dispatch_of_a_rank_alone() -> None:

@@ -1,0 +1,200 @@
+"""Mistakes in the protocol: what each changes in the sources, and which schedule finds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+UNCHANGED = "UNCHANGED"
+"""The sources as they are, with the kernels of the library: finds nothing on any of the schedules."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change: `old`, which is in `file` exactly once, becomes `new`."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, root: Path) -> None:
+        """Change the file below `root`; ValueError when it does not hold `old` exactly once."""
+        path = root / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.old)} times, not once: {self.old!r}")
+        path.write_text(text.replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Attributes:
+    schedule: name out of `schedules.CASES`.
+    edits: the mistake.
+    promised: whether that schedule must find it. A mistake that only an order of memory accesses tells, which the
+        model allows and the hardware at hand never shows, cannot be promised.
+    """
+
+    schedule: str
+    edits: tuple[Edit, ...]
+    promised: bool = True
+
+
+_ACKNOWLEDGE = {
+    "kernels/dispatch.py": "group.acknowledge(group.arena.dispatch_consumed, received, spare)",
+    "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
+}
+_WAIT = {
+    "kernels/route.py": "group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)",
+    "kernels/combine.py": "group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)",
+}
+
+
+def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
+    return tuple(
+        Edit(file, post, f"if cutlass.const_expr({condition}):\n            {post}")
+        for file, post in _ACKNOWLEDGE.items()
+    )
+
+
+MUTANTS = {
+    # senders do not wait before they overwrite
+    "NO_CONSUMED_WAIT": Mutant(
+        "combines",
+        (
+            Edit(
+                "kernels/group.py",
+                "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))",
+                "alive = wait_at_least(self.watch, flag, Int64(0), tid, phase, Int32(0))",
+            ),
+        ),
+    ),
+    # a receiving launch posts its own round as consumed, not the last completed one
+    "ACK_OWN_ROUND": Mutant(
+        "combines",
+        tuple(
+            Edit(file, post, post.replace("received", "received + int(self.receive)"))
+            for file, post in _ACKNOWLEDGE.items()
+        ),
+    ),
+    # a sending launch posts "consumed" after its wait for "consumed"
+    "ACK_AFTER_WAIT": Mutant(
+        "split",
+        (
+            *_acknowledge_if("not self.send"),
+            Edit(
+                "kernels/dispatch.py",
+                "        alive = self.route_role.run(group, args, epoch)\n",
+                "        alive = self.route_role.run(group, args, epoch)\n"
+                "        received = group.completed(StateWord.DISPATCH_RECV_EPOCH)\n"
+                "        group.acknowledge(group.arena.dispatch_consumed, received, spare_cta(args.send_ctas))\n",
+            ),
+            Edit(
+                "kernels/combine.py",
+                f"            alive = {_WAIT['kernels/combine.py']}\n",
+                f"            alive = {_WAIT['kernels/combine.py']}\n"
+                "            group.acknowledge(group.arena.combine_consumed, received, spare)\n",
+            ),
+        ),
+    ),
+    # only launches that receive post "consumed"
+    "ACK_ON_RECEIVE": Mutant("split", _acknowledge_if("self.receive")),
+    # receivers wait for flag == n, not flag >= n
+    "EQUAL": Mutant(
+        "split",
+        (
+            Edit(
+                "kernels/sync.py",
+                "def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:\n",
+                "def _has_arrived(seen: Int64, epoch: Int64, dated: bool, phase=None) -> Boolean:\n"
+                "    if phase in (Phase.MESSAGE, Phase.RETURN):\n"
+                "        return seen == epoch\n",
+            ),
+            Edit(
+                "kernels/sync.py",
+                "    arrived = _has_arrived(seen, epoch, dated)\n    if not arrived:",
+                "    arrived = _has_arrived(seen, epoch, dated, phase)\n    if not arrived:",
+            ),
+            Edit(
+                "kernels/sync.py",
+                "arrived = _has_arrived(seen, epoch, dated)\n                polls += 1",
+                "arrived = _has_arrived(seen, epoch, dated, phase)\n                polls += 1",
+            ),
+        ),
+    ),
+    # senders wait for n-1, not n-2
+    "WAIT_PREVIOUS": Mutant(
+        "split", tuple(Edit(file, wait, wait.replace("epoch - 2", "epoch - 1")) for file, wait in _WAIT.items())
+    ),
+    # combine reads the header from the arena, not from the handle
+    "ARENA_HEADER": Mutant(
+        "two ahead",
+        (
+            Edit(
+                "kernels/returns.py",
+                "            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)\n",
+                "            epoch = group.completed(StateWord.COMBINE_SEND_EPOCH) + 1\n"
+                "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
+                "                at = group.base + group.arena.table.at(epoch & 1, group.lane, word)\n"
+                '                dated = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
+                "                rHeader[word] = Uint32(dated)\n",
+            ),
+            Edit("kernels/returns.py", "COUNTERS, HeaderWord, convoy_of", "COUNTERS, HeaderWord, StateWord, convoy_of"),
+            Edit(
+                "kernels/returns.py", "import vector_atom, vector_tensor", "import pointer, vector_atom, vector_tensor"
+            ),
+        ),
+    ),
+    # every round uses the same slots
+    "ONE_PARITY": Mutant(
+        "split",
+        (
+            Edit(
+                "layouts/arena.py",
+                "return region_arguments((self._partial if partial else self.regions).values())",
+                "found = region_arguments((self._partial if partial else self.regions).values())\n"
+                "        regions = self.table, self.entries, self.weights, self.messages, self.returns\n"
+                "        regions += self.express_messages, self.express_returns\n"
+                '        return found | {f"{region.name}_stride0": 0 for region in regions}',
+            ),
+        ),
+    ),
+    # readers leave express words as they are
+    "NO_BLANK": Mutant(
+        "turns",
+        (
+            Edit(
+                "kernels/express.py",
+                "    words.fill(BLANK)\n    cute.copy(vector_atom(), words, vector_at(address, 0))\n",
+                "    words.fill(BLANK)\n",
+            ),
+            Edit(
+                "kernels/express.py",
+                '    """Blank 4 bytes that this rank has taken."""\n'
+                "    cute.arch.store(pointer(address, Uint32), Uint32(BLANK))\n",
+                '    """Blank 4 bytes that this rank has taken."""\n',
+            ),
+        ),
+    ),
+    # "consumed" does not order the blanking before it
+    "WEAK_ACK": Mutant(
+        "combines of few",
+        (
+            Edit(
+                "kernels/group.py",
+                "post(self.peer_base + consumed.at(self.rank), received)",
+                "word = pointer(self.peer_base + consumed.at(self.rank), Int64)\n"
+                '            cute.arch.store(word, received, sem="relaxed", scope="sys")',
+            ),
+        ),
+        promised=False,
+    ),
+}
+"""Name, as in `tests/protocol/ep_protocol.pml` -> mistake."""
+
+
+def expected(name: str) -> tuple[str, ...]:
+    """The verdicts that a mutant may have."""
+    if name == UNCHANGED:
+        return ("survived",)
+    return ("found",) if MUTANTS[name].promised else ("found", "survived")

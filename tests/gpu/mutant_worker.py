@@ -1,0 +1,76 @@
+"""One mutant on its schedule: `python -P -m tests.gpu.mutant_worker NAME LOCK`, with the patched copy of the package
+before this checkout in PYTHONPATH. The last line of its output is a JSON list, of `mutants.Outcome`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import cute_ep
+from cute_ep import connection
+from cute_ep.errors import EPTimeout
+from cute_ep.layouts.variants import NO_HOOKS
+from cute_ep.library import read_manifest, source_folders, source_hash
+
+from .conftest import LIBRARY
+from .mistakes import MUTANTS, UNCHANGED
+from .mutants import FOLDER, ROOT
+from .runs import Run, run_schedules, sms_of
+from .schedules import CASES, Case, config_of
+
+RANKS = 4
+TIMEOUT_S = 2.0
+SEEDS = 3
+"""Runs of a mutant's schedule, with other inputs and delays each, until it finds something."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def try_case(case: Case, library: Path, seeds: int) -> str | None:
+    """What a schedule finds in so many runs, None when nothing."""
+    devices = ["cuda:0"] * RANKS
+    communicators = connection.connect_local(
+        config_of(case, RANKS, TIMEOUT_S), devices, sms=sms_of(devices), library=library
+    )
+    for seed in range(seeds):
+        try:
+            run_schedules(Run(communicators, case, seed), seed=seed)
+        except (AssertionError, EPTimeout) as error:
+            return f"{type(error).__name__}: {error}"
+    for communicator in communicators:
+        communicator.close()
+    return None
+
+
+def main(name: str, lock: str) -> tuple[str, str]:
+    """Verdict and words."""
+    library = LIBRARY if name == UNCHANGED else FOLDER / name
+    wanted = {MUTANTS[name].schedule} if name in MUTANTS else {mutant.schedule for mutant in MUTANTS.values()}
+    assert all(ROOT not in folder.parents for folder in source_folders()), f"{cute_ep.__file__} is no copy"
+    entries = read_manifest(library).values()
+    hashes = {entry.source_hash for entry in entries if entry.variant.hooks == NO_HOOKS}
+    if hashes != {source_hash()}:
+        return "absent", f"{library} has no kernels of these sources"
+    torch.zeros(1, device="cuda")
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for schedule in sorted(wanted):
+            found = try_case(CASES[schedule], library, SEEDS if name in MUTANTS else 1)
+            if found:
+                return "found", f"by {schedule!r}: {found}"
+    return "survived", ", ".join(sorted(wanted))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(*sys.argv[1:])) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # kernels that gave up leave a context that is not worth to be cleaned up

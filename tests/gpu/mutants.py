@@ -1,0 +1,123 @@
+"""Kernels with one mistake in the protocol each, and the schedule that finds it.
+
+    python -m tests.gpu.mutants build [NAME ...]    compile them into build/mutants; needs the DSL, no GPU
+    python -m tests.gpu.mutants run [NAME ...]      run each on its schedule; needs a GPU, no DSL
+
+A mutant is a patch of a copy of the sources, from which both commands run: kernels of other sources than the process's
+own are never launched. The sources have no switch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .mistakes import MUTANTS, UNCHANGED, expected
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "mutants"
+FORMATS = "bf16"
+"""Of the kernels that are compiled: enough for the schedules below."""
+
+
+def make_tree(name: str, folder: Path) -> None:
+    """The package as it would be installed, in a folder, with the mistake of that name."""
+    skip = shutil.ignore_patterns("__pycache__", "library")
+    sources = Path(tempfile.mkdtemp(dir=folder))
+    for part in ("kernels", "layouts"):
+        shutil.copytree(ROOT / part, sources / part, ignore=skip)
+    for edit in () if name == UNCHANGED else MUTANTS[name].edits:
+        edit.apply(sources)
+    shutil.copytree(ROOT / "cute_ep", folder / "cute_ep", ignore=skip)
+    for part in ("kernels", "layouts"):
+        shutil.move(sources / part, folder / "cute_ep" / part)
+    sources.rmdir()
+
+
+def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.Popen:
+    """A python process that imports the package from `folder` and begins there, where `cute-ep build` looks first."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.Popen(
+        [sys.executable, "-P", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def build(names: Iterable[str]) -> None:
+    """Compile the kernels of mutants for sm_90a; SystemExit with the compiler's words when one does not."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            make_tree(name, Path(folder))
+            words = ["-m", "cute_ep.cli", "build", "--arch", "sm_90a", "--format", FORMATS, "--out", str(FOLDER / name)]
+            process = start(Path(folder), words)
+            output = "".join(process.communicate())
+            if process.returncode:
+                raise SystemExit(f"{name}: {output[-4000:]}")
+        sys.stderr.write(f"{name}: compiled\n")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutant: "found", "survived" or "absent" (no kernels of these sources); and in words."""
+
+    verdict: str
+    words: str
+
+
+def run(names: Sequence[str], timeout_s: float = 240) -> dict[str, Outcome]:
+    """Run mutants on their schedules, a process each: side by side until they need the GPU, which each has alone."""
+    from .mutant_worker import visible_gpus
+
+    gpus = visible_gpus()
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def run_one(numbered: tuple[int, str]) -> Outcome:
+            number, name = numbered
+            folder, gpu = Path(scratch, name), gpus[number % len(gpus)]
+            folder.mkdir()
+            make_tree(name, folder)
+            words = ["-m", "tests.gpu.mutant_worker", name, str(Path(scratch, f"gpu{number % len(gpus)}"))]
+            process = start(folder, words, CUDA_VISIBLE_DEVICES=gpu)
+            try:
+                output, errors = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return Outcome("failed", f"no result after {timeout_s:g} s")
+            if process.returncode:
+                return Outcome("failed", errors[-2000:])
+            return Outcome(*json.loads(output.splitlines()[-1]))
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            return dict(zip(names, pool.map(run_one, enumerate(names)), strict=True))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line above."""
+    command, *names = arguments or [""]
+    known = [UNCHANGED, *MUTANTS]
+    if command not in ("build", "run") or set(names) - set(known):
+        raise SystemExit(f"{__doc__}\nNAME: out of {', '.join(known)}")
+    if command == "build":
+        build([name for name in names or MUTANTS if name != UNCHANGED])
+        return 0
+    outcomes = run(names or known)
+    for name, outcome in outcomes.items():
+        sys.stdout.write(f"{name:17} {outcome.verdict:9} {outcome.words}\n")
+    wrong = {name for name, outcome in outcomes.items() if outcome.verdict not in expected(name)}
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Rounds that follow each other without a word from the host: split, ahead, in a row, on two streams, of two groups, in
+captures, with random delays. Every tensor of every call is compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_ep.config import EPConfig
+
+from . import mutants
+from .conftest import connected
+from .mistakes import MUTANTS, UNCHANGED, expected
+from .replays import Replays, run_replays
+from .runs import Run, run_schedules, sms_of
+from .schedules import CASES, MANY, config_of
+
+Groups = Callable[..., list]
+MANY_RANKS = 16
+"""More than the 8 queues that a device has for streams unless it is told otherwise."""
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    """Communicators by (cfg, devices, SM budget, which of several equal groups), made once. One that has failed is of
+    no use to the next test, which gets a new one."""
+    with ExitStack() as stack:
+        made: dict[tuple, list] = {}
+
+        def group(cfg: EPConfig, devices: list[str], share: int = 1, number: int = 0) -> list:
+            key = cfg, tuple(devices), share, number
+            if key not in made or any(communicator.failed for communicator in made[key]):
+                made[key] = stack.enter_context(connected(cfg, devices, sms=sms_of(devices, share)))
+            return made[key]
+
+        yield group
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schedule(devices: list[str], groups: Groups, name: str) -> None:
+    case = CASES[name]
+    if case.streams and len(set(devices)) < len(devices):
+        pytest.skip("ranks that share a GPU have one stream each")
+    run_schedules(Run(groups(config_of(case, len(devices)), devices, 1 + case.streams), case), seed=1)
+
+
+def unshared(devices: list[str]) -> bool:
+    """Whether every rank has a GPU to itself."""
+    return len(set(devices)) == len(devices)
+
+
+def for_two(devices: list[str]) -> list[str]:
+    """Devices for two groups: all streams of a GPU need a queue of their own, of which there are 8."""
+    return devices if unshared(devices) else devices[:4]
+
+
+def test_two_groups_by_turns(devices: list[str], groups: Groups) -> None:
+    """Two communicators a rank, of different formats and orders, on the same GPUs and, where ranks have a GPU each, the
+    same streams: calls of one stand between those of the other."""
+    devices = for_two(devices)
+    one, other = CASES["ahead"], replace(CASES["split"], slow=False)
+    first, second = (groups(config_of(case, len(devices)), devices, 2) for case in (one, other))
+    run = Run(first, one)
+    run_schedules(run, Run(second, other, 1, run.streams if unshared(devices) else None), seed=2)
+
+
+@pytest.mark.parametrize(("cell", "layers"), [((24, 24), 2), ((1, 0), 3), ((24, 5), 3), ((MANY, 24), 3)], ids=str)
+def test_captured_layers(devices: list[str], groups: Groups, cell: tuple[int, int], layers: int) -> None:
+    """Several layers in one capture, replayed with tokens, routes and rows changed in place; two leave every layer its
+    parity, three change it."""
+    communicators = groups(EPConfig(1024, 8 * len(devices), 4, MANY, len(devices), "nvfp4_row", 30), devices)
+    run_replays(Replays(communicators, [cell[rank % 2] for rank in range(len(devices))], layers))
+
+
+def test_captured_layers_of_two_groups(devices: list[str], groups: Groups) -> None:
+    """Two communicators on the same GPUs, replayed by turns."""
+    devices = for_two(devices)
+    cfg = EPConfig(1024, 8 * len(devices), 4, MANY, len(devices), "bf16", 30)
+    first, second = (groups(cfg, devices, 2, number) for number in range(2))
+    tokens = [(24, 5, 0, 100)[rank % 4] for rank in range(len(devices))]
+    one = Replays(first, tokens, 3)
+    run_replays(one, Replays(second, tokens[::-1], 2, streams=one.streams if unshared(devices) else None), seed=3)
+
+
+def test_more_virtual_ranks_than_queues() -> None:
+    """Rank by rank, so a rank's calls are all queued before the next one's: each stream needs a queue of its own, and
+    CUDA reads the number of queues when a process begins."""
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    command = [sys.executable, "-m", "tests.gpu.many_ranks", str(MANY_RANKS)]
+    done = subprocess.run(
+        command, cwd=mutants.ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def test_every_mistake_is_found() -> None:
+    """Kernels with one mistake in the protocol each (`mistakes`), on the schedule that must find it; the kernels of the
+    library, run in the same way, are found to have none."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("mutants are compiled for sm_90a")
+    outcomes = mutants.run([UNCHANGED, *MUTANTS])
+    absent = [name for name, outcome in outcomes.items() if outcome.verdict == "absent"]
+    if UNCHANGED not in absent and absent:
+        pytest.skip(f"no kernels of these sources for {', '.join(absent)}: `make mutants` where the DSL is installed")
+    wrong = {name: outcome for name, outcome in outcomes.items() if outcome.verdict not in expected(name)}
+    assert not wrong, "\n".join(f"{name}: {outcome.verdict}, {outcome.words}" for name, outcome in wrong.items())
