@@ -45,8 +45,8 @@ _ACKNOWLEDGE = {
     "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
 }
 _WAIT = {
-    "kernels/route.py": "group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)",
-    "kernels/combine.py": "group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)",
+    "kernels/route.py": "group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED, self.sent)",
+    "kernels/combine.py": "group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)",
 }
 
 
