@@ -11,7 +11,12 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 HAS_GPU   := nvidia-smi --list-gpus >/dev/null 2>&1
 HAS_TORCH := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' >/dev/null 2>&1
+PIP       := $(PY) -m pip --disable-pip-version-check
 QUIET     := --quiet --quiet
+SAY       := @echo make:
+
+# make build ARCH=sm_90a, make wheel ARCH=sm_90a,sm_100a: only these architectures.
+ARCH :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu mutants soak sanitize perf lint build wheel clean
@@ -19,16 +24,19 @@ QUIET     := --quiet --quiet
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: build/library/sm_90a.stamp  ## one MoE layer on real text; GPUs if there are any, else the reference backend
-	$(VENV)/bin/cute-ep demo --library build/library
+demo: $(VENV)/package.stamp  ## one MoE layer on real text; GPUs if there are any, else the reference backend
+	@if $(HAS_GPU); then \
+	    (test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp) && \
+	    $(VENV)/bin/cute-ep demo --library build/library; \
+	else $(VENV)/bin/cute-ep demo; fi
 
-test: build/library/all.stamp  ## all tests that need no GPU, the kernels of all architectures built first
+test: $(VENV)/test.stamp build/library/all.stamp  ## all tests that need no GPU, the kernels of all architectures built first
 	$(PY) -m pytest -n $(JOBS) --dist worksteal --ignore tests/gpu tests
 
 test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kernels in build/library
 	@$(PY) -c 'import sys, torch; torch.cuda.device_count() or sys.exit("test-gpu: torch finds no CUDA GPU here")'
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp build/library/hooks.stamp
-	@$(PY) -c 'import pytest, xdist' || $(MAKE) $(VENV)/tools.stamp
+	@$(PY) -c 'import pytest, xdist' || $(MAKE) $(VENV)/test.stamp
 	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
 	every=$${CUDA_VISIBLE_DEVICES:-$$(seq -s, 0 $$((gpus - 1)))}; \
 	if [ $$gpus -gt 1 ]; then set -x; \
@@ -41,7 +49,7 @@ soak: $(VENV)/package.stamp  ## 100,000 random rounds and the faults on this mac
 	$(PY) -m tests.soak rounds --library build/library $(SOAK)
 	$(PY) -m tests.soak faults --library build/library
 
-mutants: $(VENV)/tools.stamp  ## kernels with a mistake in the protocol each, which tests on a GPU must find (sm_90a)
+mutants: $(VENV)/build.stamp  ## kernels with a mistake in the protocol each, which tests on a GPU must find (sm_90a)
 	$(PY) -m tests.gpu.mutants build
 
 sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memory, races, barriers) over a small case of every kernel
@@ -52,54 +60,70 @@ perf: $(VENV)/package.stamp  ## measure everything on this machine's GPUs into p
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
 	$(PY) -m perf.suite --library build/library $(PERF)
 
-lint: $(VENV)/tools.stamp  ## ruff and mypy
+lint: $(VENV)/lint.stamp  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed
 	cp -r cute_ep build/typed && cp -r layouts build/typed/cute_ep  # the places that they import from
 	cd build/typed && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml -p cute_ep
 
-build: build/library/all.stamp  ## compile the kernels of all architectures into build/library
+build: $(if $(ARCH),build-some,build/library/all.stamp)  ## compile the kernels into build/library (ARCH=sm_90a: only those)
 
-wheel: $(VENV)/package.stamp  ## the wheel with the kernels of all architectures, in dist
-	$(PY) -m pip wheel $(QUIET) . --no-deps --wheel-dir dist
+.PHONY: build-some
+build-some: $(VENV)/build.stamp
+	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch $(ARCH) --out build/library
+
+wheel: build  ## the wheel with the kernels of all architectures, in dist (ARCH=sm_90a: with those only)
+	$(SAY) "packing the wheel, with the kernels in build/library"
+	$(PIP) wheel $(QUIET) . --no-deps --wheel-dir dist $(if $(ARCH),--config-settings arch=$(ARCH))
+	$(SAY) "wrote $$(ls -t dist/*.whl | head -1)"
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist cute_ep/library cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 KERNEL_SOURCES := $(shell find kernels layouts -name '*.py') cute_ep/build.py
 
-build/library/all.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES)
+build/library/all.stamp: $(VENV)/build.stamp $(KERNEL_SOURCES)
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --out build/library
 	@touch $@
 
 # Variants with hooks that tests/gpu/test_hooks.py runs.
 HOOKS := cute_ep.kernels.hooks
-build/library/hooks.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES) tests/gpu/hook_examples.py
+build/library/hooks.stamp: $(VENV)/build.stamp $(KERNEL_SOURCES) tests/gpu/hook_examples.py
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch sm_90a --out build/library --epilogue $(HOOKS):residual_add
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch sm_90a --out build/library --epilogue $(HOOKS):scale
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch sm_90a --out build/library --format bf16,nvfp4 \
 	    --router-weights tests.gpu.hook_examples:bfloat16_weight --input-scale tests.gpu.hook_examples:reciprocal
 	@touch $@
 
-build/library/%.stamp: $(VENV)/tools.stamp $(KERNEL_SOURCES)
+build/library/%.stamp: $(VENV)/build.stamp $(KERNEL_SOURCES)
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --arch $* --out build/library
 	@touch $@
 
-# The environment with this package and torch. Over a python that has torch and CUDA, a second layer that sees its
-# packages (also when that python is itself a virtual environment) and leaves it as it is.
+# The environment with this package and torch, all that a demo needs. Over a python that has torch and CUDA, a second
+# layer that sees its packages (also when that python is itself a virtual environment) and leaves it as it is.
 $(VENV)/package.stamp: pyproject.toml
-	@if $(HAS_GPU) && $(HAS_TORCH); then set -ex; \
+	@if $(HAS_GPU) && $(HAS_TORCH); then set -e; \
+	    echo "make: an environment in $(VENV), over the torch of $(PYTHON)"; \
 	    $(PYTHON) -m venv --system-site-packages --without-pip $(VENV); \
 	    $(PYTHON) -c 'import site; print(*site.getsitepackages(), sep="\n")' > $$(echo $(VENV)/lib/python3*/site-packages)/base.pth; \
-	    $(PY) -m pip install $(QUIET) --no-deps --no-build-isolation -e .; \
-	else set -ex; \
+	    $(PIP) install $(QUIET) --no-deps --no-build-isolation -e .; \
+	else set -e; torch=$$(if $(HAS_GPU); then echo torch; else echo $(TORCH); fi); \
+	    echo "make: an environment in $(VENV)"; \
 	    $(PYTHON) -m venv $(VENV); \
-	    $(PY) -m pip install $(QUIET) $$(if $(HAS_GPU); then echo torch; else echo $(TORCH); fi) -e .; \
+	    echo "make: installing $$torch into it (some hundred MB)"; \
+	    $(PIP) install $(QUIET) $$torch; \
+	    echo "make: installing cute_ep into it, editable"; \
+	    $(PIP) install $(QUIET) -e .; \
 	fi
 	@touch $@
 
-# What building, testing and linting need besides.
-$(VENV)/tools.stamp: $(VENV)/package.stamp
-	$(PY) -m pip install $(QUIET) -e '.[build,test,lint]'
+# What building, testing and linting need besides, by the names of the extras in pyproject.toml.
+EXTRA = $(PY) -c 'import sys, tomllib; \
+    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+    print(*extras[sys.argv[1]], sep="\n")'
+$(VENV)/test.stamp: $(VENV)/build.stamp
+$(VENV)/%.stamp: $(VENV)/package.stamp
+	$(SAY) "installing what '$*' needs: $$($(EXTRA) $* | paste -sd ' ')"
+	@$(EXTRA) $* | $(PIP) install $(QUIET) -r /dev/stdin
 	@touch $@

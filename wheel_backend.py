@@ -1,6 +1,8 @@
-"""Build backend of this project: setuptools, and the kernels of all architectures inside every wheel.
+"""Build backend of this project: setuptools, and compiled kernels inside every wheel.
 
-Loaded by pip as a module of its own (`backend-path` in pyproject.toml), outside the package.
+Loaded by pip as a module of its own (`backend-path` in pyproject.toml), outside the package. Kernels are compiled into
+build/library of the source tree, so what is there already and was made from the same sources is not compiled again.
+`pip wheel . --config-settings arch=sm_90a` (`-C arch=sm_90a,sm_100a`) compiles and packs these architectures only.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  (the hooks that stay as they are)
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = ROOT / "cute_ep" / "library"
+BUILT = ROOT / "build" / "library"
+PACKED = ROOT / "cute_ep" / "library"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPILER = [
     *PROJECT["optional-dependencies"]["build"],
@@ -33,19 +36,42 @@ def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[st
 def build_wheel(
     wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
 ) -> str:
-    """Compile the library (about a second a kernel and core, no GPU), then build the wheel that contains it."""
-    shutil.rmtree(LIBRARY, ignore_errors=True)
+    """Compile what is missing (about a second per kernel and core, no GPU), then build the wheel that contains it.
+
+    Args:
+        wheel_directory: where the wheel goes.
+        config_settings: `arch`, architectures with commas between them (default all); the rest is for setuptools.
+        metadata_directory: as for setuptools.
+
+    Raises:
+        ValueError: a setting that nothing reads.
+        subprocess.CalledProcessError: compiling has failed, or there is no such architecture.
+    """
+    settings = dict(config_settings or {})
+    arch = settings.pop("arch", None)
+    for name in settings:
+        if not name.startswith("--"):
+            raise ValueError(f"config setting {name!r}: must be arch, or an option of setuptools (--build-option)")
+    some = ["--arch", arch if isinstance(arch, str) else ",".join(arch)] if arch else []
+    _forget()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             package = Path(scratch) / "cute_ep"
             shutil.copytree(ROOT / "cute_ep", package)
             for part in ("kernels", "layouts"):
                 shutil.copytree(ROOT / part, package / part)
-            command = [sys.executable, "-m", "cute_ep.cli", "build", "--out", str(LIBRARY)]
             paths = os.pathsep.join([scratch, *sys.path])
-            subprocess.run(command, cwd=scratch, env={**os.environ, "PYTHONPATH": paths}, check=True)
-        if not (LIBRARY / "manifest.json").exists():
+            for words in (["--out", str(BUILT)], ["--out", str(PACKED), "--reuse", str(BUILT)]):
+                command = [sys.executable, "-m", "cute_ep", "build", *some, *words]
+                subprocess.run(command, cwd=scratch, env={**os.environ, "PYTHONPATH": paths}, check=True)
+        if not (PACKED / "manifest.json").exists():
             raise RuntimeError("the kernels were not built")
-        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+        return build_meta.build_wheel(wheel_directory, settings, metadata_directory)
     finally:
-        shutil.rmtree(LIBRARY, ignore_errors=True)
+        _forget()
+
+
+def _forget() -> None:
+    """Remove what an earlier wheel has left: setuptools packs everything that lies in its build/lib."""
+    shutil.rmtree(PACKED, ignore_errors=True)
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)

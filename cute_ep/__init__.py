@@ -6,6 +6,7 @@ The public names load on first use, so that `import cute_ep` and `import cute_ep
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ __all__ = [
     "quantize",
 ]
 
+logging.getLogger("cute_ep").addHandler(logging.NullHandler())  # the application decides what is shown
 
 if not TYPE_CHECKING:  # for a type checker the module has the names above and no others
 

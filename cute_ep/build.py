@@ -8,21 +8,25 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import cute_ep
 from cute_ep.cubin import read_resources
-from cute_ep.errors import EPConfigError, EPError
+from cute_ep.errors import EPConfigError, EPError, VariantMissing
 from cute_ep.layouts.eager import dsl_install
 from cute_ep.layouts.variants import Variant
 from cute_ep.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
 
+LOG = logging.getLogger(__name__)
 LOCK = "manifest.lock"
 """Beside a manifest: who changes it holds this file."""
 
@@ -57,6 +61,7 @@ def build(
     folder: Path,
     *,
     jobs: int | None = None,
+    reuse: Path | None = None,
     on_done: Callable[[Variant, bool], None] | None = None,
 ) -> list[LibraryEntry]:
     """Bring `folder` up to date with `wanted`; other entries of its manifest stay.
@@ -64,8 +69,9 @@ def build(
     Args:
         wanted: variants to have.
         folder: library folder, created when missing.
-        jobs: worker processes (default: one a core).
-        on_done: called with each variant and whether it was compiled (False: it was up to date).
+        jobs: worker processes (default: one per core).
+        reuse: another library folder; what it has of the same sources and DSL is copied, not compiled.
+        on_done: called with each variant and whether it was compiled (False: it was up to date, or copied).
 
     Returns:
         The entries of `wanted`, in order.
@@ -81,19 +87,15 @@ def build(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EPConfigError(f"folder = {str(folder)!r}: {error.strerror}") from error
-    entries = read_manifest(folder)
-    fresh = {
-        variant
-        for variant, entry in entries.items()
-        if (entry.source_hash, entry.dsl) == (source_hash(variant.hooks), dsl_version()) and entry.path.exists()
-    }
-    todo = [variant for variant in wanted if variant not in fresh]
-    made: dict[Variant, LibraryEntry] = {}
+    entries = _fresh(folder)
+    made = _copies(_fresh(reuse), [variant for variant in wanted if variant not in entries], folder) if reuse else {}
+    todo = [variant for variant in wanted if variant not in entries and variant not in made]
     for variant in wanted:
-        if variant in fresh and on_done:
+        if variant not in todo and on_done:
             on_done(variant, False)
     try:
         if todo:
+            LOG.info("compiling %d kernels into %s, about one per second and core", len(todo), folder)
             context = multiprocessing.get_context("spawn")
             workers = min(jobs or os.cpu_count() or 1, len(todo))
             with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -110,6 +112,28 @@ def build(
         add_to_manifest(folder, made)
     entries |= made
     return [entries[variant] for variant in wanted]
+
+
+def _fresh(folder: Path) -> dict[Variant, LibraryEntry]:
+    """Entries of a library folder that this DSL would make again from the sources as they are."""
+    return {
+        variant: entry
+        for variant, entry in read_manifest(folder).items()
+        if (entry.source_hash, entry.dsl) == (source_hash(variant.hooks), dsl_version()) and entry.path.exists()
+    }
+
+
+def _copies(found: dict[Variant, LibraryEntry], wanted: Iterable[Variant], folder: Path) -> dict[Variant, LibraryEntry]:
+    """Those of `wanted` that were found whole, copied into `folder`."""
+    made = {}
+    for variant in wanted:
+        if variant not in found:
+            continue
+        with suppress(VariantMissing):
+            path = folder / variant.arch / f"{variant.symbol}.cubin"
+            _write(path, found[variant].read())
+            made[variant] = replace(found[variant], path=path)
+    return made
 
 
 def add_to_manifest(folder: Path, made: dict[Variant, LibraryEntry]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -25,8 +29,41 @@ COMMANDS = {
 }
 FAILURE = 2
 """Exit code of every EPError, the same as argparse's for wrong arguments."""
+BROKEN_PIPE = 141
+"""Exit code where the reader of the output has gone, as of a program that SIGPIPE ends."""
 PIPE_WIDTH = 160
 """Columns of tables where the output is no terminal."""
+
+
+class OutputConsole(Console):
+    """Standard output; a reader that leaves early (`| head`) ends the program without a word."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Nothing more is written, also not when Python flushes at exit."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(BROKEN_PIPE)
+
+
+class _StderrHandler(logging.Handler):
+    """To standard error as it is at the time, so that lines go above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        sys.stderr.write(f"cute-ep: {record.getMessage()}\n")
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Show what the package logs, INFO and above, on standard error."""
+    logger, handler = logging.getLogger("cute_ep"), _StderrHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,23 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         standard error as one line.
 
     Raises:
-        SystemExit: from argparse, for help (0) and wrong arguments (2).
+        SystemExit: from argparse, for help (0) and wrong arguments (2); 141 where the reader of the output has gone.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(words)
     args.command_line = shlex.join(["cute-ep", *words])
-    console = Console(soft_wrap=False)
+    console = OutputConsole(soft_wrap=False)
     if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+        console = OutputConsole(width=PIPE_WIDTH)
     try:
-        return COMMANDS[args.command][0].run(args, console)
+        with logging_to_stderr():
+            return COMMANDS[args.command][0].run(args, console)
     except EPError as error:
         line = "cute-ep: " + " ".join(str(error).split())
         Console(stderr=True, soft_wrap=True).print(Text(line, style="red"))
         return FAILURE
     except KeyboardInterrupt:
         return 130
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

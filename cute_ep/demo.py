@@ -204,7 +204,7 @@ def run_experts(
 ) -> list[torch.Tensor]:
     """Per rank [num_rows, hidden] bfloat16: down(silu(gate x) * up x) of every received row.
 
-    Reads `row_offsets` on the host once a rank. bfloat16 between the stages, on the CPU the products are float32.
+    Reads `row_offsets` on the host once per rank. bfloat16 between the stages, on the CPU the products are float32.
     """
     slices, inputs, inner, outputs = [], [], [], []
     with times.stage("decode rows"):

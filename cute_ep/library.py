@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ from cute_ep.errors import EPConfigError, VariantMissing
 from cute_ep.layouts.eager import DSL_PACKAGE
 from cute_ep.layouts.variants import ARCHITECTURES, NO_HOOKS, Hooks, Variant
 
+LOG = logging.getLogger(__name__)
 PACKAGE_FOLDER = Path(__file__).parent / "library"
 MANIFEST = "manifest.json"
 
@@ -198,19 +200,23 @@ class Library:
         installed.
 
         Raises:
-            VariantMissing: there is none for such GPUs at all; or there is none here, and no DSL (or it failed): the
-                message holds the command that builds it.
+            VariantMissing: there is none for such GPUs at all; or there is none here, and no DSL (or it failed, which
+                the message then says): the message holds the command that builds it.
         """
         if arch not in ARCHITECTURES:
             raise VariantMissing(f"{arch}: there are kernels for {', '.join(ARCHITECTURES)} only")
         wanted = Variant(kernel, arch, fmt, hooks.of_kernel(kernel))
         if wanted in self.entries:
             return self.entries[wanted]
+        failure = ""
         if dsl_version() is not None:
-            sys.stderr.write(f"cute_ep: building {wanted.symbol} for {arch}\n")
-            subprocess.run([sys.executable, "-m", "cute_ep.cli", *build_arguments(wanted)], check=False)
+            LOG.info("no %s for %s yet: compiling its kernels into %s", wanted.symbol, arch, cache_folder())
+            command = [sys.executable, "-m", "cute_ep", *build_arguments(wanted)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                failure = f" (building it has failed: {' '.join(done.stderr.split()) or f'exit {done.returncode}'})"
             self.reload()
         if wanted in self.entries:
             return self.entries[wanted]
         folders = ", ".join(str(folder) for folder in self.folders)
-        raise VariantMissing(f"no {wanted.symbol} for {arch} in {folders}; build it: {build_command(wanted)}")
+        raise VariantMissing(f"no {wanted.symbol} for {arch} in {folders}{failure}; build it: {build_command(wanted)}")

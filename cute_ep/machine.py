@@ -13,23 +13,37 @@ import torch
 
 import cute_ep
 from cute_ep.errors import EPConfigError
+from cute_ep.layouts.routing import MAX_RANKS
 
 VIRTUAL_RANKS = 4
 """Ranks that "auto" puts on a machine with one GPU, and that "cpu" stands for."""
-NO_GPU = "there is no CUDA GPU on this machine; cute-ep verify and demo also run with --devices cpu"
+NO_GPU = "there is no CUDA GPU on this machine; cute-ep verify and cute-ep demo also run on the CPU (--devices cpu)"
 
 
-def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
-    """One device name a rank, ["cuda:0", "cuda:1"], from a `--devices` argument (its help says which there are).
+def parse_devices(text: str, num_experts: int | None = None, *, or_cpu: bool = False) -> list[str]:
+    """One device name per rank, ["cuda:0", "cuda:1"], from a `--devices` argument (its help says which there are).
 
     Args:
         text: the argument.
         num_experts: "auto" takes the largest number of GPUs that divides it; None: all.
+        or_cpu: "auto" is "cpu" on a machine without GPUs; False: an error.
 
     Raises:
-        EPConfigError: the argument is malformed or names a GPU that is not here.
+        EPConfigError: the argument is malformed, names a GPU that is not here, or asks for too many ranks.
     """
+    devices = _named_devices(text, num_experts, or_cpu)
+    if len(devices) > MAX_RANKS:
+        raise EPConfigError(f"devices = {text!r}: {len(devices)} ranks, must be at most {MAX_RANKS}")
+    return devices
+
+
+def _named_devices(text: str, num_experts: int | None, or_cpu: bool) -> list[str]:
+    """`parse_devices` before ranks are counted."""
     gpus = torch.cuda.device_count()
+    if text == "auto" and not gpus:
+        if not or_cpu:
+            raise EPConfigError(NO_GPU)
+        text = "cpu"
     kind, _, number = text.partition(":")
     if kind in ("virtual", "cpu"):
         count = number or str(VIRTUAL_RANKS)
@@ -39,11 +53,11 @@ def parse_devices(text: str, num_experts: int | None = None) -> list[str]:
             raise EPConfigError(f"devices = {text!r}: {NO_GPU}")
         return ["cuda:0" if kind == "virtual" else "cpu"] * int(count)
     if text == "auto":
-        if not gpus:
-            raise EPConfigError(f"devices = 'auto': {NO_GPU}")
         if gpus == 1:
             return ["cuda:0"] * VIRTUAL_RANKS
-        ranks = max(count for count in range(1, gpus + 1) if not num_experts or num_experts % count == 0)
+        ranks = max(
+            count for count in range(1, min(gpus, MAX_RANKS) + 1) if not num_experts or num_experts % count == 0
+        )
         return [f"cuda:{index}" for index in range(ranks)]
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -70,13 +84,14 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
 
 
 def describe_devices(devices: Sequence[str], sms: int | None = None) -> str:
-    """The devices in words, "4 ranks on 1 GPU (NVIDIA H200), 16 SMs a rank"; EPConfigError as `sm_budget`."""
+    """The devices in words, "4 ranks on 1 GPU (NVIDIA H200), 16 SMs per rank"; EPConfigError as `sm_budget`."""
     distinct = list(dict.fromkeys(devices))
     ranks = f"{len(devices)} rank{'s' * (len(devices) > 1)}"
     if distinct == ["cpu"]:
-        return f"{ranks} of the reference backend on the CPU"
+        why = "" if torch.cuda.device_count() else ", since this machine has no CUDA GPU"
+        return f"{ranks} of the reference backend on the CPU{why}"
     names = ", ".join(dict.fromkeys(torch.cuda.get_device_name(device) for device in distinct))
-    budget = "" if sms is None else f", {min(sm_budget(device, sms) for device in distinct)} SMs a rank"
+    budget = "" if sms is None else f", {min(sm_budget(device, sms) for device in distinct)} SMs per rank"
     return f"{ranks} on {len(distinct)} GPU{'s' * (len(distinct) > 1)} ({names}){budget}"
 
 

@@ -6,12 +6,17 @@ Rank 1 is drawn as one row. A nested mode is one axis, walked leftmost-fastest.
 from __future__ import annotations
 
 from html import escape
+from math import ceil, sqrt
 
 from cute_ep.layouts.layout import Layout, LayoutError
 from cute_ep.layouts.tile_tensor import TileTensor
 
 MAX_CELLS = 16384
 CELL_WIDTH, CELL_HEIGHT, MARGIN, HEADER = 60, 40, 16, 26
+LONGEST, LONG = 1600, 3
+"""A table of more than LONGEST pixels that is LONG times as high as wide, or as wide as high, is drawn in panels."""
+PANEL = 8
+"""A panel has a multiple of so many rows, or columns."""
 FONT = "font-family='Inter, Helvetica Neue, Arial, sans-serif'"
 
 
@@ -68,6 +73,8 @@ def layout_svg(
 ) -> str:
     """A stand-alone SVG of a layout of rank <= 2, one cell per coordinate with its offset.
 
+    A long table is cut into panels, which read from left to right, or from top to bottom where it is wide.
+
     With `distribute`, a thread layout, cells are coloured by thread and read `T3 V1`: value 1 of thread 3, in
     elements of `vectorize` lanes if given. Otherwise the colour follows the offset. Raises LayoutError as
     `layout_table` and `owners`.
@@ -77,8 +84,12 @@ def layout_svg(
     owned = owners(layout, distribute, vectorize) if distribute is not None else {}
     top = MARGIN + HEADER + (HEADER if title else 0)
     left = MARGIN + HEADER
-    width = max(left + columns * CELL_WIDTH, left + 10 * len(title or str(layout))) + MARGIN
-    height = top + rows * CELL_HEIGHT + HEADER + MARGIN
+    tall, wide = _panel(rows, columns)
+    across, down = ceil(rows / tall), ceil(columns / wide)
+    pitch_x, pitch_y = wide * CELL_WIDTH + MARGIN + HEADER, tall * CELL_HEIGHT + MARGIN + HEADER
+    right, bottom = left + across * pitch_x - MARGIN - HEADER, top + down * pitch_y - MARGIN - HEADER
+    width = max(right, left + 10 * len(title or str(layout))) + MARGIN
+    height = bottom + HEADER + MARGIN
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
         f"viewBox='0 0 {width} {height}' {FONT}>",
@@ -86,13 +97,23 @@ def layout_svg(
     ]
     if title:
         parts.append(_label(left, MARGIN + 14, title, 16, "#1f2937", "start", "600"))
-    for column in range(columns):
-        parts.append(_label(left + (column + 0.5) * CELL_WIDTH, top - 8, column, 11, "#6b7280"))
-    for row in range(rows):
-        parts.append(_label(left - 12, top + (row + 0.5) * CELL_HEIGHT + 4, row, 11, "#6b7280"))
+
+    def corner(row: int, column: int) -> tuple[int, int]:
+        """Where a cell begins: rows go on in the next panel to the right, columns in the one below."""
+        x = left + row // tall * pitch_x + column % wide * CELL_WIDTH
+        return x, top + column // wide * pitch_y + row % tall * CELL_HEIGHT
+
+    for first in range(0, rows, tall):
+        for column in range(columns):
+            x, y = corner(first, column)
+            parts.append(_label(x + CELL_WIDTH / 2, y - 8, column, 11, "#6b7280"))
+    for first in range(0, columns, wide):
+        for row in range(rows):
+            x, y = corner(row, first)
+            parts.append(_label(x - 12, y + CELL_HEIGHT / 2 + 4, row, 11, "#6b7280"))
     for row, cells in enumerate(table):
         for column, offset in enumerate(cells):
-            x, y = left + column * CELL_WIDTH, top + row * CELL_HEIGHT
+            x, y = corner(row, column)
             fill = _thread_colour(owned[offset][0]) if owned else _offset_colour(offset, layout)
             parts.append(
                 f"<rect x='{x}' y='{y}' width='{CELL_WIDTH}' height='{CELL_HEIGHT}' fill='{fill}' "
@@ -105,8 +126,18 @@ def layout_svg(
                 parts.append(_label(middle, y + 32, offset, 11, "#4b5563"))
             else:
                 parts.append(_label(middle, y + 25, offset, 14, "#1f2937"))
-    parts.append(_label(left, top + rows * CELL_HEIGHT + HEADER - 4, layout, 12, "#6b7280", "start"))
+    parts.append(_label(left, bottom + HEADER - 4, layout, 12, "#6b7280", "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of a panel; all of them where the table is not long. Panels together are about a square."""
+    high, broad = rows * CELL_HEIGHT, columns * CELL_WIDTH
+    if max(high, broad) <= LONGEST or max(high, broad) < LONG * min(high, broad):
+        return rows, columns
+    if high > broad:
+        return min(rows, PANEL * ceil(rows / sqrt(high / broad) / PANEL)), columns
+    return rows, min(columns, PANEL * ceil(columns / sqrt(broad / high) / PANEL))
 
 
 def _label(x, y, content, size, fill, anchor="middle", weight="400"):

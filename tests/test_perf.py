@@ -375,11 +375,15 @@ def test_the_suite_covers_what_it_promises() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
 def test_the_suite_refuses_politely(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    for devices in ("auto", "cpu:2", "cuda:0"):
-        monkeypatch.setattr(sys, "argv", ["suite", "--devices", devices])
+    for words, rule in (
+        ([], "there is no CUDA GPU on this machine"),
+        (["--devices", "cpu:2"], "devices = 'cpu'"),
+        (["--devices", "cuda:0"], "devices = 'cuda:0'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["suite", *words])
         with pytest.raises(SystemExit) as stop:
             suite.main()
-        assert stop.value.code == 2 and "devices = " in capsys.readouterr().err
+        assert stop.value.code == 2 and rule in capsys.readouterr().err
 
 
 def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from cute_ep.commands.common import (
     format_names,
     print_table,
     seconds_text,
+    step,
     token_counts,
     write_json,
 )
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    ceilings = measure_ceilings(devices, args.library)
+    with step(console, "measuring copy speeds, launch and flag"):
+        ceilings = measure_ceilings(devices, args.library)
     kind = "device to device" if len(set(devices)) > 1 else "within the GPU"
     console.print(
         f"ceilings: {kind} {ceilings.push / 1e9:.0f} GB/s, memory (read + write) {ceilings.memory / 1e9:.0f} GB/s, "
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         table = result_table(fmt)
         with connected(cfg, devices, sms=args.sms, library=args.library) as communicators:
             for tokens in sizes:
-                with console.status(f"{fmt} {tokens} tokens"):
+                with step(console, f"timing {fmt}, {tokens} tokens per rank"):
                     sets = make_sets(cfg, devices, tokens, args.routing)
                     for case in measure(communicators, sets, samples=args.iterations):
                         results.append(case | floors(case["parts"], ceilings))

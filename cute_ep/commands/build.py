@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for hook, does in HOOK_HELP.items():
         parser.add_argument(f"--{hook.replace('_', '-')}", metavar="M:F", help=f"module:function that {does}")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"library folder (default {_short(cache_folder())})")
-    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at work at a time (default one a core)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="compilers at work at a time (default one per core)")
+    parser.add_argument(
+        "--reuse", type=Path, metavar="DIR", help="copy from this folder what was made from the same sources"
+    )
 
 
 def wanted_variants(args: argparse.Namespace) -> list[Variant]:
@@ -75,7 +78,9 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Compile what is missing or stale. Returns 0; errors as `cute_ep.build.build`."""
+    """Compile what is missing or stale. Returns 0; errors as `cute_ep.build.build`.
+
+    Shows a bar on a terminal, elsewhere a line for each kernel that has been compiled."""
     from cute_ep.build import build
 
     made = wanted_variants(args)
@@ -89,38 +94,44 @@ def run(args: argparse.Namespace, console: Console) -> int:
         )
     started = time.perf_counter()
     finished: dict[Variant, float | None] = {}
+    width = len(str(len(made)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"compiling with {jobs} processes", total=len(made))
 
         def on_done(variant: Variant, compiled: bool) -> None:
             finished[variant] = time.perf_counter() - started if compiled else None
             progress.update(task, advance=1, description=f"{variant.arch} {variant.symbol}")
+            if compiled and not console.is_terminal:
+                count = f"{len(finished):{width}} of {len(made)}"
+                console.print(f"{count}  {variant.arch} {variant.symbol}", highlight=False, soft_wrap=True)
 
-        entries = build(made, folder, jobs=jobs, on_done=on_done)
-    print_table(console, build_table(entries, finished))
+        entries = build(made, folder, jobs=jobs, reuse=args.reuse, on_done=on_done)
     compiled = sum(at is not None for at in finished.values())
+    if compiled:
+        print_table(console, build_table(entries, finished))
     size = bytes_text(sum(entry.path.stat().st_size for entry in entries))
     took = seconds_text(time.perf_counter() - started)
     console.print(
-        f"{compiled} built, {len(entries) - compiled} up to date, {size} in {_short(folder)}, {took}", soft_wrap=True
+        f"{compiled} built, {len(entries) - compiled} up to date, {size} in {_short(folder)}, {took}",
+        highlight=False,
+        soft_wrap=True,
     )
     return 0
 
 
 def build_table(entries: Sequence[LibraryEntry], finished: dict[Variant, float | None]) -> Table:
-    """One row a variant; `finished` has seconds since the start, None for what was up to date."""
-    table = Table(title="kernel library")
-    table.add_column("variant")
+    """One row per variant that was compiled; `finished` has its seconds since the start, None for all others."""
+    table = Table(title="compiled kernels")
+    table.add_column("variant", no_wrap=True)
     table.add_column("architecture")
     for name in ("registers / thread", "spills (B / thread)", "shared memory (B)", "cubin (B)", "done at (s)"):
         table.add_column(name, justify="right")
-    table.add_column("state")
     for entry in entries:
         at = finished.get(entry.variant)
-        numbers = (entry.registers, entry.spill_bytes, entry.smem_bytes, entry.path.stat().st_size)
-        state = ("-", "up to date") if at is None else (f"{at:.1f}", "built")
-        table.add_row(entry.variant.symbol, entry.variant.arch, *map(str, numbers), *state)
+        if at is not None:
+            numbers = (entry.registers, entry.spill_bytes, entry.smem_bytes, entry.path.stat().st_size)
+            table.add_row(entry.variant.symbol, entry.variant.arch, *map(str, numbers), f"{at:.1f}")
     return table
 
 

@@ -25,7 +25,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="deepseek-v3", metavar="NAME", help=f"model shape: {', '.join(PRESETS)}")
     parser.add_argument("--hidden", type=int, metavar="N", help="elements of a token row, instead of the preset's")
     parser.add_argument("--experts", type=int, metavar="N", help="experts of all ranks, instead of the preset's")
-    parser.add_argument("--top-k", type=int, metavar="K", help="experts a token, instead of the preset's")
+    parser.add_argument("--top-k", type=int, metavar="K", help="experts per token, instead of the preset's")
 
 
 def chosen_shape(args: argparse.Namespace) -> Preset:
@@ -47,8 +47,8 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         default="auto",
         metavar="LIST",
-        help="auto (as many GPUs as divide the experts, or 4 virtual ranks on a single one); "
-        "cuda:0,cuda:1,... one rank each; "
+        help="auto (as many GPUs as divide the experts, or 4 virtual ranks on a single one; verify and demo take cpu "
+        "where there is none); cuda:0,cuda:1,... one rank each; "
         "virtual:N, N ranks on cuda:0; cpu or cpu:N, the reference backend with N ranks (default auto)",
     )
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
@@ -72,6 +72,17 @@ def one_thread_on_a_cpu(devices: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def step(console: Console, text: str) -> Iterator[None]:
+    """Say what is being done: beside a spinner on a terminal, as a line elsewhere."""
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(f"{text} ...", highlight=False, soft_wrap=True)
+        yield
 
 
 def format_names(text: str) -> tuple[str, ...]:

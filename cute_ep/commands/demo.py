@@ -20,6 +20,7 @@ from cute_ep.commands.common import (
     one_thread_on_a_cpu,
     print_table,
     seconds_text,
+    step,
 )
 from cute_ep.config import EPConfig, memory_bytes
 from cute_ep.layouts.arena import message_bytes
@@ -34,7 +35,6 @@ MODES = ("exact", "partial")
 """Combine modes that sum."""
 CPU_TOKENS = 512
 GPU_TOKENS = 2048
-CPU_RANKS = 4
 MOST, LEAST, BAR = 8, 4, 48
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_arguments(parser)
     add_device_arguments(parser)
     parser.add_argument(
-        "--tokens", type=int, metavar="T", help=f"bytes of text a rank (default {GPU_TOKENS}, on a CPU {CPU_TOKENS})"
+        "--tokens", type=int, metavar="T", help=f"bytes of text per rank (default {GPU_TOKENS}, on a CPU {CPU_TOKENS})"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of embedding, router and weights (default 0)")
 
@@ -52,13 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run the layer in every format and print all tables. Returns 0, or 1 where the error of a format is too large;
     EPError as configuration and kernels raise."""
-    import torch
-
     from cute_ep.machine import parse_devices
 
     shape = chosen_shape(args)
-    no_gpu = args.devices == "auto" and not torch.cuda.device_count()
-    devices = parse_devices(f"cpu:{CPU_RANKS}" if no_gpu else args.devices, shape.num_experts)
+    devices = parse_devices(args.devices, shape.num_experts, or_cpu=True)
     with one_thread_on_a_cpu(devices):
         return run_on(devices, shape, args, console)
 
@@ -85,31 +82,32 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
     each = batches[0].x.shape[0]
     console.print(
         f"{shape.name}: hidden {shape.hidden}, {shape.num_experts} SwiGLU experts of width {shape.moe_hidden}, "
-        f"top-{shape.top_k}; {describe_devices(devices)}",
+        f"top-{shape.top_k}{' (sizes are reduced for a CPU)' if reduced else ''}",
         highlight=False,
+        soft_wrap=True,
     )
-    if on_cpu:
-        console.print(f"without a GPU the reference backend runs{'; sizes are reduced' if reduced else ''}")
-    console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte a token", highlight=False, soft_wrap=True)
+    console.print(describe_devices(devices), highlight=False, soft_wrap=True)
+    console.print(f"text: {name}, {len(batches)} x {each} bytes, one byte per token", highlight=False, soft_wrap=True)
 
-    with console.status("routing"):
+    with step(console, "routing"):
         counts = count_routing(cfg, [batch.topk_ids for batch in batches])
     print_table(console, load_table(cfg, batches))
     print_rank_loads(cfg, counts, console)
     print_table(console, bytes_table(configs, counts))
+    print_table(console, memory_table(configs))
 
-    with console.status("making expert weights"):
+    with step(console, "making expert weights"):
         experts = demo.make_experts(cfg, shape, devices, args.seed + 2)
         placed = [
             demo.TextBatch(*(part.to(device) for part in (one.x, one.topk_ids, one.router_weights)))
             for one, device in zip(batches, devices, strict=True)
         ]
     print_weights(cfg, experts, console)
-    with console.status("dense layer in float64"):
+    with step(console, "dense layer in float64, to compare with"):
         wanted = demo.dense_layer(cfg, placed, experts)
     outcomes = {}
     for fmt, cfg in configs.items():
-        with console.status(f"layer with {fmt} dispatch"):
+        with step(console, f"layer with {fmt} dispatch"):
             with connected(cfg, devices, library=args.library) as communicators:
                 if not on_cpu:
                     demo.run_layer(communicators, placed, experts, MODES, args.library)
@@ -158,39 +156,53 @@ def load_table(cfg: EPConfig, batches: list[TextBatch]) -> Table:
 
 
 def print_rank_loads(cfg: EPConfig, counts: RoutingCounts, console: Console) -> None:
-    """Rows that each rank's experts get, and how many distinct ranks a token goes to."""
-    messages = counts.messages.sum(dim=0).tolist()
-    parts = (f"{rank}: {counts.rows_received(rank)} from {messages[rank]}" for rank in range(cfg.world_size))
-    console.print(f"rows from messages, rank by rank: {'; '.join(parts)}", highlight=False, soft_wrap=True)
+    """What each rank receives, and how many distinct ranks a token goes to."""
     tokens = max(1, sum(counts.tokens))
     experts, ranks = (int(each.sum()) / tokens for each in (counts.entries, counts.pairs))
-    console.print(f"a token goes to {experts:.2f} experts on {ranks:.2f} ranks", highlight=False)
+    table = Table(
+        title=f"what each rank receives: a token goes to {experts:.2f} experts on {ranks:.2f} ranks, travels once to "
+        "each of these ranks, and is copied there to a row for each expert",
+    )
+    for column in ("rank", "tokens received", "rows for its experts"):
+        table.add_column(column, justify="right")
+    for rank, received in enumerate(counts.messages.sum(dim=0).tolist()):
+        table.add_row(str(rank), str(received), str(counts.rows_received(rank)))
+    print_table(console, table)
 
 
 def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
-    """Bytes to other ranks and receive buffers, against one message a (token, expert)."""
-    from cute_ep.traffic import per_expert_receive_bytes, traffic
+    """Bytes to other ranks, against one message per (token, expert)."""
+    from cute_ep.traffic import traffic
 
-    table = Table(title="bytes between ranks and memory of one rank")
+    table = Table(title="bytes that leave a rank for another one, all ranks together")
     table.add_column("format")
     for name in (
         "one message",
-        "dispatch",
-        "one message an expert",
+        "dispatch: a message per token and rank",
+        "instead, a message per token and expert",
         "combine exact",
         "combine partial",
-        "arena",
-        "of it, messages",
-        "slots per expert",
     ):
         table.add_column(name, justify="right")
     for fmt, cfg in configs.items():
         sent = [traffic(cfg, counts, name).remote_bytes for name in ("dispatch", "combine_exact", "combine_partial")]
         entries = int(counts.entries.sum() - counts.entries.diag().sum())
-        receive = sum(region.nbytes for region in message_regions(cfg))
         token = message_bytes(cfg.format, cfg.hidden)
-        cells = (token, sent[0], entries * token, *sent[1:], memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))
-        table.add_row(fmt, *map(bytes_text, cells))
+        table.add_row(fmt, *map(bytes_text, (token, sent[0], entries * token, *sent[1:])))
+    return table
+
+
+def memory_table(configs: dict[str, EPConfig]) -> Table:
+    """Symmetric memory, against receive buffers with slots for each expert."""
+    from cute_ep.traffic import per_expert_receive_bytes
+
+    table = Table(title="memory of one rank")
+    table.add_column("format")
+    for name in ("symmetric memory", "of that for received tokens", "instead, a slot per (expert, source, token)"):
+        table.add_column(name, justify="right")
+    for fmt, cfg in configs.items():
+        receive = sum(region.nbytes for region in message_regions(cfg))
+        table.add_row(fmt, *map(bytes_text, (memory_bytes(cfg), receive, per_expert_receive_bytes(cfg))))
     return table
 
 
@@ -200,7 +212,7 @@ def print_weights(cfg: EPConfig, experts: list[ExpertWeights], console: Console)
     fewest = min(one.sets for one in experts)
     note = "every expert has its own"
     if fewest < cfg.local_experts:
-        note = f"memory holds {fewest} sets a rank, shared by {cfg.local_experts} experts"
+        note = f"memory holds {fewest} sets per rank, shared by {cfg.local_experts} experts"
     console.print(f"expert weights: {bytes_text(total)} in bfloat16, {note}", highlight=False)
 
 

@@ -5,6 +5,7 @@ bytes."""
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from cute_ep.measure import InputSets
     from cute_ep.timing import Runner
 
+LOG = logging.getLogger(__name__)
 OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine_exact", "combine_partial")}
 """What is timed for a family's table; the geometric mean counts. Combine is timed with the first format only: rows come
 home in bfloat16 whatever they were dispatched in."""
@@ -171,6 +173,7 @@ def tune_format(
         for tokens in sizes:
             sets = make_sets(cfg, devices, tokens)
             for family in families:
+                LOG.info("tuning %s, %s, %d tokens per rank", family, cfg.dispatch_format, tokens)
                 step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
                 found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
                 step(advance=1)

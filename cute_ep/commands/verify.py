@@ -59,7 +59,7 @@ OPTIONS: dict[str, Options] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One round to check; `tokens` has one entry a rank."""
+    """One round to check; `tokens` has one entry per rank."""
 
     fmt: str
     hidden: int
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Check every case, one line each. Returns 0, or 1 when a case failed; EPError when nothing can be connected."""
     from cute_ep.machine import parse_devices
 
-    devices = parse_devices(args.devices)
+    devices = parse_devices(args.devices, or_cpu=True)
     with one_thread_on_a_cpu(devices):
         return run_on(devices, args, console)
 
@@ -133,7 +133,7 @@ def run_on(devices: list[str], args: argparse.Namespace, console: Console) -> in
     quick = args.quick or on_cpu
     shapes, sizes = (QUICK_SHAPES, QUICK_TOKENS) if quick else (SHAPES, TOKENS)
     routings = QUICK_ROUTINGS if quick else ROUTINGS
-    console.print(describe_devices(devices), highlight=False)
+    console.print(describe_devices(devices), highlight=False, soft_wrap=True)
     if on_cpu:
         console.print("checked here: the reference backend's rounds against the reference functions, small cases only")
     started, outcomes = time.perf_counter(), []

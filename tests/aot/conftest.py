@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.metadata
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where tests find and build kernels besides `FOLDER`: an empty place, not the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cute_ep"
+
+
 @pytest.fixture(scope="session")
 def library() -> dict[Variant, LibraryEntry]:
     """Every variant of WANTED, built where `make` has not."""
@@ -50,10 +59,20 @@ def _nvdisasm() -> str:
 
 
 def disassemble(cubin: Path) -> list[str]:
-    """Instructions in program order, without addresses and comments."""
-    command = [_nvdisasm(), "-c", str(cubin)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/*")]
+    """Instructions in program order, without addresses and comments.
+
+    The disassembler takes 0.4 s to start, so what it says of a cubin is kept for other test processes and runs.
+    """
+    program = _nvdisasm()
+    folder = FOLDER.parent / f"sass-{importlib.metadata.version(DISASSEMBLER)}"
+    digest = hashlib.sha256(cubin.read_bytes()).hexdigest()
+    kept = folder / f"{digest}.txt"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f"{digest}.{os.getpid()}"
+        new.write_text(subprocess.run([program, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout)
+        new.replace(kept)
+    lines = [line.strip() for line in kept.read_text().splitlines() if line.strip().startswith("/*")]
     return [line.split("*/", 1)[1].split(";")[0].strip() for line in lines]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -191,6 +192,30 @@ def test_stale_or_missing_is_rebuilt(private: Path, harm: str) -> None:
     assert entry.read() == good, "compilation is deterministic"
 
 
+def test_build_copies_what_another_folder_has(private: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whole cubins of the same sources, and of those only the wanted ones; what is damaged or stale is compiled."""
+    good = read_manifest(private)[COPY]
+    folder = tmp_path_factory.mktemp("library")
+    done: list[tuple[Variant, bool]] = []
+
+    def rebuild() -> LibraryEntry:
+        shutil.rmtree(folder)
+        (entry,) = build([COPY], folder, reuse=private, on_done=lambda *one: done.append(one))
+        assert set(read_manifest(folder)) == {COPY} and entry.path.is_relative_to(folder)
+        assert entry.read() == good.path.read_bytes() or entry.sha256 == good.sha256
+        return entry
+
+    other = replace(good, variant=replace(COPY, arch="sm_120a"))
+    add_to_manifest(private, {other.variant: other})
+    assert replace(rebuild(), path=good.path) == good and done.pop() == (COPY, False)
+    good.path.write_bytes(b"damaged")
+    assert rebuild().sha256 == good.sha256 and done.pop() == (COPY, True)
+    good.path.write_bytes((folder / COPY.arch / f"{COPY.symbol}.cubin").read_bytes())
+    add_to_manifest(private, {COPY: replace(good, source_hash="0" * 16)})
+    rebuild()
+    assert done.pop() == (COPY, True)
+
+
 def test_source_hash_covers_every_byte(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_hash: None) -> None:
     original = source_hash()
     layouts, kernels = library.source_folders()
@@ -231,6 +256,7 @@ def test_hooked_variant(library: dict[Variant, LibraryEntry], tmp_path: Path) ->
     assert entry.to_json()["hooks"] == {"epilogue": SCALE.epilogue, "router_weights": None, "input_scale": None}
     assert "scale" in entry.path.name and entry.entry.startswith(entry.variant.symbol) != plain.symbol
     assert entry.sha256 != library[plain].sha256 and entry.params == library[plain].params
+    shutil.copy(library[plain].path, entry.path.parent)
     (tmp_path / MANIFEST).write_text(
         json.dumps({"version": cute_ep.__version__, "variants": [entry.to_json(), library[plain].to_json()]})
     )
@@ -277,7 +303,6 @@ def commanded(message: str) -> list[Variant]:
 
 @pytest.fixture
 def empty_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Library:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("cute_ep.library.PACKAGE_FOLDER", tmp_path / "package")
     monkeypatch.setattr("cute_ep.library.dsl_version", lambda: None)
     return Library()
@@ -340,13 +365,32 @@ def test_not_a_cubin() -> None:
         read_resources(b"MZ" + bytes(100))
 
 
-def test_missing_variant_is_built_into_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the DSL is installed, a kernel that no folder has is built on first use, without asking."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "none")
-    wanted = Variant("swiglu", "sm_90a", "bf16")
-    entry = Library().find(wanted.kernel, wanted.arch, wanted.format)
-    assert entry.path == library.cache_folder() / "sm_90a" / f"{wanted.symbol}.cubin"
+def test_missing_variant_is_built_into_the_cache(
+    own_cache: Path,
+    capfd: pytest.CaptureFixture,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where the DSL is installed, a kernel that no folder has is built on first use, without asking; the package's
+    logger says so once, and nothing is printed."""
+    caplog.set_level(logging.INFO, "cute_ep")
+    wanted = Variant("combine_wait_exact", "sm_90a", hooks=SCALE)
+    entry = Library().find(wanted.kernel, wanted.arch, hooks=SCALE)
+    text = f"no {wanted.symbol} for sm_90a yet: compiling its kernels into {own_cache}"
+    assert caplog.record_tuples == [("cute_ep.library", logging.INFO, text)]
+    assert capfd.readouterr() == ("", "")
+    assert entry.path == own_cache / "sm_90a" / f"{wanted.symbol}.cubin"
     assert entry.read()[:4] == b"\x7fELF"
-    assert Library().find(wanted.kernel, wanted.arch, wanted.format) == entry
-    assert {variant.arch for variant in read_manifest(library.cache_folder())} == {"sm_90a"}
+    assert Library().find(wanted.kernel, wanted.arch, hooks=SCALE) == entry
+    assert set(read_manifest(own_cache)) == set(variants(("sm_90a",), hooks=SCALE))
+
+
+def test_a_build_that_fails_is_named() -> None:
+    """With what it said, and still with the command."""
+    hooks = Hooks(epilogue="math:no_such_function")
+    with pytest.raises(VariantMissing) as caught:
+        Library().find("combine_wait_exact", "sm_90a", hooks=hooks)
+    message = str(caught.value)
+    assert "(building it has failed: " in message and "hook = 'math:no_such_function': must be" in message
+    assert message.endswith(
+        build_command(Variant("combine_wait_exact", "sm_90a", None, hooks.of_kernel("combine_wait_exact")))
+    )

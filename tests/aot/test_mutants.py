@@ -20,7 +20,7 @@ def test_a_relaxed_post_of_consumed_is_seen(sass: Callable[[Variant], list[str]]
     source, library = tmp_path / "source", tmp_path / "library"
     source.mkdir()
     mutants.make_tree("WEAK_ACK", source)
-    words = ["-m", "cute_ep.cli", "build", "--arch", "sm_90a", "--kernel", KERNEL, "--out", str(library)]
+    words = ["-m", "cute_ep", "build", "--arch", "sm_90a", "--kernel", KERNEL, "--out", str(library)]
     process = mutants.start(source, words)
     assert process.wait() == 0, process.communicate()
     (cubin,) = library.glob("sm_90a/*.cubin")

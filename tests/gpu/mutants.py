@@ -60,7 +60,7 @@ def build(names: Iterable[str]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             make_tree(name, Path(folder))
-            words = ["-m", "cute_ep.cli", "build", "--arch", "sm_90a", "--format", FORMATS, "--out", str(FOLDER / name)]
+            words = ["-m", "cute_ep", "build", "--arch", "sm_90a", "--format", FORMATS, "--out", str(FOLDER / name)]
             process = start(Path(folder), words)
             output = "".join(process.communicate())
             if process.returncode:

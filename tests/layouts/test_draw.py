@@ -61,6 +61,28 @@ def test_svg_labels_and_colours_follow_distribute():
     assert len(set.union(*colours.values())) == 8
 
 
+@pytest.mark.parametrize("text", ["((32,4),4):((16,4),1)", "(4,200):(200,1)", "300:1"])
+def test_long_layouts_are_drawn_in_panels(text):
+    """The picture is no strip, no two cells overlap, all lie inside, and axes are numbered in every panel."""
+    layout = Layout.parse(text)
+    root = ElementTree.fromstring(layout_svg(layout))
+    frame, *cells = [
+        {key: float(box.get(key, 0)) for key in ("x", "y", "width", "height")} for box in root.iter(f"{SVG}rect")
+    ]
+    assert frame["width"] < 3 * frame["height"] and frame["height"] < 3 * frame["width"]
+    assert len({(box["x"], box["y"]) for box in cells}) == len(cells) == layout.size
+    for box in cells:
+        assert 0 < box["x"] < frame["width"] - box["width"] and 0 < box["y"] < frame["height"] - box["height"]
+        others = [one for one in cells if one is not box and abs(one["x"] - box["x"]) < box["width"]]
+        assert all(abs(one["y"] - box["y"]) >= box["height"] for one in others)
+    texts, _ = cells_of(layout_svg(layout))
+    offsets = [str(offset) for row in layout_table(layout) for offset in row]
+    assert texts[-1 - len(offsets) : -1] == offsets
+    rows, columns = len(layout_table(layout)), len(layout_table(layout)[0])
+    panels = (len(texts) - 1 - len(offsets) - max(rows, columns)) / min(rows, columns)
+    assert panels == int(panels) > 1
+
+
 def test_what_cannot_be_drawn_is_refused():
     for text in ["(2,2,2):(4,2,1)", "(1024,1024):(1024,1)"]:
         with pytest.raises(LayoutError, match="cannot draw"):
