@@ -62,9 +62,10 @@ cudaGraphLaunch may block, and the capture asks the other ranks about the buffer
 outside a graph while a graph's launch is outstanding."""
 ENVIRONMENT = NO_MULTICAST | PLAIN_GRAPHS
 ENVIRONMENT |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "WARN"}
-MAX_ERROR = 0.03
-"""Of a round in BF16: a few roundings."""
+MAX_ERROR = {"bf16": 0.03, "fp8": 0.1}
+"""Of a round by format: a few roundings, of which e4m3's is up to 2^-4 of a value."""
 ROWS = "rows.jsonl"
+VERSIONS = "versions.json"
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (\S+)', re.MULTILINE)
 
 
@@ -124,8 +125,11 @@ def run_workers(
     shape: Shape,
     tokens: Sequence[int],
     logs: Path | None = None,
+    versions: dict[str, str] | None = None,
 ) -> tuple[list[dict], list[str], Sequence[str]]:
     """Let one process a GPU measure peers of the same library in turn.
+
+    `versions` is given those of the libraries that the processes have loaded.
 
     Returns:
         The rows measured, notes on what did not end well, and the peers whose turn had not come then.
@@ -155,7 +159,9 @@ def run_workers(
                 logs.mkdir(parents=True, exist_ok=True)
                 for worker in workers:
                     shutil.copy(worker.log, logs / f"{names[0]}-{worker.log.name}")
-        out = folder / ROWS
+        out, loaded = folder / ROWS, folder / VERSIONS
+        if versions is not None and loaded.exists():
+            versions |= json.loads(loaded.read_text())
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         failed = next((rank for rank, code in enumerate(codes) if code), None)
         peer, what = workers[failed or 0].at()
@@ -211,8 +217,9 @@ def caveats(rows: Sequence[dict]) -> list[str]:
         late = sum(not row["ahead"] for row in own)
         found += [f"{peer}: {eager} of {len(own)} results without CUDA graphs, for it cannot be captured"] * (eager > 0)
         found += [f"{peer}: {late} of {len(own)} results with launches that came late"] * (late > 0)
-        wrong = sum((row["error"] or 0) > MAX_ERROR for row in own)
-        found += [f"{peer}: {wrong} of {len(own)} results with a relative error above {MAX_ERROR}"] * (wrong > 0)
+        wrong = sum((row["error"] or 0) > MAX_ERROR[row["format"]] for row in own)
+        limits = " or ".join(f"{limit} ({fmt})" for fmt, limit in MAX_ERROR.items())
+        found += [f"{peer}: {wrong} of {len(own)} results with a relative error above {limits}"] * (wrong > 0)
     return found
 
 
@@ -238,10 +245,10 @@ def run_peers(
         "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
         (whether it was replayed in CUDA graphs), "ahead" (whether all launches were queued before the first sample
         began), "error" (largest relative error of a round with experts that change nothing, or None) and what
-        `cute_ep.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes"; and
-        "does", what each peer's times include.
+        `cute_ep.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes"; "does",
+        what each peer's times include; and "versions" of the libraries.
     """
-    found: dict = {"rows": [], "notes": [], "does": PEERS}
+    found: dict = {"rows": [], "notes": [], "does": PEERS, "versions": {}}
     libraries: dict[str | None, list[str]] = {}
     for name in names:
         libraries.setdefault(MODULES.get(name), []).append(name)
@@ -257,9 +264,10 @@ def run_peers(
             say("\n".join(notes))
             continue
         turn: Sequence[str] = left
+        sizes = QUICK_TOKENS if quick else PEER_TOKENS
         while turn:
             start = time.perf_counter()
-            rows, notes, rest = run_workers(turn, gpus, shape, QUICK_TOKENS if quick else PEER_TOKENS, logs)
+            rows, notes, rest = run_workers(turn, gpus, shape, sizes, logs, found["versions"])
             notes += caveats(rows)
             found["rows"] += rows
             found["notes"] += notes

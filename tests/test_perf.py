@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,19 +19,24 @@ from typing import Any
 import pytest
 import torch
 
+import cute_ep
 from cute_ep import ceilings as ceilings_module
-from cute_ep import timing
+from cute_ep import library, machine, timing
+from cute_ep import measure as measure_module
 from cute_ep.ceilings import Ceilings, floors
 from cute_ep.config import EPConfig
 from cute_ep.connection import connect_local
 from cute_ep.errors import EPError, EPInputError
 from cute_ep.layouts.formats import formats_of
-from cute_ep.measure import CHAINED, OPERATIONS, PARTS, make_sets, measure
+from cute_ep.layouts.variants import Variant
+from cute_ep.library import LibraryEntry, source_hash
+from cute_ep.local_ops import fused_silu
+from cute_ep.measure import CHAINED, CONDITIONS, OPERATIONS, PARTS, make_sets, measure, set_generator
 from cute_ep.timing import Runner, percentile, rounds_per_graph, summary
 from cute_ep.traffic import count_routing, traffic
 from perf import compiled, model, nvshmem, peer_worker, peers, plots, report, suite, tables
-from perf.cases import MAIN, MEASURED_FORMATS, OTHERS, TOKENS, Shape, case_groups
-from perf.swiglu import silu_bytes
+from perf.cases import BASIC, MAIN, MEASURED_FORMATS, OTHERS, TOKENS, Shape, case_groups
+from perf.swiglu import GROUPS, group_options, ragged_offsets, silu_bytes
 
 CEILINGS = Ceilings(4e11, 3.5e11, 3.9e11, 3.9e12, 4.2e12, 1.2e-6, 1.0e-6)
 RANKS = 2
@@ -261,7 +268,9 @@ def test_the_gate_opens_when_queueing_fails(clocks: list[float]) -> None:
 
 class CountingRunner:
     """In place of lanes on GPUs: runs a lane after the other (so one rank only, a combine waits for nobody) and says
-    that a round takes 1 us."""
+    that a round takes 1 us more in each graph than in the one before."""
+
+    graphs = 0
 
     def __init__(self, communicators: list) -> None:
         self.communicators = communicators
@@ -283,7 +292,8 @@ class CountingRunner:
     def time_graphs(self, samples: int, work: Callable[[int, int], None], rounds: int) -> list[float]:
         for index in range(rounds):
             self.on_all(lambda rank: work(rank, index))  # noqa: B023
-        return [1e-6] * samples
+        self.graphs += 1
+        return [1e-6 * self.graphs] * samples
 
 
 def test_measure_runs_every_operation_on_every_set() -> None:
@@ -291,6 +301,7 @@ def test_measure_runs_every_operation_on_every_set() -> None:
     communicators = connect_local(cfg, ["cpu"])
     sets = make_sets(cfg, ["cpu"], 9, "zipf")
     batches = [batch for own in sets.batches for batch in own]
+    assert set(OPERATIONS) | set(CONDITIONS) == set(PARTS)
     results = measure(communicators, sets, samples=7, runner=CountingRunner(communicators))
     assert [one["operation"] for one in results] == list(OPERATIONS)
     assert all(batch.dispatched is not None and batch.result.abs().sum() > 0 for batch in batches)
@@ -301,6 +312,45 @@ def test_measure_runs_every_operation_on_every_set() -> None:
         assert one.get("host_us") == (2 if one["operation"] == CHAINED else None)
     with pytest.raises(EPInputError, match="operation = 'fly': must be one of"):
         measure(communicators, sets, ("fly",))
+
+
+@pytest.mark.parametrize("operation", CONDITIONS)
+def test_pairs_under_other_conditions(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands before each launch runs as often as launches do, and its own time is taken off; buffers of the
+    default size serve all sets."""
+    cfg = EPConfig(64, 8, 2, 16, 1, "nvfp4")
+    communicators = connect_local(cfg, ["cpu"])
+    sets = make_sets(cfg, ["cpu"], 9)
+    done: list[str] = []
+    make, dispatch, combine = measure_module.stand_in, communicators[0].dispatch, communicators[0].combine
+    capacities = set()
+
+    def stand_in(*words: Any) -> Callable[[], None] | None:
+        between = make(*words)
+        return between and (lambda: done.append("between") or between())
+
+    def launch(name: str, call: Callable) -> Callable:
+        def run(*words: Any, **options: Any) -> Any:
+            done.append(name)
+            if name == "dispatch":
+                capacities.add(options["out"].tokens.shape[0])
+            return call(*words, **options)
+
+        return run
+
+    monkeypatch.setattr(measure_module, "stand_in", stand_in)
+    monkeypatch.setattr(communicators[0], "dispatch", launch("dispatch", dispatch))
+    monkeypatch.setattr(communicators[0], "combine", launch("combine", combine))
+    (one,) = measure(communicators, sets, (operation,), 3, CountingRunner(communicators))
+    assert len(one["parts"]) == 2 and one["rounds"] == rounds_per_graph(9)
+    last = done[-4 * one["rounds"] :] if operation != "pair_roomy" else done[-2 * one["rounds"] :]
+    if operation == "pair_roomy":
+        assert last == ["dispatch", "combine"] * one["rounds"] and "between_us" not in one
+        assert one["p50_us"] == pytest.approx(1) and cfg.max_rows in capacities
+    else:
+        assert last == ["between", "dispatch", "between", "combine"] * one["rounds"]
+        assert one["between_us"] == pytest.approx(1) and one["p50_us"] == pytest.approx(2 - 1)
+        assert cfg.max_rows not in capacities
 
 
 def test_sets_differ_and_are_the_same_again() -> None:
@@ -341,6 +391,21 @@ def test_floors_by_hand() -> None:
     assert floors([(0, 0)], CEILINGS)["floor_us"] == pytest.approx(2.2)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_copies_by_turns(count: int) -> None:
+    """In each turn every GPU stores to another one, no two to the same; together they copy all bytes once."""
+    turns = range(ceilings_module.TURNS)
+    for turn in turns:
+        peers_now = {lane: ceilings_module.peer_of(lane, turn, count) for lane in range(count)}
+        assert sorted(peers_now.values()) == list(range(count))
+        assert all(lane != peer for lane, peer in peers_now.items())
+    assert {ceilings_module.peer_of(0, turn, count) for turn in turns} == set(range(1, count))
+    parts = [ceilings_module.part_of(turn) for turn in turns]
+    assert parts[0].start == 0 and parts[-1].stop == ceilings_module.COPY_BYTES
+    assert all(one.stop == other.start for one, other in pairwise(parts))
+    assert all((part.stop - part.start) % 16 == 0 for part in parts)
+
+
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not installed")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 def test_ping_pong_assembles(arch: str, tmp_path: Path) -> None:
@@ -371,6 +436,14 @@ def test_the_suite_covers_what_it_promises() -> None:
     for group in groups:
         group.shape.config(group.format, 4, group.max_tokens)
     assert {group.shape for group in case_groups(quick=True)} == {MAIN}
+    measured = {
+        (group.format, tokens): group.operations(tokens, routing)
+        for group in main.values()
+        for tokens, routing in group.points
+        if routing == "uniform"
+    }
+    assert set(measured["bf16", 4096]) == set(PARTS) and set(measured["nvfp4", 8]) == set(OPERATIONS)
+    assert measured["mxfp4", 1] == BASIC == groups[-1].operations(128, "uniform")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
@@ -392,7 +465,11 @@ def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     group = suite.Group(Shape(64, 8, 2), "bf16", ((4, "uniform"),))
     impossible = suite.Group(Shape(64, 1, 2), "bf16", ((4, "uniform"),))
     monkeypatch.setattr(suite, "case_groups", lambda quick: [group, impossible])
-    monkeypatch.setattr(suite, "measure", lambda c, sets: measure(c, sets, samples=3, runner=CountingRunner(c)))
+    monkeypatch.setattr(
+        suite, "measure", lambda c, sets, names: measure(c, sets, names, samples=3, runner=CountingRunner(c))
+    )
+    state = [{"clocks.sm": "1980 MHz"}]
+    monkeypatch.setattr(suite, "gpu_state", lambda: state)
     monkeypatch.setattr("cute_ep.reference_backend.ReferenceCommunicator.close", lambda self: None)
 
     def broken(*words: object) -> list:
@@ -401,16 +478,51 @@ def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(suite, "measure_swiglu", broken)
     monkeypatch.setattr("sys.argv", ["suite.py", "--out", str(tmp_path / "run"), "--quick"])
     console = SimpleNamespace(print=lambda *words, **options: None)
-    made = suite.Suite(["cpu"], tmp_path / "run", None, True, console)
+    made = suite.Suite(["cpu"], tmp_path / "run", None, True, console, "feed" * 10)
     suite.run_suite(made, ("cases", "swiglu", "peers"))
     content = json.loads((tmp_path / "run" / suite.RUN).read_text())
-    assert [one["operation"] for one in content["cases"]] == list(OPERATIONS) and made.failed
+    assert [one["operation"] for one in content["cases"]] == list(BASIC) and made.failed
+    assert content["machine"]["commit"] == "feed" * 10 and content["peer_versions"] == {}
+    assert content["machine"]["library"]["sources"] == source_hash()
+    assert content["gpu_state"] == {"ceilings": state, "cases": state, "peers": state}
     assert all(one["shape"] == "64/8/2" and one["floor_us"] > 2 for one in content["cases"])
     notes = "\n".join(content["notes"])
     assert "swiglu: EPError: no such kernel" in notes and "64/1/2 bf16: top_k = 2" in notes
     assert "deepep_normal: not present" in notes and "no such kernel" in (tmp_path / "run" / suite.TABLES).read_text()
     assert {"ceilings", "64/8/2 bf16", "swiglu", "peers"} <= set(content["seconds"])
     assert content["machine"]["command"] == "python -m perf.suite --quick"
+
+
+def test_which_kernels_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Facts of those that the library would launch: a rebuilt cubin shows, sources that no longer fit do not count."""
+
+    def entry(kernel: str, sha256: str, source: str) -> dict:
+        variant = Variant(kernel, "sm_90a", None)
+        path = tmp_path / f"{variant.arch}/{variant.symbol}.cubin"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+        return LibraryEntry(variant, path, sha256, source, "4.8.1", "entry", 1, 0, 0, 0.0, ()).to_json()
+
+    def facts(*rows: dict) -> dict:
+        content = {"version": cute_ep.__version__, "variants": list(rows)}
+        (tmp_path / library.MANIFEST).write_text(json.dumps(content))
+        return suite.library_facts(str(tmp_path))
+
+    monkeypatch.setattr(library, "PACKAGE_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(library, "cache_folder", lambda: tmp_path / "none")
+    one = facts(entry("copy", "aa", source_hash()), entry("quantize", "bb", "other sources"))
+    assert (one["sources"], one["kernels"], one["arches"], one["dsl"]) == (source_hash(), 1, ["sm_90a"], ["4.8.1"])
+    assert facts(entry("copy", "cc", source_hash()))["cubins"] != one["cubins"]
+
+
+def test_clocks_and_power_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = "1980 MHz, 3201 MHz, 312.40 W, 700.00 W, 41\n345 MHz, 3201 MHz, 76.11 W, 700.00 W, 28"
+    monkeypatch.setattr(machine, "_output", lambda *command: answer)
+    busy, idle = machine.gpu_state()
+    assert set(busy) == set(machine.GPU_STATE)
+    assert (busy["clocks.sm"], busy["power.draw"], idle["temperature.gpu"]) == ("1980 MHz", "312.40 W", "28")
+    monkeypatch.setattr(machine, "_output", lambda *command: None)
+    assert machine.gpu_state() == []
 
 
 # The model
@@ -603,7 +715,7 @@ def at(peer, what="pair, timing"):
     (folder / f"rank{rank}.new").write_text(f"{peer}: {what}")
     (folder / f"rank{rank}.new").replace(folder / f"rank{rank}.at")
 def row(peer):
-    values = {"peer": peer, "operation": "pair", "graph": True, "ahead": True, "error": None}
+    values = {"peer": peer, "operation": "pair", "graph": True, "ahead": True, "error": None, "format": "bf16"}
     if rank == 0:
         with (folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps(values) + chr(10))
@@ -682,9 +794,11 @@ def test_peers_that_do_not_start_are_all_noted(workers: Callable[[str], None], m
 
 def test_what_was_not_taken_as_the_rest_is_noted() -> None:
     row = {"peer": "nccl_ag_rs", "operation": "dispatch", "graph": True, "ahead": True, "error": None}
+    row |= {"format": "bf16"}
     eager = row | {"operation": "pair_chained", "graph": False}
     assert peers.caveats([row, eager]) == []
-    notes = peers.caveats([row | {"graph": False}, eager | {"ahead": False, "error": 0.1}])
+    assert peers.caveats([row | {"format": "fp8", "error": 0.06}]) == []
+    notes = peers.caveats([row | {"graph": False}, eager | {"ahead": False, "error": 0.06}])
     assert [note.split(": ")[1][:14] for note in notes] == ["1 of 2 results"] * 3
 
 
@@ -823,6 +937,33 @@ def test_worker_says_that_its_library_is_missing(tmp_path: Path) -> None:
     assert done.returncode == peers.NOT_PRESENT, done.stderr
 
 
+def test_peers_route_as_the_measurement_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ids of every rank and set; on the CPU here, where "cuda" is."""
+    shape = Shape(64, 8, 2)
+    sets = make_sets(shape.config("bf16", RANKS, 16), ["cpu"] * RANKS, 16)
+    monkeypatch.setattr(measure_module, "set_generator", lambda device, *rest: set_generator("cpu", *rest))
+    made, real, randn = peer_worker.Rank(1, RANKS, shape, [16]), torch.device, torch.randn
+    monkeypatch.setattr(torch, "device", lambda name: real("cpu"))
+    monkeypatch.setattr(torch, "randn", lambda *words, **options: randn(*words, **options | {"device": "cpu"}))
+    for number, one in enumerate(made.inputs(16)):
+        assert [ids.tolist() for ids in one.all_ids] == [own[number].topk_ids.tolist() for own in sets.batches]
+        assert torch.equal(one.ids, one.all_ids[1])
+
+
+def test_fp8_rows_of_peers() -> None:
+    from perf import peer_libraries
+
+    x = torch.randn(3, 256).bfloat16()
+    rows, scales = peer_libraries.to_fp8(x)
+    error = peer_worker.relative_error(peer_libraries.from_fp8(rows, scales), x)
+    assert 0.02 < error < peers.MAX_ERROR["fp8"]
+
+
+def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert peer_worker.versions_of(["torch", "no_such_module"]) == {"nccl": "2.28.9", "torch": version("torch")}
+
+
 def test_every_peer_has_an_implementation() -> None:
     from perf import peer_libraries
 
@@ -850,6 +991,29 @@ def test_compiled_quantise_is_like_nvfp4() -> None:
     x = torch.randn(4, 64).bfloat16()
     pairs = torch.stack(x.chunk(2, dim=1), dim=2).flatten(1)
     assert torch.equal(compiled.swiglu(x, False), compiled.swiglu(pairs, True))
+
+
+def test_ragged_groups_are_what_dispatch_gives() -> None:
+    """Offsets and first scale blocks of 64 experts as the reference computes them, some groups empty."""
+    for rows in (64, 1024):
+        offsets = ragged_offsets(rows)
+        assert len(offsets) == GROUPS + 1 and offsets[0] == 0 and offsets[-1] == rows and offsets == sorted(offsets)
+        assert offsets == ragged_offsets(rows) and len(set(offsets)) > 20
+        for fmt in ("bf16", "fp8", "mxfp8", "nvfp4"):
+            options = group_options(fmt, rows, "cpu")
+            x = torch.randn(rows, 512).bfloat16()
+            found = fused_silu(x, fmt=fmt, **options)
+            assert ("scales_offsets" in options) == (fmt in ("mxfp8", "nvfp4"))
+            if fmt == "bf16":
+                assert torch.equal(found, fused_silu(x))
+            else:
+                assert torch.equal(found.payload.view(torch.uint8), fused_silu(x, fmt=fmt).payload.view(torch.uint8))
+    starts = [
+        first // 128 + offset
+        for first, offset in zip(ragged_offsets(1024), options["scales_offsets"].tolist(), strict=False)
+    ]
+    sizes = [-(-(end - first) // 128) for first, end in pairwise(ragged_offsets(1024))]
+    assert starts == [sum(sizes[:group]) for group in range(GROUPS)]
 
 
 def test_silu_bytes() -> None:
