@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from cute_ep.ceilings import Ceilings, latency_us, work_us
+from cute_ep.ceilings import Ceilings, floors, latency_us, work_us
 from cute_ep.measure import CHAINED, CONDITIONS, PARTS
 from cute_ep.traffic import LAUNCHES, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 from perf.cases import MAIN
-from perf.tables import markdown
+from perf.tables import count_text, markdown
 
 GOOD = 0.15
 """An error up to which a case counts as explained."""
@@ -216,7 +216,7 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
             times = [predict(expected_case(operation, fmt, ranks, count), fits, scaled) for count in PREDICTED_TOKENS]
             if None not in times:
                 rows.append((name, operation.replace("_", " "), fmt, *(f"{time:.0f}" for time in times)))
-    return markdown(("machine", "operation", "format", *(f"{tokens} tokens" for tokens in PREDICTED_TOKENS)), rows)
+    return markdown(("machine", "operation", "format", *(count_text(tokens) for tokens in PREDICTED_TOKENS)), rows)
 
 
 def page(run: dict, runs: Sequence[dict]) -> str:
@@ -230,8 +230,12 @@ def page(run: dict, runs: Sequence[dict]) -> str:
 
 
 def read_run(folder: Path) -> dict:
-    """A run's JSON."""
-    return json.loads((folder / "run.json").read_text())
+    """A run's JSON, its floors computed anew from its bytes and ceilings, so that all runs' are by the same rule."""
+    run = json.loads((folder / "run.json").read_text())
+    if run["ceilings"]:
+        ceilings = Ceilings(**run["ceilings"])
+        run["cases"] = [case | floors(case["parts"], ceilings) for case in run["cases"]]
+    return run
 
 
 def main() -> None:
