@@ -17,7 +17,7 @@ from perf.tables import exact_pairs, peer_columns, ratio, swiglu_key
 COLORS = dict(zip(MEASURED_FORMATS, ("#1f4e79", "#2e8b57", "#c0792a", "#8e44ad", "#c0392b"), strict=True))
 MARKERS = dict(zip(MEASURED_FORMATS, ("o", "s", "D", "^", "v"), strict=True))
 APART = dict(zip(MEASURED_FORMATS, (0.87, 0.93, 1.0, 1.07, 1.15), strict=True))
-"""By what a format's points and lines are moved along the axis of tokens, so that equal times do not hide each other."""
+"""By what a format's points and lines are moved along the axis of tokens, so that none hides another."""
 PEER_STYLES = {
     "nccl_ag_rs": ("#777777", "s"),
     "nccl_all_to_all": ("#aaaaaa", "D"),
