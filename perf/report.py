@@ -14,7 +14,7 @@ from pathlib import Path
 from cute_ep.ceilings import Ceilings
 from perf import tables
 from perf.cases import MAIN
-from perf.losses import losses_text
+from perf.losses import losses_text, peers_lines
 from perf.model import commit_of, elsewhere_table, fit_for, read_run, shares_gpus, summary_table
 from perf.tables import (
     CONDITIONS_TEXT,
@@ -45,6 +45,12 @@ README_PLOTS = ("peers.svg",)
 README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
 TABLES = "tables.md"
+STANDING_TEXT = (
+    "All times are of rounds that follow one another at once in a graph, so that with few tokens a launch takes its "
+    "SMs while the one before ends (in a layer matmuls stand between); of four input sets in turn, which the L2 cache "
+    "holds while they are small, for all libraries; and of output buffers with room for exactly the rows that arrive, "
+    "for ours."
+)
 
 
 def replace_between(text: str, name: str, section: str) -> str:
@@ -92,14 +98,7 @@ def headline(run: dict) -> str:
 def conditions_text(run: dict) -> str:
     """Pairs under other conditions, or that the run has none."""
     table = conditions_table(run)
-    if table:
-        return f"{CONDITIONS_TEXT}\n\n{table}"
-    return (
-        "All times are of rounds that follow one another at once in a graph, so that with few tokens a launch takes "
-        "its SMs while the one before ends (in a layer matmuls stand between); of four input sets in turn, which the "
-        "L2 cache holds while they are small, for all libraries; and of output buffers with room for exactly the rows "
-        "that arrive, for ours. This run did not measure pairs under other conditions."
-    )
+    return f"{CONDITIONS_TEXT}\n\n{table}" if table else "This run did not measure pairs under other conditions."
 
 
 def explained_text(run: dict, fits: dict) -> str:
@@ -184,17 +183,31 @@ def times_text(run: dict) -> str:
     )
 
 
-def section(run: dict, folder: Path, page: Path, more: Path) -> str:
-    """The README's text of a run in `folder`; `page` is the README, `more` the page with the rest."""
+def section(run: dict, folder: Path, page: Path, more: Path, others: Iterable[dict] = ()) -> str:
+    """The README's text of a run in `folder`; `page` is the README, `more` the page with the rest. Of `others` it says
+    where the fastest pairs lose, once for each number of GPUs."""
+    lines = list(peers_lines(run))
+    seen = {len(run["machine"]["gpus"])}
+    for other in others:
+        gpus = len(other["machine"]["gpus"])
+        partial = (line for line in peers_lines(other) if line.startswith("Pairs with partial") and gpus not in seen)
+        lines += [f"On {gpus} GPUs: {line[0].lower()}{line[1:]}" for line in partial]
+        seen.add(gpus)
+    lost = "\n".join(f"- {line}" for line in lines)
     parts = [
         shape_text(run),
         plots_text(folder, page, README_PLOTS),
         times_text(run),
         peers_table(run, "pair", sizes=README_TOKENS),
-        peers_text(run),
+        "No other library here leaves rows in expert order without gaps, and none was tuned to these GPUs; "
+        f"[docs/performance.md]({link(more, page)}) says what each one's times include."
+        if run["peers"]
+        else "",
+        STANDING_TEXT,
         conditions_text(run),
-        f"[docs/performance.md]({link(more, page)}): all sizes, other numbers of GPUs, where it loses in each run, the "
-        f"model and its predictions; all tables of this run: [{folder.name}]({link(folder / TABLES, page)}). `make "
+        "Where another library was faster:\n\n" + lost if lost else "",
+        f"[docs/performance.md]({link(more, page)}) has all sizes, other numbers of GPUs, where it loses in each run, "
+        f"the model and its predictions; all tables of this run: [{folder.name}]({link(folder / TABLES, page)}). `make "
         f"perf` measures your machine; what was tried: [perf/LOG.md]({link(LOG, page)}).",
     ]
     return paragraphs(parts)
@@ -228,8 +241,9 @@ def more_page(runs: Mapping[Path, dict], page: Path) -> str:
     parts = [
         "# Speed, beside what the README says",
         "Written by `python -m perf.report`, with the README's section; times as there.",
+        STANDING_TEXT,
         f"{FLOOR_TEXT}.",
-        peers_text(main),
+        f"What the times of other libraries include: {peers_text(main)}" if main["peers"] else "",
     ]
     for folder, run in runs.items():
         parts += run_text(folder, run, page, every)
@@ -252,9 +266,10 @@ def main() -> int:
     args = parser.parse_args()
     runs = {folder.resolve(): read_run(folder) for folder in args.folders}
     folder, run = next(iter(runs.items()))
+    others = list(runs.values())[1:]
     try:
         text = replace_between(args.readme.read_text(), "headline", headline(run))
-        text = replace_between(text, "perf", section(run, folder, args.readme, args.more))
+        text = replace_between(text, "perf", section(run, folder, args.readme, args.more, others))
     except ValueError as error:
         parser.error(f"{args.readme}: {error}")
     args.readme.write_text(text)

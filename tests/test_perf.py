@@ -634,7 +634,17 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     ]
     (another / "run.json").write_text(json.dumps(faster))
     monkeypatch.setattr(sys, "argv", ["report", str(folder), str(another), *words])
-    assert report.main() == 0 and readme.read_text() == once
+    assert report.main() == 0 and readme.read_text() == once, "as many GPUs: nothing to add"
+    faster["machine"]["gpus"] = {"cuda:0": "NVIDIA H200"}
+    (another / "run.json").write_text(json.dumps(faster))
+    assert report.main() == 0
+    added = set(readme.read_text().splitlines()) - set(once.splitlines())
+    assert len(added) == 1 and added.pop().startswith(
+        "- On 1 GPUs: pairs with partial combine: nccl ag rs bf16 at 4096"
+    )
+    faster["machine"]["gpus"] = example_run()["machine"]["gpus"]
+    (another / "run.json").write_text(json.dumps(faster))
+    assert report.main() == 0
     both = page.read_text()
     assert both.count("## 2 x NVIDIA H200") == 2 and both.count("feed123") == 1
     assert both.count("Where it loses") == 2 and both.count("this commit's runs") == 2
