@@ -85,7 +85,7 @@ def make_sets(
     """Input sets of all ranks, generated on their devices; the same for the same arguments on GPUs of the same kind.
 
     Args:
-        cfg, devices: a configuration with one device a rank.
+        cfg, devices: a configuration with one device per rank.
         tokens: of every rank.
         routing: out of `cute_ep.workloads.ROUTINGS`.
         sets: number of sets.

@@ -13,7 +13,7 @@ from perf.peer_worker import SETS, Rank, Work, relative_error
 from perf.peers import PEER_SMS
 
 LOW_LATENCY_TOKENS = 128
-"""Most tokens a rank of the low-latency kernels, whose buffer grows with them."""
+"""Most tokens per rank of the low-latency kernels, whose buffer grows with them."""
 NORMAL_BYTES = 2 * 10**9
 BLOCK = 128
 """Elements of one float32 scale of DeepEP's FP8 rows."""

@@ -299,7 +299,7 @@ def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], N
 
 
 def main() -> int:
-    """Run one rank; rank 0 appends the results, a JSON object a line."""
+    """Run one rank; rank 0 appends the results, one JSON object per line."""
     faulthandler.register(signal.SIGUSR1)  # `perf.peers` asks so where an overdue rank is
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", required=True)

@@ -129,7 +129,7 @@ def run_workers(
     logs: Path | None = None,
     versions: dict[str, str] | None = None,
 ) -> tuple[list[dict], list[str], Sequence[str]]:
-    """Let one process a GPU measure peers of the same library in turn.
+    """Let one process per GPU measure peers of the same library in turn.
 
     `versions` is given those of the libraries that the processes have loaded.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -658,6 +659,27 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(SystemExit) as stop:
         report.main()
     assert stop.value.code == 2 and readme.read_text() == "no markers\n"
+
+
+def test_documents_are_what_the_runs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README, the page and the tables beside each run that it names, byte for byte."""
+    root = Path(__file__).parents[1]
+    text = report.MORE.read_text()
+    (line,) = re.findall(r"`python -m perf.model ([^`]+)`", text)
+    folders = []
+    for name in line.split():
+        folders.append(tmp_path / name)
+        shutil.copytree(root / name, folders[-1])
+    (tmp_path / "docs").mkdir()
+    readme, page = shutil.copy(report.README, tmp_path), tmp_path / "docs" / report.MORE.name
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    monkeypatch.setattr(report, "LOG", tmp_path / "perf" / "LOG.md")
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, folders), "--readme", str(readme), "--more", str(page)])
+    assert report.main() == 0
+    again = "; python -m perf.report " + line
+    assert page.read_text() == text and Path(readme).read_text() == (root / "README.md").read_text(), again
+    for name in line.split():
+        assert (tmp_path / name / "tables.md").read_text() == (root / name / "tables.md").read_text(), again
 
 
 def test_report_says_where_it_loses() -> None:
