@@ -8,8 +8,9 @@ the sum of its halves (2 x H200, 2026-11-22: 64 BF16 tokens take 19.2 us, the ha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +19,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.routing import MAX_RANKS
-from cute_ep.timing import LARGE_TOKENS, SAMPLES, Runner, percentile, rounds_per_graph, summary
+from cute_ep.timing import LARGE_TOKENS, SAMPLES, Runner, rounds_per_graph, summary
 from cute_ep.traffic import RoutingCounts, Traffic, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 
@@ -163,7 +164,7 @@ def roomy(cfg: EPConfig, batches: Sequence[Batch]) -> list[Batch]:
     device = batches[0].x.device
     buffers = DispatchBuffers.allocate(cfg, device)
     rows = torch.randn(buffers.tokens.shape[0], cfg.hidden, dtype=torch.bfloat16, device=device)
-    return [replace(batch, buffers=buffers, rows=rows, dispatched=None) for batch in batches]
+    return [dataclasses.replace(batch, buffers=buffers, rows=rows, dispatched=None) for batch in batches]
 
 
 def make_runner(communicators: Sequence[Communicator]) -> Runner:
@@ -252,9 +253,9 @@ def time_operation(
     if before[0] is None:
         return {"rounds": rounds} | summary(runner.time_graphs(count, one_round, rounds))
     runner.on_all(lambda rank: one_round(rank, 0))  # loads what stands between
-    between = percentile(runner.time_graphs(count, only_between, rounds), 50)
-    seconds = [span - between for span in runner.time_graphs(count, one_round, rounds)]
-    return {"rounds": rounds} | summary(seconds) | {"between_us": 1e6 * between}
+    between = summary(runner.time_graphs(count, only_between, rounds))["p50_us"]
+    seconds = [span - 1e-6 * between for span in runner.time_graphs(count, one_round, rounds)]
+    return {"rounds": rounds} | summary(seconds) | {"between_us": between}
 
 
 def case_bytes(sets: InputSets, operation: str) -> dict:
