@@ -21,6 +21,9 @@ from cute_ep.timing import Runner, percentile
 COPY_BYTES = 3 << 28
 """A multiple of every number of peers up to 4, times SLICE_BYTES."""
 COPY_SAMPLES = 20
+TURNS = 16
+"""Parts of a copy to all peers by turns: large beside a launch, and few, since all samples are queued behind one gate.
+"""
 EMPTY_LAUNCHES = 32
 """Empty launches in a graph."""
 HOPS = 200
@@ -35,7 +38,8 @@ class Ceilings:
 
     Attributes:
         ring: SM stores, each GPU to the next one; on one GPU, within it. Bytes count once.
-        all_to_all: SM stores, each GPU to all others at once by an equal share of its CTAs.
+        all_to_all: SM stores, each GPU to all others: at once, by an equal share of its CTAs each, or by turns, no two
+            GPUs to the same one; the faster of the two.
         copy_engine: as `ring`, by the copy engines.
         memory_sm: SM copy within each GPU, bytes read plus bytes written.
         memory_engine: the same by cuMemcpyAsync.
@@ -54,8 +58,8 @@ class Ceilings:
 
     @property
     def push(self) -> float:
-        """The faster one of the two kinds of stores."""
-        return max(self.ring, self.all_to_all)
+        """The fastest way to a peer: no kernel's stores have been seen to beat the copy engine's."""
+        return max(self.ring, self.all_to_all, self.copy_engine)
 
     @property
     def memory(self) -> float:
@@ -82,7 +86,7 @@ def floors(parts: Sequence[tuple[int, int]], ceilings: Ceilings) -> dict[str, fl
 
     Returns:
         "link_floor_us", "memory_floor_us" and "floor_us": for each operation the larger of the two, one flag and one
-        launch.
+        launch. Bytes that are still in the L2 cache take less than the memory floor says.
     """
     work = [work_us(part, ceilings) for part in parts]
     return {
@@ -90,6 +94,16 @@ def floors(parts: Sequence[tuple[int, int]], ceilings: Ceilings) -> dict[str, fl
         "memory_floor_us": sum(memory for _, memory in work),
         "floor_us": sum(map(max, work)) + latency_us(ceilings) * len(parts),
     }
+
+
+def peer_of(gpu: int, turn: int, count: int) -> int:
+    """Which of `count` GPUs one copies to in a turn: in each turn no two to the same."""
+    return (gpu + 1 + turn % max(1, count - 1)) % count
+
+
+def part_of(turn: int) -> slice:
+    """The bytes of a turn."""
+    return slice(turn * COPY_BYTES // TURNS, (turn + 1) * COPY_BYTES // TURNS)
 
 
 def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceilings:
@@ -120,6 +134,11 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
         for side in sides[lane]:
             main.wait_stream(side)
 
+    def by_turns(lane: int) -> None:
+        for turn in range(TURNS):
+            target, part = targets[peer_of(lane, turn, count)], part_of(turn)
+            copy_bytes(target[part], sources[lane][part], library=library)
+
     def by_engine(lane: int, target: torch.Tensor) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         check(driver.cuMemcpyAsync(target.data_ptr(), sources[lane].data_ptr(), COPY_BYTES, stream))
@@ -130,7 +149,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
             return nbytes / percentile(runner.time(COPY_SAMPLES, lambda lane, index: copy(lane)), 50)
 
         ring = rate(lambda lane: copy_bytes(ahead[lane], sources[lane], library=library))
-        spread = rate(to_all, parts * share)
+        spread = max(rate(to_all, parts * share), rate(by_turns))
         engine = rate(lambda lane: by_engine(lane, ahead[lane]))
         within = rate(lambda lane: copy_bytes(targets[lane], sources[lane], library=library), 2 * COPY_BYTES)
         within_engine = rate(lambda lane: by_engine(lane, targets[lane]), 2 * COPY_BYTES)

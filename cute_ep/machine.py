@@ -118,12 +118,21 @@ def link_matrix() -> list[list[str]] | None:
     return [row[: len(rows)] for row in rows] or None
 
 
+GPU_STATE = ("clocks.sm", "clocks.mem", "power.draw", "enforced.power.limit", "temperature.gpu")
+
+
+def gpu_state() -> list[dict[str, str]]:
+    """GPU_STATE of each GPU now, with the units that nvidia-smi gives; [] where it cannot be asked."""
+    lines = (_output("nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader") or "").splitlines()
+    return [dict(zip(GPU_STATE, map(str.strip, line.split(",")), strict=False)) for line in lines]
+
+
 def git_commit() -> str | None:
     """Commit of the checkout that cute_ep runs from ("-dirty" with local changes), None outside a checkout."""
     root = Path(cute_ep.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def environment(devices: Sequence[str], command: str) -> dict:

@@ -1,12 +1,14 @@
 """Times of dispatch and combine on this process's GPUs, with the bytes that each must move. `cute_ep.timing` says how a
 time is taken, `cute_ep.ceilings` what the bytes would take at best.
 
-One batch of input sets serves all operations; rounds go through the sets by turns, so tokens and routing change from
-one round to the next.
+One batch of input sets serves all operations; rounds go through the sets in turn, so tokens and routing change from one
+round to the next. A single operation is measured behind itself, where two of its launches may overlap, so a pair is not
+the sum of its halves (2 x H200, 2026-11-22: 64 BF16 tokens take 19.2 us, the halves 16.6 together).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -28,12 +30,25 @@ PARTS = {
     "combine_exact": ("combine_exact",),
     "combine_partial": ("combine_partial",),
     "pair": ("dispatch", "combine_partial"),
+    "pair_exact": ("dispatch", "combine_exact"),
     "pair_chained": ("dispatch", "combine_partial"),
+    "pair_apart": ("dispatch", "combine_partial"),
+    "pair_cold": ("dispatch", "combine_partial"),
+    "pair_roomy": ("dispatch", "combine_partial"),
 }
 """What `measure` times, as the launches of a round. All are replayed in CUDA graphs but `pair_chained`: its launches
-are queued one by one, and its time is from one round's beginning to the next one's."""
-OPERATIONS = tuple(PARTS)
+are queued one by one, and its time is from one round's beginning to the next one's. In the graphs a launch follows the
+one before at once, inputs and outputs of SETS sets stay in the L2 cache as far as it holds them, and buffers have room
+for exactly the rows that arrive; but for CONDITIONS."""
 CHAINED = "pair_chained"
+CONDITIONS = {
+    "pair_apart": "a kernel of one element stands before each launch, so no launch starts while the one before runs",
+    "pair_cold": "a read of L2_TIMES times the L2 cache stands before each launch, so nothing is in the cache",
+    "pair_roomy": "each rank has one set of buffers of the default size (`allocate()`), and as many rows to combine",
+}
+"""What is different in the other pairs. The time of what stands between launches is measured alone and taken off."""
+OPERATIONS = tuple(operation for operation in PARTS if operation not in CONDITIONS)
+L2_TIMES = 3
 SETS = 4
 
 
@@ -73,7 +88,7 @@ def make_sets(
     """Input sets of all ranks, generated on their devices; the same for the same arguments on GPUs of the same kind.
 
     Args:
-        cfg, devices: a configuration with one device a rank.
+        cfg, devices: a configuration with one device per rank.
         tokens: of every rank.
         routing: out of `cute_ep.workloads.ROUTINGS`.
         sets: number of sets.
@@ -89,10 +104,7 @@ def make_sets(
     batches: list[list[Batch]] = [[] for _ in devices]
     counts = []
     for number in range(sets):
-        generators = [
-            torch.Generator(device).manual_seed((seed * sets + number) * MAX_RANKS + rank)
-            for rank, device in enumerate(devices)
-        ]
+        generators = [set_generator(device, rank, seed * sets + number) for rank, device in enumerate(devices)]
         ids = []
         for device, generator in zip(devices, generators, strict=True):
             with torch.device(device):
@@ -102,6 +114,11 @@ def make_sets(
             with torch.device(device):
                 batches[rank].append(make_batch(cfg, ids[rank], counts[-1].rows_received(rank), generator))
     return InputSets(cfg, tokens, routing, tuple(devices), batches, counts)
+
+
+def set_generator(device: str | torch.device, rank: int, number: int) -> torch.Generator:
+    """The random numbers of a rank's input set; the first drawn from it are the routing's."""
+    return torch.Generator(device).manual_seed(number * MAX_RANKS + rank)
 
 
 def make_batch(cfg: EPConfig, ids: torch.Tensor, rows: int, generator: torch.Generator) -> Batch:
@@ -116,15 +133,40 @@ def make_batch(cfg: EPConfig, ids: torch.Tensor, rows: int, generator: torch.Gen
     return Batch(x, ids, weights, buffers, made, torch.empty_like(x))
 
 
-def run_round(communicator: Communicator, batch: Batch, operation: str) -> None:
-    """Enqueue one round of OPERATIONS; a combine alone needs an earlier dispatch of the same batch."""
+def run_round(
+    communicator: Communicator, batch: Batch, operation: str, before: Callable[[], object] | None = None
+) -> None:
+    """Enqueue one round of PARTS, each launch behind `before()`; a combine alone needs an earlier dispatch of the same
+    batch."""
     for part in PARTS[operation]:
+        if before is not None:
+            before()
         if part == "dispatch":
             batch.dispatched = communicator.dispatch(batch.x, batch.topk_ids, batch.router_weights, out=batch.buffers)
         else:
             assert batch.dispatched is not None
             mode = cast(CombineMode, part.removeprefix("combine_"))
             communicator.combine(batch.rows, batch.dispatched, mode=mode, out=batch.result)
+
+
+def stand_in(operation: str, device: torch.device) -> Callable[[], object] | None:
+    """What is queued before each launch of an operation of CONDITIONS, on the current stream of `device`."""
+    if operation == "pair_apart":
+        one = torch.zeros(1, device=device)
+        return lambda: one.add_(1)
+    if operation == "pair_cold":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 4
+        words, total = torch.zeros(L2_TIMES * cache // 4, device=device), torch.zeros(1, device=device)
+        return lambda: torch.sum(words, dim=0, keepdim=True, out=total)
+    return None
+
+
+def roomy(cfg: EPConfig, batches: Sequence[Batch]) -> list[Batch]:
+    """One rank's batches, all in the same buffers for `cfg.max_rows` rows, with as many rows of experts' outputs."""
+    device = batches[0].x.device
+    buffers = DispatchBuffers.allocate(cfg, device)
+    rows = torch.randn(buffers.tokens.shape[0], cfg.hidden, dtype=torch.bfloat16, device=device)
+    return [dataclasses.replace(batch, buffers=buffers, rows=rows, dispatched=None) for batch in batches]
 
 
 def make_runner(communicators: Sequence[Communicator]) -> Runner:
@@ -138,11 +180,11 @@ def make_runner(communicators: Sequence[Communicator]) -> Runner:
 
 
 def warm_up(runner: Runner, communicators: Sequence[Communicator], sets: InputSets, operations: Sequence[str]) -> None:
-    """Run each operation once on every set, dispatch first."""
+    """Run the launches of each operation once on every set, dispatch first."""
 
     def work(rank: int) -> None:
         for batch in sets.batches[rank]:
-            for operation in dict.fromkeys(("dispatch", *operations)):
+            for operation in {PARTS[name]: name for name in ("dispatch", *operations)}.values():
                 run_round(communicators[rank], batch, operation)
 
     runner.on_all(work)
@@ -160,14 +202,15 @@ def measure(
     Args:
         communicators: all ranks, in order, made with the configuration of `sets`.
         sets: the inputs.
-        operations: out of OPERATIONS.
+        operations: out of PARTS.
         samples: times that are taken; half as many from 2 * LARGE_TOKENS tokens on.
         runner: lanes to use; None makes those of `make_runner`.
 
     Returns:
         For each operation "operation", "format", "tokens", "routing", "rounds" (of a sample), what
         `cute_ep.timing.summary` says of a round's times, and `case_bytes`; of CHAINED also "host_us", what a thread
-        takes to queue a round.
+        takes to queue a round; of pairs with something before each launch "between_us", the median time of that in a
+        round, which has been taken off the other times.
 
     Raises:
         EPInputError: an unknown operation.
@@ -175,7 +218,7 @@ def measure(
     """
     for operation in operations:
         if operation not in PARTS:
-            raise EPInputError(f"operation = {operation!r}: must be one of {', '.join(OPERATIONS)}")
+            raise EPInputError(f"operation = {operation!r}: must be one of {', '.join(PARTS)}")
     if runner is None:
         with make_runner(communicators) as lanes:
             return measure(communicators, sets, operations, samples, lanes)
@@ -183,22 +226,38 @@ def measure(
     warm_up(runner, communicators, sets, operations)
     results = []
     for operation in operations:
-
-        def one_round(rank: int, index: int, operation: str = operation) -> None:
-            own = sets.batches[rank]
-            run_round(communicators[rank], own[index % len(own)], operation)
-
-        rounds = 1 if operation == CHAINED else rounds_per_graph(sets.tokens)
-        host = {}
-        if operation == CHAINED:
-            seconds = runner.time(count, one_round, chained=True)
-            host = {"host_us": 1e6 * runner.host_time(one_round)}
-        else:
-            seconds = runner.time_graphs(count, one_round, rounds)
+        times = time_operation(communicators, sets, operation, count, runner)
         about = {"operation": operation, "format": sets.cfg.dispatch_format, "tokens": sets.tokens}
-        how = {"routing": sets.routing, "rounds": rounds}
-        results.append(about | how | summary(seconds) | host | case_bytes(sets, operation))
+        results.append(about | {"routing": sets.routing} | times | case_bytes(sets, operation))
     return results
+
+
+def time_operation(
+    communicators: Sequence[Communicator], sets: InputSets, operation: str, count: int, runner: Runner
+) -> dict:
+    """The times of one operation: those of `measure`, from `count` samples."""
+    batches = [roomy(sets.cfg, own) for own in sets.batches] if operation == "pair_roomy" else sets.batches
+    before = [stand_in(operation, own[0].x.device) for own in batches]
+
+    def one_round(rank: int, index: int) -> None:
+        own = batches[rank]
+        run_round(communicators[rank], own[index % len(own)], operation, before[rank])
+
+    def only_between(rank: int, index: int) -> None:
+        for queue in (before[rank],) * len(PARTS[operation]):
+            if queue is not None:
+                queue()
+
+    if operation == CHAINED:
+        seconds = runner.time(count, one_round, chained=True)
+        return {"rounds": 1} | summary(seconds) | {"host_us": 1e6 * runner.host_time(one_round)}
+    rounds = rounds_per_graph(sets.tokens)
+    if before[0] is None:
+        return {"rounds": rounds} | summary(runner.time_graphs(count, one_round, rounds))
+    runner.on_all(lambda rank: one_round(rank, 0))  # loads what stands between
+    between = summary(runner.time_graphs(count, only_between, rounds))["p50_us"]
+    seconds = [span - 1e-6 * between for span in runner.time_graphs(count, one_round, rounds)]
+    return {"rounds": rounds} | summary(seconds) | {"between_us": between}
 
 
 def case_bytes(sets: InputSets, operation: str) -> dict:

@@ -17,6 +17,8 @@ SHAPE_TOKENS = (128, 4096)
 """Tokens a rank at which the other shapes are measured."""
 ZIPF_TOKENS = (16, 128, 1024, 4096)
 QUICK_ZIPF_TOKENS = (128,)
+BASIC = ("dispatch", "combine_exact", "combine_partial", "pair")
+"""Operations of every point; the main shape's in QUICK_FORMATS have more."""
 SWEEP_SMS = (4, 8, 16, 24, 32, 64, None)
 """SM budgets; None is all."""
 SWEEP_TOKENS = (128, 1024, 4096)
@@ -59,6 +61,15 @@ class Group:
     def max_tokens(self) -> int:
         """Most tokens of a rank among the points."""
         return max(tokens for tokens, _ in self.points)
+
+    def operations(self, tokens: int, routing: str) -> tuple[str, ...]:
+        """What is measured at a point, out of `cute_ep.measure.PARTS`."""
+        if self.shape != MAIN or self.format not in QUICK_FORMATS:
+            return BASIC
+        if routing != "uniform":
+            return (*BASIC, "pair_exact")
+        conditions = ("pair_apart", "pair_cold", "pair_roomy") if tokens in QUICK_TOKENS else ()
+        return (*BASIC, "pair_exact", "pair_chained", *conditions)
 
 
 def case_groups(quick: bool) -> list[Group]:

@@ -13,9 +13,9 @@ Tokens go to all other ranks, with equally many experts and the same local ones 
 gets from "rank 2" fits what rank 0 has sent there. As many go to all as give the number of messages of uniform
 routing.
 
-Against 4 x H200 with the same kernels (753aee1 and 7428ed6, driver 580.159.04, 2026-11-21 and 22) pairs of 1 to 4096
-BF16 tokens took 0 to 7 % less here, dispatches of 4096 FP8 and NVFP4 tokens 2 to 5 % less, one of 128 NVFP4 tokens from
-1 % less to 14 % more.
+It is optimistic. Four H200s took 0.952 to 1.045 times as long as this did with the same kernels (7e010b7, driver
+580.159.04, 2026-11-22), 1.022 times on average over 81 cases; BF16 pairs 0.994 to 1.034 times, of 4096 tokens 1.032.
+`perf.report` prints every time beside what it is when multiplied by the factor of its case.
 """
 
 from __future__ import annotations

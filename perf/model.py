@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from cute_ep.ceilings import Ceilings, latency_us, work_us
-from cute_ep.measure import CHAINED, PARTS
+from cute_ep.ceilings import Ceilings, floors, latency_us, work_us
+from cute_ep.measure import CHAINED, CONDITIONS, PARTS
 from cute_ep.traffic import LAUNCHES, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
 from perf.cases import MAIN
-from perf.tables import markdown
+from perf.tables import count_text, markdown
 
 GOOD = 0.15
 """An error up to which a case counts as explained."""
@@ -93,7 +93,7 @@ def fit_model(runs: Sequence[dict]) -> dict[Key, Fit]:
     for run in runs:
         ceilings = Ceilings(**run["ceilings"])
         for case in run["cases"]:
-            if (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in LAUNCHES:
+            if is_fitted(case):
                 link, memory = work_us(case["parts"][0], ceilings)
                 point = link, memory, case["p50_us"] - latency_us(ceilings), case["p50_us"]
                 points.setdefault(key_of(case["operation"], case["format"]), []).append(point)
@@ -165,14 +165,21 @@ def constants_table(fits: dict[Key, Fit]) -> str:
     return markdown(("operation", "format", "overhead (us)", "share of links", "share of memory"), rows)
 
 
+def is_fitted(case: dict) -> bool:
+    """Whether the constants come from cases like this one; all others test the model."""
+    return (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in LAUNCHES
+
+
 def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
-    """How far off the model is, by shape and routing; `pair_chained` is launched without a graph and left out."""
+    """How far off the model is, by shape and routing, for cases that it was fitted to and for those that it was not.
+    Left out are pairs without a graph (CHAINED) and those of CONDITIONS, of which the model knows nothing."""
     ceilings = Ceilings(**run["ceilings"])
-    errors: dict[tuple[str, str], list[float]] = {}
+    errors: dict[tuple[str, str, str], list[float]] = {}
     for case in run["cases"]:
         predicted = predict(case, fits, ceilings)
-        if predicted is not None and case["operation"] != CHAINED:
-            errors.setdefault((case["shape"], case["routing"]), []).append(abs(predicted / case["p50_us"] - 1))
+        if predicted is not None and case["operation"] not in (CHAINED, *CONDITIONS):
+            where = case["shape"], case["routing"], "fitted" if is_fitted(case) else "not fitted"
+            errors.setdefault(where, []).append(abs(predicted / case["p50_us"] - 1))
     rows = [
         (
             *where,
@@ -183,7 +190,7 @@ def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
         )
         for where, own in errors.items()
     ]
-    return markdown(("shape", "routing", "cases", f"within {GOOD:.0%}", "mean error", "largest"), rows)
+    return markdown(("shape", "routing", "constants", "cases", f"within {GOOD:.0%}", "mean error", "largest"), rows)
 
 
 def errors_table(cases: Iterable[dict], fits: dict[Key, Fit], ceilings: Ceilings) -> str:
@@ -209,7 +216,7 @@ def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
             times = [predict(expected_case(operation, fmt, ranks, count), fits, scaled) for count in PREDICTED_TOKENS]
             if None not in times:
                 rows.append((name, operation.replace("_", " "), fmt, *(f"{time:.0f}" for time in times)))
-    return markdown(("machine", "operation", "format", *(f"{tokens} tokens" for tokens in PREDICTED_TOKENS)), rows)
+    return markdown(("machine", "operation", "format", *(count_text(tokens) for tokens in PREDICTED_TOKENS)), rows)
 
 
 def page(run: dict, runs: Sequence[dict]) -> str:
@@ -223,8 +230,12 @@ def page(run: dict, runs: Sequence[dict]) -> str:
 
 
 def read_run(folder: Path) -> dict:
-    """A run's JSON."""
-    return json.loads((folder / "run.json").read_text())
+    """A run's JSON, its floors computed anew from its bytes and ceilings, so that all runs' are by the same rule."""
+    run = json.loads((folder / "run.json").read_text())
+    if run["ceilings"]:
+        ceilings = Ceilings(**run["ceilings"])
+        run["cases"] = [case | floors(case["parts"], ceilings) for case in run["cases"]]
+    return run
 
 
 def main() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import importlib.metadata
 import json
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perf.cases import Shape
-from perf.peers import CHAINED, MODULES, NOT_PRESENT, ROWS, place_file
+from perf.peers import CHAINED, MODULES, NOT_PRESENT, ROWS, VERSIONS, place_file
 
 if TYPE_CHECKING:
     import torch
@@ -76,16 +77,20 @@ class Rank:
         return self.shape.num_experts // self.world
 
     def inputs(self, tokens: int) -> list[Inputs]:
-        """SETS input sets of uniform routing; every rank makes all ranks' routing from its seed."""
+        """SETS input sets with the uniform routing that `cute_ep.measure.make_sets` draws on such GPUs; every rank
+        makes all ranks' routing from its seed."""
         import torch
 
+        from cute_ep.measure import set_generator
+        from cute_ep.workloads import ROUTINGS
+
+        cfg = self.shape.config("bf16", self.world, tokens)
         found = []
         for number in range(SETS):
-            every = []
-            for rank in range(self.world):
-                generator = torch.Generator("cuda").manual_seed(number * self.world + rank)
-                scores = torch.rand(tokens, self.shape.num_experts, generator=generator, device="cuda")
-                every.append(scores.topk(self.shape.top_k, dim=1).indices)
+            with torch.device("cuda"):
+                every = [
+                    ROUTINGS["uniform"](cfg, tokens, set_generator("cuda", rank, number)) for rank in range(self.world)
+                ]
             x = torch.randn(tokens, self.shape.hidden, dtype=torch.bfloat16, device="cuda")
             weights = torch.randn(tokens, self.shape.top_k, device="cuda").softmax(dim=1)
             found.append(Inputs(x, every[self.rank].contiguous(), weights, torch.stack(every)))
@@ -226,6 +231,18 @@ class Lane:
         return [start.elapsed_time(stop) / 1e3 for start, stop in spans], ahead
 
 
+def versions_of(modules: Iterable[str]) -> dict[str, str]:
+    """Versions of NCCL, and of the packages that installed these modules."""
+    import torch
+
+    found = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    packages = importlib.metadata.packages_distributions()
+    for module in modules:
+        for name in packages.get(module, ()):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def one_round(work: Work, operation: str, index: int) -> None:
     """Queue a dispatch, a combine or both of the input set whose turn it is."""
     if operation != "combine":
@@ -282,7 +299,7 @@ def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], N
 
 
 def main() -> int:
-    """Run one rank; rank 0 appends the results, a JSON object a line."""
+    """Run one rank; rank 0 appends the results, one JSON object per line."""
     faulthandler.register(signal.SIGUSR1)  # `perf.peers` asks so where an overdue rank is
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", required=True)
@@ -318,6 +335,8 @@ def main() -> int:
     me = Rank(args.rank, args.world, Shape(hidden, experts, top_k), [int(word) for word in args.tokens.split(",")])
     host = Host()
     lane = Lane(host)
+    if args.rank == 0:
+        (args.folder / VERSIONS).write_text(json.dumps(versions_of(modules)))
     place = place_file(args.folder, args.rank)
     for name in names:
 

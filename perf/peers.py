@@ -1,4 +1,4 @@
-"""Other libraries on the same shapes, in processes of their own, one a GPU.
+"""Other libraries on the same shapes, in processes of their own, one per GPU.
 
 python -m perf.peers --out peers.json
 
@@ -31,15 +31,17 @@ from perf.cases import MAIN, QUICK_TOKENS, Shape
 PEER_SMS = {"deepep_normal": 24}
 """SMs of those that take a number of them."""
 PEERS = {
-    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, no multicast, no registered buffers; "
-    "the gather into expert order and the weighted sum of a token's experts on a rank are not included",
-    "nccl_all_to_all": "NCCL all_to_all of one BF16 row a (token, expert), splits known beforehand; gather before and "
-    "weighted sum after are included",
-    "deepep_low_latency": "DeepEP low-latency kernels; FP8 is quantised in the kernel; rows end as "
+    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, without multicast, without symmetric "
+    "memory and with the registration of buffers in graphs switched off, which NCCL has on by default; the gather into "
+    "expert order and the weighted sum of a token's experts on a rank are not included",
+    "nccl_all_to_all": "NCCL all_to_all of one BF16 row per (token, expert), splits known beforehand; gather before "
+    "and weighted sum after are included, as torch operations that are not fused",
+    "deepep_low_latency": "low-latency kernels of DeepEP V1 (`Buffer`); FP8 is quantised in the kernel; rows end as "
     "[local expert, slots, hidden], not in expert order without gaps",
-    "deepep_normal": f"DeepEP normal kernels on {PEER_SMS['deepep_normal']} SMs, worst-case row count (so that no host "
-    "synchronisation is needed); FP8 is quantised by the caller and not timed; rows end in source order, not in expert "
-    "order; the weighted sum of a token's experts on a rank is not included",
+    "deepep_normal": f"normal kernels of DeepEP V1 on {PEER_SMS['deepep_normal']} SMs with its default chunk sizes, "
+    "not tuned to these GPUs, worst-case row count (so that no host synchronisation is needed); FP8 is quantised by "
+    "the caller and not timed; rows end in source order, not in expert order; the weighted sum of a token's experts on "
+    "a rank is not included",
 }
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}
@@ -62,9 +64,10 @@ cudaGraphLaunch may block, and the capture asks the other ranks about the buffer
 outside a graph while a graph's launch is outstanding."""
 ENVIRONMENT = NO_MULTICAST | PLAIN_GRAPHS
 ENVIRONMENT |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "OMP_NUM_THREADS": "4", "NCCL_DEBUG": "WARN"}
-MAX_ERROR = 0.03
-"""Of a round in BF16: a few roundings."""
+MAX_ERROR = {"bf16": 0.03, "fp8": 0.1}
+"""Of a round by format: a few roundings, of which e4m3's is up to 2^-4 of a value."""
 ROWS = "rows.jsonl"
+VERSIONS = "versions.json"
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (\S+)', re.MULTILINE)
 
 
@@ -124,8 +127,11 @@ def run_workers(
     shape: Shape,
     tokens: Sequence[int],
     logs: Path | None = None,
+    versions: dict[str, str] | None = None,
 ) -> tuple[list[dict], list[str], Sequence[str]]:
-    """Let one process a GPU measure peers of the same library in turn.
+    """Let one process per GPU measure peers of the same library in turn.
+
+    `versions` is given those of the libraries that the processes have loaded.
 
     Returns:
         The rows measured, notes on what did not end well, and the peers whose turn had not come then.
@@ -155,7 +161,9 @@ def run_workers(
                 logs.mkdir(parents=True, exist_ok=True)
                 for worker in workers:
                     shutil.copy(worker.log, logs / f"{names[0]}-{worker.log.name}")
-        out = folder / ROWS
+        out, loaded = folder / ROWS, folder / VERSIONS
+        if versions is not None and loaded.exists():
+            versions |= json.loads(loaded.read_text())
         rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         failed = next((rank for rank, code in enumerate(codes) if code), None)
         peer, what = workers[failed or 0].at()
@@ -211,8 +219,9 @@ def caveats(rows: Sequence[dict]) -> list[str]:
         late = sum(not row["ahead"] for row in own)
         found += [f"{peer}: {eager} of {len(own)} results without CUDA graphs, for it cannot be captured"] * (eager > 0)
         found += [f"{peer}: {late} of {len(own)} results with launches that came late"] * (late > 0)
-        wrong = sum((row["error"] or 0) > MAX_ERROR for row in own)
-        found += [f"{peer}: {wrong} of {len(own)} results with a relative error above {MAX_ERROR}"] * (wrong > 0)
+        wrong = sum((row["error"] or 0) > MAX_ERROR[row["format"]] for row in own)
+        limits = " or ".join(f"{limit} ({fmt})" for fmt, limit in MAX_ERROR.items())
+        found += [f"{peer}: {wrong} of {len(own)} results with a relative error above {limits}"] * (wrong > 0)
     return found
 
 
@@ -238,10 +247,10 @@ def run_peers(
         "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
         (whether it was replayed in CUDA graphs), "ahead" (whether all launches were queued before the first sample
         began), "error" (largest relative error of a round with experts that change nothing, or None) and what
-        `cute_ep.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes"; and
-        "does", what each peer's times include.
+        `cute_ep.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes"; "does",
+        what each peer's times include; and "versions" of the libraries.
     """
-    found: dict = {"rows": [], "notes": [], "does": PEERS}
+    found: dict = {"rows": [], "notes": [], "does": PEERS, "versions": {}}
     libraries: dict[str | None, list[str]] = {}
     for name in names:
         libraries.setdefault(MODULES.get(name), []).append(name)
@@ -257,9 +266,10 @@ def run_peers(
             say("\n".join(notes))
             continue
         turn: Sequence[str] = left
+        sizes = QUICK_TOKENS if quick else PEER_TOKENS
         while turn:
             start = time.perf_counter()
-            rows, notes, rest = run_workers(turn, gpus, shape, QUICK_TOKENS if quick else PEER_TOKENS, logs)
+            rows, notes, rest = run_workers(turn, gpus, shape, sizes, logs, found["versions"])
             notes += caveats(rows)
             found["rows"] += rows
             found["notes"] += notes

@@ -12,9 +12,12 @@ from pathlib import Path
 from cute_ep.ceilings import Ceilings
 from perf.cases import MAIN, MEASURED_FORMATS
 from perf.model import fit_for, predict, read_run
-from perf.tables import peer_columns, ratio
+from perf.tables import exact_pairs, peer_columns, ratio, swiglu_key
 
 COLORS = dict(zip(MEASURED_FORMATS, ("#1f4e79", "#2e8b57", "#c0792a", "#8e44ad", "#c0392b"), strict=True))
+MARKERS = dict(zip(MEASURED_FORMATS, ("o", "s", "D", "^", "v"), strict=True))
+APART = dict(zip(MEASURED_FORMATS, (0.87, 0.93, 1.0, 1.07, 1.15), strict=True))
+"""By what a format's points and lines are moved along the axis of tokens, so that none hides another."""
 PEER_STYLES = {
     "nccl_ag_rs": ("#777777", "s"),
     "nccl_all_to_all": ("#aaaaaa", "D"),
@@ -45,7 +48,22 @@ def _token_axis(axis, values: Iterable[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
     axis.minorticks_off()
-    axis.set_xlabel("tokens a rank")
+    axis.set_xlabel("tokens per rank")
+
+
+def _points(axis, cases: list[dict], fmt: str, value: Callable[[dict], float], style: str = "") -> None:
+    """One value of each case, moved aside by its format."""
+    places = [case["tokens"] * APART[fmt] for case in cases]
+    look = {"marker": MARKERS[fmt], "color": COLORS[fmt], "markersize": 4, "linewidth": 1, "label": fmt}
+    axis.plot(places, [value(case) for case in cases], linestyle=style or "none", **look)
+    _token_axis(axis, [case["tokens"] for case in cases])
+
+
+def _title(figure, run: dict) -> None:
+    """Which machine and problem a figure is of."""
+    gpus = list(run["machine"]["gpus"].values())
+    shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
+    figure.suptitle(f"{len(gpus)} x {gpus[0]}, {len(run['machine']['devices'])} ranks; {shape}", fontsize=9)
 
 
 def draw_latency(plt, run: dict, fits: dict):
@@ -55,19 +73,20 @@ def draw_latency(plt, run: dict, fits: dict):
     for axis, operation in zip(axes, SHOWN, strict=True):
         for fmt in MEASURED_FORMATS if operation != "combine_partial" else ("bf16",):
             cases = series(run["cases"], operation, fmt)
-            tokens = [case["tokens"] for case in cases]
             if not cases:
                 continue
-            color = COLORS[fmt]
-            axis.plot(tokens, [case["p50_us"] for case in cases], "o", color=color, markersize=4, label=fmt)
-            axis.plot(tokens, [predict(case, fits, ceilings) for case in cases], "-", color=color, linewidth=1)
+            _points(axis, cases, fmt, lambda case: case["p50_us"])
+            tokens, color = [case["tokens"] * APART[fmt] for case in cases], COLORS[fmt]
+            axis.plot(tokens, [predict(case, fits, ceilings) for case in cases], "-", color=color, linewidth=0.8)
             if fmt in LINES:
                 axis.plot(tokens, [case["floor_us"] for case in cases], "--", color=color, linewidth=0.8, alpha=0.6)
-            _token_axis(axis, tokens)
         axis.set_yscale("log")
         axis.set_title(operation.replace("_", " "), fontsize=10)
-    axes[0].set_ylabel("us (points: measured, lines: model, dashed: floor)", fontsize=8)
-    axes[0].legend(fontsize=8, frameon=False)
+    axes[0].set_ylabel("us")
+    handles, labels = axes[0].get_legend_handles_labels()
+    handles += [plt.Line2D([], [], color="black", linewidth=0.8, linestyle=style) for style in ("-", "--")]
+    axes[0].legend(handles, [*labels, "model", "floor"], fontsize=8, frameon=False)
+    _title(figure, run)
     return figure
 
 
@@ -78,19 +97,18 @@ def draw_ratio(plt, run: dict):
         for fmt in MEASURED_FORMATS if operation != "combine_partial" else ("bf16",):
             cases = series(run["cases"], operation, fmt)
             if cases:
-                tokens = [case["tokens"] for case in cases]
-                axis.plot(tokens, [ratio(case) for case in cases], "o-", color=COLORS[fmt], markersize=4, label=fmt)
-                _token_axis(axis, tokens)
+                _points(axis, cases, fmt, ratio, "-")
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_ylim(bottom=0)
         axis.set_title(operation.replace("_", " "), fontsize=10)
     axes[0].set_ylabel("measured / floor")
     axes[0].legend(fontsize=8, frameon=False)
+    _title(figure, run)
     return figure
 
 
 def draw_peers(plt, run: dict):
-    """Pairs beside those of other libraries; solid: bf16, dashed: fp8, dotted: nvfp4."""
+    """Pairs beside those of other libraries, of the default mode too; solid: bf16, dashed: fp8, dotted: nvfp4."""
     rows = [row for row in run["peers"] if row["operation"] == "pair"]
     if not rows:
         return None
@@ -101,7 +119,10 @@ def draw_peers(plt, run: dict):
         if cases:
             ticks |= {case["tokens"] for case in cases}
             tokens, times = zip(*((case["tokens"], case["p50_us"]) for case in cases), strict=True)
-            axis.plot(tokens, times, "o" + style, color="#1f4e79", markersize=4, label=f"cute_ep {fmt}")
+            axis.plot(tokens, times, "o" + style, color="#1f4e79", markersize=4, label=f"cute_ep {fmt} partial")
+    exact = sorted((tokens, time) for (tokens, fmt), time in exact_pairs(run).items() if fmt == "bf16")
+    if exact:
+        axis.plot(*zip(*exact, strict=True), "x-", color="#c0392b", markersize=5, label="cute_ep bf16 exact (default)")
     for peer, fmt in peer_columns(rows):
         own = sorted((row["tokens"], row["p50_us"]) for row in rows if (row["peer"], row["format"]) == (peer, fmt))
         color, marker = PEER_STYLES[peer]
@@ -112,6 +133,7 @@ def draw_peers(plt, run: dict):
     axis.set_yscale("log")
     axis.set_ylabel("dispatch + combine (us)")
     axis.legend(fontsize=8, frameon=False)
+    _title(figure, run)
     return figure
 
 
@@ -154,7 +176,7 @@ def draw_swiglu(plt, run: dict):
             found = {
                 one["format"]: one["share"]
                 for one in sources[name]
-                if (one["rows"], one["width"], one["interleaved"]) == (rows, width, interleaved)
+                if swiglu_key(one)[:2] + swiglu_key(one)[3:] == (rows, width, 1, interleaved)
             }
             places = [index + 0.2 * (number - 1.5) for index, fmt in enumerate(formats) if fmt in found]
             color = "#1f4e79" if name == "fused_silu" else "#aaaaaa"
@@ -163,8 +185,8 @@ def draw_swiglu(plt, run: dict):
             axis.bar(places, heights, 0.18, color=color, alpha=0.6 if interleaved else 1.0, label=label)
         axis.set_xticks(range(len(formats)), formats)
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_title(f"{rows} rows, D {width}", fontsize=10)
-    axes[0].set_ylabel("share of the copy ceiling")
+        axis.set_title(f"{rows} rows in one group, D {width}", fontsize=10)
+    axes[0].set_ylabel("bytes/s over those of a copy within the GPU", fontsize=9)
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, frameon=False, loc="outside lower center", ncols=4)
     return figure
 

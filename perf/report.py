@@ -1,139 +1,121 @@
 """The README's section on speed and docs/performance.md, from runs: `python -m perf.report perf/results/<run> ...`, the
 main one first.
 
-It replaces what is between the README's markers, and all of the page.
+It replaces what is between the README's markers, all of the page, and the tables beside each run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from cute_ep.ceilings import Ceilings
+from perf import tables
 from perf.cases import MAIN
-from perf.model import elsewhere_table, fit_for, read_run, summary_table
-from perf.peers import CHAINED, PEER_SMS, PEERS
+from perf.losses import losses_text, peers_lines
+from perf.model import commit_of, elsewhere_table, fit_for, read_run, shares_gpus, summary_table
 from perf.tables import (
-    by_point,
+    CONDITIONS_TEXT,
+    FLOOR_TEXT,
     ceilings_text,
+    conditions_table,
     exact_pairs,
+    exact_text,
     machine_text,
     medians,
+    mirror_bias,
     mirror_table,
     mirror_title,
     peers_table,
-    ratio,
+    peers_text,
+    provenance_text,
+    short_commit,
 )
 
-BEGIN, END = "<!-- perf:begin -->", "<!-- perf:end -->"
 ROOT = Path(__file__).parents[1]
 README, MORE, LOG = ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "perf" / "LOG.md"
 PLOTS = {
-    "latency.svg": "Time of dispatch, partial combine and their pair by tokens, measured, modelled and floor",
     "peers.svg": "Time of a pair beside NCCL and DeepEP by tokens",
+    "latency.svg": "Time of dispatch, partial combine and their pair by tokens, measured, modelled and floor",
 }
 """File -> what it shows, for those who do not see it."""
-WORST = 3
-"""Operations farthest from their floor that the text names."""
-BYTES_TOKENS = 128
-"""From this many tokens on a ratio to the floor says something about bytes; below, about latency."""
+README_PLOTS = ("peers.svg",)
+README_TOKENS = (1, 16, 128, 1024, 4096)
+HEADLINE_TOKENS = (1, 128, 4096)
+TABLES = "tables.md"
+STANDING_TEXT = (
+    "All times are of rounds that follow one another at once in a graph, so that with few tokens a launch takes its "
+    "SMs while the one before ends (in a layer matmuls stand between); of four input sets in turn, which the L2 cache "
+    "holds while they are small, for all libraries; and of output buffers with room for exactly the rows that arrive, "
+    "for ours."
+)
 
 
-def replace_between(text: str, section: str) -> str:
-    """`text` with `section` between the markers; ValueError when they are not there once each, in order."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"must have {BEGIN} and, after it, {END} once each")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{section.strip()}\n{END}{rest.partition(END)[2]}"
+def replace_between(text: str, name: str, section: str) -> str:
+    """`text` with `section` between the markers of `name`; ValueError when they are not there once each, in order."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"must have {begin} and, after it, {end} once each")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{section.strip()}\n{end}{rest.partition(end)[2]}"
 
 
-def lost_to(
-    rows: Iterable[dict], operation: str, own: Mapping[tuple[int, str], float]
-) -> Iterator[tuple[str, str, int, str]]:
-    """(peer, format, tokens, both times) of an operation wherever another library's takes less than `own`."""
-    for row in rows:
-        ours = own.get((row["tokens"], row["format"]))
-        if row["operation"] == operation and ours is not None and row["p50_us"] < ours:
-            times = f"{row['p50_us']:.1f} us, here {ours:.1f}"
-            yield row["peer"].replace("_", " "), row["format"], row["tokens"], times
+def headline(run: dict) -> str:
+    """How much faster than what, in a few sentences; "" without pairs or peers."""
+    partial, exact = medians(run, "pair"), exact_pairs(run)
+    points = [(tokens, "bf16") for tokens in HEADLINE_TOKENS if (tokens, "bf16") in partial]
+    if not points or not run["peers"]:
+        return ""
+
+    def best(family: str, point: tuple[int, str]) -> float:
+        pairs = [row for row in run["peers"] if row["operation"] == "pair" and row["peer"].startswith(family)]
+        return min((row["p50_us"] for row in pairs if (row["tokens"], row["format"]) == point), default=float("nan"))
+
+    def times(own: Mapping[tuple[int, str], float]) -> str:
+        return " / ".join(f"{own[point]:.{1 if own[point] < 100 else 0}f}" for point in points)
+
+    def faster(own: Mapping[tuple[int, str], float], family: str) -> str:
+        return " / ".join(f"{best(family, point) / own[point]:.1f}" for point in points)
+
+    gpus = list(run["machine"]["gpus"].values())
+    sizes = " / ".join(str(tokens) for tokens, _ in points)
+    note = "" if medians(run, "pair_exact") else " (here the sum of its two halves)"
+    largest = points[-1]
+    lost = [name for name in ("NCCL", "DeepEP") if best(name.lower(), largest) < exact[largest]]
+    warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
+    return (
+        f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
+        f'tokens per rank) a dispatch and a combine take {times(partial)} us with `mode="partial"`: '
+        f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives measured beside them, "
+        f"{faster(partial, 'deepep')} times as fast as DeepEP V1. The default mode, `exact`{note}, takes "
+        f"{times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as fast{warning}. "
+        "[Speed](#speed) says how this was measured."
+    )
 
 
-def queued(rows: Iterable[dict]) -> list[dict]:
-    """Pairs without a graph whose host time is known: what takes longer counts, the GPUs or the host that queues."""
-    known = (row for row in rows if row["operation"] == CHAINED and "host_us" in row)
-    return [row | {"p50_us": max(row["p50_us"], row["host_us"])} for row in known]
-
-
-def peers_lines(run: dict) -> Iterator[str]:
-    """Where another library is faster: pairs with either combine and without a graph, operations on as many SMs as it
-    takes."""
-    pairs = list(lost_to(run["peers"], "pair", medians(run, "pair")))
-    yield from (f"{peer} {fmt} at {tokens} tokens: {times}." for peer, fmt, tokens, times in pairs)
-    if run["peers"] and not pairs:
-        yield "No pair of another library in the same format was faster in this run."
-    exact: dict[str, dict[int, str]] = {}
-    for peer, fmt, tokens, times in lost_to(run["peers"], "pair", exact_pairs(run)):
-        exact.setdefault(f"{peer} {fmt}", {})[tokens] = times
-    for name, lost in exact.items():
-        where = ", ".join(map(str, lost))
-        yield f"Exact combine, pairs: {name} at {where} tokens; at {max(lost)} {lost[max(lost)]}."
-    own = medians({"cases": queued(run["cases"])}, CHAINED)
-    for peer, fmt, tokens, times in lost_to(queued(run["peers"]), CHAINED, own):
-        yield f"Without a graph, the longer of the GPUs' and the host's time, {peer} {fmt} at {tokens} tokens: {times}."
-    for name, sms in PEER_SMS.items():
-        theirs = [row for row in run["peers"] if row["peer"] == name]
-        for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
-            own = {
-                (case["tokens"], case["format"]): case["p50_us"]
-                for case in run["sweep"]
-                if (case["sms"], case["operation"]) == (sms, ours)
-            }
-            for peer, fmt, tokens, times in lost_to(theirs, operation, own):
-                yield f"On {sms} SMs each, {operation} of {peer} {fmt} at {tokens} tokens: {times}."
-
-
-def losses_text(run: dict) -> str:
-    """Where another library is faster, and which operations are farthest from their floors."""
-    lines = [f"- {line}" for line in peers_lines(run)]
-    own = {swiglu_key(row): row["p50_us"] for row in run["swiglu"]}
-    for row in run.get("compiled", ()):
-        ours = own.get(swiglu_key(row))
-        if ours is not None and row["p50_us"] < ours:
-            text = f"torch.compile of SwiGLU {row['format']} at {row['rows']} rows of {row['width']}"
-            lines.append(f"- {text}: {row['p50_us']:.0f} us, here {ours:.0f} us.")
-    for chosen in ("uniform", "zipf"):
-        far = sorted(
-            (ratio(case), tokens, fmt, name)
-            for (shape, routing, tokens, fmt), every in by_point(run["cases"]).items()
-            for name, case in every.items()
-            if (shape, routing) == (MAIN.text, chosen) and tokens >= BYTES_TOKENS and not name.startswith("pair")
-        )
-        worst = [
-            f"{name.replace('_', ' ')} {fmt} at {tokens}: {times:.2f}" for times, tokens, fmt, name in far[-WORST:]
-        ]
-        if worst:
-            where = f"from {BYTES_TOKENS} tokens on, {chosen} routing"
-            lines.append(f"- Farthest from the floor, {where}: {'; '.join(reversed(worst))} times.")
-    return "\n".join(lines)
-
-
-def swiglu_key(row: dict) -> tuple:
-    """What a SwiGLU time is of."""
-    return row["format"], row["interleaved"], row["rows"], row["width"]
+def conditions_text(run: dict) -> str:
+    """Pairs under other conditions, or that the run has none."""
+    table = conditions_table(run)
+    return f"{CONDITIONS_TEXT}\n\n{table}" if table else "This run did not measure pairs under other conditions."
 
 
 def explained_text(run: dict, fits: dict) -> str:
     """How well the model explains the run; "" for a run without cases."""
     table = summary_table(run, fits)
-    return f"The model of `perf/model.py`, fitted to this commit, against this run:\n\n{table}" if table else ""
+    words = (
+        "The model of `perf/model.py` against this run. Its constants are fitted to operations of this commit's runs; "
+        "only what was not fitted tests it:"
+    )
+    return f"{words}\n\n{table}" if table else ""
 
 
 def predictions_text(run: dict, fits: dict) -> str:
     """What the model says of machines that were not measured; "" when it knows no rates for this one."""
     table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
-    return f"What the model predicts, not measured, in microseconds:\n\n{table}" if table else ""
+    words = "What the model predicts, not measured, in microseconds; overheads, flags and arithmetic are Hopper's:"
+    return f"{words}\n\n{table}" if table else ""
 
 
 def tables_text(folder: Path, page: Path) -> str:
@@ -147,11 +129,32 @@ def paragraphs(parts: Iterable[str]) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
-def mirror_text(run: dict) -> str:
-    """What `perf.mirror` found on the run's machine; "" where it was not run."""
+def mirror_text(run: dict, runs: Iterable[dict]) -> str:
+    """What `perf.mirror` found on the run's machine, and what that is worth; "" where it was not run. How far the
+    mirror is off is taken from two of `runs` with the same kernels, of this run's commit if there are any."""
     cases = run.get("mirror", ())
-    title = f"{mirror_title(cases)} (`perf/mirror.py` says how near that comes):"
-    return f"{title}\n\n{mirror_table(cases)}" if cases else ""
+    if not cases:
+        return ""
+    every, ranks = list(runs), cases[0]["ranks"]
+    known = [
+        (commit_of(mirrored), mirror_bias(mirrored, real))
+        for mirrored in [run, *every]
+        for real in every
+        if mirrored.get("mirror")
+        and mirrored["mirror"][0]["ranks"] == ranks == len(real["machine"]["gpus"])
+        and commit_of(mirrored) == commit_of(real)
+        and not shares_gpus(real)
+    ]
+    if not known:
+        return f"{mirror_title(cases)}, which is optimistic by an unknown amount:\n\n{mirror_table(cases)}"
+    commit, bias = known[0]
+    mean = sum(bias.values()) / len(bias)
+    return (
+        f"{mirror_title(cases)}. That is optimistic: with the kernels of {short_commit(commit)}, {ranks} GPUs took "
+        f"{min(bias.values()):.3f} to {max(bias.values()):.3f} times as long, {mean:.3f} on average. In brackets each "
+        f"time multiplied by what it was for the same operation, format and number of tokens, which is what to expect "
+        f"of {ranks} GPUs:\n\n{mirror_table(cases, bias)}"
+    )
 
 
 def link(target: Path, page: Path) -> str:
@@ -159,51 +162,96 @@ def link(target: Path, page: Path) -> str:
     return Path(os.path.relpath(target, page.parent)).as_posix()
 
 
-def section(run: dict, folder: Path, page: Path, more: Path) -> str:
-    """The README's text of a run in `folder`; `page` is the README, `more` the page with the rest."""
-    files = {name: folder / name for name in PLOTS if (folder / name).exists()}
-    plots = "\n".join(f"![{PLOTS[name]}]({link(path, page)})" for name, path in files.items())
+def plots_text(folder: Path, page: Path, names: Iterable[str]) -> str:
+    """The plots of a run that are there, as `page` shows them."""
+    files = {name: folder / name for name in names if (folder / name).exists()}
+    return "\n".join(f"![{PLOTS[name]}]({link(path, page)})" for name, path in files.items())
+
+
+def shape_text(run: dict) -> str:
+    """Machine and problem."""
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
-    included = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
+    return f"{machine_text(run)}; {shape}."
+
+
+def times_text(run: dict) -> str:
+    """What the numbers of a table of pairs are."""
+    return (
+        "Dispatch and then combine, p50 in microseconds of CUDA-graph replay, slowest GPU, all SMs. *partial*: combine "
+        f'with `mode="partial"`; {exact_text(run)}. Routing, quantisation and expansion to expert-major rows are '
+        "inside ours."
+    )
+
+
+def section(run: dict, folder: Path, page: Path, more: Path, others: Iterable[dict] = ()) -> str:
+    """The README's text of a run in `folder`; `page` is the README, `more` the page with the rest. Of `others` it says
+    where the fastest pairs lose, once for each number of GPUs."""
+    lines = list(peers_lines(run))
+    seen = {len(run["machine"]["gpus"])}
+    for other in others:
+        gpus = len(other["machine"]["gpus"])
+        partial = (line for line in peers_lines(other) if line.startswith("Pairs with partial") and gpus not in seen)
+        lines += [f"On {gpus} GPUs: {line[0].lower()}{line[1:]}" for line in partial]
+        seen.add(gpus)
+    lost = "\n".join(f"- {line}" for line in lines)
     parts = [
-        f"{machine_text(run)}; {shape}.",
-        plots,
-        'Dispatch and then combine with `mode="partial"`, p50 in microseconds of CUDA-graph replay, slowest GPU, all '
-        'SMs; "exact": with the default mode, the sum of both halves. Routing, quantisation and expansion to '
-        "expert-major rows are inside ours.",
-        peers_table(run, "pair"),
-        f"{included}." if run["peers"] else "",
-        f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
-        "Where it loses:\n\n" + losses_text(run),
-        tables_text(folder, page),
-        f"Other numbers of GPUs, the model and its predictions: [docs/performance.md]({link(more, page)}). `make perf` "
-        f"measures your machine; what was tried: [perf/LOG.md]({link(LOG, page)}).",
+        shape_text(run),
+        plots_text(folder, page, README_PLOTS),
+        times_text(run),
+        peers_table(run, "pair", sizes=README_TOKENS),
+        "No other library here leaves rows in expert order without gaps, and none was tuned to these GPUs; "
+        f"[docs/performance.md]({link(more, page)}) says what each one's times include."
+        if run["peers"]
+        else "",
+        STANDING_TEXT,
+        conditions_text(run),
+        "Where another library was faster:\n\n" + lost if lost else "",
+        f"[docs/performance.md]({link(more, page)}) has all sizes, other numbers of GPUs, where it loses in each run, "
+        f"the model and its predictions; all tables of this run: [{folder.name}]({link(folder / TABLES, page)}). `make "
+        f"perf` measures your machine; what was tried: [perf/LOG.md]({link(LOG, page)}).",
     ]
     return paragraphs(parts)
+
+
+def run_text(folder: Path, run: dict, page: Path, runs: Iterable[dict]) -> list[str]:
+    """All that the page says of a run."""
+    every = list(runs)
+    host = peers_table(run, "pair_chained", "host_us")
+    return [
+        f"## {machine_text(run)}",
+        provenance_text(run),
+        plots_text(folder, page, PLOTS),
+        f"Pairs. {exact_text(run)}." if run["cases"] else "",
+        peers_table(run, "pair"),
+        f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
+        conditions_text(run),
+        f"What a thread takes to queue a pair without a graph, in microseconds:\n\n{host}" if host else "",
+        "Where it loses to another library, and where it is far from its floor:\n\n" + losses_text(run),
+        explained_text(run, fit_for(run, every)),
+        mirror_text(run, every),
+        tables_text(folder, page),
+    ]
 
 
 def more_page(runs: Mapping[Path, dict], page: Path) -> str:
     """The page beside the README: `runs` by folder, the main one first. The model's constants come from all runs of a
     commit."""
     every = list(runs.values())
-    (_, main), *others = runs.items()
+    main = every[0]
     parts = [
         "# Speed, beside what the README says",
         "Written by `python -m perf.report`, with the README's section; times as there.",
-        f"## {machine_text(main)}",
-        explained_text(main, fit_for(main, every)),
+        STANDING_TEXT,
+        f"{FLOOR_TEXT}.",
+        f"What the times of other libraries include: {peers_text(main)}" if main["peers"] else "",
+    ]
+    for folder, run in runs.items():
+        parts += run_text(folder, run, page, every)
+    parts += [
+        "## Other machines",
         predictions_text(main, fit_for(main, every)),
         f"`python -m perf.model {' '.join(link(one, README) for one in runs)}` says what ceilings explain.",
     ]
-    for folder, run in others:
-        parts += [
-            f"## {machine_text(run)}",
-            peers_table(run, "pair"),
-            "Where it loses:\n\n" + losses_text(run),
-            explained_text(run, fit_for(run, every)),
-            mirror_text(run),
-            tables_text(folder, page),
-        ]
     return f"{paragraphs(parts)}\n"
 
 
@@ -218,12 +266,16 @@ def main() -> int:
     args = parser.parse_args()
     runs = {folder.resolve(): read_run(folder) for folder in args.folders}
     folder, run = next(iter(runs.items()))
+    others = list(runs.values())[1:]
     try:
-        text = replace_between(args.readme.read_text(), section(run, folder, args.readme, args.more))
+        text = replace_between(args.readme.read_text(), "headline", headline(run))
+        text = replace_between(text, "perf", section(run, folder, args.readme, args.more, others))
     except ValueError as error:
         parser.error(f"{args.readme}: {error}")
     args.readme.write_text(text)
     args.more.write_text(more_page(runs, args.more))
+    for folder, run in runs.items():
+        (folder / TABLES).write_text(tables.page(run))
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import shlex
 import subprocess
@@ -24,7 +25,8 @@ from rich.console import Console
 from cute_ep.ceilings import Ceilings, floors, measure_ceilings
 from cute_ep.connection import connected
 from cute_ep.errors import EPConfigError
-from cute_ep.machine import describe_devices, environment, link_matrix, machine_name, parse_devices
+from cute_ep.library import Library, source_hash
+from cute_ep.machine import describe_devices, environment, gpu_state, link_matrix, machine_name, parse_devices
 from cute_ep.measure import make_sets, measure
 from perf import peers, plots, tables
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
@@ -41,21 +43,40 @@ COMPILED_TIMEOUT_S = 150.0
 
 
 def reproduce(arguments: Sequence[str]) -> str:
-    """The command line that measures the same, without where this one's results go."""
+    """The command line that measures the same, without where this one's results go and which commit it was of."""
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--out")
+    where.add_argument("--commit")
     return shlex.join(["python", "-m", "perf.suite", *where.parse_known_args(arguments)[1]])
+
+
+def library_facts(folder: str | None) -> dict[str, str | int | list[str]]:
+    """Which kernels were measured: the digest of the sources that all in use were made from, that of their cubins, how
+    many they are, for which architectures, and the DSL that compiled them."""
+    entries = sorted(Library(folder).entries.values(), key=lambda entry: (entry.variant.arch, entry.variant.symbol))
+    cubins = hashlib.sha256("".join(entry.sha256 for entry in entries).encode()).hexdigest()[:16]
+    dsl, arches = (sorted(set(words)) for words in ([e.dsl for e in entries], [e.variant.arch for e in entries]))
+    return {"sources": source_hash(), "cubins": cubins, "kernels": len(entries), "arches": arches, "dsl": dsl}
 
 
 class Suite:
     """One run and what it has found so far, kept on disk after every section."""
 
-    def __init__(self, devices: Sequence[str], folder: Path, library: str | None, quick: bool, console: Console):
+    def __init__(
+        self,
+        devices: Sequence[str],
+        folder: Path,
+        library: str | None,
+        quick: bool,
+        console: Console,
+        commit: str | None = None,
+    ) -> None:
         self.devices, self.folder, self.library, self.quick = list(devices), folder, library, quick
         self.console = console
         self.failed = False
         machine = environment(devices, reproduce(sys.argv[1:]))
-        self.run: dict = {"machine": machine | {"links": link_matrix()}, "quick": quick, "notes": [], "seconds": {}}
+        machine |= {"links": link_matrix(), "commit": commit or machine["commit"], "library": library_facts(library)}
+        self.run: dict = {"machine": machine, "quick": quick, "notes": [], "seconds": {}, "gpu_state": {}}
         self.run |= {"ceilings": {}, "cases": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}
 
     def say(self, text: str) -> None:
@@ -81,6 +102,10 @@ class Suite:
         torch.cuda.empty_cache()
         self.save()
 
+    def look(self, name: str) -> None:
+        """Keep the GPUs' clocks, power and temperature at the end of a section, while they are those of the work."""
+        self.run["gpu_state"][name] = gpu_state()
+
     def save(self) -> None:
         """Write the JSON file and the tables."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +122,7 @@ class Suite:
         with connected(cfg, self.devices, library=self.library) as communicators:
             for tokens, routing in group.points:
                 sets = make_sets(cfg, self.devices, tokens, routing)
-                for case in measure(communicators, sets):
+                for case in measure(communicators, sets, group.operations(tokens, routing)):
                     self.run["cases"].append({"shape": group.shape.text} | case | floors(case["parts"], ceilings))
                 del sets
 
@@ -126,6 +151,7 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     with suite.section("ceilings"):
         ceilings = measure_ceilings(suite.devices, suite.library)
         suite.run["ceilings"] = vars(ceilings)
+        suite.look("ceilings")
     if not suite.run["ceilings"]:
         return
     suite.say(tables.ceilings_text(suite.run["ceilings"]))
@@ -134,12 +160,15 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
         if name in sections:
             with suite.section(name):
                 measure_all()
+                suite.look(name)
 
     for group in case_groups(suite.quick) if "cases" in sections else ():
         with suite.section(f"{group.shape.text} {group.format}"):
             suite.measure_group(group, ceilings)
         seconds = suite.run["seconds"][f"{group.shape.text} {group.format}"]
         suite.say(f"{group.shape.text} {group.format}: {len(group.points)} points in {seconds:.1f} s")
+    if "cases" in sections:
+        suite.look("cases")
     first, memory = suite.devices[0], ceilings.memory
     work("sweep", lambda: suite.run["sweep"].extend(measure_sweep(suite.devices, suite.library, suite.say)))
     if len(suite.devices) == len(set(suite.devices)) == GPUS:
@@ -151,7 +180,7 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
 
     def others() -> None:
         found = peers.run_peers(len(dict.fromkeys(suite.devices)), MAIN, suite.quick, suite.say)
-        suite.run["peers"] = found["rows"]
+        suite.run |= {"peers": found["rows"], "peer_versions": found["versions"]}
         for text in found["notes"]:
             suite.note(text, failure=False)
 
@@ -165,6 +194,7 @@ def main() -> int:
     parser.add_argument("--sections", metavar="S[,S]", help=f"out of {', '.join(SECTIONS)} (default all)")
     parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
+    parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -178,7 +208,8 @@ def main() -> int:
     except EPConfigError as error:
         parser.error(str(error))
     today = datetime.date.today().isoformat()
-    suite = Suite(devices, args.out or RESULTS / f"{today}-{machine_name(devices)}", args.library, args.quick, console)
+    folder = args.out or RESULTS / f"{today}-{machine_name(devices)}"
+    suite = Suite(devices, folder, args.library, args.quick, console, args.commit)
     suite.say(describe_devices(devices))
     start = time.perf_counter()
     run_suite(suite, chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from perf.cases import MAIN, OTHERS, QUICK_FORMATS
 from perf.peers import CHAINED, PEERS
@@ -11,11 +11,33 @@ COLUMNS = {
     "dispatch": "dispatch",
     "combine_exact": "combine exact",
     "combine_partial": "combine partial",
-    "pair": "pair",
+    "pair": "pair, partial",
+    "pair_exact": "pair, exact",
     "pair_chained": "pair, no graph",
 }
 """Operation -> column."""
+CONDITIONS = {
+    "pair": "as elsewhere",
+    "pair_apart": "apart",
+    "pair_cold": "cold",
+    "pair_roomy": "default buffers",
+}
+"""Pairs under other conditions (`cute_ep.measure.CONDITIONS`) -> column."""
+CONDITIONS_TEXT = (
+    "Pairs of dispatch and partial combine. *As elsewhere*: rounds of a graph follow one another at once, so that a "
+    "launch may take its SMs while the one before ends; four input sets in turn, which the L2 cache holds while they "
+    "are small; output buffers with room for exactly the rows that arrive. *Apart*: another kernel before each launch, "
+    "as in a layer. *Cold*: the L2 cache read over before each launch. *Default buffers*: those of `ep.allocate()`. "
+    "The time of what stands between the launches is taken off."
+)
+FLOOR_TEXT = (
+    "Floor: for each launch the larger of its bytes over the busiest link at the fastest copy to a peer and its bytes "
+    "at the busiest memory at the fastest copy, plus one flag and one empty launch, all measured in the same run; with "
+    "few tokens, whose bytes stay in the L2 cache, less than that is possible"
+)
 FLOORS = ("dispatch", "combine_exact", "combine_partial", "pair")
+Bias = Mapping[tuple[str, str, int], float]
+"""(operation, format, tokens) -> what GPUs of their own took over what the mirror took, with the same kernels."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -63,24 +85,51 @@ def cases_table(cases: Sequence[dict], shape: str, routing: str) -> str:
         times_least = " / ".join(f"{ratio(every[name]):.2f}" for name in FLOORS if name in every)
         rows.append((str(tokens), fmt, *times, least, times_least))
     short = "dispatch / exact / partial / pair"
-    return markdown(("tokens a rank", "format", *COLUMNS.values(), f"floor, {short}", f"times floor, {short}"), rows)
+    return markdown(("tokens per rank", "format", *COLUMNS.values(), f"floor, {short}", f"times floor, {short}"), rows)
 
 
-def mirror_table(cases: Sequence[dict]) -> str:
-    """Medians of what `perf.mirror` measured."""
-    found = {(case["tokens"], case["operation"], case["format"]): f"{case['p50_us']:.1f}" for case in cases}
+def mirror_table(cases: Sequence[dict], bias: Bias | None = None) -> str:
+    """Medians of what `perf.mirror` measured, and in brackets times `bias`, where that is known."""
+
+    def cell(case: dict) -> str:
+        factor = (bias or {}).get((case["operation"], case["format"], case["tokens"]))
+        return f"{case['p50_us']:.1f}" + ("" if factor is None else f" ({factor * case['p50_us']:.1f})")
+
+    found = {(case["tokens"], case["operation"], case["format"]): cell(case) for case in cases}
     measured = dict.fromkeys(key[1:] for key in found)
     columns = [column for operation in COLUMNS for column in measured if column[0] == operation]
     rows = [
         (str(tokens), *(found.get((tokens, *column), "") for column in columns))
         for tokens in sorted({key[0] for key in found})
     ]
-    return markdown(("tokens a rank", *(f"{COLUMNS[operation]} {fmt}" for operation, fmt in columns)), rows)
+    return markdown(("tokens per rank", *(f"{COLUMNS[operation]} {fmt}" for operation, fmt in columns)), rows)
+
+
+def mirror_bias(run: dict, real: dict) -> dict[tuple[str, str, int], float]:
+    """`Bias` of the mirror in `run`, from a run of the same kernels on as many GPUs as the mirror has ranks."""
+    return {
+        (case["operation"], case["format"], case["tokens"]): times[case["tokens"], case["format"]] / case["p50_us"]
+        for case in run.get("mirror", ())
+        if (case["tokens"], case["format"]) in (times := medians(real, case["operation"]))
+    }
 
 
 def mirror_title(cases: Sequence[dict]) -> str:
     """What `mirror_table` shows; "" without cases."""
     return f"With the traffic of {cases[0]['ranks']} ranks on these two GPUs" if cases else ""
+
+
+def conditions_table(run: dict) -> str:
+    """Pairs under other conditions; "" where none were measured."""
+    times = {operation: medians(run, operation) for operation in CONDITIONS}
+    keys = sorted(set().union(*(times[name] for name in CONDITIONS if name != "pair")))
+    formats = [fmt for fmt in QUICK_FORMATS if any(key[1] == fmt for key in keys)]
+    rows = []
+    for tokens in sorted({key[0] for key in keys}):
+        every = [times[name].get((tokens, fmt)) for fmt in formats for name in CONDITIONS]
+        rows.append((str(tokens), *("" if time is None else f"{time:.1f}" for time in every)))
+    head = (f"{fmt}, {column}" for fmt in formats for column in CONDITIONS.values())
+    return markdown(("tokens per rank", *head), rows)
 
 
 def sweep_table(sweep: Sequence[dict]) -> str:
@@ -93,23 +142,31 @@ def sweep_table(sweep: Sequence[dict]) -> str:
         + tuple(f"{found[(name, fmt, tokens, sms)]['p50_us']:.1f}" for sms in budgets)
         for name, fmt, tokens in keys
     ]
-    return markdown(("operation", "format", "tokens a rank", *(f"{sms} SMs" for sms in budgets)), rows)
+    return markdown(("operation", "format", "tokens per rank", *(f"{sms} SMs" for sms in budgets)), rows)
 
 
 def swiglu_table(results: Sequence[dict], compiled: Sequence[dict] = ()) -> str:
-    """Times and shares of the copy ceiling, plain / interleaved."""
+    """Times and shares of the copy ceiling, plain / interleaved, by the number of groups that the rows are in."""
 
-    def cell(every: Sequence[dict], key: tuple) -> str:
-        own = {one["interleaved"]: one for one in every if (one["rows"], one["width"], one["format"]) == key}
+    def cell(every: Sequence[dict], key: tuple, groups: int) -> str:
+        wanted = (*key, groups)
+        own = {one["interleaved"]: one for one in every if swiglu_key(one)[:-1] == wanted}
         if set(own) != {False, True}:
             return ""
         times = " / ".join(f"{own[kind]['p50_us']:.1f}" for kind in (False, True))
         shares = " / ".join(f"{own[kind]['share']:.0%}" for kind in (False, True))
         return f"{times} ({shares})"
 
-    keys = dict.fromkeys((one["rows"], one["width"], one["format"]) for one in results)
-    rows = [(str(key[0]), str(key[1]), key[2], cell(results, key), cell(compiled, key)) for key in keys]
-    return markdown(("rows", "D", "format", "fused_silu", "torch.compile"), rows)
+    keys = dict.fromkeys(swiglu_key(one)[:3] for one in results)
+    counts = sorted({one.get("groups", 1) for one in results})
+    rows = [(*map(str, key), *(cell(results, key, count) for count in counts), cell(compiled, key, 1)) for key in keys]
+    names = (f"fused_silu, {count} group{'s' * (count > 1)}" for count in counts)
+    return markdown(("rows", "D", "format", *names, "torch.compile"), rows)
+
+
+def swiglu_key(row: dict) -> tuple:
+    """What a SwiGLU time is of: rows, width, format, groups, and whether gate and up are interleaved."""
+    return row["rows"], row["width"], row["format"], row.get("groups", 1), row["interleaved"]
 
 
 def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
@@ -128,14 +185,28 @@ def medians(run: dict, operation: str, of: str = "p50_us") -> dict[tuple[int, st
 
 
 def exact_pairs(run: dict) -> dict[tuple[int, str], float]:
-    """`medians` of dispatch and then exact combine, which are measured one by one."""
+    """`medians` of dispatch and exact combine: measured as pairs, or else the sums of two that were measured alone."""
     dispatch, combine = medians(run, "dispatch"), medians(run, "combine_exact")
-    return {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}
+    sums = {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}
+    return sums | medians(run, "pair_exact")
 
 
-def peers_table(run: dict, operation: str, of: str = "p50_us") -> str:
+def exact_text(run: dict) -> str:
+    """How `exact_pairs` of a run came about."""
+    if medians(run, "pair_exact"):
+        return "*exact*: with the default mode, measured as a pair"
+    dispatch, combine, pairs = (medians(run, name) for name in ("dispatch", "combine_partial", "pair"))
+    off = [time / (dispatch[key] + combine[key]) - 1 for key, time in pairs.items() if key in combine]
+    known = f"; partial pairs differ from such sums by {min(off):+.0%} to {max(off):+.0%}" if off else ""
+    return (
+        "*exact*: with the default mode, **not measured as a pair** but the sum of its halves, each measured behind "
+        f"itself, where a launch may overlap the one before{known}"
+    )
+
+
+def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection[int] | None = None) -> str:
     """Medians of one operation (dispatch, combine, pair, pair_chained), or what else there is `of` it, beside those of
-    the other libraries; "" where there is nothing."""
+    the other libraries, at `sizes` (None: all); "" where there is nothing."""
     own = medians(run, "combine_partial" if operation == "combine" else operation, of)
     exact = exact_pairs(run) if operation == "pair" else {}
     theirs = {
@@ -143,16 +214,47 @@ def peers_table(run: dict, operation: str, of: str = "p50_us") -> str:
         for row in run["peers"]
         if row["operation"] == operation and of in row
     }
-    here = [fmt for fmt in QUICK_FORMATS if any(key[1] == fmt for key in own)]
+    here = [(fmt, own) for fmt in QUICK_FORMATS if any(key[1] == fmt for key in own)]
+    names = [f"cute_ep {fmt}{' partial' if exact else ''}" for fmt, _ in here]
+    if exact:
+        here.insert(1, ("bf16", exact))
+        names.insert(1, "cute_ep bf16 exact (default)")
     columns = peer_columns(row for row in run["peers"] if row["operation"] == operation and of in row)
     rows = []
     for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):
-        mine = [own.get((tokens, fmt)) for fmt in here] + ([exact.get((tokens, "bf16"))] if exact else [])
-        others = [theirs.get((tokens, *column)) for column in columns]
-        rows.append((str(tokens), *("" if time is None else f"{time:.1f}" for time in mine + others)))
-    names = [f"cute_ep {fmt}" for fmt in here] + (["cute_ep bf16 exact"] if exact else [])
+        if sizes is not None and tokens not in sizes:
+            continue
+        every = [times.get((tokens, fmt)) for fmt, times in here]
+        every += [theirs.get((tokens, *column)) for column in columns]
+        rows.append((str(tokens), *("" if time is None else f"{time:.1f}" for time in every)))
     names += [f"{peer} {fmt}".replace("_", " ") for peer, fmt in columns]
-    return markdown(("tokens a rank", *names), rows)
+    return markdown(("tokens per rank", *names), rows)
+
+
+def peers_text(run: dict) -> str:
+    """What each peer's times include, and which versions they are of; "" without peers."""
+    if not run["peers"]:
+        return ""
+    included = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
+    versions = ", ".join(f"{name} {version}" for name, version in run.get("peer_versions", {}).items())
+    return f"{included}. Versions: {versions or 'not in this run.json; the README beside it names them'}."
+
+
+def clocks_text(run: dict) -> str:
+    """The lowest SM clock and the highest power that a section ended with; "" where nothing was asked."""
+    every = [gpu for state in run.get("gpu_state", {}).values() for gpu in state]
+
+    def values(name: str) -> list[float]:
+        words = [gpu.get(name, "").split(" ")[0] for gpu in every]
+        return [float(word) for word in words if word.replace(".", "", 1).isdecimal()]
+
+    clocks, power, limits = values("clocks.sm"), values("power.draw"), values("enforced.power.limit")
+    if not clocks or not power or not limits:
+        return ""
+    return (
+        f"At the ends of sections SM clocks were {min(clocks):.0f} MHz or more, power at most {max(power):.0f} of "
+        f"{min(limits):.0f} W."
+    )
 
 
 def machine_text(run: dict) -> str:
@@ -164,19 +266,41 @@ def machine_text(run: dict) -> str:
     return (
         f"{len(gpus)} x {gpus[0]}{link}, {ranks} rank{'s' if ranks > 1 else ''}, driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, {machine['date'][:10]}, commit "
-        f"{machine['commit']}"
+        f"{short_commit(machine['commit'])}"
     )
 
 
+def short_commit(commit: str | None) -> str:
+    """A commit as people write it; what stands behind it stays ("-dirty", words)."""
+    word, *rest = str(commit).split(maxsplit=1)
+    name, dash, dirty = word.partition("-")
+    return " ".join([name[:12] + dash + dirty, *rest])
+
+
+def count_text(tokens: int) -> str:
+    """1 token, 2 tokens."""
+    return f"{tokens} token{'s' * (tokens != 1)}"
+
+
 def rounds_text(cases: Sequence[dict]) -> str:
-    """How many rounds the graphs of some cases have: "rounds (32 from 1 tokens on, 4 from 1024 tokens on)"."""
+    """How many rounds the graphs of some cases have: "rounds (32 from 1 token on, 4 from 1024 tokens on)"."""
     found: dict[int, int] = {}
     for case in cases:
         if case["operation"] != CHAINED:
             found[case["rounds"]] = min(case["tokens"], found.get(case["rounds"], case["tokens"]))
     ordered = sorted(found.items(), key=lambda item: item[1])
-    parts = (f"{rounds} from {tokens} tokens on" for rounds, tokens in ordered)
+    parts = (f"{rounds} from {count_text(tokens)} on" for rounds, tokens in ordered)
     return f"rounds ({', '.join(parts)})"
+
+
+def provenance_text(run: dict) -> str:
+    """Which kernels, and in which state the GPUs were; "" where the run does not say."""
+    own = run["machine"].get("library")
+    kernels = ""
+    if own is not None:
+        kernels = f"Kernels of sources {own['sources']}, cubins {own['cubins']}, DSL {', '.join(own['dsl'])}. "
+    text = kernels + clocks_text(run)
+    return f"{text.strip()}\n\n" if text else ""
 
 
 def page(run: dict) -> str:
@@ -184,11 +308,10 @@ def page(run: dict) -> str:
     if not run["ceilings"]:
         return f"{machine_text(run)}.\n\n" + "".join(f"- {note}\n" for note in run["notes"])
     parts = [
-        f"# {machine_text(run)}\n\n`{run['machine']['command']}`\n\nCeilings of this run: "
+        f"# {machine_text(run)}\n\n`{run['machine']['command']}`\n\n{provenance_text(run)}Ceilings of this run: "
         f"{ceilings_text(run['ceilings'])}.\n\nTimes in microseconds, slowest GPU, median (99th percentile) of graphs "
-        f"of several {rounds_text(run['cases'])}. Pair: dispatch, then partial combine. Floor: for each launch the "
-        "larger of link bytes over the ceiling of SM stores and memory bytes over the copy ceiling, plus a flag and an "
-        "empty launch.\n"
+        f"of several {rounds_text(run['cases'])}. Pair: dispatch, then combine; a single operation is measured behind "
+        f"itself, so a pair is not the sum of its halves. {FLOOR_TEXT}.\n"
     ]
 
     def section(title: str, text: str) -> None:
@@ -205,7 +328,9 @@ def page(run: dict) -> str:
         host = peers_table(run, CHAINED, "host_us")
         about = "What a thread takes to queue a pair without a graph, at best, on the rank where it takes longest.\n\n"
         section("Beside other libraries: host time", host and about + host)
-        parts.append("".join(f"- `{name}`: {text}.\n" for name, text in PEERS.items()))
+        parts.append(f"{exact_text(run)}. {peers_text(run)}\n")
+    conditions = conditions_table(run)
+    section("Pairs under other conditions", conditions and f"{CONDITIONS_TEXT}\n\n{conditions}")
     mirror = run.get("mirror", ())
     section(mirror_title(mirror), mirror_table(mirror))
     section("SM budgets", sweep_table(run["sweep"]))

@@ -7,28 +7,23 @@ import inspect
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import cute_ep
 from cute_ep import local_ops
 from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.dispatched import Dispatched
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import ARCHITECTURES
+from cute_ep.layouts.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def block(word: str) -> str:
-    (found,) = (code for code in BLOCKS if word in code)
-    return found
+ARENA = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "memory.md").read_text(), re.DOTALL)
 
 
 def test_guide_runs(tmp_path: Path) -> None:
@@ -53,9 +48,12 @@ def test_what_the_tour_points_at_is_there() -> None:
             assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.MULTILINE), (file, name)
 
 
-def test_example_runs(tmp_path: Path) -> None:
-    code = block("connect_local")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 22
+def test_examples_run(tmp_path: Path) -> None:
+    """The README's blocks, each after those before it, as a reader pastes them."""
+    assert len(BLOCKS) == 2
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 22
+    wanted = "assert inner.shape == (len(batch.tokens), 512) and payload.shape == (len(batch.tokens), 256)"
+    code = "\n".join([*BLOCKS, wanted])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -67,7 +65,8 @@ def test_example_runs(tmp_path: Path) -> None:
 )
 def test_memory_formula(fmt: str, ranks: int, experts: int, top_k: int, tokens: int, hidden: int) -> None:
     names: dict[str, Any] = {}
-    exec(block("def arena_bytes"), names)
+    assert ARENA
+    exec(ARENA[1], names)
     record = FORMATS[fmt]
     hidden = -(-hidden // 128) * 128 if record.block == 128 else hidden
     row = (record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes)
@@ -76,44 +75,48 @@ def test_memory_formula(fmt: str, ranks: int, experts: int, top_k: int, tokens: 
         assert names["arena_bytes"](cfg.peers, experts // ranks, top_k, tokens, hidden, *row) == memory_bytes(cfg)
 
 
-def test_swiglu_example_calls_what_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel needs a GPU; here each call is bound to the function's parameters."""
-    signature, calls = inspect.signature(local_ops.fused_silu), []
+def test_memory_in_numbers() -> None:
+    """MiB for the three formats at 128 and at 4096 tokens, large ones to two digits; and the largest output buffer."""
+    small, large = ([config(fmt, tokens) for fmt in ("bf16", "fp8", "nvfp4")] for tokens in (128, 4096))
+    mib = [memory_bytes(cfg) / 2**20 for cfg in small]
+    assert ", ".join(f"{size:.0f}" for size in mib[:2]) == "44, 38" and f"\n{mib[2]:.0f} MiB (`bf16`, `fp8`" in TEXT
+    assert ", ".join(f"{round(memory_bytes(cfg) / 2**20, -1):.0f}" for cfg in large) + " MiB for 4096" in TEXT
+    rows = large[0].max_rows
+    text = (ROOT / "docs" / "memory.md").read_text()
+    assert f"{rows} rows, {rows * 2 * 7168 / 2**30:.2f} GiB" in text
 
-    def record(*args: Any, **options: Any) -> tuple[int, int]:
-        calls.append(signature.bind(*args, **options))
-        return 1, 2
 
-    monkeypatch.setattr(cute_ep, "fused_silu", record, raising=False)
-    batch = SimpleNamespace(**{field.name: None for field in fields(Dispatched)})
-    exec(block("fused_silu"), {"gate_up": None, "batch": batch})
-    assert len(calls) == 2
-    for name in ("interleaved", "alpha", "limit"):
-        assert name in signature.parameters and f"`{name}=" in TEXT
+def config(fmt: str, tokens: int) -> EPConfig:
+    """The deployment that the numbers are of."""
+    return EPConfig(7168, 256, 8, tokens, 4, fmt)
+
+
+def test_options_of_swiglu_that_are_named_exist() -> None:
+    for name in ("interleaved", "alpha", "limit", "scales_offsets", "scale_layout"):
+        assert name in inspect.signature(local_ops.fused_silu).parameters and re.search(rf"[`(]{name}[=`]", TEXT), name
 
 
 def test_table_says_what_each_format_is() -> None:
-    section = TEXT[TEXT.index("## Formats") : TEXT.index("## More of a layer")]
+    section = (DOCS / "layer.md").read_text()
     rows = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
     assert list(rows)[1:] == list(FORMATS)
     element = {"bf16": "bfloat16", "e4m3": "8-bit e4m3", "e2m1": "4-bit e2m1"}
-    layouts = {"atom128x4": "128x4 atom"}
     for fmt in FORMATS.values():
         _, _, payload, scales, places, alignment, _ = (cell.strip() for cell in rows[fmt.name].split("|"))
         assert payload == element[fmt.element]
-        assert places == ", ".join(layouts.get(name, name) for name in fmt.scale_layouts)
+        assert places == ", ".join(f"`{name}`" for name in fmt.scale_layouts)
         assert alignment == str(fmt.row_alignment)
         assert (scales == "none") == (fmt.scale is None)
-        assert ("for the tensor" in scales, "for the row" in scales) == (fmt.global_scale, fmt.row_scale)
+        assert ("per tensor" in scales, "per row" in scales) == (fmt.global_scale, fmt.row_scale)
     for fmt, multiple in {"bf16": 8, "fp8": 128, "nvfp4": 32, "mxfp4": 32, "mxfp8": 32}.items():
         FORMATS[fmt].check_hidden(multiple)
         for less in range(1, multiple):
             with pytest.raises(ValueError, match="hidden = "):
                 FORMATS[fmt].check_hidden(less)
-    assert all(arch in section for arch in ARCHITECTURES)
+    assert all(arch in TEXT for arch in ARCHITECTURES) and all(f"`{fmt}`" in TEXT for fmt in FORMATS)
 
 
-@pytest.mark.parametrize("page", ["docs/seed_map.md", "docs/protocol.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/seed_map.md", "docs/protocol.md", "docs/layer.md", "README.md"])
 def test_named_tests_exist(page: str) -> None:
     for name in re.findall(r"`(tests/[^`\s]*)`", (ROOT / page).read_text()):
         path, _, function = name.partition("::")
@@ -127,7 +130,7 @@ def test_only_transport_across_nodes_is_left_for_later() -> None:
     tables = [line for line in (ROOT / "docs/seed_map.md").read_text().splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables if "| --- |" not in line]
     rows = [row for row in rows if row[0] not in ("`ep_comm`", "region")]
-    assert len(rows) > 80 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
+    assert len(rows) > 120 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
     later = [name for name, _, _, state in rows if state.startswith("later")]
     assert later == ["`use_shmem`, NVSHMEM, RC mapping, `n_nodes`"]
     for name, _, shown_by, state in rows:
@@ -136,7 +139,26 @@ def test_only_transport_across_nodes_is_left_for_later() -> None:
         assert "tests/" in shown_by or kind[0] in ("not taken", "later"), name
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/seed_map.md", "docs/protocol.md"])
+def test_files_and_names_of_the_map_exist() -> None:
+    """Every path of its second column, and there every name in the code of the project."""
+    folders = ("kernels", "layouts", "cute_ep")
+    code = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    words, found = {*re.findall(r"\w+", code), *DISPATCH_KERNELS, *COMBINE_KERNELS, "cute", "ep"}, 0
+    for line in (DOCS / "seed_map.md").read_text().splitlines():
+        cells = line.split("|")
+        for name in re.findall(r"`([^`]+)`", cells[2]) if len(cells) == 6 else ():
+            found += 1
+            if name.endswith(".py") or name.endswith("/"):
+                assert (ROOT / name).exists(), name
+            else:
+                parts = re.findall(r"[A-Za-z_]\w*[*]?", name)
+                assert all(part in words or part[-1] == "*" for part in parts), name
+    assert found > 200
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+)
 def test_links_lead_somewhere(page: str) -> None:
     source = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", source.read_text()):

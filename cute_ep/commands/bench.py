@@ -1,5 +1,5 @@
-"""Time dispatch, both combines, and the pair of dispatch and partial combine; beside the times the bytes that must move
-and the least that they take at copy speeds measured in the same run."""
+"""Time dispatch, both combines, and pairs of dispatch and either; beside the times the bytes that must move and the
+least that they take at copy speeds measured in the same run."""
 
 from __future__ import annotations
 
