@@ -89,7 +89,8 @@ class EPCommunicator(ABC):
             x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks); with `scales`, rows
                 that are in the dispatch format already (`QuantizedRows.payload`).
             topk_ids: [T, top_k] int32 or int64 expert ids; -1 masks an entry. So does an id out of range, which
-                `synchronize` reports. Read again by combine: leave them until then.
+                `synchronize` reports; one that does not fit 32 bits is reported and counts as its lower half. Read
+                again by combine: leave them until then.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
                 may use them ("partial" must); exact combine reads them again too.
             input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook

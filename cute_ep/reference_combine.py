@@ -13,7 +13,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import Dispatched
 from cute_ep.errors import EPInputError
 from cute_ep.modes import no_modes
-from cute_ep.reference_dispatch import per_rank
+from cute_ep.reference_dispatch import lower_halves, per_rank
 from cute_ep.reference_formats import round_to, row_chunks
 from cute_ep.validate import check_mode, check_output, check_router_weights, check_rows, combine_weights
 
@@ -115,7 +115,7 @@ def returned_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, at least
     world_size where no row returns, and [n, top_k, hidden] bfloat16, zeros there."""
-    every, index = dispatched[source].topk_ids, 0 if cfg.skip_a2a else source
+    every, index = lower_halves(dispatched[source].topk_ids), 0 if cfg.skip_a2a else source
     ids = every[part]
     server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
     if cfg.skip_a2a:

@@ -90,6 +90,11 @@ def arrange_scales(scales: torch.Tensor, layout: str, row_counts: Sequence[int])
 # ---- dispatch
 
 
+def lower_halves(topk_ids: torch.Tensor) -> torch.Tensor:
+    """What readers take ids for: int32, of int64 the lower half (`find_wrong_id` tells where that is not the id)."""
+    return topk_ids.to(torch.int32)
+
+
 def find_wrong_id(cfg: EPConfig, topk_ids: torch.Tensor) -> tuple[int, int] | None:
     """(index, id) of the first of `topk_ids.flatten()` that is neither -1 (masked) nor in [0, num_experts)."""
     flat = topk_ids.flatten()
@@ -202,7 +207,7 @@ def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -
     own_index = torch.full_like(token, [source is own for source in sources].index(True))
     parts = [torch.stack([torch.zeros_like(token), own_index, token, torch.full_like(token, cfg.top_k)], dim=1)]
     for index, source in enumerate(sources):
-        ids = source.topk_ids
+        ids = lower_halves(source.topk_ids)
         mine = (ids >= 0) & (ids // cfg.local_experts == rank)
         token, slot = mine.nonzero(as_tuple=True)  # token-major, slots ascending
         group = ids[token, slot].long() - rank * cfg.local_experts + shared

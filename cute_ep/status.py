@@ -19,7 +19,7 @@ def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) ->
             if phase == Phase.ROW_CAPACITY:
                 texts.append(f"out holds {expected} rows, but those that arrived take {seen}")
             else:
-                value = "beyond 32 bits" if seen == BEYOND else seen
+                value = f"{BEYOND} or beyond 32 bits" if seen == BEYOND else seen
                 texts.append(f"topk_ids.flatten()[{index}] = {value}: must be -1 or in [0, {expected})")
     if texts:
         raise EPInputError(f"rank {rank}: {'; '.join(texts)}")

@@ -207,5 +207,7 @@ def test_a_fused_launch_out_of_order_is_told(rank: Communicator, word: StateWord
 
 def test_an_id_beyond_32_bits_is_told(rank: Communicator) -> None:
     rank._status.memory.words[8:12] = [Phase.EXPERT_ID, 7, 8, BEYOND % (1 << 32)]
-    with pytest.raises(EPInputError, match=r"topk_ids\.flatten\(\)\[7\] = beyond 32 bits: must be -1 or in \[0, 8\)"):
+    with pytest.raises(
+        EPInputError, match=r"topk_ids\.flatten\(\)\[7\] = -2147483648 or beyond 32 bits: must be -1 or in \[0, 8\)"
+    ):
         rank.synchronize()
