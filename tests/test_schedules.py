@@ -72,9 +72,9 @@ def test_two_groups() -> None:
     run_schedules(small("ahead"), small("split"))
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_layers_that_are_replayed(layers: int) -> None:
-    replays = Replays(connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")), [24, 5], layers, count=3)
+@pytest.mark.parametrize(("layers", "tokens"), [(2, [24, 5]), (3, [24, 5]), (3, [0, 1])])
+def test_layers_that_are_replayed(layers: int, tokens: list[int]) -> None:
+    replays = Replays(connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")), tokens, layers, count=3)
     for number in range(3):
         replays.run_eagerly(number)
     replays.check()

@@ -24,7 +24,7 @@ from .runs import Run, run_schedules, sms_of
 from .schedules import CASES, Case, config_of
 
 RANKS = 4
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 SEEDS = 3
 """Runs of a mutant's schedule, with other inputs and delays each, until it finds something."""
 
