@@ -14,7 +14,7 @@ HAS_TORCH := $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_availab
 QUIET     := --quiet --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu mutants sanitize perf lint build wheel clean
+.PHONY: help demo test test-gpu mutants soak sanitize perf lint build wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -35,6 +35,11 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	    CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$gpus --dist worksteal tests/gpu || status=1; \
 	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
 	else set -x; $(PY) -m pytest tests/gpu || status=1; fi; exit $$status
+
+soak: $(VENV)/package.stamp  ## 100,000 random rounds and the faults on this machine's GPUs (SOAK='--seed 1 --seconds 60')
+	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
+	$(PY) -m tests.soak rounds --library build/library $(SOAK)
+	$(PY) -m tests.soak faults --library build/library
 
 mutants: $(VENV)/tools.stamp  ## kernels with a mistake in the protocol each, which tests on a GPU must find (sm_90a)
 	$(PY) -m tests.gpu.mutants build

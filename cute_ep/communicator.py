@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.driver import DeviceMemory, Kernel, architecture, current_stream
-from cute_ep.errors import EPError
+from cute_ep.errors import EPError, EPInputError
 from cute_ep.launch_shape import Shape, Tuning
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16
@@ -22,6 +23,7 @@ from cute_ep.layouts.routing import division_magic
 from cute_ep.layouts.scales import has_tiles
 from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
 from cute_ep.library import Library
+from cute_ep.meeting import Meeting
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.status import Status
 from cute_ep.validate import (
@@ -110,7 +112,8 @@ class Communicator:
     A kernel that waits longer than `cfg.timeout_s` gives up; EPTimeout is raised by the next call or `synchronize`,
     and the communicator is unusable afterwards. What a kernel finds wrong with its input (EPInputError) is raised by
     `synchronize` only, so that one rank's bad input does not stop the others. Graph replays run no Python: call
-    `synchronize` to hear of either. After `close` every call, `allocate` and `synchronize` raise EPError.
+    `synchronize` to hear of either. After `close` every call, `allocate` and `synchronize` raise EPError; so does every
+    call after one that an interrupt (Ctrl-C) ended while it was being launched.
 
     Attributes:
         tuning: launch shapes; another one may be set at any time, for the calls from then on.
@@ -129,10 +132,12 @@ class Communicator:
         max_ctas: int,
         tuning: Tuning,
         shared_device: bool,
+        group: object,
         release: Callable[[Communicator], None],
     ) -> None:
         self.cfg, self.rank, self.device = cfg, rank, device
         self.arena, self.hooks = arena, hooks
+        self.group, self.origin = group, Origin(rank)
         self.max_ctas, self.tuning = max_ctas, tuning
         self._shapes: dict[tuple[str, int, bool], _Shaped] = {}  # found so far, with this tuning:
         self._shapes_of = tuning
@@ -140,21 +145,21 @@ class Communicator:
         self._shared_device = shared_device
         self._release = release
         self._closed = False
+        self._interrupted = False
         self._chained = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()  # bound to buffers
-        self._latest: ReferenceType[Dispatched] | None = None  # the batch that was made last
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        self._status = Status(rank, cfg.peers)
-        self._peers = torch.tensor(peers, dtype=torch.int64, device=device)
         alone = cfg.skip_a2a
+        self._status = Status(rank, (rank,) if alone else tuple(range(cfg.peers)))
+        layout = cfg.arena
+        arena.store(int(layout.peers.offset), peers)
         counts = {"ranks": cfg.peers, "local_experts": cfg.local_experts, "top_k": cfg.top_k}
         fmt = cfg.format
         message = message_of(fmt, cfg.hidden)
         self._scale_bytes = fmt.scale_bytes(cfg.hidden)
         constants = {
             "arena": arena.address,
-            "peers": self._peers.data_ptr(),
             "status": self._status.address,
             "timeout_ns": int(cfg.timeout_s * 1e9),
             "rank": 0 if alone else rank,
@@ -177,7 +182,6 @@ class Communicator:
         if not cfg.fused_shared_expert:
             constants |= {"shared_first": 0, "shared_rows": 0}
         self._kernels = kernels
-        layout = cfg.arena
         for name, kernel in kernels.items():
             kernel.bind(constants | layout.arguments(partial=name.endswith("_partial")))
         torch.cuda.synchronize(device)
@@ -241,6 +245,7 @@ class Communicator:
         """All of `dispatch` but the launch; arguments and errors are the same."""
         self._check_usable()
         self._dispatches.check_fused()
+        planned_on = current_stream(self.device.index)
         sent, shaped, arguments = self._prepare_send(
             "dispatch", x, topk_ids, router_weights, input_scale, scales, row_scales
         )
@@ -249,8 +254,8 @@ class Communicator:
 
         def launch() -> Dispatched:
             self._dispatches.check_fused()
-            self._launch(kernel, shaped, arguments, sent.keep_alive, buffers)
-            self._dispatches.count_fused()
+            count = self._dispatches.count_fused
+            self._launch(kernel, shaped, arguments, sent.keep_alive, count, buffers=buffers, planned_on=planned_on)
             return self._result(sent, buffers)
 
         return Plan(launch)
@@ -270,23 +275,24 @@ class Communicator:
         sent, shaped, arguments = self._prepare_send(
             "dispatch_async", x, topk_ids, router_weights, input_scale, scales, row_scales
         )
-        self._launch(self._kernels[self._send_kernel("dispatch_async", scales)], shaped, arguments, sent.keep_alive)
-        self._dispatches.sent += 1
+        kernel = self._kernels[self._send_kernel("dispatch_async", scales)]
+        self._launch(kernel, shaped, arguments, sent.keep_alive, self._dispatches.count_sent, sent)
         return sent
 
-    def dispatch_wait(self, pending: PendingDispatch, out: DispatchBuffers | None = None) -> Dispatched:
+    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
 
-        Each batch in flight needs buffers of its own.
+        Args:
+            pending: what the oldest `dispatch_async` returned that was not received; None: that one, also where what it
+                returned was lost. A round that nobody wants any more is received and dropped.
+            out: as of `dispatch`; each batch in flight needs buffers of its own.
         """
-        self._check_own(self._dispatches, pending, PendingDispatch)
-        self._dispatches.check_wait(pending.number)
+        pending = self._dispatches.oldest(pending, self.rank)
         tokens = pending.topk_ids.shape[0]
         buffers, kernel, received = self._prepare_receive("dispatch_wait", out)
         shaped = self._shape("dispatch_wait", tokens)
         arguments = {**shaped.arguments, **received, **self._shared_arguments(tokens)}
-        self._launch(kernel, shaped, arguments, (), buffers)
-        self._dispatches.received += 1
+        self._launch(kernel, shaped, arguments, (), self._dispatches.count_received, buffers=buffers)
         return self._result(pending, buffers)
 
     def combine(
@@ -340,6 +346,7 @@ class Communicator:
         """All of `combine` but the launch; arguments and errors are the same."""
         self._check_usable()
         self._combines.check_fused()
+        planned_on = current_stream(self.device.index)
         self._check_batch(dispatched)
         weights = self._weights(mode, router_weights, dispatched)
         sent = self._prepare_return(rows, dispatched)
@@ -350,8 +357,7 @@ class Communicator:
 
         def launch() -> torch.Tensor:
             self._combines.check_fused()
-            self._launch(kernel, shaped, arguments, tensors)
-            self._combines.count_fused()
+            self._launch(kernel, shaped, arguments, tensors, self._combines.count_fused, planned_on=planned_on)
             return result
 
         return Plan(launch)
@@ -366,30 +372,28 @@ class Communicator:
         shaped = self._shape("combine_async", dispatched.topk_ids.shape[0])
         tensors = (rows, *_read_by_combine(dispatched))
         kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
-        self._launch(kernel, shaped, shaped.arguments | sent, tensors)
-        self._combines.sent += 1
-        return PendingCombine(self._combines, self._combines.sent, dispatched, mode, rows)
+        pending = PendingCombine(dispatched, mode, rows)
+        self._launch(kernel, shaped, shaped.arguments | sent, tensors, self._combines.count_sent, pending)
+        return pending
 
     def combine_wait(
         self,
-        pending: PendingCombine,
+        pending: PendingCombine | None = None,
         router_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The receiving half of `combine`, in the order of sending; same bytes as the fused call."""
-        self._check_own(self._combines, pending, PendingCombine)
-        self._combines.check_wait(pending.number)
-        dispatched, mode, rows = pending.dispatched, pending.mode, pending.rows
+        """The receiving half of `combine`, in the order of sending; same bytes as the fused call. `pending` as of
+        `dispatch_wait`."""
+        dispatched, mode, rows = self._combines.oldest(pending, self.rank)
         weights = self._weights(mode, router_weights, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
         shaped = self._shape("combine_wait", dispatched.topk_ids.shape[0])
         arguments = {**shaped.arguments, **received, **self._rows_arguments(rows, dispatched)}
         tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
-        self._launch(self._kernels[f"combine_wait_{mode}"], shaped, arguments, tensors)
-        self._combines.received += 1
+        self._launch(self._kernels[f"combine_wait_{mode}"], shaped, arguments, tensors, self._combines.count_received)
         return result
 
     def synchronize(self) -> None:
@@ -400,6 +404,8 @@ class Communicator:
 
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, the epochs expected and seen.
+            EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
+                another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
             EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
         """
         self._check_open()
@@ -410,7 +416,7 @@ class Communicator:
                 stream.synchronize()
         else:  # one of them may be gone by now, so they are not waited for one by one
             torch.cuda.synchronize(self.device)
-        self._status.raise_timeout()
+        self._status.raise_failure()
         self._status.raise_input_error()
 
     def close(self) -> None:
@@ -430,7 +436,16 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """`close`, which must not hide an error that ended the block: with one process per rank it waits for the other
+        ranks, so the error is written to stderr first, and what goes wrong with closing behind it."""
+        if error is None or not isinstance(self.group, Meeting):
+            self.close()
+            return
+        sys.stderr.write(f"cute_ep rank {self.rank}: {kind.__name__}: {error}; waiting for the other ranks to close\n")
+        try:
+            self.close()
+        except (EPError, RuntimeError) as failure:
+            sys.stderr.write(f"cute_ep rank {self.rank}: not closed, its memory stays allocated: {failure}\n")
 
     @property
     def failed(self) -> bool:
@@ -492,6 +507,7 @@ class Communicator:
             "scales": address(scales),
             "given_row_scales": address(row_scales),
             "topk_ids": topk_ids.data_ptr(),
+            "topk_ids_wide": int(topk_ids.dtype == torch.int64),
             "router_weights": address(router_weights),
             "global_scale": address(input_scale),
             "tokens": tokens,
@@ -501,10 +517,7 @@ class Communicator:
             **self._shared_arguments(tokens),
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
-        sent = PendingDispatch(
-            self._dispatches, self._dispatches.sent + 1, topk_ids, router_weights, return_pieces, keep_alive
-        )
-        return sent, shaped, arguments
+        return PendingDispatch(topk_ids, router_weights, return_pieces, keep_alive), shaped, arguments
 
     def _scale_tensor(self, input_scale: float | torch.Tensor) -> torch.Tensor:
         """An input scale on the device."""
@@ -563,15 +576,14 @@ class Communicator:
         }
 
     def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
-        batch = Dispatched.inside(
+        return Dispatched.inside(
             out,
             rank=self.rank,
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
+            origin=self.origin,
         )
-        self._latest = ReferenceType(batch)
-        return batch
 
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
         check_rows(self.cfg, rows, dispatched)
@@ -607,6 +619,7 @@ class Communicator:
             "out": out.data_ptr(),
             "out_type": int(OUTPUT_TYPES[dtype]),
             "topk_ids": dispatched.topk_ids.data_ptr(),
+            "topk_ids_wide": int(dispatched.topk_ids.dtype == torch.int64),
             "router_weights": address(weights),
             "epilogue_data": address(epilogue_data),
             "tokens": tokens,
@@ -615,19 +628,16 @@ class Communicator:
         }
 
     def _has_made(self, dispatched: Dispatched) -> bool:
-        """Whether this is the batch that this communicator made last, so has checked what is in it."""
-        return dispatched is not None and self._latest is not None and self._latest() is dispatched
+        """Whether this communicator made the batch, so has checked what is in it, and its buffers still hold it."""
+        return isinstance(dispatched, Dispatched) and dispatched.is_latest_of(self.origin)
 
     def _check_batch(self, dispatched: Dispatched) -> None:
         if not self._has_made(dispatched):
-            check_batch(self.cfg, self.rank, dispatched, self.device)
+            check_batch(self.cfg, self.rank, dispatched, self.device, self.origin)
 
     def _weights(self, mode: str, router_weights: torch.Tensor | None, dispatched: Dispatched) -> torch.Tensor | None:
         checked = self._has_made(dispatched)
         return combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype, checked=checked)
-
-    def _check_own(self, rounds: Rounds, pending: PendingDispatch | PendingCombine, kind: type) -> None:
-        rounds.check_own(isinstance(pending, kind) and pending.rounds is rounds, pending, self.rank)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -635,7 +645,12 @@ class Communicator:
 
     def _check_usable(self) -> None:
         self._check_open()
-        self._status.raise_timeout()
+        if self._interrupted:
+            raise EPError(
+                f"rank {self.rank}: a call was interrupted while it was being launched, so it is not known whether the "
+                "rank takes part in its round; close the communicators of all ranks and connect again"
+            )
+        self._status.raise_failure()
 
     def _launch(
         self,
@@ -643,16 +658,29 @@ class Communicator:
         shaped: _Shaped,
         arguments: dict[str, int],
         tensors: tuple[torch.Tensor | None, ...],
+        count: Callable[..., None],
+        *counted: object,
         buffers: DispatchBuffers | None = None,
+        planned_on: int | None = None,
     ) -> None:
-        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far.
+        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far, and count it. An
+        interrupt in between would leave the host and the device with different counts: no call is taken after it.
 
         Args:
             arguments: parameters that are not bound.
             tensors, buffers: what the kernel reads and writes.
+            count, counted: of `Rounds`, and its arguments.
+            planned_on: raw handle of the stream on which memory was prepared for the launch, if that was earlier.
+
+        Raises:
+            EPInputError: another stream is current than `planned_on`.
         """
         self._check_usable()
         stream = current_stream(self.device.index)
+        if planned_on is not None and stream != planned_on:
+            raise EPInputError(
+                f"launch: the current stream is {stream:#x}: must be {planned_on:#x}, on which the call was planned"
+            )
         if self._shared_device and stream != self.stream.cuda_stream:
             self.stream.wait_stream(self._current_stream())
             for tensor in (*tensors, *(tensors_of(buffers).values() if buffers else ())):
@@ -661,8 +689,13 @@ class Communicator:
             stream = self.stream.cuda_stream
         early, self._chained = shaped.chained and self._chained, shaped.chained
         self._streams.add(stream)
-        if torch.cuda.current_device() == self.device.index:
-            kernel.launch(shaped.grid, arguments, stream, early=early)
-        else:
-            with torch.cuda.device(self.device):
+        try:
+            if torch.cuda.current_device() == self.device.index:
                 kernel.launch(shaped.grid, arguments, stream, early=early)
+            else:
+                with torch.cuda.device(self.device):
+                    kernel.launch(shaped.grid, arguments, stream, early=early)
+            count(*counted)
+        except BaseException as error:
+            self._interrupted = not isinstance(error, Exception)
+            raise

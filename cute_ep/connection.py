@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,20 @@ import torch.distributed as dist
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
 from cute_ep.config import EPConfig, is_integer
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
-from cute_ep.errors import EPConfigError, EPError
+from cute_ep.errors import EPConfigError
 from cute_ep.launch_shape import Tuning
-from cute_ep.layouts.launch import CTAS_PER_SM
+from cute_ep.layouts.launch import CTAS_PER_SM, FREE_SMS
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
 from cute_ep.library import Library
+from cute_ep.local_ops import load_local_kernels
 from cute_ep.machine import check_gpu, sm_budget
+from cute_ep.meeting import Meeting
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
 from cute_ep.tuning_file import find_tuning
 
-Made = TypeVar("Made")
-
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LEAST_PATIENCE_S = 10.0
+"""Least time that ranks wait for each other when they close, however short `timeout_s` is."""
 
 
 def connect_local(
@@ -45,8 +47,9 @@ def connect_local(
     Args:
         cfg: the group's configuration.
         devices: one device a rank: several GPUs; one GPU named `world_size` times (virtual ranks, each on its own
-            stream with its share of the SMs); or "cpu" everywhere for the reference backend.
-        sms: SMs that one rank's kernels may use; default all (shared equally by ranks on one GPU).
+            stream with its share of the SMs); or "cpu" everywhere for the reference backend. "cuda" is the current one.
+        sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default: all,
+            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one.
         library: folder of compiled kernels to look in first.
         hooks: functions compiled into the kernels (`cute_ep.kernels.hooks`); none on the reference backend.
         tuning: launch shapes, which change times only; None: what `cute-ep tune` found on this machine, else the
@@ -73,7 +76,8 @@ def connect_local(
         return connect_reference(cfg)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
-    chosen = [torch.device("cuda", device.index or 0) for device in chosen]
+    here = torch.cuda.current_device()
+    chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
     for device in chosen:
         check_gpu("devices", device.index)
     sharing = Counter(chosen)
@@ -82,7 +86,7 @@ def connect_local(
     name = torch.cuda.get_device_name(chosen[0])
     shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
     open_ranks: list[Communicator] = []
-    one_at_a_time = Lock()
+    one_at_a_time, joined = Lock(), object()
 
     def release(communicator: Communicator) -> None:
         """Free everything once the last rank is closed: until then a peer's kernel may write to any arena."""
@@ -98,8 +102,7 @@ def connect_local(
     with ExitStack() as undo:
         kernels, arenas = [], []
         for device in chosen:
-            kernels.append(load_kernels(cfg, device, found, hooks))
-            undo.callback(unload_kernels, kernels[-1], device)
+            kernels.append(_load_all(cfg, device, found, hooks, undo))
         for rank, device in enumerate(chosen):
             arenas.append(_make_arena(cfg, rank, device))
             undo.callback(arenas[-1].free)
@@ -116,6 +119,7 @@ def connect_local(
                 max_ctas=ctas[device],
                 tuning=shapes[ctas[device]],
                 shared_device=sharing[device] > 1,
+                group=joined,
                 release=release,
             )
             undo.callback(communicator.free)
@@ -168,6 +172,9 @@ def connect(
         )
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
+    meeting = Meeting(group)
+    patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
+
     def look_around() -> tuple[_Place, torch.device, int, Tuning]:
         _check_options(sms, tuning)
         if world != cfg.world_size:
@@ -179,21 +186,12 @@ def connect(
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
         return _Place.of(cfg, device), device, most, found
 
-    (_, device, max_ctas, shapes), places = _on_all_ranks(group, look_around, lambda found: found[0])
-    _check_places(rank, places)
-
     def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
         with ExitStack() as undo:
-            kernels = load_kernels(cfg, device, Library(library), hooks)
-            undo.callback(unload_kernels, kernels, device)
+            kernels = _load_all(cfg, device, Library(library), hooks, undo)
             arena = _make_arena(cfg, rank, device)
             undo.callback(arena.free)
             return kernels, arena, undo.pop_all()
-
-    (kernels, arena, own), handles = _on_all_ranks(
-        group, prepare, lambda made: made[1].handle(), lambda made: made[2].close()
-    )
-    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
 
     def map_peers() -> tuple[dict[int, int], ExitStack]:
         with ExitStack() as undo:
@@ -202,26 +200,6 @@ def connect(
                 mapped[peer] = open_handle(device, handle)
                 undo.callback(close_handle, device, mapped[peer])
             return mapped, undo.pop_all()
-
-    def release(communicator: Communicator) -> None:
-        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed, or its
-        device did, whose error is raised once the others know."""
-        failure = None
-        try:
-            torch.cuda.synchronize(device)
-        except RuntimeError as error:
-            failure = error
-        keep = any(_gather(failure is not None or communicator.failed, group))
-        if failure is not None:
-            raise failure
-        if keep:
-            return
-        try:
-            mappings.close()
-        finally:
-            dist.barrier(group)
-        communicator.free()
-        own.close()
 
     def start() -> Communicator:
         return Communicator(
@@ -235,17 +213,53 @@ def connect(
             max_ctas=max_ctas,
             tuning=shapes,
             shared_device=False,
+            group=meeting,
             release=release,
         )
 
+    def release(communicator: Communicator) -> None:
+        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed, or it
+        does not come, or its device failed, whose error is raised once the others know."""
+        failure = None
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            failure = error
+        meeting.wait(patience)
+        keep = any(meeting.gather(failure is not None or communicator.failed))
+        if failure is not None:
+            raise failure
+        if not keep:
+            try:
+                mappings.close()
+            finally:
+                meeting.wait(patience)
+            communicator.free()
+            own.close()
+        meeting.leave()
+
     with ExitStack() as undo:
-        undo.callback(own.close)
-        (mapped, mappings), _ = _on_all_ranks(group, map_peers, undo=lambda made: made[1].close())
-        undo.callback(mappings.close)
+        undo.callback(meeting.leave)
+        (_, device, max_ctas, shapes), places = meeting.on_all_ranks(look_around, lambda found: found[0])
+        _check_places(rank, places)
+        (kernels, arena, own), handles = meeting.on_all_ranks(
+            prepare, lambda made: made[1].handle(), lambda made: made[2].close()
+        )
+        peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
         layout = cfg.arena
-        theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
-        addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
-        communicator, _ = _on_all_ranks(group, start, undo=lambda made: made.free())
+        try:
+            (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
+            theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
+            addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
+            try:
+                communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
+            except Exception:
+                mappings.close()
+                raise
+        except Exception:  # all ranks are here: nobody frees what a peer has mapped
+            meeting.wait(patience)
+            own.close()
+            raise
         undo.pop_all()
     return communicator
 
@@ -288,39 +302,6 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
             )
 
 
-def _gather(one: Any, group: dist.ProcessGroup | None) -> list:
-    """Collective: what every rank gives, in the order of ranks."""
-    gathered: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, one, group)
-    return gathered
-
-
-def _on_all_ranks(
-    group: dist.ProcessGroup | None,
-    make: Callable[[], Made],
-    share: Callable[[Made], Any] = lambda made: None,
-    undo: Callable[[Made], None] = lambda made: None,
-) -> tuple[Made, list]:
-    """Collective: this rank's make(), and share() of what every rank made. Where it fails on one rank it fails on all:
-    there with the error, elsewhere with EPError that names the rank; what was made is undone by undo()."""
-    try:
-        made = make()
-        try:
-            shared = share(made)
-        except Exception:
-            undo(made)
-            raise
-    except Exception as error:  # the others are told first
-        _gather((None, f"{type(error).__name__}: {error}"), group)
-        raise
-    gathered = _gather((shared, None), group)
-    for peer, (_, failure) in enumerate(gathered):
-        if failure is not None:
-            undo(made)
-            raise EPError(f"rank {peer} could not connect: {failure}")
-    return made, [one for one, _ in gathered]
-
-
 def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     """A rank's arena as the first round must find it."""
     arena = cfg.arena
@@ -336,7 +317,28 @@ def _check_options(sms: int | None, tuning: Tuning | None) -> None:
         raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
 
 
+def _load_all(
+    cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, undo: ExitStack
+) -> dict[str, Kernel]:
+    """`load_kernels`, to be undone by `undo`, and the kernels that work on one GPU: to load one later could wait for a
+    kernel that waits for another rank, which this process has still to launch."""
+    kernels = load_kernels(cfg, device, library, hooks)
+    undo.callback(unload_kernels, kernels, device)
+    load_local_kernels(device.index, library)
+    return kernels
+
+
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
-    """CTAs of one rank that are sure to be resident together."""
-    share = resident_ctas(device.index) // ranks_on_device
-    return max(1, min(sm_budget(device, sms) * CTAS_PER_SM, share))
+    """CTAs of one rank at most; those of all ranks on a device are sure to be resident together.
+
+    The hardware puts CTAs on idle SMs first, so up to as many as there are SMs have one each. An SM that holds a CTA
+    takes those of another kernel only if its split of shared memory and L1 fits them (H200, 2026-11-23: beside a
+    spinning dispatch_wait, kernels with 16 KB of shared memory do not start, `dispatch_async` among them). So ranks
+    that share a device leave SMs without any, or they would keep out what a peer has to run before it can answer.
+    """
+    budget = sm_budget(device, sms)
+    everything = resident_ctas(device.index)
+    have = everything // CTAS_PER_SM
+    if ranks_on_device > 1:
+        return max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
+    return everything if budget == have else budget

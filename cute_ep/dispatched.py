@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import ReferenceType
 
 import torch
 
@@ -13,6 +14,28 @@ from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import Format
 from cute_ep.layouts.record import align_up
 from cute_ep.layouts.scales import ATOM, scale_shape
+
+
+class Origin:
+    """Whose a batch is: each communicator has one of these, which is compared by identity."""
+
+    __slots__ = ("rank",)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class Use:
+    """What the same tensors hold now: `latest` refers to the batch that was received into them last, if there is one.
+    The buffers and all batches in them share one of these."""
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: ReferenceType[Dispatched] | None = None
+
+    def __reduce__(self) -> tuple:
+        return Use, ()  # copies of the tensors hold no batch of a communicator
 
 
 class QuantizedRows(NamedTuple):
@@ -56,7 +79,10 @@ class DispatchBuffers:
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.arena.HeaderWord`).
         weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
             source gave weights. None from `reference.dispatch` when no rank gave any.
+        use: which batch the tensors hold.
     """
+
+    use: ClassVar[Use]  # each instance's own, but no field: made with the tensors, shared by all batches in them
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
@@ -70,6 +96,9 @@ class DispatchBuffers:
     row_map: torch.Tensor
     headers: torch.Tensor
     weights: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "use", Use())
 
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
@@ -149,17 +178,25 @@ class Dispatched(DispatchBuffers):
         router_weights: this rank's own [T, K] float32 argument, or None.
         return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
             header.
+        origin: the communicator's whose dispatch made it, None for a batch that was put together from tensors.
     """
 
     rank: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
     return_pieces: int
+    origin: Origin | None = None
 
     @classmethod
     def inside(cls, buffers: DispatchBuffers, **own: object) -> Dispatched:
-        """A batch in these buffers, with the attributes of its own: the constructor's work, without its 2 us of a
-        host's time (it stores a frozen instance's fields one by one)."""
+        """The batch that was received into these buffers last, with the attributes of its own: the constructor's work,
+        without its 2 us of a host's time (it stores a frozen instance's fields one by one)."""
         batch = object.__new__(cls)
         batch.__dict__.update(buffers.__dict__, **own)
+        buffers.use.latest = ReferenceType(batch)
         return batch
+
+    def is_latest_of(self, origin: Origin) -> bool:
+        """Whether this communicator made the batch, as it is, and its buffers have not been used again since."""
+        latest = self.use.latest
+        return latest is not None and latest() is self and self.origin is origin

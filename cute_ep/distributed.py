@@ -30,6 +30,12 @@ class _Operation:
         ranks = [communicator.rank for communicator in communicators]
         if ranks != list(range(cfg.world_size)) or any(communicator.cfg != cfg for communicator in communicators):
             raise EPConfigError(f"communicators of ranks {ranks}: must be all ranks of one group, in order")
+        for communicator in communicators:
+            if communicator.group is not communicators[0].group:
+                raise EPConfigError(
+                    f"communicators: rank {communicator.rank} is not connected with rank 0: must be what one "
+                    "connect_local returned"
+                )
         self.communicators = communicators
 
     def _launch(self, plan: Callable[..., Plan[Result]], **lists: Sequence | None) -> list[Result]:

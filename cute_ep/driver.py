@@ -153,6 +153,12 @@ class DeviceMemory:
                 check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
             torch.cuda.synchronize(device)
 
+    def store(self, offset: int, words: Sequence[int]) -> None:
+        """Write 64-bit words `offset` bytes from `address`; done when the device is synchronised."""
+        content = struct.pack(f"{len(words)}Q", *words)
+        with torch.cuda.device(self.device):
+            check(driver.cuMemcpyHtoD(self.address + offset, content, len(content)))
+
     def handle(self) -> bytes:
         """Handle of the allocation for another process on this machine (CUDA IPC)."""
         return bytes(check(driver.cuIpcGetMemHandle(self._allocation)).reserved)

@@ -119,7 +119,7 @@ class Tuning:
         Args:
             operation: as `table`.
             tokens: this rank's tokens; the other ranks' numbers may differ.
-            max_ctas: CTAs that are resident together (the SM budget times CTAS_PER_SM).
+            max_ctas: CTAs that are resident together.
             whole_rows: combine returns rows, not partial sums. There is more to add up: at most half of the CTAs send
                 (4 x H200, 2026-11-22, 4096 tokens: 1100 us, by 160 of 264 CTAs 1163).
         """

@@ -19,12 +19,14 @@ from cute_ep.layouts.formats import BF16, FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
-from cute_ep.library import Library
+from cute_ep.library import Library, LibraryEntry
 from cute_ep.reference_local import fill_groups
 from cute_ep.validate import check_input_scale, check_tensor
 
 MAX_ROWS = 1 << 30
 SIGN_BIT = 1 << 31
+LOCAL_KERNELS = (QUANTIZE_KERNEL, *SWIGLU_KERNELS, COPY_KERNEL)
+"""Kernels of one GPU, which know of no rank."""
 
 
 class SwigluRows(NamedTuple):
@@ -41,9 +43,21 @@ class SwigluRows(NamedTuple):
 
 @cache
 def _kernel(device: int, name: str, fmt: str | None, folder: str | None) -> Kernel:
+    return _load(device, Library(folder).find(name, architecture(torch.device("cuda", device)), fmt))
+
+
+@cache
+def _load(device: int, entry: LibraryEntry) -> Kernel:
     with torch.cuda.device(device):
-        arch = architecture(torch.device("cuda", device))
-        return Kernel(Library(folder).find(name, arch, fmt))
+        return Kernel(entry)
+
+
+def load_local_kernels(device: int, library: Library) -> None:
+    """Load what the functions here may launch on a device (an ordinal), from a library and from the default one."""
+    arch = architecture(torch.device("cuda", device))
+    for entry in (*library.entries.values(), *Library().entries.values()):
+        if entry.variant.arch == arch and entry.variant.kernel in LOCAL_KERNELS:
+            _load(device, entry)
 
 
 def quantize(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -17,8 +18,6 @@ Result = TypeVar("Result")
 class PendingDispatch(NamedTuple):
     """A dispatch that was sent and not yet received: hand it to `dispatch_wait`, in the order of sending."""
 
-    rounds: Rounds
-    number: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
     return_pieces: int
@@ -28,8 +27,6 @@ class PendingDispatch(NamedTuple):
 class PendingCombine(NamedTuple):
     """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
-    rounds: Rounds
-    number: int
     dispatched: Dispatched
     mode: str
     rows: torch.Tensor
@@ -50,16 +47,12 @@ MAX_OUTSTANDING = 2
 
 
 class Rounds:
-    """Counts the rounds of one phase that were enqueued, and refuses an order that the buffers cannot serve."""
+    """The rounds of one phase that a rank has enqueued: counts them, keeps those that were sent and not received, and
+    refuses an order that the buffers cannot serve. Numbers begin at 1."""
 
     def __init__(self, phase: str) -> None:
         self.phase, self.sent, self.received = phase, 0, 0
-
-    def check_own(self, own: bool, pending: object, rank: int) -> None:
-        """EPInputError unless a half was sent here: `own`."""
-        if not own:
-            whose = f"{self.phase}_async of this communicator, rank {rank},"
-            raise EPInputError(f"pending = {type(pending).__name__}: must be what {whose} returned")
+        self._outstanding: deque[Any] = deque()
 
     def check_send(self) -> None:
         """EPInputError when MAX_OUTSTANDING sends already wait."""
@@ -68,20 +61,44 @@ class Rounds:
                 f"{self.phase}_async: {MAX_OUTSTANDING} are outstanding; call {self.phase}_wait for the oldest first"
             )
 
-    def check_wait(self, number: int) -> None:
-        """EPInputError unless round `number` is the oldest that was sent and not received."""
-        if number != self.received + 1 or self.received == self.sent:
-            raise EPInputError(
-                f"{self.phase}_wait: this is round {number}, but the next to receive is {self.received + 1} "
-                f"({self.sent - self.received} outstanding)"
-            )
-
     def check_fused(self) -> None:
         """EPInputError when a split round is outstanding: a fused launch would receive that one."""
         if self.sent != self.received:
             raise EPInputError(
-                f"{self.phase}: {self.sent - self.received} split round(s) outstanding; call {self.phase}_wait first"
+                f"{self.phase}: {self.sent - self.received} split round(s) outstanding; receive them first with "
+                f"{self.phase}_wait (without an argument it takes the oldest, also one whose pending was lost)"
             )
+
+    def oldest(self, pending: object | None, rank: int) -> Any:
+        """What `count_sent` was given for the oldest round that is outstanding.
+
+        Raises:
+            EPInputError: there is none, or `pending` is given and is not that.
+        """
+        if pending is not None and not any(pending is one for one in self._outstanding):
+            whose = f"{self.phase}_async of this communicator, rank {rank},"
+            raise EPInputError(
+                f"pending = {type(pending).__name__}: must be what {whose} returned, and not received before"
+            )
+        if not self._outstanding:
+            raise EPInputError(f"{self.phase}_wait: no round is outstanding; call {self.phase}_async first")
+        if pending is not None and pending is not self._outstanding[0]:
+            number = self.received + 1 + next(at for at, one in enumerate(self._outstanding) if one is pending)
+            raise EPInputError(
+                f"pending = round {number} of {self.phase}: must be round {self.received + 1}, the oldest of "
+                f"{len(self._outstanding)} that are outstanding"
+            )
+        return self._outstanding[0]
+
+    def count_sent(self, pending: object) -> None:
+        """A sending half was enqueued; `pending` is what its receiving half will need."""
+        self._outstanding.append(pending)
+        self.sent += 1
+
+    def count_received(self) -> None:
+        """The receiving half of the oldest outstanding round was enqueued."""
+        self._outstanding.popleft()
+        self.received += 1
 
     def count_fused(self) -> None:
         """A fused launch was enqueued."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cute_ep.driver import HostMemory
-from cute_ep.errors import EPInputError, EPTimeout
-from cute_ep.layouts.routing import INPUT_ERRORS, Phase, StatusWord
+from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.arena import StateWord
+from cute_ep.layouts.routing import INPUT_ERRORS, WIDE_ID, Phase, StatusWord
 
 
 def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) -> None:
@@ -15,35 +16,48 @@ def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) ->
     for phase in INPUT_ERRORS:
         if phase in found:
             index, expected, seen = found[phase]
-            texts.append(
-                f"topk_ids.flatten()[{index}] = {seen}: must be -1 or in [0, {expected})"
-                if phase == Phase.EXPERT_ID
-                else f"out holds {expected} rows, but those that arrived take {seen}"
-            )
+            if phase == Phase.ROW_CAPACITY:
+                texts.append(f"out holds {expected} rows, but those that arrived take {seen}")
+            else:
+                value = "beyond 32 bits" if seen == WIDE_ID else seen
+                texts.append(f"topk_ids.flatten()[{index}] = {value}: must be -1 or in [0, {expected})")
     if texts:
         raise EPInputError(f"rank {rank}: {'; '.join(texts)}")
 
 
-class Status:
-    """One rank's status records, in host memory that its kernels store to: one for each of `peers` ranks, itself
-    among them, and one for each of INPUT_ERRORS."""
+ORDER_OPERATIONS = {StateWord.DISPATCH_SEND_EPOCH: "dispatch", StateWord.COMBINE_SEND_EPOCH: "combine"}
 
-    def __init__(self, rank: int, peers: int) -> None:
+
+class Status:
+    """One rank's status records, in host memory that its kernels store to: one for each of `peers`, the ranks that it
+    exchanges messages with, itself among them, and one for each of INPUT_ERRORS."""
+
+    def __init__(self, rank: int, peers: tuple[int, ...]) -> None:
         self.rank, self.peers = rank, peers
-        self.memory = HostMemory(len(StatusWord) * (peers + len(INPUT_ERRORS)))
-        self._phases = slice(StatusWord.PHASE, len(StatusWord) * peers, len(StatusWord))
+        self.memory = HostMemory(len(StatusWord) * (len(peers) + len(INPUT_ERRORS)))
+        self._phases = slice(StatusWord.PHASE, len(StatusWord) * len(peers), len(StatusWord))
         self.address, self.free = self.memory.address, self.memory.free
 
     @property
     def failed(self) -> bool:
-        """Whether a wait of this rank has timed out."""
+        """Whether a wait of this rank has timed out, or a launch came out of order."""
         return any(self.memory.words[self._phases])
 
-    def raise_timeout(self) -> None:
-        """EPTimeout when a wait has timed out: it names the peers, the phase, the epochs expected and seen."""
+    def raise_failure(self) -> None:
+        """EPTimeout when a wait has timed out: names the peers, the phase, the epochs expected and seen. EPError when a
+        fused launch has found a round that was sent and not received."""
         if not self.failed:
             return
-        missing = {peer: record for peer, record in enumerate(self._records()[: self.peers]) if record[0]}
+        records = dict(zip(self.peers, self._records(), strict=False))
+        missing = {peer: record for peer, record in records.items() if record[0]}
+        for phase, word, received, sent in missing.values():
+            if phase == Phase.ORDER:
+                operation = ORDER_OPERATIONS[StateWord(word)]
+                raise EPError(
+                    f"rank {self.rank}: a fused {operation} ran when {sent} rounds had been sent and {received} "
+                    "received (were graphs replayed in another order than captured?); it did nothing, and the "
+                    "communicator is unusable: close all ranks and connect again"
+                )
         details = [
             f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
             if phase == Phase.GRID
@@ -56,7 +70,7 @@ class Status:
     def raise_input_error(self) -> None:
         """EPInputError when a kernel found this rank's input wrong, once; of each kind the latest is told."""
         found = {}
-        for number, (phase, index, expected, seen) in enumerate(self._records()[self.peers :], start=self.peers):
+        for number, (phase, index, expected, seen) in list(enumerate(self._records()))[len(self.peers) :]:
             if phase:
                 self.memory.words[len(StatusWord) * number] = Phase.NONE
                 found[Phase(phase)] = index, expected, seen - (1 << 32) if seen >> 31 else seen

@@ -14,6 +14,7 @@ from cute_ep.config import EPConfig, is_number
 from cute_ep.dispatched import (
     DispatchBuffers,
     Dispatched,
+    Origin,
     buffer_shapes,
     payload_columns,
     payload_dtype,
@@ -171,10 +172,24 @@ def check_mode(mode: str) -> None:
         raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
 
 
-def check_batch(cfg: EPConfig, rank: int, dispatched: Dispatched, device: torch.device | str) -> None:
-    """EPInputError unless `dispatched` is a rank's batch of this configuration, on this device."""
+def check_batch(
+    cfg: EPConfig, rank: int, dispatched: Dispatched, device: torch.device | str, origin: Origin | None = None
+) -> None:
+    """EPInputError unless `dispatched` is a batch of the communicator with this origin, and its buffers still hold it.
+    Of a batch that was put together from tensors the shapes are compared: its origin is None."""
     if not isinstance(dispatched, Dispatched):
         raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
+    if dispatched.origin is not None:
+        if dispatched.origin is not origin:
+            raise EPInputError(
+                f"dispatched = batch of another communicator (its rank {dispatched.origin.rank}): must be what a "
+                f"dispatch of this communicator, rank {rank}, returned"
+            )
+        if dispatched.use.latest is not None and not dispatched.is_latest_of(dispatched.origin):
+            raise EPInputError(
+                "dispatched: is not the batch that its buffers hold: a later dispatch was given them as `out` (combine "
+                "before that, or give each batch in flight buffers of its own), or this is a copy"
+            )
     if dispatched.rank != rank:
         raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
     check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=(cfg.groups + 1,), device=device)

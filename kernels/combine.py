@@ -32,7 +32,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ep.kernels.block import launch_config, shared_array
 from cute_ep.kernels.give_back import GiveBack
-from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.reduce import Reduce
@@ -43,13 +43,12 @@ from cute_ep.layouts.routing import NO_ROW, Phase
 
 
 @dataclass(frozen=True)
-class CombineArgs(GroupArgs, SharedExpertArgs):
+class CombineArgs(GroupArgs, IdArgs, SharedExpertArgs):
     """Run-time arguments of the combine kernels, in parameter order.
 
     Send: rows [capacity, hidden] bf16; row_map, headers, weights of the dispatch output; CTAs below send_ctas send.
-    Receive: out [T, hidden] (unweighted [T, K, hidden]) of out_type (`OutputType`), the own topk_ids and
-    router_weights, tokens T, log2 of the pieces of a returned row, as dispatched, rows for the shared expert; CTAs
-    from receive_from receive.
+    Receive: out [T, hidden] (unweighted [T, K, hidden]) of out_type (`OutputType`), the own router_weights, tokens T,
+    log2 of the pieces of a returned row, as dispatched, rows for the shared expert; CTAs from receive_from receive.
     """
 
     rows: Int64
@@ -59,7 +58,6 @@ class CombineArgs(GroupArgs, SharedExpertArgs):
     capacity: Int32
     send_ctas: Int32
     out: Int64
-    topk_ids: Int64
     router_weights: Int64
     epilogue_data: Int64
     out_type: Int32
@@ -99,7 +97,7 @@ class Combine:
     def kernel(self, args: CombineArgs):
         group = open_group(args, self.peers, Int32(0))
         received = group.completed(StateWord.COMBINE_RECV_EPOCH)
-        epoch = received + 1  # a fused launch finds as many rounds sent as received
+        epoch = received + 1  # a fused launch receives what it sends: `wait_all_ranks`
         if cutlass.const_expr(not self.receive):
             epoch = group.completed(StateWord.COMBINE_SEND_EPOCH) + 1
         sEpoch = shared_array(self.epoch, Int64)  # for what needs it seldom: registers are short
@@ -117,7 +115,8 @@ class Combine:
             row, weight = Int32(NO_ROW), Float32(0.0)
             if group.cta < args.send_ctas:
                 row, weight = self.give_back_role.prepare(group, args)
-            alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)
+            sent = StateWord.COMBINE_SEND_EPOCH if self.receive else None
+            alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)
             if group.cta < args.send_ctas and alive:
                 self.give_back_role.run(group, args, row, weight)
                 uneven = self.give_back_role.returns.are_uneven(args)

@@ -30,7 +30,7 @@ from cutlass import Boolean, Int32, Int64
 from cute_ep.kernels.block import launch_config
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.expand import Expand
-from cute_ep.kernels.group import GroupArgs, GroupView, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.pieces import spare_cta
 from cute_ep.kernels.route import Route
@@ -42,13 +42,13 @@ from cute_ep.layouts.record import RegionMap
 
 
 @dataclass(frozen=True)
-class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
+class DispatchArgs(GroupArgs, IdArgs, SharedExpertArgs, ScaleArgs):
     """Run-time arguments of the three dispatch kernels, in parameter order.
 
     Rows on the wire and in the output: payload_bytes, scale_bytes, row_scale_bytes (0: none); in a message the scales
     are at scales_at, the row's own scale at row_scale_at.
     Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
-    bf16; topk_ids [T, K] i32, router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
+    bf16; router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
     pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send), packed (of
     `open_group`).
     Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
@@ -63,7 +63,6 @@ class DispatchArgs(GroupArgs, SharedExpertArgs, ScaleArgs):
     x: Int64
     scales: Int64
     given_row_scales: Int64
-    topk_ids: Int64
     router_weights: Int64
     global_scale: Int64
     tokens: Int32
@@ -108,7 +107,8 @@ class Dispatch:
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         if codec is not None:
-            self.route_role = Route(WeightReader(router_weights), shared)
+            sent = StateWord.DISPATCH_SEND_EPOCH if receive else None
+            self.route_role = Route(WeightReader(router_weights), sent, shared)
             self.send_role = Send(codec, input_scale, ahead, shared)
         self.expand_role = Expand(shared)
         self.shared_bytes = shared.nbytes
@@ -121,7 +121,7 @@ class Dispatch:
     def kernel(self, args: DispatchArgs):
         group = open_group(args, self.peers, args.packed)
         received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
-        epoch = received + 1  # a fused launch finds as many rounds sent as received
+        epoch = received + 1  # a fused launch receives what it sends: `wait_all_ranks`
         if cutlass.const_expr(not self.receive):
             epoch = group.completed(StateWord.DISPATCH_SEND_EPOCH) + 1
         spare = spare_cta(args.send_ctas if self.send else group.ctas)

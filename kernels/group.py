@@ -16,7 +16,7 @@ from cute_ep.kernels.sync import Watch, block_all, is_healthy, post, report, wai
 from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of, is_wide
 from cute_ep.layouts.device import DeviceRegion, array, pointer
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
+from cute_ep.layouts.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, WIDE_ID, Phase
 
 ArenaArgs = make_dataclass(
     "ArenaArgs", [(name, Int64 if is_wide(name) else Int32) for name in ANY_ARENA.arguments()], frozen=True
@@ -28,8 +28,8 @@ ArenaArgs = make_dataclass(
 class GroupArgs(ArenaArgs):
     """Arguments that all kernels of a group share. Addresses are 64-bit; sizes and counts 32-bit.
 
-    arena: this rank's arena. peers: int64[R], every rank's arena as this device maps it. status: host-visible
-    records, (R + len(INPUT_ERRORS)) x 16 bytes. *_magic: the `division_magic` of the count before it.
+    arena: this rank's arena. status: host-visible records, (R + len(INPUT_ERRORS)) x 16 bytes. *_magic: the
+    `division_magic` of the count before it.
 
     chained: 1 where the next launch may start while this one runs, to wait for its end.
 
@@ -38,7 +38,6 @@ class GroupArgs(ArenaArgs):
     """
 
     arena: Int64
-    peers: Int64
     status: Int64
     timeout_ns: Int64
     rank: Int32
@@ -69,6 +68,26 @@ class SharedExpertArgs:
 def owns_shared(args: SharedExpertArgs, token) -> Boolean:
     """Whether the shared expert takes this token of the own rank."""
     return (token >= args.shared_first) & (token < args.shared_first + args.shared_rows)
+
+
+@dataclass(frozen=True)
+class IdArgs:
+    """topk_ids: [T, K] expert ids, of 32 bits, or of 64 where topk_ids_wide is 1 (else it is 0)."""
+
+    topk_ids: Int64
+    topk_ids_wide: Int32
+
+
+@cute.jit
+def given_id(args: IdArgs, index) -> Int32:
+    """Entry `index` of the flat topk_ids; WIDE_ID where it does not fit 32 bits, for all readers of the id alike."""
+    wide = args.topk_ids_wide
+    gWords = array(args.topk_ids, Int32, Int32(1 << 30))
+    given = gWords[Int32(index) << wide]
+    if wide != 0:
+        if gWords[(Int32(index) << 1) + 1] != given >> 31:
+            given = Int32(WIDE_ID)
+    return given
 
 
 @dataclass(frozen=True)
@@ -133,17 +152,25 @@ class GroupView:
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
     @cute.jit
-    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr) -> Boolean:
-        """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`. The peer table may be
-        read after it.
+    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent: cutlass.Constexpr) -> Boolean:
+        """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`, two rounds before the one
+        that this launch sends. The peer table may be read after it.
 
-        False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch.
+        False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch; and of
+        a fused launch, for which `sent` is the word that counts sent rounds, when the round was sent before.
         """
         alive = Boolean(True)
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
             flag = self.base + flags.at(tid)
-            alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+            if cutlass.const_expr(sent is None):
+                alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+            else:
+                already = self.completed(sent)
+                alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+                if alive & (already != epoch + 1):  # behind a timeout the counts may well differ: that was told
+                    report(self.watch, self.rank, Phase.ORDER, Int32(int(sent)), epoch + 1, already)
+                    alive = Boolean(False)
             sPeers[tid] = self.peer_base
         return block_all(alive)
 
@@ -183,7 +210,7 @@ def open_group(args: GroupArgs, peers: Region, packed: Int32) -> GroupView:
     """
     tid = cute.arch.thread_idx()[0]
     sPeers = shared_array(peers, Int64)
-    gPeers = array(args.peers, Int64, args.ranks)
+    gPeers = array(args.arena + args.peers_at, Int64, args.ranks)
     peer_base = Int64(0)
     if tid < args.ranks:
         peer_base = gPeers[tid]

@@ -17,13 +17,13 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 from cute_ep.kernels.arith import VECTOR_ELEMENTS, accumulate, anew, halves, round_vector
 from cute_ep.kernels.express import blank_vector, has_blank, home_of, is_express, look_at_vector, wait_whole
 from cute_ep.kernels.give_back import LOST
-from cute_ep.kernels.group import owns_shared
+from cute_ep.kernels.group import given_id, owns_shared
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.pieces import SEGMENT, Numbers, are_many, first_item, from_lane, has_bit, lowest, piece_of
 from cute_ep.kernels.returns import row_units
 from cute_ep.kernels.sync import wait_at_least, warp_all
 from cute_ep.layouts.arena import COMBINE_ITEMSIZE, convoy_of
-from cute_ep.layouts.device import array, vector_at, vector_atom, vector_tensor
+from cute_ep.layouts.device import vector_at, vector_atom, vector_tensor
 from cute_ep.layouts.formats import VECTOR_BYTES
 from cute_ep.layouts.launch import WARPS
 from cute_ep.layouts.record import RegionMap
@@ -71,7 +71,7 @@ class Reduce:
         expert = Int32(MASKED_ENTRY)
         weight = Float32(0.0)
         if lane < group.top_k:
-            expert = group.expert_of(array(args.topk_ids, Int32, args.tokens * group.top_k)[index])
+            expert = group.expert_of(given_id(args, index))
             if cutlass.const_expr(self.mode == "exact"):
                 weight = self.weights.read(args.router_weights, index, group)
         owner = lane  # of slot `lane`

@@ -15,10 +15,11 @@ from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient
+from cute_ep.kernels.group import given_id
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.sync import post_dated
-from cute_ep.layouts.arena import DATED_BYTES, HeaderWord
-from cute_ep.layouts.device import array, item_coord
+from cute_ep.layouts.arena import DATED_BYTES, HeaderWord, StateWord
+from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.launch import THREADS
 from cute_ep.layouts.record import Region, RegionMap
 from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
@@ -31,17 +32,18 @@ ROUTE_WARPS = ROUTE_ENTRIES // 32
 
 
 class Route:
-    """Builds this rank's routing table and pushes it to all peers."""
+    """Builds this rank's routing table and pushes it to all peers. sent: of `GroupView.wait_all_ranks`."""
 
-    def __init__(self, weights: WeightReader, shared: RegionMap) -> None:
-        self.weights = weights
+    def __init__(self, weights: WeightReader, sent: StateWord | None, shared: RegionMap) -> None:
+        self.weights, self.sent = weights, sent
         self.histogram = shared.add("histogram", 4, MAX_EXPERTS)
         self.warp_words = shared.add("route_warp_counts", 4, ROUTE_WARPS * MAX_EXPERTS // 4)
         self.warp_counts = Region("", self.warp_words.offset, 1, (ROUTE_WARPS, MAX_EXPERTS), (MAX_EXPERTS, 1))
 
     @cute.jit
     def run(self, group, args, epoch: Int64) -> Boolean:
-        """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout.
+        """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout or out of
+        order.
 
         Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. The first chunk,
         and ids before it, are on their way from memory during the wait, whose barrier also stands behind the tables'
@@ -57,7 +59,7 @@ class Route:
         self._load_before(group, args, chunk, group.tid, rId)
         if chunk < chunks:
             self._zero_counts(group)
-        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)
+        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED, self.sent)
         while alive and chunk < chunks:
             if chunk == chunks - 1:
                 self._push_header(group, args, epoch)
@@ -81,7 +83,7 @@ class Route:
         given = Int32(MASKED_ENTRY)
         weight = Int32(0)
         if (group.tid < ROUTE_ENTRIES) & (index < args.tokens * group.top_k):
-            given = array(args.topk_ids, Int32, args.tokens * group.top_k)[index]
+            given = given_id(args, index)
             if args.router_weights != Int64(0):
                 weight = self.weights.read(args.router_weights, index, group).bitcast(Int32)
         return given, weight
@@ -106,10 +108,9 @@ class Route:
         before = self._before(group, args, chunk)
         rId.fill(MASKED_ENTRY)
         if (index < before) & ((chunk - 1) * ROUTE_ENTRIES < entries):
-            gIds = array(args.topk_ids, Int32, entries)
             for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
                 if index + slot * THREADS < before:
-                    rId[slot] = gIds[index + slot * THREADS]
+                    rId[slot] = given_id(args, index + slot * THREADS)
 
     @cute.jit
     def _count_chunk(self, group, args, chunk: Int32, given: Int32, rId):

@@ -20,7 +20,7 @@ from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.divide import quotient, remainder
 from cute_ep.kernels.express import has_blank, home_of, is_express, send_vector, send_word
-from cute_ep.kernels.group import owns_shared
+from cute_ep.kernels.group import given_id, owns_shared
 from cute_ep.kernels.pieces import (
     SEGMENT,
     dealt_first,
@@ -133,7 +133,7 @@ class Send:
         """Entry `lane` of the token's expert ids; MASKED_ENTRY beyond top_k."""
         given = Int32(MASKED_ENTRY)
         if lane < group.top_k:
-            given = array(args.topk_ids, Int32, args.tokens * group.top_k)[token * group.top_k + lane]
+            given = given_id(args, token * group.top_k + lane)
         return given
 
     @cute.jit

@@ -6,6 +6,7 @@ is the round number (epoch) modulo 2. The third column names who writes a word; 
 | region            | axes                               | written by  | meaning                                     |
 | ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
 | state             | (StateWord)                        | owner       | epochs, exit and other counters, abort      |
+| peers             | (peer)                             | host        | address of each peer's arena, as mapped here|
 | combine_taken     | (parity, turn, counter, word)      | owner       | numbers that sending warps have taken       |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
@@ -175,6 +176,7 @@ class Arena:
         row = hidden * COMBINE_ITEMSIZE
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
+        self.peers = regions.add("peers", 8, ranks)
         self.combine_taken = regions.add("combine_taken", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)

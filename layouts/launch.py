@@ -7,6 +7,8 @@ THREADS = 512
 WARPS = THREADS // 32
 CTAS_PER_SM = 2
 """Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
+FREE_SMS = 8
+"""SMs without a CTA of ours where ranks share a GPU, for all that they have to run between their calls."""
 TILE_ELEMENTS = 1024
 """Elements of one row that a warp converts at a time (`kernels/rows.py`)."""
 SLICE_BYTES = 32768

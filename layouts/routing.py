@@ -86,10 +86,15 @@ class Phase(IntEnum):
     EXPERT_ID = 6
     ROW_CAPACITY = 7
     GRID = 8
+    ORDER = 9
 
 
 INPUT_ERRORS = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)
 """What a kernel may find wrong with its rank's input; the round goes on."""
+
+
+WIDE_ID = -(1 << 31)
+"""What kernels take an expert id for that does not fit 32 bits: no expert's."""
 
 
 class OutputType(IntEnum):

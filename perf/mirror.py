@@ -148,6 +148,7 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
                 max_ctas=ctas,
                 tuning=built_in(cfg, ctas),
                 shared_device=False,
+                group=None,
                 release=lambda _: None,
             )
             everything.callback(communicator.free)

@@ -17,6 +17,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in {
         "enable_all_peers": lambda devices: None,
         "load_kernels": lambda *args: {},
+        "load_local_kernels": lambda device, library: None,
         "unload_kernels": lambda kernels, device: None,
         "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
         "resident_ctas": driver.resident_ctas.__wrapped__,
@@ -25,6 +26,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(connection, name, fake)
     properties = SimpleNamespace(multi_processor_count=SMS)
     for name, fake in {
+        "current_device": lambda: 0,
         "get_device_name": lambda device: GPU,
         "get_device_properties": lambda device: properties,
         "device_count": lambda: GPUS,

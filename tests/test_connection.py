@@ -7,15 +7,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from cute_ep import connection
+from cute_ep import connection, meeting
 from cute_ep.config import EPConfig
-from cute_ep.connection import _check_places, _on_all_ranks, _Place
+from cute_ep.connection import _check_places, _Place
 from cute_ep.errors import EPConfigError, EPError
+from cute_ep.meeting import Meeting
 from cute_ep.tuning import built_in
 
 RANKS = 3
@@ -41,20 +43,29 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
         except Exception as error:
             return error
 
+    def monitored_barrier(group: None, timeout: timedelta, *, wait_all_ranks: bool) -> None:
+        try:
+            barrier.wait(timeout.total_seconds())
+        except threading.BrokenBarrierError:
+            raise RuntimeError("rank(s) failed to pass monitoredBarrier") from None
+
     dist = SimpleNamespace(
         all_gather_object=all_gather_object,
-        barrier=lambda group: barrier.wait(),
+        monitored_barrier=monitored_barrier,
+        new_group=lambda ranks, backend, use_local_synchronization: None,
+        destroy_process_group=lambda group: None,
         get_rank=lambda group: mine.rank,
         get_world_size=lambda group: RANKS,
         is_initialized=lambda: True,
     )
     monkeypatch.setattr(connection, "dist", dist)
+    monkeypatch.setattr(meeting, "dist", dist)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(work, range(RANKS)))
 
 
 def test_every_rank_hears_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    got = collective(monkeypatch, lambda rank: _on_all_ranks(None, lambda: 10 * rank, lambda made: made + 1))
+    got = collective(monkeypatch, lambda rank: Meeting(None).on_all_ranks(lambda: 10 * rank, lambda made: made + 1))
     assert got == [(10 * rank, [1, 11, 21]) for rank in range(RANKS)]
 
 
@@ -69,7 +80,9 @@ def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at
 
     got = collective(
         monkeypatch,
-        lambda rank: _on_all_ranks(None, lambda: step("make", rank), lambda made: step("share", made), undone.append),
+        lambda rank: Meeting(None).on_all_ranks(
+            lambda: step("make", rank), lambda made: step("share", made), undone.append
+        ),
     )
     assert isinstance(got[1], MemoryError)
     for rank in (0, 2):
@@ -119,15 +132,17 @@ def test_the_reference_backend_takes_good_options(tmp_path: Path) -> None:
     ("devices", "sms", "ctas"),
     [
         ([0, 1, 2, 3], None, [264] * 4),
-        ([0, 1, 2, 3], 16, [32] * 4),
-        ([0, 0, 0, 0], None, [66] * 4),
-        ([0, 0, 0, 0], 16, [32] * 4),
-        ([0, 0, 0, 0], 132, [66] * 4),
-        ([0, 1, 0, 0], None, [88, 264, 88, 88]),
+        ([0, 1, 2, 3], 132, [264] * 4),
+        ([0, 1, 2, 3], 16, [16] * 4),
+        ([0, 1, 2, 3], 131, [131] * 4),
+        ([0, 0, 0, 0], None, [31] * 4),
+        ([0, 0, 0, 0], 16, [16] * 4),
+        ([0, 0, 0, 0], 132, [31] * 4),
+        ([0, 1, 0, 0], None, [41, 264, 41, 41]),
     ],
 )
-def test_ranks_that_share_a_gpu_are_resident_together(gpus: None, devices: list, sms: int | None, ctas: list) -> None:
-    """GPUs of 132 SMs, which hold two CTAs each."""
+def test_ranks_that_share_a_gpu_leave_sms_free(gpus: None, devices: list, sms: int | None, ctas: list) -> None:
+    """GPUs of 132 SMs, which hold two CTAs each: all of a GPU to one rank, else at most one CTA on an SM, 8 without."""
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in devices], sms=sms)
     assert [rank.max_ctas for rank in ranks] == ctas
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
@@ -203,6 +218,7 @@ class Machine:
             "close_handle": lambda device, address: self.give_back(("mapping", dist_rank(), address)),
             "Communicator": lambda *args, release, **options: self.communicator(release),
             "Library": lambda folder: None,
+            "load_local_kernels": lambda device, library: None,
             "_max_ctas": lambda device, sms, ranks: 8,
         }
         for name, fake in fakes.items():

@@ -51,7 +51,7 @@ def test_sources_do_not_overlap(ranks: int, tokens: int, fmt: str) -> None:
         assert blocks.arguments[f"{name}_at"] >= end
         sources = region.shape[SOURCE_MODE[name]] if name in SOURCE_MODE else 1
         end = blocks.arguments[f"{name}_at"] + region.nbytes // sources
-        own = (*CONSUMED, "state", "combine_taken")
+        own = (*CONSUMED, "state", "combine_taken", "peers")
         assert name in SOURCE_MODE or name in own, "a region that the mirror does not know"
     assert end <= blocks.nbytes
     farthest = max(cfg.world_size, cfg.top_k) + ranks - 1

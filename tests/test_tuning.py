@@ -25,7 +25,6 @@ from cute_ep.errors import EPConfigError
 from cute_ep.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning, pieces_for
 from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, message_bytes
 from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.launch import CTAS_PER_SM
 from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
 from cute_ep.layouts.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
 from cute_ep.tuning import COMBINE, DISPATCH, ONE_A_SM, TABLE_CTAS, built_in
@@ -324,9 +323,9 @@ def test_communicators_look_once_and_prefer_what_they_are_given(
 def test_communicators_have_the_tables_of_their_ctas(gpus: None) -> None:
     """Of the SM budget, and of the ranks that share a GPU."""
     few, half = (Entry(MANY, 30, 0, 1),), (Entry(MANY, 60, 0, 1),)
-    write_tables({setting(ctas=32): few, setting(): MINE, setting(gpus=3, ctas=132): half})
-    for sms, table in ((16, few), (132, MINE), (24, None)):
-        built = built_in(CFG, CTAS_PER_SM * sms)
+    write_tables({setting(ctas=32): few, setting(): MINE, setting(gpus=3, ctas=62): half})
+    for sms, ctas, table in ((32, 32, few), (132, TABLE_CTAS, MINE), (48, 48, None)):
+        built = built_in(CFG, ctas)
         ranks = connection.connect_local(CFG, [f"cuda:{index}" for index in range(4)], sms=sms)
         assert [rank.tuning for rank in ranks] == [replace(built, dispatch=table or built.dispatch)] * 4
     ranks = connection.connect_local(CFG, ["cuda:0", "cuda:0", "cuda:1", "cuda:2"])
@@ -431,7 +430,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     made: list[SimpleNamespace] = []
 
     def connect(cfg: EPConfig, devices: list[str], *, sms: int | None, library: str | None) -> list[SimpleNamespace]:
-        ctas = CTAS_PER_SM * (sms or 132)
+        ctas = sms or TABLE_CTAS
         made.extend(SimpleNamespace(cfg=cfg, tuning=None, max_ctas=ctas, closed=False) for _ in devices)
         for rank in made:
             rank.close = lambda rank=rank: setattr(rank, "closed", True)
@@ -484,7 +483,7 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
     before = file.read_text()
     assert main(["tune", "--tokens", "16", "--format", "fp8"]) == 0
     assert file.read_text() == before, "other numbers of tokens keep what was found"
-    assert main(["tune", "--tokens", "16", "--format", "fp8", "--sms", "16"]) == 0
+    assert main(["tune", "--tokens", "16", "--format", "fp8", "--sms", "32"]) == 0
     few = built_in(cfg, 32)
     wanted = few.revised("dispatch", {16: replace(few.entry("dispatch", 16), pieces=2)})
     assert find(cfg, gpus=2, ctas=32).dispatch == wanted.dispatch != few.dispatch

@@ -331,7 +331,7 @@ def test_split_calls_out_of_order_are_refused() -> None:
         second = communicator.dispatch_async(*batch.arguments[0])
         with pytest.raises(EPInputError, match="2 are outstanding"):
             communicator.dispatch_async(*batch.arguments[0])
-        with pytest.raises(EPInputError, match="next to receive is 1"):
+        with pytest.raises(EPInputError, match="round 2 of dispatch: must be round 1"):
             communicator.dispatch_wait(second)
         communicator.dispatch_wait(first)
         dispatched = communicator.dispatch_wait(second, batch.buffers[0])

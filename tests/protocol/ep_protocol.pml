@@ -9,19 +9,26 @@
  *   (b) a reader that has passed its wait reads the whole data of its own epoch
  *   (c) nobody dies: no deadlock; no timeout is modelled, so none was needed
  *   (d) a rank dies: every other rank terminates, and completes no round of which an item is missing
+ *   (f) no round is sent twice; with -DMISTAKE nobody completes the round of the launch that finds one outstanding
+ *       (docs/protocol.md has (e), of -DGRID)
  *
  *   -DN=2|3 -DROUNDS=3 -DPIECES=1|2       size; with two pieces, round SHORT (2) is a shorter round of one piece
  *   -DORDER=SPLIT|STREAMS|ROLES|FUSED|MIXED   the launches of one rank, see below
- *   -DROUTING=ONE|ALL|SELF                which ranks have rows of a piece: one, which changes from round to round;
- *                                         all; of the pieces of rank 0 only rank 0, of the others' all
+ *   -DROUTING=ONE|SWING|ALL|SELF          which ranks have rows of a piece: one, which changes from a round to the next
+ *                                         of its parity, or to the next; all; of the pieces of rank 0 only rank 0, of
+ *                                         the others' all
  *   -DEMPTY                               rank 0 has no tokens: it sends a table and no messages, and its combine
  *                                         receives nothing and so waits for nobody
  *   -DDATES=256                           number of different dates; 256 are more than there are rounds
  *   -DEXPRESS=ALL|SOME                    rounds whose rows travel as express words: all; those of some ranks
  *   -DESCAPE                              some express words are BLANK by content, so their piece has a flag
+ *   -DCONVOY                              a rank's pieces that are not express share one flag, posted behind the last
+ *   -DUNEVEN                              in combine each express piece has a flag, BLANK or not, as in convoys
  *   -DFINE                                words posted, and pieces read, one at a time in any order
- *   -DDEATH                               rank 0 stops for ever at some point; a wait for a word of a rank that is
+ *   -DDEATH, -DDOOMED=0                   that rank stops for ever at some point; a wait for a word of a rank that is
  *                                         dead, or that has given up, may time out
+ *   -DMISTAKE=ONE|ALL                     rank 0, or every rank, makes a fused launch while its round 2 is sent and
+ *                                         not received; a wait for a word of a rank that has given up may time out
  *   -DSLOW                                any unsatisfied wait may time out at any moment
  *   -DDISPATCHES=0, -DCOMBINES=0          only the other phase
  *   -DMUTANT=...                          one protocol rule broken; the search must then find an error
@@ -33,13 +40,14 @@
  * ordered. A launch begins when the one before it on its stream has ended, and it has ended when its tasks have. The
  * epoch words move in that last step: no CTA reads them between the last CTA's store and the end of the launch.
  *
- * Payload. A payload cell (a convoy of pieces of messages, here one of one piece; a piece of what returns, in a slot
- * that another rank may fill in another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
+ * Payload. A payload cell (a piece of messages; a piece of what returns, in a slot that another rank may fill in
+ * another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
  * ordered among themselves, only before the flag that follows them (st.release.sys): they arrive at any moment between
  * the wait that precedes them and that flag, never after it. So the cells of ALL peers turn TORN in the step that
  * passes the wait (the earliest moment a store can arrive), and a cell turns to n in the step that posts its flag (the
  * latest). Every real arrival lies between, and a reader that looks in between fails an assertion. A slower warp
- * of the same sender passes the same wait later, which only shortens the interval.
+ * of the same sender passes the same wait later, which only shortens the interval. A convoy has one piece, or with
+ * -DCONVOY all of a rank; a warp that has stored its piece takes a step of its own, the last one's posts the flag.
  *
  * Dated words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
  * CTA) and one for the entries of each piece. A word holds the epoch of its value; a reader sees no more than the date,
@@ -67,7 +75,8 @@
  * pass of a dispatch receive needs no step here: it reads, once more, what was whole. Its meeting is in -DGRID.
  *
  * Timeouts. Warps decide one by one: when one gives up, the others of its task may give up too or go on, and then drop
- * the items of those that gave up. A launch that begins after a timeout passes no wait.
+ * the items of those that gave up; of an express piece word 0 may have been taken by then. A launch that begins after a
+ * timeout passes no wait.
  *
  * Termination. Every step advances a process or a word and nothing goes back, so the state graph has no cycle:
  * "no invalid end state" is the proof that every process of every live rank terminates.
@@ -93,6 +102,7 @@
 #define ALL 1
 #define SELF 2
 #define SOME 3
+#define SWING 4
 #ifndef ROUTING
 #define ROUTING ONE
 #endif
@@ -158,6 +168,8 @@
 #define SILENT_FAILURE 28    /* GRID: a CTA whose wait failed does not raise the abort word */
 #define FAILED_JOINS 29      /* GRID: a CTA whose wait failed comes to the meeting all the same */
 #define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
+#define EARLY_FLAG 31        /* the flag of a convoy is posted behind its first piece */
+#define UNCHECKED 32         /* a fused launch does not compare the rounds sent with those received */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -195,6 +207,9 @@
 #if ROUTING == ONE
 #define has_rows(n, s, c, d) (((s) + (c) + (n) / 2) % N == (d))     /* rounds 1 and 3, of one parity, differ */
 #define slot(d) 0
+#elif ROUTING == SWING
+#define has_rows(n, s, c, d) (((s) + (c) + (n)) % N == (d))         /* rounds 1 and 3 agree, round 2 differs */
+#define slot(d) 0
 #elif ROUTING == ALL
 #define has_rows(n, s, c, d) true
 #define slot(d) (d)
@@ -217,6 +232,23 @@
 #define content(n, s, c, w) (n)
 #endif
 
+/* The number of a piece's flag; whether it may be posted at peer p now. Flag 1 means other pieces in other rounds. */
+#ifdef CONVOY
+#define flag_of(phase, owner, writer, item) (by_words(phase, owner, writer) -> (item) : 1)
+#else
+#define flag_of(phase, owner, writer, item) (item)
+#endif
+#if defined(CONVOY) && MUTANT != EARLY_FLAG
+#define behind_convoy(p) !(todo & (1 << ((PIECES + 1) * N + (p)) | 1 << (2 * PIECES * N + (p))))
+#else
+#define behind_convoy(p) true
+#endif
+#ifdef UNEVEN
+#define flagged(phase, owner, writer, item) ((phase) == C || sent_word(phase, owner, writer, item, 1) == BLANK)
+#else
+#define flagged(phase, owner, writer, item) (sent_word(phase, owner, writer, item, 1) == BLANK)
+#endif
+
 /* Arena words. D or C, then the rank that owns the memory, then the rank that writes. */
 #define D 0
 #define C 1
@@ -234,7 +266,8 @@
 #else
 #define XWORD(phase, owner, n, writer, item, w) BLANK
 #endif
-#define FLAG(phase, owner, writer, item) flag[(((phase) * N + (owner)) * N + (writer)) * PIECES + (item) - 1]
+#define FLAG(phase, owner, writer, item) \
+    flag[(((phase) * N + (owner)) * N + (writer)) * PIECES + flag_of(phase, owner, writer, item) - 1]
 #define WORD(owner, n, writer, item) word[(((owner) * 2 + parity(n)) * N + (writer)) * WORDS + (item)]
 #define CONSUMED(phase, owner, writer) consumed[((phase) * N + (owner)) * N + (writer)]
 
@@ -268,8 +301,23 @@ bool lost[N * QUEUES];               /* ghost: an item was not received */
 #define KIND (OPERATION & 3)
 #define FINISHED (OPERATION == 0)
 
-#if defined(DEATH)
+/* The round that a launch which sends works on. A fused one takes the next to be received, if it is the next to be sent,
+ * too; the epoch words of a phase do not move while a launch runs, so all its CTAs decide alike. */
+#define FUSES (KIND == (SEND | RECEIVE))
+#define working ((FUSES -> received[PHASE * N + r] : sent[PHASE * N + r]) + 1)
+#if MUTANT == UNCHECKED
+#define in_order true
+#else
+#define in_order (!FUSES || sent[PHASE * N + r] == received[PHASE * N + r])
+#endif
+#ifdef MISTAKE
+#define mistaken(r) (MISTAKE == ALL || (r) == 0)
+#endif
+
+#ifndef DOOMED
 #define DOOMED 0
+#endif
+#if defined(DEATH)
 bool dead;
 #define dead_rank(p) (dead && (p) == DOOMED)
 #define DEAD :: dead_rank(r) -> goto out
@@ -283,6 +331,9 @@ bool dead;
 #elif defined(DEATH)
 #define TIMEOUTS
 #define gone(p) (aborted[p] || dead_rank(p))
+#elif defined(MISTAKE)
+#define TIMEOUTS
+#define gone(p) aborted[p]
 #endif
 
 #if N == 2
@@ -296,9 +347,9 @@ bool dead;
 #if MUTANT == NO_CONSUMED_WAIT
 #define free_again(word) true
 #elif MUTANT == WAIT_PREVIOUS
-#define free_again(word) ((word) + 1 > sent[PHASE * N + r])
+#define free_again(word) ((word) + 1 >= working)
 #else
-#define free_again(word) ((word) + 1 >= sent[PHASE * N + r])    /* word >= n - 2, n = sent + 1 */
+#define free_again(word) ((word) + 2 >= working)
 #endif
 #if MUTANT == EQUAL
 #define arrived(word) ((word) == n)
@@ -369,12 +420,16 @@ inline end_task(task) {
         :: complete && (KIND & RECEIVE) ->
             assert(!lost[q]);
             n = received[PHASE * N + r] + 1;
+#ifdef MISTAKE
+            assert(n + mistaken(r) <= 2);     /* nobody completes a round that a rank has not sent, or gave up on */
+#endif
             check(PHASE);
             received[PHASE * N + r] = n
         :: else
         fi;
         if
-        :: complete && (KIND & SEND) -> sent[PHASE * N + r]++
+        :: complete && (KIND & SEND) ->
+            sent[PHASE * N + r] = (FUSES -> received[PHASE * N + r] : sent[PHASE * N + r] + 1)
         :: else
         fi;
         failed[q] = false;
@@ -497,7 +552,8 @@ out: skip
  * added to `todo` when the warp has stored all words.
  *
  * The step that passes the wait: from now on stores of round n may arrive, at any peer, in any order.
- * Property (a): whatever the slots held has been read, by each peer, up to and including round n-2. */
+ * Property (a): whatever the slots held has been read, by each peer, up to and including round n-2. And (f): no round
+ * is sent twice. */
 inline overwrite(phase) {
     p = 0;
     do
@@ -508,6 +564,7 @@ inline overwrite(phase) {
         :: i <= items(phase, p, r) ->
             if
             :: phase == D ->
+                assert(WORD(p, n, r, i) != n);
 #if MUTANT == TWO_STORES
                 WORD(p, n, r, i) = n;
 #endif
@@ -523,7 +580,9 @@ inline overwrite(phase) {
                 todo = todo | (1 << ((PIECES + i) * N + p)) | (1 << ((2 * PIECES + i) * N + p))
             :: i > 0 && !by_words(phase, p, r) ->
                 if
-                :: travels(phase, p, r, i) -> CELL(phase, p, n, r, i) = TORN
+                :: travels(phase, p, r, i) ->
+                    assert(CELL(phase, p, n, r, i) != n);
+                    CELL(phase, p, n, r, i) = TORN
                 :: else
                 fi;
 #if MUTANT == FLAG_FIRST
@@ -549,7 +608,7 @@ inline overwrite(phase) {
 }
 
 /* The flags of express piece c at the peers that the warp which has stored to d stores to, when it has stored all words
- * and one is BLANK by content. */
+ * and the piece has one. */
 inline add_flags(c, d) {
     if
     :: PHASE == D -> peers = (1 << N) - 1
@@ -562,7 +621,7 @@ inline add_flags(c, d) {
         do
         :: peer < N ->
             if
-            :: (peers & (1 << peer)) && travels(PHASE, peer, r, c) && sent_word(PHASE, peer, r, c, 1) == BLANK ->
+            :: (peers & (1 << peer)) && travels(PHASE, peer, r, c) && flagged(PHASE, peer, r, c) ->
                 todo = todo | (1 << ((3 * PIECES + (c)) * N + peer))
             :: else
             fi;
@@ -571,6 +630,13 @@ inline add_flags(c, d) {
         od
     fi;
     peer = 0; peers = 0
+}
+
+inline arrive(d, item) {
+    if
+    :: item <= items(PHASE, d, r) && travels(PHASE, d, r, item) -> CELL(PHASE, d, n, r, item) = n
+    :: else
+    fi
 }
 
 /* Bit b, at peer b % N: a dated word, an express word, or payload has arrived and its flag follows. */
@@ -583,12 +649,18 @@ inline post(b) {
 #endif
         todo = todo & ~(1 << (b))
     :: (b) / N > PIECES && !by_words(PHASE, (b) % N, r) ->
+        todo = todo & ~(1 << (b));
         if
-        :: travels(PHASE, (b) % N, r, (b) / N - PIECES) -> CELL(PHASE, (b) % N, n, r, (b) / N - PIECES) = n
+        :: behind_convoy((b) % N) ->
+#if defined(CONVOY) && MUTANT != EARLY_FLAG
+            arrive((b) % N, 1);
+            arrive((b) % N, PIECES);
+#else
+            arrive((b) % N, (b) / N - PIECES);
+#endif
+            FLAG(PHASE, (b) % N, r, (b) / N - PIECES) = n
         :: else
-        fi;
-        FLAG(PHASE, (b) % N, r, (b) / N - PIECES) = n;
-        todo = todo & ~(1 << (b))
+        fi
 #ifdef EXPRESS
     :: (b) / N > PIECES && (b) / N <= 3 * PIECES && by_words(PHASE, (b) % N, r) ->
         XWORD(PHASE, (b) % N, n, r, ((b) / N - 1) % PIECES + 1, ((b) / N > 2 * PIECES)) =
@@ -666,9 +738,9 @@ proctype Send(byte r; byte q) {
     do
     :: FINISHED -> break
     DEAD
-    :: d_step { begun(SEND) && !dead_rank(r) -> n = sent[PHASE * N + r] + 1 }
+    :: d_step { begun(SEND) && !dead_rank(r) -> n = working }
         do
-        :: d_step { !dead_rank(r) && !stale[q] && every(writable) ->
+        :: d_step { !dead_rank(r) && !stale[q] && in_order && every(writable) ->
 #if MUTANT == ARENA_HEADER
             if
             :: PHASE == C ->
@@ -681,7 +753,7 @@ proctype Send(byte r; byte q) {
 #endif
             overwrite(PHASE) } break
 #ifdef TIMEOUTS
-        :: d_step { aborted[r] && !dead_rank(r) -> failed[q] = true } break
+        :: d_step { (aborted[r] || !in_order) && !dead_rank(r) -> aborted[r] = true; failed[q] = true } break
         :: d_step { !failed[q] && !dead_rank(r) && some(unwritable) -> aborted[r] = true; failed[q] = true }
 #endif
         DEAD
@@ -713,7 +785,18 @@ out: skip
 #define heeds(b) (!stale[q])
 #endif
 #ifdef TIMEOUTS
+#if defined(EXPRESS)                   /* a warp that has taken word 0 when it gives up */
+#define DROP_HALF(b) \
+    :: d_step { next(b) && !dead_rank(r) && heeds(b) && by_words(PHASE, r, (b) % N) && listed(b) && \
+        taken(PHASE, r, (b) % N, (b) / N + 1) && !blank(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, 0)) && \
+        (aborted[r] || !here(b) && gone((b) % N)) -> \
+        TAKE_WORD(b, 0); \
+        aborted[r] = true; failed[q] = true; lost[q] = true; todo = others(b) }
+#else
+#define DROP_HALF(b)
+#endif
 #define DROP(b) \
+    DROP_HALF(b) \
     :: d_step { next(b) && !dead_rank(r) && (aborted[r] || !here(b) && gone((b) % N)) -> \
         aborted[r] = true; failed[q] = true; lost[q] = true; todo = others(b) }
 #else
@@ -765,7 +848,7 @@ inline take_all() {
 #define may_receive true
 #endif
 /* Every CTA of a launch that sends waits for "consumed", also one that only receives. Combine has no table. */
-#define may_read ((!(KIND & SEND) || every(writable)) && (PHASE == C || every(routed)))
+#define may_read (in_order && (!(KIND & SEND) || every(writable)) && (PHASE == C || every(routed)))
 
 proctype Receive(byte r; byte q) {
     byte n, p, i;
@@ -800,8 +883,8 @@ proctype Receive(byte r; byte q) {
             fi;
             p = 0 } break
 #ifdef TIMEOUTS
-        :: d_step { aborted[r] && !dead_rank(r) && OPERATION != C * 4 + RECEIVE ->
-            failed[q] = true; lost[q] = true; todo = 0 } break
+        :: d_step { (aborted[r] || !in_order) && !dead_rank(r) && OPERATION != C * 4 + RECEIVE ->
+            aborted[r] = true; failed[q] = true; lost[q] = true; todo = 0 } break
         :: d_step { !failed[q] && !dead_rank(r) && (KIND & SEND) && some(unwritable) ->
             aborted[r] = true; failed[q] = true }
         :: d_step { !failed[q] && !dead_rank(r) && PHASE == D && some(unrouted) ->
@@ -852,7 +935,18 @@ init {
             do
             :: step < 2 * ROUNDS + OUTSTANDING ->
                 if
+#ifdef MISTAKE                                /* D1 A2 D3 W2: the third launch finds round 2 outstanding */
+                :: mistaken(r) ->
+                    call(D, SEND | RECEIVE, DISPATCHES && (step == 1 || step == 3));
+                    call(D, SEND, DISPATCHES && step == 2);
+                    call(D, RECEIVE, DISPATCHES && step == 4);
+                    call(C, SEND | RECEIVE, COMBINES && (step == 1 || step == 3));
+                    call(C, SEND, COMBINES && step == 2);
+                    call(C, RECEIVE, COMBINES && step == 4)
+                :: !mistaken(r) && fuses(r) ->
+#else
                 :: fuses(r) ->
+#endif
                     call(D, SEND | RECEIVE, DISPATCHES && within(step));
                     call(C, SEND | RECEIVE, COMBINES && within(step - AHEAD))
                 :: else ->
@@ -889,6 +983,7 @@ init {
  *   PATIENT      with -DSLOW: the wait for the others of the meeting never times out
  *   TAKE         two messages more than sending CTAs: each has one dealt to it, and takes the others by number
  *   TURNS        with TAKE: numbers alternate by parity, and a launch clears those of the next round (as in combine)
+ *   MISTAKE      fused, async, fused, wait: the third launch finds round 2 sent and not received, and fails
  *
  *   every CTA of a launch works on the launch's epoch, however late it starts
  *   every receiving CTA waits for the words of all route CTAs, and has those of its own round
@@ -1054,8 +1149,13 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
     byte next;
 #endif
     bool alive = true, last, whole;
-    sent = send_epoch;
     received = receive_epoch;
+    if
+    :: d_step { kind == (SEND | RECEIVE) ->
+        sent = received;                                /* a fused launch works on one round */
+        abort_word = abort_word || (send_epoch != received && MUTANT != UNCHECKED) }
+    :: d_step { kind != (SEND | RECEIVE) -> sent = send_epoch }
+    fi;
     assert(!(kind & SEND) || sent + 1 == sending);
     assert(!(kind & RECEIVE) || received + 1 == receiving);
 #if MUTANT == STALE_OUTPUT
@@ -1109,7 +1209,7 @@ proctype Cta(byte id; byte kind; byte sending; byte receiving) {
             :: else -> i = 0; break
             od
 #else
-            MESSAGE(sent + 1, id) = sent + 1;
+            d_step { assert(MESSAGE(sent + 1, id) != sent + 1); MESSAGE(sent + 1, id) = sent + 1 };
             message_ready[id] = sent + 1
 #endif
         :: else
@@ -1174,6 +1274,7 @@ done:
     skip
 }
 
+#define starting(kind) (((kind) == (SEND | RECEIVE) -> receiving : sending) + 1)
 inline launch_grid(kind) {
     id = 0;
 #ifdef MEET
@@ -1183,7 +1284,7 @@ inline launch_grid(kind) {
     fi;
 #endif
     do
-    :: id < CTAS -> atomic { resident < SLOTS -> resident++; run Cta(id, kind, sending + 1, receiving + 1); id++ }
+    :: id < CTAS -> atomic { resident < SLOTS -> resident++; run Cta(id, kind, starting(kind), receiving + 1); id++ }
     :: else -> id = 0; break
     od;
     resident == 0;
@@ -1208,6 +1309,13 @@ inline launch_grid(kind) {
 
 init {
     byte step = 1, id, sending, receiving;
+#ifdef MISTAKE
+    launch_grid(SEND | RECEIVE);
+    launch_grid(SEND);
+    launch_grid(SEND | RECEIVE);
+    launch_grid(RECEIVE);
+    assert(sending <= 2 && receiving <= 1)
+#else
     do
 #if ORDER == SPLIT
     :: step <= ROUNDS + OUTSTANDING - 1 ->
@@ -1225,6 +1333,7 @@ init {
 #endif
     :: else -> break
     od
+#endif
 }
 
 #endif
