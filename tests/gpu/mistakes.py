@@ -44,10 +44,19 @@ _ACKNOWLEDGE = {
     "kernels/dispatch.py": "group.acknowledge(group.arena.dispatch_consumed, received, spare)",
     "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
 }
-_WAIT = {
-    "kernels/route.py": "group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED)",
-    "kernels/combine.py": "group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED)",
-}
+_AWAITED = "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))"
+_BEFORE_WAIT = (
+    "            if cutlass.const_expr(sent is None):\n",
+    "                already = self.completed(sent)\n",
+)
+_AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)\n"
+
+
+def _wait_for(epoch: str) -> tuple[Edit, ...]:
+    """Senders wait for another round to be consumed; in the two places where they do."""
+    wait = " " * 16 + _AWAITED
+    other = wait.replace("flag, epoch,", f"flag, {epoch},")
+    return tuple(Edit("kernels/group.py", before + wait, before + other) for before in _BEFORE_WAIT)
 
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
@@ -59,16 +68,7 @@ def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
 
 MUTANTS = {
     # senders do not wait before they overwrite
-    "NO_CONSUMED_WAIT": Mutant(
-        "combines",
-        (
-            Edit(
-                "kernels/group.py",
-                "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))",
-                "alive = wait_at_least(self.watch, flag, Int64(0), tid, phase, Int32(0))",
-            ),
-        ),
-    ),
+    "NO_CONSUMED_WAIT": Mutant("combines", _wait_for("Int64(0)")),
     # a receiving launch posts its own round as consumed, not the last completed one
     "ACK_OWN_ROUND": Mutant(
         "combines",
@@ -91,9 +91,8 @@ MUTANTS = {
             ),
             Edit(
                 "kernels/combine.py",
-                f"            alive = {_WAIT['kernels/combine.py']}\n",
-                f"            alive = {_WAIT['kernels/combine.py']}\n"
-                "            group.acknowledge(group.arena.combine_consumed, received, spare)\n",
+                _AFTER_COMBINE_WAIT,
+                _AFTER_COMBINE_WAIT + "            group.acknowledge(group.arena.combine_consumed, received, spare)\n",
             ),
         ),
     ),
@@ -123,9 +122,7 @@ MUTANTS = {
         ),
     ),
     # senders wait for n-1, not n-2
-    "WAIT_PREVIOUS": Mutant(
-        "split", tuple(Edit(file, wait, wait.replace("epoch - 2", "epoch - 1")) for file, wait in _WAIT.items())
-    ),
+    "WAIT_PREVIOUS": Mutant("split", _wait_for("epoch + 1")),
     # combine reads the header from the arena, not from the handle
     "ARENA_HEADER": Mutant(
         "two ahead",
