@@ -163,11 +163,11 @@ class GroupView:
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
             flag = self.base + flags.at(tid)
-            if cutlass.const_expr(sent is None):
-                alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
-            else:
+            already = epoch + 1
+            if cutlass.const_expr(sent is not None):
                 already = self.completed(sent)
-                alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+            alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+            if cutlass.const_expr(sent is not None):
                 if alive & (already != epoch + 1):  # behind a timeout the counts may well differ: that was told
                     report(self.watch, self.rank, Phase.ORDER, Int32(int(sent)), epoch + 1, already)
                     alive = Boolean(False)

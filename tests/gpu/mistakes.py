@@ -45,18 +45,12 @@ _ACKNOWLEDGE = {
     "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
 }
 _AWAITED = "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))"
-_BEFORE_WAIT = (
-    "            if cutlass.const_expr(sent is None):\n",
-    "                already = self.completed(sent)\n",
-)
 _AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)\n"
 
 
 def _wait_for(epoch: str) -> tuple[Edit, ...]:
-    """Senders wait for another round to be consumed; in the two places where they do."""
-    wait = " " * 16 + _AWAITED
-    other = wait.replace("flag, epoch,", f"flag, {epoch},")
-    return tuple(Edit("kernels/group.py", before + wait, before + other) for before in _BEFORE_WAIT)
+    """Senders wait for another round to be consumed."""
+    return (Edit("kernels/group.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
 
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
