@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from cute_ep.communicator import Communicator
     from cute_ep.config import EPConfig, memory_bytes
     from cute_ep.connection import connect, connect_local
-    from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
+    from cute_ep.decode import dequantize
+    from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, SwigluRows
     from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
+    from cute_ep.interface import EPCommunicator
     from cute_ep.launch_shape import Tuning
     from cute_ep.layouts.variants import Hooks
-    from cute_ep.local_ops import SwigluRows, fused_silu, quantize
+    from cute_ep.local_ops import fused_silu, quantize
     from cute_ep.reference_backend import ReferenceCommunicator
     from cute_ep.rounds import PendingCombine, PendingDispatch
 
@@ -27,6 +29,7 @@ _MODULE_OF = {
     "Communicator": "communicator",
     "DispatchBuffers": "dispatched",
     "Dispatched": "dispatched",
+    "EPCommunicator": "interface",
     "EPConfig": "config",
     "EPConfigError": "errors",
     "EPError": "errors",
@@ -37,11 +40,12 @@ _MODULE_OF = {
     "PendingDispatch": "rounds",
     "QuantizedRows": "dispatched",
     "ReferenceCommunicator": "reference_backend",
-    "SwigluRows": "local_ops",
+    "SwigluRows": "dispatched",
     "Tuning": "launch_shape",
     "VariantMissing": "errors",
     "connect": "connection",
     "connect_local": "connection",
+    "dequantize": "decode",
     "fused_silu": "local_ops",
     "memory_bytes": "config",
     "quantize": "local_ops",
@@ -51,6 +55,7 @@ __all__ = [
     "Communicator",
     "DispatchBuffers",
     "Dispatched",
+    "EPCommunicator",
     "EPConfig",
     "EPConfigError",
     "EPError",
@@ -66,6 +71,7 @@ __all__ = [
     "VariantMissing",
     "connect",
     "connect_local",
+    "dequantize",
     "distributed",
     "fused_silu",
     "memory_bytes",

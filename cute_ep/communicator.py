@@ -16,6 +16,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.driver import DeviceMemory, Kernel, architecture, current_stream
 from cute_ep.errors import EPError, EPInputError
+from cute_ep.interface import EPCommunicator
 from cute_ep.launch_shape import Shape, Tuning
 from cute_ep.layouts.arena import message_of, segment_words
 from cute_ep.layouts.formats import BF16
@@ -26,6 +27,7 @@ from cute_ep.library import Library
 from cute_ep.meeting import Meeting
 from cute_ep.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.status import Status
+from cute_ep.types import CombineMode
 from cute_ep.validate import (
     OUTPUT_TYPES,
     check_batch,
@@ -101,23 +103,19 @@ class _Shaped(NamedTuple):
         return cls(shape.grid, shape.pieces_log2, int(shape.packed), chained, roles)
 
 
-class Communicator:
-    """One rank of an expert-parallel group on a GPU. Made by `connect` or `connect_local`.
+class Communicator(EPCommunicator):
+    """One rank on a GPU.
 
     Calls only enqueue work: they run on the current stream of the rank's device, or, when several ranks share one GPU,
-    on the rank's own `stream` (ranks wait for each other, so they may not share a stream). Every rank makes the same
-    calls in the same order. Nothing synchronises with the host, so calls can be captured into a CUDA graph, given
-    `out` buffers.
-
-    A kernel that waits longer than `cfg.timeout_s` gives up; EPTimeout is raised by the next call or `synchronize`,
-    and the communicator is unusable afterwards. What a kernel finds wrong with its input (EPInputError) is raised by
-    `synchronize` only, so that one rank's bad input does not stop the others. Graph replays run no Python: call
-    `synchronize` to hear of either. After `close` every call, `allocate` and `synchronize` raise EPError; so does every
-    call after one that an interrupt (Ctrl-C) ended while it was being launched.
+    on the rank's own `stream` (ranks wait for each other, so they may not share a stream). Nothing synchronises with
+    the host, so calls can be captured into a CUDA graph, given `out` buffers. Graph replays run no Python: call
+    `synchronize` to hear of a timeout or of wrong input.
 
     Attributes:
         tuning: launch shapes; another one may be set at any time, for the calls from then on.
     """
+
+    stream: torch.cuda.Stream
 
     def __init__(
         self,
@@ -187,12 +185,6 @@ class Communicator:
         torch.cuda.synchronize(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
-        """Output memory for `capacity` rows (default: as many as any routing can bring), to pass as `out`.
-
-        Raises:
-            EPInputError: `capacity` is no number of rows.
-            EPTimeout: an earlier call's wait had timed out.
-        """
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, self.device, capacity)
 
@@ -207,26 +199,6 @@ class Communicator:
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
-        """Send this rank's tokens to their experts and receive the tokens for its own experts, in one launch.
-
-        Args:
-            x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks); with `scales`, rows
-                that are in the dispatch format already (`QuantizedRows.payload`).
-            topk_ids: [T, top_k] int32 expert ids; -1 masks an entry. Read again by combine: leave them until then.
-            router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
-                may use them ("partial" must); exact combine reads them again too.
-            input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
-                a tensor of any type); None: 1.
-            out: buffers from `allocate`, overwritten; None allocates new ones.
-            scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
-
-        Returns:
-            The rows for this rank's experts; valid once the stream has run.
-
-        Raises:
-            EPInputError: an argument breaks its contract. Nothing was launched.
-            EPTimeout: an earlier call's wait had timed out.
-        """
         return self.plan_dispatch(
             x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
         ).launch()
@@ -242,7 +214,6 @@ class Communicator:
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Plan[Dispatched]:
-        """All of `dispatch` but the launch; arguments and errors are the same."""
         self._check_usable()
         self._dispatches.check_fused()
         planned_on = current_stream(self.device.index)
@@ -270,7 +241,6 @@ class Communicator:
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> PendingDispatch:
-        """The sending half of `dispatch`. At most two may be outstanding before their `dispatch_wait`."""
         self._dispatches.check_send()
         sent, shaped, arguments = self._prepare_send(
             "dispatch_async", x, topk_ids, router_weights, input_scale, scales, row_scales
@@ -280,13 +250,6 @@ class Communicator:
         return sent
 
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
-        """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
-
-        Args:
-            pending: what the oldest `dispatch_async` returned that was not received; None: that one, also where what it
-                returned was lost. A round that nobody wants any more is received and dropped.
-            out: as of `dispatch`; each batch in flight needs buffers of its own.
-        """
         pending = self._dispatches.oldest(pending, self.rank)
         tokens = pending.topk_ids.shape[0]
         buffers, kernel, received = self._prepare_receive("dispatch_wait", out)
@@ -300,34 +263,12 @@ class Communicator:
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring expert outputs home and sum them with the router weights, in one launch.
-
-        Args:
-            rows: [N >= num_rows, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`. That N
-                is enough is not checked, `num_rows` is on the device: rows that are missing come home as NaN.
-            dispatched: what dispatch returned for these rows.
-            router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
-                weights that dispatch was given.
-            mode: "exact" sums K rows at the source in float32; "partial" sums on the expert's rank first, rounds that
-                sum to bfloat16 and sends one row a rank: fewer bytes, one more rounding a rank; "unweighted" returns
-                the rows themselves.
-            out: [T, hidden], or unweighted [T, top_k, hidden]; overwritten; None allocates it.
-            dtype: bfloat16, float16 or float32, the type of the output when `out` is None.
-            epilogue_data: what the `epilogue` hook reads, on this device.
-
-        Returns:
-            [T, hidden]; zero where a token has only masked entries. Unweighted: [T, top_k, hidden], zero where an entry
-            is masked.
-
-        Raises:
-            EPInputError, EPTimeout: as `dispatch`.
-        """
         return self.plan_combine(
             rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
         ).launch()
@@ -337,13 +278,12 @@ class Communicator:
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> Plan[torch.Tensor]:
-        """All of `combine` but the launch; arguments and errors are the same."""
         self._check_usable()
         self._combines.check_fused()
         planned_on = current_stream(self.device.index)
@@ -362,8 +302,7 @@ class Communicator:
 
         return Plan(launch)
 
-    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> PendingCombine:
-        """The sending half of `combine`. At most two may be outstanding before their `combine_wait`."""
+    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
         self._combines.check_send()
         self._check_batch(dispatched)
         if mode != "exact":  # which may be given its weights by `combine_wait`
@@ -385,8 +324,6 @@ class Communicator:
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The receiving half of `combine`, in the order of sending; same bytes as the fused call. `pending` as of
-        `dispatch_wait`."""
         dispatched, mode, rows = self._combines.oldest(pending, self.rank)
         weights = self._weights(mode, router_weights, dispatched)
         result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
@@ -397,16 +334,10 @@ class Communicator:
         return result
 
     def synchronize(self) -> None:
-        """Wait for this rank's work, on whatever streams, and raise what its kernels reported.
+        """Wait for this rank's work, on whatever streams, and raise what its kernels reported: EPTimeout, EPInputError.
 
         Graph replays are not seen: those on the current stream, and where ranks share a GPU the rank's own, are waited
         for.
-
-        Raises:
-            EPTimeout: a peer did not arrive in time; names the peers, the phase, the epochs expected and seen.
-            EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
-                another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
-            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
         """
         self._check_open()
         used, self._streams = self._streams, set()  # another thread may launch from now on
@@ -430,9 +361,6 @@ class Communicator:
         gives back kernels and arena."""
         self._status.free()
 
-    def __enter__(self) -> Communicator:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -441,7 +369,9 @@ class Communicator:
         if error is None or not isinstance(self.group, Meeting):
             self.close()
             return
-        sys.stderr.write(f"cute_ep rank {self.rank}: {kind.__name__}: {error}; waiting for the other ranks to close\n")
+        sys.stderr.write(
+            f"cute_ep rank {self.rank}: {type(error).__name__}: {error}; waiting for the other ranks to close\n"
+        )
         try:
             self.close()
         except (EPError, RuntimeError) as failure:
@@ -449,7 +379,6 @@ class Communicator:
 
     @property
     def failed(self) -> bool:
-        """Whether a wait of this rank has timed out."""
         return self._status.failed
 
     def _work_stream(self) -> torch.cuda.Stream:

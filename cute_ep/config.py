@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TypeGuard
 
 from cute_ep.errors import EPConfigError
 from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
@@ -16,18 +18,19 @@ from cute_ep.layouts.routing import (
     max_rows,
     shared_slice,
 )
+from cute_ep.types import FormatName, ScaleLayout
 
 MAX_HIDDEN = 65536
 
 
-def is_integer(value: object) -> bool:
-    """Whether it is an int; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, of NumPy too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
-    """Whether it is an int or a float; True and False are none."""
-    return is_integer(value) or isinstance(value, float)
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a real number, of NumPy too; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ class EPConfig:
     top_k: int
     max_tokens_per_rank: int
     world_size: int
-    dispatch_format: str = "bf16"
+    dispatch_format: FormatName = "bf16"
     timeout_s: float = 60.0
-    scale_layout: str | None = None
+    scale_layout: ScaleLayout | None = None
     row_alignment: int | None = None
     fused_shared_expert: bool = False
     skip_a2a: bool = False
@@ -80,6 +83,7 @@ class EPConfig:
         ):
             value = getattr(self, name)
             require(is_integer(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")
+            object.__setattr__(self, name, int(value))
         require(
             self.num_experts % self.world_size == 0,
             "num_experts",
@@ -88,6 +92,7 @@ class EPConfig:
         require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
         in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= 3600
         require(in_time, "timeout_s", "must be a number in [1e-9, 3600] seconds")
+        object.__setattr__(self, "timeout_s", float(self.timeout_s))
         for name in ("fused_shared_expert", "skip_a2a"):
             require(isinstance(getattr(self, name), bool), name, "must be True or False")
         known = isinstance(self.dispatch_format, str) and self.dispatch_format in FORMATS
@@ -116,6 +121,8 @@ class EPConfig:
             "row_alignment",
             f"must be one of {', '.join(map(str, allowed))} for {self.dispatch_format}",
         )
+        if self.row_alignment is not None:
+            object.__setattr__(self, "row_alignment", int(self.row_alignment))
 
     @property
     def format(self) -> Format:
@@ -173,9 +180,19 @@ class EPConfig:
         )
 
 
+def check_config(cfg: object) -> None:
+    """EPConfigError unless it is an EPConfig."""
+    if not isinstance(cfg, EPConfig):
+        raise EPConfigError(f"cfg = {type(cfg).__name__}: must be an EPConfig")
+
+
 def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
     The sum of the regions of `layouts.arena.Arena`, which the README writes out as a formula.
+
+    Raises:
+        EPConfigError: `cfg` is no EPConfig.
     """
+    check_config(cfg)
     return int(cfg.arena.allocation)

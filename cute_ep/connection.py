@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.communicator import Communicator, load_kernels, unload_kernels
-from cute_ep.config import EPConfig, is_integer
+from cute_ep.config import EPConfig, check_config, is_integer
 from cute_ep.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.errors import EPConfigError
+from cute_ep.interface import EPCommunicator
 from cute_ep.launch_shape import Tuning
 from cute_ep.layouts.launch import CTAS_PER_SM, FREE_SMS
 from cute_ep.layouts.variants import NO_HOOKS, Hooks
@@ -25,8 +26,10 @@ from cute_ep.library import Library
 from cute_ep.local_ops import load_local_kernels
 from cute_ep.machine import check_gpu, sm_budget
 from cute_ep.meeting import Meeting
-from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.reference_backend import connect_reference
+from cute_ep.reference_processes import connect_processes
 from cute_ep.tuning_file import find_tuning
+from cute_ep.validate import check_devices
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LEAST_PATIENCE_S = 10.0
@@ -41,7 +44,7 @@ def connect_local(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
-) -> list[Communicator] | list[ReferenceCommunicator]:
+) -> list[EPCommunicator]:
     """One communicator a rank, all in this process.
 
     Args:
@@ -62,18 +65,13 @@ def connect_local(
             damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
-    try:
-        chosen = [torch.device(device) for device in devices]
-    except (RuntimeError, TypeError) as error:
-        raise EPConfigError(f"devices = {devices!r}: must be names of devices ({error})") from None
-    if len(chosen) != cfg.world_size:
-        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
-    _check_options(sms, tuning)
-    found = Library(library)
+    check_config(cfg)
+    chosen = check_devices(cfg, devices)
+    _check_options(sms, tuning, hooks)
     if all(device.type == "cpu" for device in chosen):
-        if hooks != NO_HOOKS:
-            raise EPConfigError(f"hooks = {hooks}: must be none on the reference backend")
-        return connect_reference(cfg)
+        _check_reference(library, hooks)
+        return list(connect_reference(cfg))
+    found = Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     here = torch.cuda.current_device()
@@ -148,10 +146,11 @@ def connect(
     library: Path | str | None = None,
     hooks: Hooks = NO_HOOKS,
     tuning: Tuning | None = None,
-) -> Communicator:
+) -> EPCommunicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
-    Memory is exchanged by CUDA IPC, so all ranks must be on one machine.
+    Memory is exchanged by CUDA IPC, so all ranks must be on one machine. Where no rank has a GPU it is the reference
+    backend, on the CPU (`cute_ep.reference_processes`), whose calls wait for their results.
 
     Args:
         cfg: the group's configuration; must be the same on every rank.
@@ -159,9 +158,9 @@ def connect(
         sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
 
     Raises:
-        EPConfigError: there is no process group or no CUDA GPU, the group's size or another rank's configuration
-            differs, two ranks are on one GPU or on two machines, an option breaks its rule, or a damaged file of
-            `cute-ep tune`.
+        EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
+            are on one GPU or on two machines, only some ranks have a GPU, an option breaks its rule, or a damaged file
+            of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect; says which and why.
     """
@@ -175,16 +174,17 @@ def connect(
     meeting = Meeting(group)
     patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
 
-    def look_around() -> tuple[_Place, torch.device, int, Tuning]:
-        _check_options(sms, tuning)
+    def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
+        _check_options(sms, tuning, hooks)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
-            raise EPConfigError(f"there is no CUDA GPU on this machine ({without})")
+            _check_reference(library, hooks)
+            return _Place(cfg, _machine(), None), None
         device = torch.device("cuda", torch.cuda.current_device())
         most = _max_ctas(device, sms, 1)
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
-        return _Place.of(cfg, device), device, most, found
+        return _Place.of(cfg, device), (device, most, found)
 
     def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
         with ExitStack() as undo:
@@ -236,31 +236,30 @@ def connect(
                 meeting.wait(patience)
             communicator.free()
             own.close()
-        meeting.leave()
 
-    with ExitStack() as undo:
-        undo.callback(meeting.leave)
-        (_, device, max_ctas, shapes), places = meeting.on_all_ranks(look_around, lambda found: found[0])
-        _check_places(rank, places)
-        (kernels, arena, own), handles = meeting.on_all_ranks(
-            prepare, lambda made: made[1].handle(), lambda made: made[2].close()
-        )
-        peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
-        layout = cfg.arena
+    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0])
+    _check_places(rank, places)
+    if gpu is None:
+        return connect_processes(cfg, rank, meeting.on_all_ranks)
+    device, max_ctas, shapes = gpu
+    (kernels, arena, own), handles = meeting.on_all_ranks(
+        prepare, lambda made: made[1].handle(), lambda made: made[2].close()
+    )
+    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
+    layout = cfg.arena
+    try:
+        (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
+        theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
+        addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
         try:
-            (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
-            theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
-            addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
-            try:
-                communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
-            except Exception:
-                mappings.close()
-                raise
-        except Exception:  # all ranks are here: nobody frees what a peer has mapped
-            meeting.wait(patience)
-            own.close()
+            communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
+        except Exception:
+            mappings.close()
             raise
-        undo.pop_all()
+    except Exception:  # all ranks are here: nobody frees what a peer has mapped
+        meeting.wait(patience)
+        own.close()
+        raise
     return communicator
 
 
@@ -270,7 +269,7 @@ class _Place:
 
     cfg: EPConfig
     machine: str
-    gpu: str
+    gpu: str | None
 
     @classmethod
     def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
@@ -294,8 +293,11 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
             raise EPConfigError(f"rank {peer} was configured with {place.cfg}, rank {rank} with {own.cfg}")
         if place.machine != own.machine:
             raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one (CUDA IPC)")
+        if (place.gpu is None) != (own.gpu is None):
+            without, other = (peer, rank) if place.gpu is None else (rank, peer)
+            raise EPConfigError(f"rank {without} has no CUDA GPU, but rank {other} has: must be all ranks or none")
     for peer, place in enumerate(places):
-        if first := [other for other in range(peer) if places[other].gpu == place.gpu]:
+        if place.gpu and (first := [other for other in range(peer) if places[other].gpu == place.gpu]):
             raise EPConfigError(
                 f"rank {first[0]} and rank {peer} are both on GPU {place.gpu}: each must call torch.cuda.set_device "
                 "with a GPU of its own (several ranks on one GPU: connect_local)"
@@ -309,12 +311,21 @@ def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     return DeviceMemory(device, int(arena.allocation), blank, begin=0 if cfg.skip_a2a else arena.begin(rank))
 
 
-def _check_options(sms: int | None, tuning: Tuning | None) -> None:
+def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:
     """EPConfigError for what is wrong on any device."""
     if sms is not None and not (is_integer(sms) and sms > 0):
         raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
     if not isinstance(tuning, Tuning | None):
         raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
+    if not isinstance(hooks, Hooks):
+        raise EPConfigError(f"hooks = {type(hooks).__name__}: must be Hooks, without arguments for none")
+
+
+def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
+    """What is wrong with options that the reference backend has no use for."""
+    Library(library)
+    if hooks != NO_HOOKS:
+        raise EPConfigError(f"hooks = {hooks}: must be Hooks(), there are none on the reference backend")
 
 
 def _load_all(

@@ -41,6 +41,9 @@ class Use:
 class QuantizedRows(NamedTuple):
     """Rows in a token format, scale factors row-major.
 
+    What takes them takes torch's own types as well, the same bits: float4_e2m1fn_x2 (where torch has it) as payload of
+    4-bit formats, float8_e8m0fnu and float8_e4m3fn as scales.
+
     Attributes:
         payload: [rows, hidden] float8_e4m3fn, or [rows, hidden / 2] uint8 (4-bit formats: element 0 in the low nibble).
         scales: [rows, hidden / block] uint8 bits or float32.
@@ -52,7 +55,19 @@ class QuantizedRows(NamedTuple):
     row_scales: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+class SwigluRows(NamedTuple):
+    """Rows after SwiGLU in a format with scales.
+
+    Attributes:
+        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.scales`.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class DispatchBuffers:
     """Memory of one dispatch output, to be reused call after call (see `Communicator.allocate`). Its tensors stay where
     they are: leave their shapes and storages alone.
@@ -115,6 +130,9 @@ class DispatchBuffers:
             }
         )
 
+    def __repr__(self) -> str:
+        return f"DispatchBuffers({_extents(self)})"
+
 
 BUFFERS = tuple(field.name for field in fields(DispatchBuffers))
 """Names of the tensors of `DispatchBuffers`."""
@@ -128,6 +146,30 @@ def tensors_of(buffers: DispatchBuffers) -> dict[str, torch.Tensor | None]:
 def payload_dtype(fmt: Format) -> torch.dtype:
     """Element type of a tensor of payload rows; 4-bit elements come two in a uint8."""
     return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[fmt.element]
+
+
+def payload_types(fmt: Format) -> tuple[torch.dtype, ...]:
+    """Element types of payload rows that callers may give; `payload_dtype` is the first."""
+    pairs = getattr(torch, "float4_e2m1fn_x2", None) if fmt.element == "e2m1" else None  # torch 2.8 or newer
+    return (payload_dtype(fmt),) if pairs is None else (payload_dtype(fmt), pairs)
+
+
+def scale_types(fmt: Format) -> tuple[torch.dtype, ...]:
+    """Element types of scale factors that callers may give; `scale_dtype` is the first."""
+    named = {"e8m0": (torch.float8_e8m0fnu,), "e4m3": (torch.float8_e4m3fn,)}.get(fmt.scale or "", ())
+    return scale_dtype(fmt), *named
+
+
+def as_own_types(rows: QuantizedRows, fmt: Format) -> QuantizedRows:
+    """The same memory in the types that this library gives rows of `fmt`."""
+    payload, scales, row_scales = rows
+    return QuantizedRows(
+        payload.view(payload_dtype(fmt)), None if scales is None else scales.view(scale_dtype(fmt)), row_scales
+    )
+
+
+ID_TYPES = (torch.int32, torch.int64)
+"""Element types of `topk_ids`."""
 
 
 def payload_columns(fmt: Format, hidden: int) -> int:
@@ -168,13 +210,13 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
     }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dispatched(DispatchBuffers):
     """One rank's share of a dispatched batch, expert-major. N = `num_rows` rows are valid, all on the device.
 
     Attributes (besides those of the buffers that hold it):
         rank: whose share it is.
-        topk_ids: this rank's own [T, K] int32 argument.
+        topk_ids: this rank's own [T, K] int32 or int64 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.
         return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
             header.
@@ -200,3 +242,14 @@ class Dispatched(DispatchBuffers):
         """Whether this communicator made the batch, as it is, and its buffers have not been used again since."""
         latest = self.use.latest
         return latest is not None and latest() is self and self.origin is origin
+
+    def __repr__(self) -> str:
+        """Whose batch it is, where and how large; reads no tensor."""
+        return f"Dispatched(rank {self.rank}, {self.topk_ids.shape[0]} tokens, {_extents(self)})"
+
+
+def _extents(buffers: DispatchBuffers) -> str:
+    """Room, types and place of buffers, without reading them."""
+    tokens, scales = buffers.tokens, buffers.scales
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in (tokens, scales) if tensor is not None]
+    return f"room for {tokens.shape[0]} rows of {tokens.shape[1]} {' with scales in '.join(types)} on {tokens.device}"

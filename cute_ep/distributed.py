@@ -10,20 +10,24 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cute_ep.communicator import Communicator
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.interface import EPCommunicator
 from cute_ep.layouts.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
-from cute_ep.reference_backend import ReferenceCommunicator
 from cute_ep.rounds import Plan, Result
+from cute_ep.types import CombineMode
 
-Communicators = Sequence[Communicator | ReferenceCommunicator]
+Communicators = Sequence[EPCommunicator]
 
 
 class _Operation:
     def __init__(self, communicators: Communicators) -> None:
-        if not communicators:
-            raise EPConfigError("communicators = 0: must be world_size")
+        if not isinstance(communicators, Sequence) or not communicators:
+            given = "no ranks" if isinstance(communicators, Sequence) else type(communicators).__name__
+            raise EPConfigError(f"communicators = {given}: must be a list of all ranks, as connect_local returns it")
+        for number, communicator in enumerate(communicators):
+            if not isinstance(communicator, EPCommunicator):
+                raise EPConfigError(f"communicators[{number}] = {type(communicator).__name__}: must be a communicator")
         cfg = communicators[0].cfg
         if len(communicators) != cfg.world_size:
             raise EPConfigError(f"communicators = {len(communicators)}: must be world_size = {cfg.world_size}")
@@ -40,13 +44,17 @@ class _Operation:
 
     def _launch(self, plan: Callable[..., Plan[Result]], **lists: Sequence | None) -> list[Result]:
         """`plan` of every communicator, with its entry of each list; once all are made, their launches. EPInputError
-        unless every list has one entry a rank."""
+        unless every list has one entry per rank."""
         ranks = len(self.communicators)
         for name, values in lists.items():
-            if values is not None and len(values) != ranks:
+            if values is None:
+                continue
+            if not isinstance(values, Sequence):
+                raise EPInputError(f"{name} = {type(values).__name__}: must be a list with one entry per rank")
+            if len(values) != ranks:
                 raise EPInputError(f"len({name}) = {len(values)}: must be the number of ranks, {ranks}")
         plans = [
-            plan(communicator, **{name: None if v is None else v[rank] for name, v in lists.items()})
+            plan(communicator, *(None if values is None else values[rank] for values in lists.values()))
             for rank, communicator in enumerate(self.communicators)
         ]
         return [one.launch() for one in plans]
@@ -88,12 +96,14 @@ class DistributedEPDispatch(_Operation):
             EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
         """
         return self._launch(
-            lambda rank, **own: rank.plan_dispatch(**own),
-            x=input_tokens,
+            lambda rank, x, ids, weights, scale, out, scales, row_scales: rank.plan_dispatch(
+                x, ids, weights, scale, out, scales=scales, row_scales=row_scales
+            ),
+            input_tokens=input_tokens,
             topk_ids=topk_ids,
             router_weights=router_weights,
-            input_scale=input_scales,
-            out=outs,
+            input_scales=input_scales,
+            outs=outs,
             scales=scales,
             row_scales=row_scales,
         )
@@ -128,7 +138,7 @@ class DistributedEPCombine(_Operation):
         rows: Sequence[torch.Tensor],
         dispatched: Sequence[Dispatched],
         router_weights: Sequence[torch.Tensor] | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         outs: Sequence[torch.Tensor] | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -140,10 +150,12 @@ class DistributedEPCombine(_Operation):
             EPInputError: a list has another length, or an argument breaks its rule. Nothing was launched.
         """
         return self._launch(
-            lambda rank, **own: rank.plan_combine(mode=mode, dtype=dtype, **own),
+            lambda rank, rows, batch, weights, out, data: rank.plan_combine(
+                rows, batch, weights, mode, out, dtype=dtype, epilogue_data=data
+            ),
             rows=rows,
             dispatched=dispatched,
             router_weights=router_weights,
-            out=outs,
+            outs=outs,
             epilogue_data=epilogue_data,
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from itertools import product, repeat
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from cuda.bindings import driver
+from torch.autograd import _profiler_enabled  # 50 ns; a range takes 20 us
+from torch.autograd.profiler import record_function
 
 from cute_ep.errors import EPConfigError, EPError
 from cute_ep.layouts.launch import CTAS_PER_SM, THREADS
@@ -61,7 +64,8 @@ def _zeros_without(names: Sequence[str]) -> Choice:
 
 
 class Kernel:
-    """A loaded kernel of one device, the current one, with a parameter buffer of its own.
+    """A loaded kernel of one device, the current one, with a parameter buffer of its own. While a profiler of torch is
+    on, its launches are ranges, named as "cute_ep.dispatch_bf16".
 
     One launch fills the buffer that the next one reuses (the driver copies it at launch); threads take turns.
     """
@@ -75,6 +79,7 @@ class Kernel:
         )
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
+        self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = dict.fromkeys(name for name, _ in entry.params)
         self._constants: dict[str, int] = {}
         self.bind({})
@@ -116,7 +121,7 @@ class Kernel:
         (programmatic dependent launch).
         """
         config, pointers = self._config, self._pointers_at
-        with self._lock:
+        with self._in_range() if _profiler_enabled() else self._lock:
             try:
                 values = self._choose(arguments)
             except KeyError:  # neither will later launches give them all
@@ -130,6 +135,12 @@ class Kernel:
                     check(driver.cuCtxSetCurrent(self._context))
                     status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
                 check(status)
+
+    @contextmanager
+    def _in_range(self) -> Iterator[None]:
+        """The lock, in a range of the profiler that is on: an NVTX range under `torch.autograd.profiler.emit_nvtx`."""
+        with record_function(self._range), self._lock:
+            yield
 
     def unload(self) -> None:
         """Release the module; no launch may be running."""

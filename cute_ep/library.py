@@ -175,7 +175,7 @@ class Library:
     """
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        if folder and not Path(folder).is_dir():
+        if folder and not (isinstance(folder, str | os.PathLike) and Path(folder).is_dir()):
             raise EPConfigError(f"library = {str(folder)!r}: must be a folder")
         self.folders = [Path(folder)] if folder else []
         self.folders += [PACKAGE_FOLDER, cache_folder()]

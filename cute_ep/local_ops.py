@@ -5,40 +5,30 @@ from __future__ import annotations
 import math
 import struct
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, overload
 
 import torch
 
 from cute_ep import reference
 from cute_ep.arguments import address, scale_arguments
 from cute_ep.config import MAX_HIDDEN
-from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, scale_dtype
+from cute_ep.dispatched import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.driver import Kernel, architecture, resident_ctas
 from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import BF16, FORMATS, VECTOR_BYTES, Format
+from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.library import Library, LibraryEntry
-from cute_ep.reference_local import fill_groups
-from cute_ep.validate import check_input_scale, check_tensor
+from cute_ep.modes import no_modes
+from cute_ep.reference_local import check_offsets, fill_groups
+from cute_ep.types import FormatName, ScaledFormat, ScaleLayout, SwigluFormat
+from cute_ep.validate import check_global_scale, check_input_scale, check_tensor, check_written
 
 MAX_ROWS = 1 << 30
 SIGN_BIT = 1 << 31
 LOCAL_KERNELS = (QUANTIZE_KERNEL, *SWIGLU_KERNELS, COPY_KERNEL)
 """Kernels of one GPU, which know of no rank."""
-
-
-class SwigluRows(NamedTuple):
-    """Rows after SwiGLU in a format with scales.
-
-    Attributes:
-        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
-        scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.scales`.
-    """
-
-    payload: torch.Tensor
-    scales: torch.Tensor
 
 
 @cache
@@ -61,14 +51,15 @@ def load_local_kernels(device: int, library: Library) -> None:
 
 
 def quantize(
-    x: torch.Tensor, fmt: str, input_scale: torch.Tensor | None = None, *, library: str | None = None
+    x: torch.Tensor, fmt: ScaledFormat, input_scale: torch.Tensor | None = None, *, library: str | None = None
 ) -> QuantizedRows:
-    """Quantise rows as dispatch does, on the current stream.
+    """Quantise rows as dispatch does, on the current stream. `cute_ep.dequantize` decodes them.
 
     Args:
         x: [T, hidden] bfloat16.
         fmt: name of a format with scales.
-        input_scale: float32[1], the global scale G, for formats that have one; None: 1.
+        input_scale: float32[1], the global scale G, for formats that have one; None: 1. Its value is checked on the
+            CPU only.
         library: folder of compiled kernels to look in first.
 
     Returns:
@@ -87,6 +78,8 @@ def quantize(
     if input_scale is not None:
         check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
     if not _on_gpu("x", x):
+        if input_scale is not None:
+            check_global_scale(input_scale.item(), "input_scale")
         return reference.quantize(x, record, 1.0 if input_scale is None else input_scale)
     payload = torch.empty(rows, payload_columns(record, hidden), dtype=payload_dtype(record), device=x.device)
     padded = scale_shape(LINEAR, record.scale_bytes(hidden), record.scale_itemsize, rows, 1)
@@ -100,13 +93,44 @@ def quantize(
     return QuantizedRows(payload, scales[:, : hidden // record.block], row_scales)
 
 
+@overload
 def fused_silu(
     x: torch.Tensor,
     row_offsets: torch.Tensor | None = None,
     *,
-    fmt: str = BF16.name,
+    fmt: Literal["bf16"] = "bf16",
     interleaved: bool = False,
-    scale_layout: str | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    out: torch.Tensor | None = None,
+    library: str | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def fused_silu(
+    x: torch.Tensor,
+    row_offsets: torch.Tensor | None = None,
+    *,
+    fmt: SwigluFormat,
+    interleaved: bool = False,
+    scale_layout: ScaleLayout | None = None,
+    scales_offsets: torch.Tensor | None = None,
+    input_scales: torch.Tensor | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    out: SwigluRows | None = None,
+    library: str | None = None,
+) -> SwigluRows: ...
+
+
+def fused_silu(
+    x: torch.Tensor,
+    row_offsets: torch.Tensor | None = None,
+    *,
+    fmt: FormatName = "bf16",
+    interleaved: bool = False,
+    scale_layout: ScaleLayout | None = None,
     scales_offsets: torch.Tensor | None = None,
     input_scales: torch.Tensor | None = None,
     alpha: float | None = None,
@@ -123,7 +147,7 @@ def fused_silu(
         x: [rows, 2 * D] bfloat16: gate columns and then up columns, or with `interleaved` gate 0, up 0,
             gate 1, up 1, ...
         row_offsets: [G + 1] int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
-            are read, and only theirs are written. None: all rows, one group.
+            are read, and only theirs are written. None: all rows, one group. Their values are checked on the CPU only.
         fmt: name of a format without row scales.
         scale_layout: one of the format's; None: its default.
         scales_offsets: [G] int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
@@ -143,7 +167,8 @@ def fused_silu(
     """
     record = _format(fmt)
     if record.row_scale:
-        raise EPInputError(f"fmt = {fmt!r}: must be a format without row scales")
+        names = ", ".join(known.name for known in FORMATS.values() if not known.row_scale)
+        raise EPInputError(f"fmt = {fmt!r}: must be a format without row scales, one of {names}")
     rows, width = _check_rows(record, x, halves=2)
     groups = 1
     if row_offsets is not None:
@@ -162,7 +187,8 @@ def fused_silu(
             raise EPInputError(f"input_scales = tensor: must be None, format {fmt} has no global scale")
         check_tensor("input_scales", input_scales, shape=(None,), dtype=torch.float32, device=x.device)
         if input_scales.shape[0] not in (1, groups):
-            raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be (1,) or ({groups},)")
+            rule = "(1,)" if groups == 1 else f"(1,) or ({groups},)"
+            raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be {rule}")
     if (alpha is None) != (limit is None):
         raise EPInputError(f"alpha = {alpha!r}, limit = {limit!r}: must be given together, or neither")
     clamp = {"alpha": _float_bits("alpha", alpha or 0.0), "limit": _float_bits("limit", limit or 0.0)}
@@ -174,10 +200,10 @@ def fused_silu(
     if out is None:
         payload, scales = _empty_output(record, layout, x, width, groups)
     if not on_gpu:
-        bounds = [0, rows] if row_offsets is None else row_offsets.clamp(max=rows).tolist()
-        values = reference.round_to(
-            reference.swiglu(x[: bounds[-1]], interleaved, alpha, limit).float(), torch.bfloat16
-        )
+        bounds = [0, rows] if row_offsets is None else check_offsets(row_offsets.tolist(), rows)
+        with no_modes():
+            activated = reference.swiglu(x[: bounds[-1]], interleaved, alpha, limit)
+            values = reference.round_to(activated.float(), torch.bfloat16)
         fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
     else:
         arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
@@ -193,7 +219,7 @@ def fused_silu(
 
 
 def _format(name: str) -> Format:
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise EPInputError(f"fmt = {name!r}: must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
@@ -205,9 +231,9 @@ def _check_rows(record: Format, x: torch.Tensor, halves: int) -> tuple[int, int]
     if columns % halves:
         raise EPInputError(f"x.shape[1] = {columns}: must be even, a gate and an up element for each output")
     try:
-        record.check_hidden(columns // halves)
+        record.check_hidden(columns // halves, "x.shape[1]" if halves == 1 else f"x.shape[1] / {halves}")
     except ValueError as error:
-        raise EPInputError(f"x.shape[1] = {columns}: {error}") from None
+        raise EPInputError(str(error)) from None
     if rows > MAX_ROWS or columns > halves * MAX_HIDDEN:
         raise EPInputError(f"x.shape = {(rows, columns)}: must not exceed ({MAX_ROWS}, {halves * MAX_HIDDEN})")
     return rows, columns // halves
@@ -269,9 +295,11 @@ def _check_out(
             raise EPInputError(f"out = {type(out).__name__}: must be a SwigluRows")
         (payload, scales), name = out, "out.payload"
         alignment = VECTOR_BYTES if layout == ATOM else WORD_BYTES
+        check_written("out.scales", scales)
         check_tensor(
             "out.scales", scales, shape=scales_shape, dtype=scale_dtype(record), device=x.device, alignment=alignment
         )
+    check_written(name, payload)
     check_tensor(
         name, payload, shape=payload_shape, dtype=payload_dtype(record), device=x.device, alignment=VECTOR_BYTES
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -17,6 +18,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers, Dispatched
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.routing import MAX_RANKS
+from cute_ep.layouts.variants import CombineMode
 from cute_ep.timing import LARGE_TOKENS, SAMPLES, Runner, rounds_per_graph, summary
 from cute_ep.traffic import RoutingCounts, Traffic, count_routing, traffic
 from cute_ep.workloads import ROUTINGS
@@ -121,7 +123,7 @@ def run_round(communicator: Communicator, batch: Batch, operation: str) -> None:
             batch.dispatched = communicator.dispatch(batch.x, batch.topk_ids, batch.router_weights, out=batch.buffers)
         else:
             assert batch.dispatched is not None
-            mode = part.removeprefix("combine_")
+            mode = cast(CombineMode, part.removeprefix("combine_"))
             communicator.combine(batch.rows, batch.dispatched, mode=mode, out=batch.result)
 
 

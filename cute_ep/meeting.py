@@ -1,21 +1,31 @@
-"""How the processes of one `connect` agree with each other: collectives on a process group of their own, which no
-collective of the caller can mix with."""
+"""How the processes of one `connect` agree with each other: through the process group's store, so that nothing of it is
+a collective that could mix with the caller's."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from cute_ep.errors import EPError
 
 Made = TypeVar("Made")
 
+PATIENCE_S = 300.0
+"""How long ranks that connect wait for each other; the slowest loads kernels and allocates memory meanwhile."""
+
 
 class Meeting:
-    """The ranks of a process group, one process each; every method is collective.
+    """The ranks of a process group, one process each; every method is collective, and so is the constructor, which has
+    the only collective on the caller's group: a name that no other meeting has.
+
+    Not a group of its own: torch names a group that its members alone make by how many groups a process has, so the
+    names of ranks may differ, and be given twice.
 
     Attributes:
         rank, size: this process's rank in the group, and how many there are.
@@ -23,32 +33,34 @@ class Meeting:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        members = list(range(self.size)) if group is None else dist.get_process_group_ranks(group)
-        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        names: list = [None] * self.size
+        dist.all_gather_object(names, uuid4().hex, group)
+        self._store = dist.PrefixStore(f"cute_ep/{names[0]}", _get_default_store())
+        self._count = 0
 
-    def gather(self, one: Any) -> list:
-        """What every rank gives, in the order of ranks. EPError: a rank has ended."""
-        gathered: list = [None] * self.size
+    def gather(self, one: Any, seconds: float = PATIENCE_S) -> list:
+        """What every rank gives, in the order of ranks. EPError: some give nothing in `seconds`; says which."""
+        self._count += 1
+        keys = [f"{self._count}/{rank}" for rank in range(self.size)]
         try:
-            dist.all_gather_object(gathered, one, self._group)
+            self._store.set(keys[self.rank], pickle.dumps(one))
+            self._store.wait(keys, timedelta(seconds=seconds))
+            gathered = [pickle.loads(self._store.get(key)) for key in keys]
+            if self._count > 1:  # all ranks have read what came before
+                self._store.delete_key(f"{self._count - 1}/{self.rank}")
         except RuntimeError as error:
-            raise EPError(f"rank {self.rank} lost another rank: {error}") from None
+            raise EPError(f"rank {self.rank} waited {seconds:g} s for {self._absent(keys)}: {error}") from None
         return gathered
 
     def wait(self, seconds: float) -> None:
-        """Until every rank is here.
+        """Until every rank is here. EPError: some are not, after `seconds`; says which."""
+        self.gather(None, seconds)
 
-        Raises:
-            EPError: some are not, after `seconds`; says which.
-        """
+    def _absent(self, keys: list[str]) -> str:
         try:
-            dist.monitored_barrier(self._group, timedelta(seconds=seconds), wait_all_ranks=True)
-        except (RuntimeError, ValueError) as error:
-            raise EPError(f"rank {self.rank} waited {seconds:g} s for the other ranks: {error}") from None
-
-    def leave(self) -> None:
-        """Nobody meets here again."""
-        dist.destroy_process_group(self._group)
+            return f"rank(s) {[rank for rank, key in enumerate(keys) if not self._store.check([key])]}"
+        except RuntimeError:  # the store has ended
+            return "the other ranks"
 
     def on_all_ranks(
         self,

@@ -8,6 +8,7 @@ Sources: the formulas of NVFP4 quantisation and of the scale-factor addresses ar
 `ep_comm` kernels, with true divisions in place of approximate reciprocals.
 """
 
+from cute_ep.decode import dequantize
 from cute_ep.reference_bounds import combine_error_bound, identity_error_bound, quantization_bound, within
 from cute_ep.reference_combine import combine, combine_source, unweighted_source
 from cute_ep.reference_dispatch import (
@@ -24,7 +25,6 @@ from cute_ep.reference_formats import (
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,
-    dequantize,
     encode_e2m1,
     encode_e4m3,
     encode_e8m0,

@@ -1,30 +1,49 @@
-"""The communicator interface on the CPU, computed by `cute_ep.reference`: all ranks live in one process.
+"""The communicator interface on the CPU, computed by `cute_ep.reference`.
 
-The calls of the ranks are made one after the other, so no call waits. A call returns buffers at once; they
-are filled when the last rank has made its call of the same round, as a GPU's are once its stream has been
-synchronised. Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th
-dispatch, and likewise for combine; with `skip_a2a` every rank has rounds of its own. A rank combines rows that the host
-has seen, so all ranks dispatch before any of them combines. What a call sends is copied during the call, so it may be
+With all ranks in one process (`connect_reference`) their calls are made one after the other, so no call waits. A call
+returns buffers at once; they are filled when the last rank has made its call of the same round, as a GPU's are once its
+stream has been synchronised. Until then `num_rows` and `row_offsets` are UNKNOWN, so that no row is taken for a valid
+one, and sums are NaN. A rank combines rows that the host has seen, so all ranks dispatch before any of them combines.
+With one process per rank (`reference_processes`) receiving halves wait until their results are in place.
+
+Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th dispatch, and likewise for
+combine; with `skip_a2a` every rank has rounds of its own. What a call sends is copied during the call, so it may be
 overwritten afterwards, as on a stream; `topk_ids` and router weights are read by combine again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cute_ep import reference
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
+from cute_ep.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.routing import LOST_ROW, Phase
-from cute_ep.layouts.scales import TRANSPOSED
-from cute_ep.rounds import Plan, Rounds
+from cute_ep.interface import EPCommunicator
+from cute_ep.layouts.routing import WIDE_ID, Phase
+from cute_ep.reference_dispatch import Source
+from cute_ep.reference_results import (
+    ReadAgain,
+    Returned,
+    add_up,
+    copied,
+    fill,
+    give_back,
+    make_source,
+    withhold,
+    withhold_sums,
+)
+from cute_ep.reference_rounds import Collective, Exchange, Receiver
+from cute_ep.rounds import PendingCombine, PendingDispatch, Plan
 from cute_ep.status import raise_input_error
+from cute_ep.types import CombineMode
 from cute_ep.validate import (
+    check_apart,
+    check_batch,
     check_buffers,
     check_epilogue_data,
     check_input_scale,
@@ -37,133 +56,34 @@ from cute_ep.validate import (
 
 DEVICE = "cpu"
 
-ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
-OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
-"""Tensors of `DispatchBuffers` that say which rows there are, and that hold them."""
 
-
-@dataclass(eq=False)
-class _Round:
-    """One collective call of all its ranks: arguments as they arrive, receivers until they have been called."""
-
-    index: int
-    arguments: dict[int, Any] = field(default_factory=dict)
-    receivers: dict[int, Callable[[_Round], None]] = field(default_factory=dict)
-    filled: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """What an asynchronous call returns and the wait of the same rank takes, once."""
-
-    rank: int
-    round: _Round
-    mode: str | None = None
-    topk_ids: torch.Tensor | None = None
-    router_weights: torch.Tensor | None = None
-    dispatched: Dispatched | None = None
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _OwnDispatched(Dispatched):
-    """A `Dispatched` that knows whether its buffers have been filled."""
+    """A `Dispatched` that knows the round that it is of, and what combine reads again."""
 
-    origin: Pending
-
-
-@dataclass(frozen=True, eq=False)
-class _Returned:
-    """What one rank gives back in a combine: its rows and batch as they were, the mode, the round of its dispatch."""
-
-    rows: torch.Tensor
-    batch: Dispatched
-    mode: str
-    dispatch: int
-
-
-class _Collective:
-    """The rounds of dispatch or of combine, shared by the ranks that exchange messages."""
-
-    def __init__(self, name: str, phase: Phase, ranks: Sequence[int]) -> None:
-        self.name, self.phase, self.ranks = name, phase, ranks
-        self.rounds: list[_Round] = []
-        self.order = {rank: Rounds(name) for rank in ranks}
-
-    def next_round(self, rank: int) -> _Round:
-        """The round that the next `send` of `rank` joins."""
-        index = self.order[rank].sent
-        if index == len(self.rounds):
-            self.rounds.append(_Round(index))
-        return self.rounds[index]
-
-    def owns(self, one: _Round) -> bool:
-        return one.index < len(self.rounds) and self.rounds[one.index] is one
-
-    def send(self, rank: int, arguments: Any) -> _Round:
-        joined = self.next_round(rank)
-        self.order[rank].sent += 1
-        joined.arguments[rank] = arguments
-        self._progress(joined)
-        return joined
-
-    def check_receive(self, rank: int, pending: Pending) -> None:
-        own = isinstance(pending, Pending) and pending.rank == rank and self.owns(pending.round)
-        self.order[rank].check_own(own, pending, rank)
-        self.order[rank].check_wait(pending.round.index + 1)
-
-    def receive(self, pending: Pending, receiver: Callable[[_Round], None]) -> None:
-        self.order[pending.rank].received += 1
-        pending.round.receivers[pending.rank] = receiver
-        self._progress(pending.round)
-
-    def _progress(self, current: _Round) -> None:
-        if len(current.arguments) < len(self.ranks):
-            return
-        for rank in current.receivers.keys() - current.filled:
-            current.receivers[rank](current)
-            current.filled.add(rank)
-        if len(current.filled) == len(self.ranks):  # nobody needs these any more
-            current.arguments, current.receivers = {}, {}
-
-    def unfilled(self, rank: int) -> _Round | None:
-        """The oldest round that `rank` waits for in vain, if any."""
-        waited = self.rounds[: self.order[rank].received]
-        return next((one for one in waited if rank not in one.filled), None)
-
-    def missing(self, current: _Round) -> tuple[int, ...]:
-        return tuple(rank for rank in self.ranks if self.order[rank].sent <= current.index)
-
-
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
-class _Exchange:
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.dispatch = _Collective("dispatch", Phase.ROUTE, ranks)
-        self.combine = _Collective("combine", Phase.RETURN, ranks)
+    number: int = 0
+    read_again: ReadAgain | None = None
 
 
 def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
     """The communicators of all ranks of `cfg`, joined to each other."""
     everyone = range(cfg.world_size)
-    joint = _Exchange(everyone)
-    return [ReferenceCommunicator(cfg, rank, _Exchange([rank]) if cfg.skip_a2a else joint) for rank in everyone]
+    joint = Exchange(everyone)
+    exchanges = [Exchange([rank]) if cfg.skip_a2a else joint for rank in everyone]
+    return [ReferenceCommunicator(cfg, rank, own, group=joint) for rank, own in enumerate(exchanges)]
 
 
-class ReferenceCommunicator:
+class ReferenceCommunicator(EPCommunicator):
     """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
 
-    Any method but `close` raises EPError after `close`, and after an EPTimeout that again.
-
-    Attributes:
-        cfg: the deployment.
-        rank: this rank, 0 <= rank < cfg.world_size.
+    After an EPTimeout every method but `close` raises it again. A combine is refused while a peer has not made its
+    dispatch, and where its mode or its dispatch is another than a peer's of the same round.
     """
 
-    def __init__(self, cfg: EPConfig, rank: int, exchange: _Exchange) -> None:
+    def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
         self.cfg, self.rank, self.device = cfg, rank, torch.device("cpu")
-        self._exchange = exchange
+        self._exchange, self.group, self.origin = exchange, group, Origin(rank)
+        self._dispatches, self._combines = exchange.dispatch.order[rank], exchange.combine.order[rank]
         self._failure: EPTimeout | None = None
         self._wrong_input: dict[Phase, tuple[int, int, int]] = {}  # the latest that `synchronize` has not raised
         self._closed = False
@@ -173,21 +93,18 @@ class ReferenceCommunicator:
             raise EPError(f"rank {self.rank}: the communicator is closed")
         if self._failure is not None:
             raise self._failure
+        for collective in (self._exchange.dispatch, self._exchange.combine):
+            collective.raise_error(self.rank)
 
     @property
     def failed(self) -> bool:
-        """Whether `synchronize` has raised EPTimeout."""
         return self._failure is not None
 
-    def __enter__(self) -> ReferenceCommunicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """End this rank's part; may be called again."""
-        self._closed = True
+        """End this rank's part; waits for nobody, and may be called again."""
+        if not self._closed:
+            self._closed = True
+            self._exchange.close()
 
     def synchronize(self) -> None:
         """Check that the results of all calls so far are in their buffers.
@@ -198,17 +115,13 @@ class ReferenceCommunicator:
         """
         self._check_usable()
         for collective in (self._exchange.dispatch, self._exchange.combine):
-            current = collective.unfilled(self.rank)
-            if current is not None:
-                missing, calls = collective.missing(current), f"{current.index + 1} {collective.name} calls"
-                details = tuple(f"rank {peer}: expected {calls}, saw {collective.order[peer].sent}" for peer in missing)
-                self._failure = EPTimeout(collective.phase.name, self.rank, missing, details)
-                raise self._failure
+            self._failure = self._failure or collective.overdue(self.rank)
+        if self._failure is not None:
+            raise self._failure
         wrong, self._wrong_input = self._wrong_input, {}
         raise_input_error(self.rank, wrong)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
-        """Uninitialised buffers for `capacity` rows, default `cfg.max_rows`. EPInputError: it is no number of rows."""
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
 
@@ -223,7 +136,6 @@ class ReferenceCommunicator:
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
-        """`dispatch_async` and `dispatch_wait` in one call; same arguments, result and errors."""
         return self.plan_dispatch(
             x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
         ).launch()
@@ -241,15 +153,15 @@ class ReferenceCommunicator:
     ) -> Plan[Dispatched]:
         """All of `dispatch` but joining the round; arguments and errors are the same."""
         self._check_usable()
-        order = self._exchange.dispatch.order[self.rank]
-        order.check_fused()
+        self._dispatches.check_fused()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
         source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        self._check_apart(out, x=x, scales=scales, row_scales=row_scales)
 
         def launch() -> Dispatched:
             self._check_usable()
-            order.check_fused()
+            self._dispatches.check_fused()
             return self.dispatch_wait(self._send(source, topk_ids, router_weights), out)
 
         return Plan(launch)
@@ -263,22 +175,9 @@ class ReferenceCommunicator:
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
-    ) -> Pending:
-        """Send this rank's tokens.
-
-        Args:
-            x: [T, hidden] bfloat16, T <= max_tokens_per_rank; with `scales` the payload of `QuantizedRows`.
-            topk_ids: [T, top_k] int32, -1 (masked) or a global expert id. Others are masked, and `synchronize` says so.
-            router_weights: [T, top_k] float32 or None; partial combine needs them here, on every rank.
-            input_scale: global scale of this rank's tokens (formats that have one), a number or a float32
-                tensor of one element; None: 1.0. Must be None with `scales`.
-            scales, row_scales: as in `QuantizedRows`, of tokens that are quantised already and travel as they are.
-
-        Raises:
-            EPInputError: an argument breaks its rule. The round has not been joined then.
-        """
+    ) -> PendingDispatch:
         self._check_usable()
-        self._exchange.dispatch.order[self.rank].check_send()
+        self._dispatches.check_send()
         source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
         return self._send(source, topk_ids, router_weights)
 
@@ -290,78 +189,63 @@ class ReferenceCommunicator:
         input_scale: float | torch.Tensor | None,
         scales: torch.Tensor | None,
         row_scales: torch.Tensor | None,
-    ) -> Any:
+    ) -> Source:
         """What this rank sends, made of copies."""
         check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
         if isinstance(input_scale, torch.Tensor):
             check_input_scale(self.cfg.format, input_scale)
             input_scale = input_scale.item()
-        copies = [_copy(one) for one in (x, topk_ids, router_weights, scales, row_scales)]
-        x_now, ids_now, weights_now, scales_now, row_scales_now = copies
-        ready = None if scales is None else QuantizedRows(x_now, scales_now, row_scales_now)
-        return reference.encode_source(self.cfg, x_now, ids_now, input_scale, weights_now, ready)
+        return make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
 
-    def _send(self, source: Any, topk_ids: torch.Tensor, router_weights: torch.Tensor | None) -> Pending:
+    def _send(self, source: Source, topk_ids: torch.Tensor, router_weights: torch.Tensor | None) -> PendingDispatch:
         """Join the next dispatch."""
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
-            self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, value
-        joined = self._exchange.dispatch.send(self.rank, source)
-        return Pending(self.rank, joined, topk_ids=topk_ids, router_weights=router_weights)
+            seen = value if -(2**31) <= value < 2**31 else WIDE_ID
+            self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
+        kept = ReadAgain(copied(topk_ids), copied(router_weights))
+        pending = PendingDispatch(topk_ids, router_weights, 0, (kept.topk_ids, kept.router_weights))
+        self._join(self._exchange.dispatch, pending, source)
+        return pending
 
-    def dispatch_wait(self, pending: Pending, out: DispatchBuffers | None = None) -> Dispatched:
-        """Receive the rows of this rank's experts into `out` (default: `allocate()`).
-
-        Returns:
-            A `Dispatched` over the buffers. Rows and scale blocks beyond those in use keep what they held. `weights`
-            is 0 where this rank has no row or the source gave none. More rows than `out` holds are lost: none is
-            written or announced, combine returns NaN for each of them, and `synchronize` says so.
-
-        Raises:
-            EPInputError: `pending` is not this rank's oldest unreceived dispatch, or `out` does not fit.
-        """
+    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         self._check_usable()
-        self._exchange.dispatch.check_receive(self.rank, pending)
+        pending = self._dispatches.oldest(pending, self.rank)
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
-        buffers = tensors_of(out)
-        given = {"rank": self.rank, "topk_ids": pending.topk_ids, "router_weights": pending.router_weights}
-        dispatched = _OwnDispatched(**buffers, **given, return_pieces=0, origin=pending)
-        self._exchange.dispatch.receive(pending, lambda current: self._fill(current, buffers))
-        return dispatched
+        self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
+        dispatched = _OwnDispatched.inside(
+            out,
+            rank=self.rank,
+            topk_ids=pending.topk_ids,
+            router_weights=pending.router_weights,
+            return_pieces=pending.return_pieces,
+            origin=self.origin,
+            number=self._dispatches.received + 1,
+            read_again=ReadAgain(*pending.keep_alive),
+        )
 
-    def _fill(self, current: _Round, buffers: dict[str, torch.Tensor | None]) -> None:
-        result = reference.receive(self.cfg, self.rank, current.arguments)
-        rows, capacity = result.num_rows.item(), buffers["tokens"].shape[0]
-        if rows > capacity:
-            self._wrong_input[Phase.ROW_CAPACITY] = 0, capacity, rows
-            result.row_map[result.row_map >= 0] = LOST_ROW
-            for name in ANNOUNCED:
-                if buffers[name] is not None:
-                    getattr(result, name).zero_()
-            buffers = {name: buffer for name, buffer in buffers.items() if name not in OF_ROWS}
-        for name, buffer in buffers.items():
-            value = getattr(result, name)
-            if name == "weights" and value is None:
-                buffer.zero_()
-            elif name == "scales" and self.cfg.scales_as == TRANSPOSED:
-                buffer[:, :rows] = value
-            elif buffer is not None:
-                buffer[: value.shape[0]] = value
+        def receive(sources: Mapping[int, Source]) -> None:
+            rows, capacity = fill(self.cfg, self.rank, sources, dispatched), dispatched.tokens.shape[0]
+            if rows > capacity:
+                self._wrong_input[Phase.ROW_CAPACITY] = 0, capacity, rows
+
+        if not self._receive(self._exchange.dispatch, receive):
+            withhold(dispatched)
+        return dispatched
 
     def combine(
         self,
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`combine_async` and `combine_wait` in one call; same arguments, result and errors."""
         return self.plan_combine(
             rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
         ).launch()
@@ -371,7 +255,7 @@ class ReferenceCommunicator:
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: str = "exact",
+        mode: CombineMode = "exact",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -379,124 +263,107 @@ class ReferenceCommunicator:
     ) -> Plan[torch.Tensor]:
         """All of `combine` but joining the round; arguments and errors are the same."""
         self._check_usable()
-        order = self._exchange.combine.order[self.rank]
-        order.check_fused()
+        self._combines.check_fused()
         given = self._prepare_return(rows, dispatched, mode)
-        combine_weights(self.cfg, mode, router_weights, dispatched)
-        check_epilogue_data(mode, None, epilogue_data, DEVICE)
-        check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
+        self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
+        check_apart("out", out, rows=rows)
 
         def launch() -> torch.Tensor:
             self._check_usable()
-            order.check_fused()
-            return self.combine_wait(self._return(given, dispatched), router_weights, out, dtype=dtype)
+            self._combines.check_fused()
+            return self.combine_wait(self._return(given, rows, dispatched), router_weights, out, dtype=dtype)
 
         return Plan(launch)
 
-    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: str = "exact") -> Pending:
-        """Send the expert outputs back to the ranks that the tokens came from.
-
-        Args:
-            rows: [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
-            dispatched: what this rank's dispatch returned; must have been filled, since `rows` come from it.
-            mode: one of COMBINE_MODES (see `cute_ep.reference.combine`), the same on all ranks.
-
-        Raises:
-            EPInputError: an argument breaks its rule, `dispatched` has not been filled because a peer has not made its
-                call, weights are missing in partial mode, the mode does not go with the configuration, or a peer's
-                combine of this round has another mode or dispatch. The round has not been joined then.
-        """
+    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
         self._check_usable()
-        self._exchange.combine.order[self.rank].check_send()
+        self._combines.check_send()
         given = self._prepare_return(rows, dispatched, mode)
         if mode != "exact":
             combine_weights(self.cfg, mode, None, dispatched)
-        return self._return(given, dispatched)
+        return self._return(given, rows, dispatched)
 
-    def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> _Returned:
+    def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> Returned:
         """What this rank gives back, made of copies."""
         check_mode(mode)
-        self._check_dispatched(dispatched)
-        origin = dispatched.origin.round
-        if self.rank not in origin.filled:
-            missing = list(self._exchange.dispatch.missing(origin))
+        check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
+        if isinstance(dispatched, _OwnDispatched):
+            dispatched.read_again.check_ids(dispatched)
+        number = dispatched.number if isinstance(dispatched, _OwnDispatched) else 0
+        if not self._exchange.dispatch.is_filled(self.rank, number):
+            missing = list(self._exchange.dispatch.missing(number))
             raise EPInputError(
-                f"dispatched = round {origin.index}: rank(s) {missing} must dispatch before rank {self.rank} combines"
+                f"dispatched = round {number}: rank(s) {missing} must dispatch before rank {self.rank} combines"
             )
         check_rows(self.cfg, rows, dispatched)
-        need = dispatched.num_rows.item()
-        if rows.shape[0] < need:
-            raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
-        # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
-        _, shared = self.cfg.shared_slice(dispatched.topk_ids.shape[0], self.rank)
-        held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
-        more = max(shared - held.shape[0], 0) + 1
-        lost = reference.round_to(torch.full((more, self.cfg.hidden), torch.nan), torch.bfloat16)
-        # what combine reads of `dispatched`, as it is now: its buffers may be used again
-        row_map = dispatched.row_map.clamp(max=held.shape[0])
-        now = replace(dispatched, row_map=row_map, topk_ids=dispatched.topk_ids.clone())
-        return _Returned(torch.cat([held, lost]), now, mode, origin.index)
+        return give_back(self.cfg, rows, dispatched, mode, number)
 
-    def _return(self, given: _Returned, dispatched: Dispatched) -> Pending:
+    def _return(self, given: Returned, rows: torch.Tensor, dispatched: Dispatched) -> PendingCombine:
         """Join the next combine, unless a peer has joined it with another mode or dispatch."""
-        for peer, other in self._exchange.combine.next_round(self.rank).arguments.items():
-            if (other.mode, other.dispatch) != (given.mode, given.dispatch):
-                raise EPInputError(
-                    f"mode = {given.mode!r} of dispatch round {given.dispatch}: must match rank {peer}'s combine, "
-                    f"{other.mode!r} of round {other.dispatch}"
-                )
-        joined = self._exchange.combine.send(self.rank, given)
-        return Pending(self.rank, joined, mode=given.mode, dispatched=dispatched)
+        given.check_agreement(self._exchange.combine.joined(self.rank))
+        pending = PendingCombine(dispatched, given.mode, rows)
+        self._join(self._exchange.combine, pending, given)
+        return pending
 
     def combine_wait(
         self,
-        pending: Pending,
+        pending: PendingCombine | None = None,
         router_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add up what came back.
-
-        Args:
-            pending: what `combine_async` returned.
-            router_weights: [T, top_k] float32; None: those given to dispatch. Must be None in the other modes than
-                exact.
-            out: [T, hidden], unweighted [T, top_k, hidden], bfloat16, float16 or float32, overwritten; None: a new
-                tensor.
-            dtype: element type of the new tensor.
-            epilogue_data: must be None, as there are no hooks.
-
-        Returns:
-            `out`.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or no weights were given anywhere.
-        """
         self._check_usable()
-        self._exchange.combine.check_receive(self.rank, pending)
-        dispatched = pending.dispatched
-        weights = _copy(combine_weights(self.cfg, pending.mode, router_weights, dispatched))
-        check_epilogue_data(pending.mode, None, epilogue_data, DEVICE)
-        shape, dtype = check_output(self.cfg, pending.mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
-        if out is None:
-            out = torch.empty(shape, dtype=dtype, device=DEVICE)
+        pending = self._combines.oldest(pending, self.rank)
+        dispatched, mode = pending.dispatched, pending.mode
+        weights, shape, dtype = self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
+        if self.cfg.fused_shared_expert:
+            check_apart("out", out, rows=pending.rows)
+        result = torch.empty(shape, dtype=dtype, device=DEVICE) if out is None else out
+        if not self._receive(self._exchange.combine, lambda given: add_up(self.cfg, self.rank, given, weights, result)):
+            withhold_sums(result)
+        return result
 
-        def reduce(current: _Round) -> None:
-            rows = {rank: given.rows for rank, given in current.arguments.items()}
-            batches = {rank: given.batch for rank, given in current.arguments.items()}
-            if pending.mode == "unweighted":
-                made = reference.unweighted_source(self.cfg, self.rank, rows, batches, out.dtype)
-            else:
-                made = reference.combine_source(self.cfg, self.rank, rows, batches, weights, pending.mode, out.dtype)
-            out.copy_(made)
+    def _prepare_sum(
+        self,
+        dispatched: Dispatched,
+        mode: str,
+        router_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        dtype: torch.dtype,
+        epilogue_data: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
+        """(weights as they are now, shape and type of the output) of a combine."""
+        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
+        check_epilogue_data(mode, None, epilogue_data, DEVICE)
+        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
+        check_apart("out", out, topk_ids=dispatched.topk_ids, router_weights=weights, row_map=dispatched.row_map)
+        if isinstance(dispatched, _OwnDispatched):
+            dispatched.read_again.check_ids(dispatched)
+            if mode == "partial":  # the experts' ranks multiply by the weights that travelled
+                return dispatched.read_again.router_weights, shape, dtype
+            dispatched.read_again.check_weights(dispatched, weights)
+        return copied(weights), shape, dtype
 
-        self._exchange.combine.receive(pending, reduce)
-        return out
+    def _join(self, collective: Collective, pending: object, arguments: Any) -> None:
+        """Send in the next round."""
+        try:
+            collective.send(self.rank, pending, arguments)
+        except EPTimeout as failure:
+            self._failure = failure
+            raise
 
-    def _check_dispatched(self, dispatched: Dispatched) -> None:
-        own = isinstance(dispatched, _OwnDispatched) and dispatched.origin.rank == self.rank
-        if not (own and self._exchange.dispatch.owns(dispatched.origin.round)):
-            kind = type(dispatched).__name__
-            raise EPInputError(f"dispatched = {kind}: must be what a dispatch of rank {self.rank} returned")
+    def _check_apart(self, out: DispatchBuffers | None, **read: torch.Tensor | None) -> None:
+        for name, tensor in () if out is None else tensors_of(out).items():
+            check_apart(f"out.{name}", tensor, **read)
+
+    def _receive(self, collective: Collective, receiver: Receiver) -> bool:
+        """Receive the oldest round; whether its results are in place."""
+        try:
+            done = collective.receive(self.rank, receiver)
+        except EPTimeout as failure:
+            self._failure = failure
+            raise
+        collective.raise_error(self.rank)
+        return done

@@ -12,6 +12,7 @@ import torch
 from cute_ep.config import EPConfig
 from cute_ep.dispatched import Dispatched
 from cute_ep.errors import EPInputError
+from cute_ep.modes import no_modes
 from cute_ep.reference_dispatch import per_rank
 from cute_ep.reference_formats import round_to, row_chunks
 from cute_ep.validate import check_mode, check_output, check_router_weights, check_rows, combine_weights
@@ -58,6 +59,7 @@ def check_combine(
             raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
 
 
+@no_modes()
 def combine(
     cfg: EPConfig,
     rows: Sequence[torch.Tensor],
@@ -153,6 +155,7 @@ def partial_sums(server: torch.Tensor, products: torch.Tensor, world_size: int) 
     return total + round_to(partial, torch.bfloat16).float()
 
 
+@no_modes()
 def combine_source(
     cfg: EPConfig,
     source: int,
@@ -178,6 +181,7 @@ def combine_source(
     return round_to(result if epilogue is None else epilogue(source, result), dtype)
 
 
+@no_modes()
 def unweighted_source(cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, dtype: torch.dtype) -> torch.Tensor:
     """Unweighted `combine` for the tokens of rank `source` alone: [T, top_k, hidden]; checks nothing."""
     _, result = returned_rows(cfg, source, rows, dispatched, slice(None))

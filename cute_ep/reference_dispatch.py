@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import Dispatched, QuantizedRows
+from cute_ep.dispatched import Dispatched, QuantizedRows, as_own_types
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.scales import ATOM, TRANSPOSED
+from cute_ep.modes import no_modes
 from cute_ep.reference_formats import join_rows, quantize
 from cute_ep.validate import check_input_scale, check_tensor, check_tokens, check_unscaled
 
@@ -29,6 +30,7 @@ def _atom_offsets(row_counts: Sequence[int], columns: int, device: torch.device)
     return offsets.to(device), first_block, tiles
 
 
+@no_modes()
 def swizzle_scales(scales: torch.Tensor, row_counts: Sequence[int]) -> torch.Tensor:
     """Row-major scale factors to the 128x4 atom layout; padding rows and padding columns are zero.
 
@@ -53,6 +55,7 @@ def swizzle_scales(scales: torch.Tensor, row_counts: Sequence[int]) -> torch.Ten
     return atoms.view(blocks, tiles, 32, 4, 4)
 
 
+@no_modes()
 def unswizzle_scales(atoms: torch.Tensor, row_counts: Sequence[int], columns: int) -> torch.Tensor:
     """Inverse of `swizzle_scales`: [sum(row_counts), columns] uint8. Blocks beyond those needed are not read.
 
@@ -66,6 +69,7 @@ def unswizzle_scales(atoms: torch.Tensor, row_counts: Sequence[int], columns: in
     return atoms.flatten()[offsets]
 
 
+@no_modes()
 def arrange_scales(scales: torch.Tensor, layout: str, row_counts: Sequence[int]) -> torch.Tensor:
     """Row-major scale factors [rows, columns], uint8 or float32, in one of the layouts of `cute_ep.layouts.scales`.
 
@@ -123,6 +127,7 @@ class Source:
         return self.topk_ids.shape[0]
 
 
+@no_modes()
 def encode_source(
     cfg: EPConfig,
     x: torch.Tensor | None,
@@ -141,9 +146,10 @@ def encode_source(
     check_input_scale(cfg.format, input_scale)
     if prequantized is None:
         prequantized = quantize(x, cfg.format, 1.0 if input_scale is None else input_scale)
-    return Source(prequantized, topk_ids, router_weights)
+    return Source(as_own_types(prequantized, cfg.format), topk_ids, router_weights)
 
 
+@no_modes()
 def dispatch(
     cfg: EPConfig,
     xs: Sequence[torch.Tensor | None],
@@ -160,7 +166,7 @@ def dispatch(
 
     Args:
         xs: per rank [T_r, hidden] bfloat16, T_r <= max_tokens_per_rank.
-        topk_ids: per rank [T_r, top_k] int32, -1 or a global expert id.
+        topk_ids: per rank [T_r, top_k] int32 or int64, -1 or a global expert id.
         input_scales: per rank the global scale of its own tokens (see `quantize`); None: 1.0 everywhere.
         router_weights: per rank [T_r, top_k] float32 or None; None: no weights anywhere.
         prequantized: per rank tokens that are encoded already, whose bytes travel as they are (then `xs` of this rank
@@ -210,6 +216,7 @@ def _indexable(field: torch.Tensor) -> torch.Tensor:
     return field.view(torch.uint8) if field.dtype == torch.float8_e4m3fn else field
 
 
+@no_modes()
 def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatched:
     """The output of `dispatch` of one rank, from every rank's source (with `skip_a2a` only its own is read)."""
     own = sources[rank]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.dispatched import QuantizedRows, payload_columns, payload_dtype, scale_dtype
+from cute_ep.dispatched import QuantizedRows
 from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import (
     BF16,
@@ -25,6 +25,7 @@ from cute_ep.layouts.formats import (
     Format,
     format_named,
 )
+from cute_ep.modes import no_modes
 from cute_ep.validate import check_global_scale, check_tensor
 
 CHUNK_ELEMENTS = 1 << 22
@@ -275,7 +276,7 @@ MODELS: dict[Format, Model] = {
 def as_format(fmt: Format | str) -> Format:
     """`fmt` or the format of that name; EPInputError lists the known ones."""
     try:
-        return format_named(fmt) if isinstance(fmt, str) else fmt
+        return fmt if isinstance(fmt, Format) else format_named(fmt)
     except ValueError as error:
         raise EPInputError(str(error)) from None
 
@@ -284,7 +285,7 @@ def check_x(x: torch.Tensor, fmt: Format) -> None:
     """EPInputError unless x is [T, hidden] bfloat16 and `fmt` has rows of `hidden` elements."""
     check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16)
     try:
-        fmt.check_hidden(x.shape[1])
+        fmt.check_hidden(x.shape[1], "x.shape[1]")
     except ValueError as error:
         raise EPInputError(str(error)) from None
 
@@ -295,32 +296,12 @@ def as_global_scale(value: float | torch.Tensor, device: torch.device) -> torch.
     return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
 
 
-def check_quantized(rows: QuantizedRows, fmt: Format) -> None:
-    """EPInputError unless the tensors of `rows` have the shapes and types of `fmt`."""
-    name, payload = "rows.payload", rows.payload
-    check_tensor(name, payload, shape=(None, None), dtype=payload_dtype(fmt))
-    hidden = payload.shape[1] * payload.itemsize * 8 // fmt.bits
-    try:
-        fmt.check_hidden(hidden)
-    except ValueError as error:
-        raise EPInputError(f"{name}: {error}") from None
-    count = payload.shape[0]
-    check_tensor(name, payload, shape=(count, payload_columns(fmt, hidden)), dtype=payload_dtype(fmt))
-    for part, tensor, shape, dtype in (
-        ("scales", rows.scales, (count, hidden // fmt.block) if fmt.scale else None, scale_dtype(fmt)),
-        ("row_scales", rows.row_scales, (count,) if fmt.row_scale else None, torch.bfloat16),
-    ):
-        if shape is not None:
-            check_tensor(f"rows.{part}", tensor, shape=shape, dtype=dtype, device=payload.device)
-        elif tensor is not None:
-            raise EPInputError(f"rows.{part} = {type(tensor).__name__}: must be None, {fmt.name} has none")
-
-
 def join_rows(parts: list[QuantizedRows]) -> QuantizedRows:
     """Rows of one format one after the other; `parts` is not empty."""
     return QuantizedRows(*(None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)))
 
 
+@no_modes()
 def quantize(x: torch.Tensor, fmt: Format | str, global_scale: float | torch.Tensor = 1.0) -> QuantizedRows:
     """Encode rows of tokens as docs/numerics.md defines.
 
@@ -342,21 +323,3 @@ def quantize(x: torch.Tensor, fmt: Format | str, global_scale: float | torch.Ten
     if fmt.scale is None:
         return MODELS[fmt].encode(x, scale)
     return join_rows([MODELS[fmt].encode(x[part], scale) for part in row_chunks(*x.shape)])
-
-
-def dequantize(rows: QuantizedRows, fmt: Format | str, global_scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Decode rows to [T, hidden] float32, by the last column of the table in docs/numerics.md.
-
-    The product is rounded once, in formats where it does not fit float32 (fp8, nvfp4), and infinite where it exceeds
-    float32.
-
-    Args:
-        rows: as `quantize` returns them.
-        global_scale: the G that `quantize` was given.
-
-    Raises:
-        EPInputError: unknown format, a tensor does not fit it, or G is outside [2**-100, 2**100].
-    """
-    fmt = as_format(fmt)
-    check_quantized(rows, fmt)
-    return MODELS[fmt].decode(rows, as_global_scale(global_scale, rows.payload.device))

@@ -7,13 +7,31 @@ from itertools import pairwise
 
 import torch
 
+from cute_ep.errors import EPInputError
 from cute_ep.layouts.formats import Format
 from cute_ep.layouts.scales import ATOM, TRANSPOSED
+from cute_ep.modes import no_modes
 from cute_ep.reference_dispatch import arrange_scales
 from cute_ep.reference_formats import quantize
 from cute_ep.validate import check_global_scale
 
 
+def check_offsets(row_offsets: Sequence[int], rows: int) -> list[int]:
+    """Where groups begin and, at last, end; EPInputError unless they ascend from 0 to at most `rows`."""
+    offsets = list(row_offsets)
+    if offsets[0] != 0 or any(end < start for start, end in pairwise(offsets)):
+        raise EPInputError(f"row_offsets = {_shown(offsets)}: must ascend from 0")
+    if offsets[-1] > rows:
+        raise EPInputError(f"row_offsets[{len(offsets) - 1}] = {offsets[-1]}: must not exceed the {rows} rows of x")
+    return offsets
+
+
+def _shown(offsets: Sequence[int]) -> str:
+    """The first few of them."""
+    return str(list(offsets)) if len(offsets) <= 8 else f"[{', '.join(map(str, offsets[:8]))}, ...]"
+
+
+@no_modes()
 def fill_groups(
     fmt: Format,
     layout: str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_ep.errors import EPInputError
+from cute_ep.modes import no_modes
 from cute_ep.reference_bounds import TINY, UNIT, cast_error
 from cute_ep.validate import check_tensor
 
@@ -35,6 +36,7 @@ def _split(
     return gate.clamp(max=limit), up.clamp(-limit, limit) + 1, alpha
 
 
+@no_modes()
 def swiglu(
     x: torch.Tensor, interleaved: bool = False, alpha: float | None = None, limit: float | None = None
 ) -> torch.Tensor:
@@ -57,6 +59,7 @@ def swiglu(
     return gate * torch.sigmoid(alpha * gate) * factor
 
 
+@no_modes()
 def swiglu_bound(
     x: torch.Tensor,
     interleaved: bool = False,

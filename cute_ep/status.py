@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cute_ep.driver import HostMemory
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import StateWord
-from cute_ep.layouts.routing import INPUT_ERRORS, WIDE_ID, Phase, StatusWord
+from cute_ep.layouts.routing import BEYOND, INPUT_ERRORS, Phase, StatusWord
 
 
 def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) -> None:
@@ -19,7 +19,7 @@ def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) ->
             if phase == Phase.ROW_CAPACITY:
                 texts.append(f"out holds {expected} rows, but those that arrived take {seen}")
             else:
-                value = "beyond 32 bits" if seen == WIDE_ID else seen
+                value = "beyond 32 bits" if seen == BEYOND else seen
                 texts.append(f"topk_ids.flatten()[{index}] = {value}: must be -1 or in [0, {expected})")
     if texts:
         raise EPInputError(f"rank {rank}: {'; '.join(texts)}")

@@ -1,6 +1,7 @@
 """Checks of call arguments that the communicators and the reference share.
 
-Nothing here reads a tensor's elements, so no check waits for a device.
+Nothing here reads a tensor's elements, so no check waits for a device. Calls compute no gradients: a tensor that
+requires one is refused where that would drop it without a word, and so is one that may not be overwritten.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from collections.abc import Sequence
 from operator import ne
 
 import torch
+from torch import Tensor
 
 from cute_ep.config import EPConfig, is_number
 from cute_ep.dispatched import (
+    ID_TYPES,
     DispatchBuffers,
     Dispatched,
     Origin,
     buffer_shapes,
     payload_columns,
-    payload_dtype,
+    payload_types,
     routed_shape,
-    scale_dtype,
+    scale_types,
 )
-from cute_ep.errors import EPInputError
+from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.routing import OutputType
 from cute_ep.layouts.variants import COMBINE_MODES
@@ -31,45 +34,101 @@ GLOBAL_SCALE_LIMIT = 2.0**100
 range unless its result saturates or rounds to zero anyway."""
 
 
+def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """The devices of all ranks, one each; EPConfigError unless they are named as such."""
+    if isinstance(devices, str | torch.device):
+        raise EPConfigError(
+            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {cfg.world_size}'
+        )
+    rule = 'must be a list of names, one device per rank, such as ["cuda:0", "cuda:1"] or ["cpu"] * 2'
+    if not isinstance(devices, Sequence):
+        raise EPConfigError(f"devices = {type(devices).__name__}: {rule}")
+    chosen = []
+    for device in devices:
+        try:
+            chosen.append(torch.device(device if isinstance(device, torch.device) else str(device)))
+        except RuntimeError:
+            raise EPConfigError(f"devices = {devices!r}: {rule}") from None
+    if len(chosen) != cfg.world_size:
+        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
+    return chosen
+
+
 def check_tensor(
     name: str,
     tensor: torch.Tensor,
     *,
     shape: Sequence[int | None] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     device: torch.device | str | None = None,
     alignment: int = 1,
 ) -> None:
-    """Check one argument: a row-major contiguous tensor of the given extents, type and place.
+    """Check one argument: a row-major contiguous tensor of the given extents, type and place, which does not require a
+    gradient while gradients are enabled.
 
     Args:
         name: how the caller calls it; begins the message.
         shape: expected extents, None for any extent; None accepts any number of them.
-        dtype, device: what is expected; None accepts any.
+        dtype, device: what is expected; None accepts any, a tuple of types each of them.
         alignment: bytes that the address of the first element must be a multiple of.
 
     Raises:
         EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
-    if shape is not None and tensor.shape != shape and not _has_shape(tensor, shape):
-        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
-        raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be ({wanted})")
-    if dtype is not None and tensor.dtype != dtype:
-        raise EPInputError(f"{name}.dtype = {tensor.dtype}: must be {dtype}")
+    if shape is not None and (got := tensor.shape) != shape and not _has_shape(got, shape):
+        raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
+    if dtype is not None and (kind := tensor.dtype) != dtype and not (isinstance(dtype, tuple) and kind in dtype):
+        wanted = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
+        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}")
     if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
     if not tensor.is_contiguous():
         raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous")
     if alignment != 1 and tensor.data_ptr() % alignment:
         raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
+    if tensor.requires_grad:
+        check_detached(name, tensor)
 
 
-def _has_shape(tensor: torch.Tensor, shape: Sequence[int | None]) -> bool:
+def check_detached(name: str, tensor: torch.Tensor) -> None:
+    """EPInputError for an input that requires a gradient while gradients are enabled."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise EPInputError(
+            f"{name}.requires_grad = True: must be False while gradients are enabled, this call computes none; "
+            f"make the call under torch.no_grad(), or give {name}.detach()"
+        )
+
+
+def check_written(name: str, tensor: object) -> None:
+    """EPInputError for a tensor that a call may not overwrite: a Parameter, one that requires a gradient, or outside of
+    inference mode one that was made in it. What is no tensor passes."""
+    if not isinstance(tensor, Tensor):
+        return
+    if isinstance(tensor, torch.nn.Parameter):
+        raise EPInputError(f"{name} = Parameter: must be a tensor of its own, such as torch.empty_like({name}.data)")
+    if tensor.requires_grad:
+        raise EPInputError(f"{name}.requires_grad = True: must be False, the call overwrites it; give {name}.detach()")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise EPInputError(
+            f"{name}.is_inference() = True: must be False outside of torch.inference_mode(); allocate it outside, or "
+            "make the call inside"
+        )
+
+
+def _has_shape(got: Sequence[int], shape: Sequence[int | None]) -> bool:
     """Whether each extent is the wanted one, if any is wanted."""
-    got = tensor.shape
     return len(got) == len(shape) and sum(map(ne, got, shape)) == shape.count(None)  # None differs from any extent
+
+
+def _shape_rule(name: str, got: Sequence[int], shape: Sequence[int | None]) -> str:
+    """The wanted extents, and how to come to them from a tensor with a batch and a sequence dimension."""
+    wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+    more = len(got) - len(shape)
+    if more <= 0 or len(shape) < 2 or shape[-1] not in (None, got[-1]):
+        return f"({wanted})"
+    return f"({wanted}); flatten the leading dimensions: {name}.flatten(0, {more})"
 
 
 def check_tokens(
@@ -87,37 +146,38 @@ def check_tokens(
     Args:
         x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank, 16-byte aligned; with `scales`, rows in the dispatch
             format instead, as in `QuantizedRows.payload`.
-        topk_ids: [T, top_k] int32.
+        topk_ids: [T, top_k] int32 or int64.
         router_weights: [T, top_k] float32, or None.
         device: where all of them must be; None: where `x` is.
-        scales, row_scales: as in `QuantizedRows`, of rows that are quantised already.
+        scales, row_scales: as in `QuantizedRows`, of rows that are quantised already; in torch's own types, too.
         weights_dtype: type of `router_weights`; None: any (a hook reads them).
 
     Raises:
         EPInputError: a tensor breaks its rule.
     """
-    fmt, columns, dtype = cfg.format, cfg.hidden, torch.bfloat16
+    fmt, columns = cfg.format, cfg.hidden
+    dtype: torch.dtype | tuple[torch.dtype, ...] = torch.bfloat16
     if scales is not None:
         if not fmt.scale:
             raise EPInputError(f"scales = {type(scales).__name__}: must be None, {fmt.name} has no scale factors")
-        columns, dtype = payload_columns(fmt, cfg.hidden), payload_dtype(fmt)
+        columns, dtype = payload_columns(fmt, cfg.hidden), payload_types(fmt)
     check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
-    tokens = x.shape[0]
+    tokens, place = x.shape[0], x.device
     if scales is not None:
         shape = (tokens, cfg.hidden // fmt.block)
-        check_tensor("scales", scales, shape=shape, dtype=scale_dtype(fmt), device=x.device)
+        check_tensor("scales", scales, shape=shape, dtype=scale_types(fmt), device=place)
     if (row_scales is not None) != (scales is not None and fmt.row_scale):
         given = "None" if row_scales is None else "tensor"
         raise EPInputError(f"row_scales = {given}: must be given with quantised rows of formats that have them")
     if row_scales is not None:
-        check_tensor("row_scales", row_scales, shape=(tokens,), dtype=torch.bfloat16, device=x.device)
+        check_tensor("row_scales", row_scales, shape=(tokens,), dtype=torch.bfloat16, device=place)
     if tokens > cfg.max_tokens_per_rank:
         raise EPInputError(
             f"x.shape[0] = {tokens}: must not exceed max_tokens_per_rank = {cfg.max_tokens_per_rank} tokens"
         )
-    check_tensor("topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=torch.int32, device=x.device)
+    check_tensor("topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=ID_TYPES, device=place)
     if router_weights is not None:
-        check_router_weights(cfg, router_weights, tokens, x.device, weights_dtype)
+        check_router_weights(cfg, router_weights, tokens, place, weights_dtype)
 
 
 def check_router_weights(
@@ -131,7 +191,7 @@ def check_router_weights(
     check_tensor("router_weights", router_weights, shape=(tokens, cfg.top_k), dtype=dtype, device=device)
 
 
-def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> None:
+def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None, name: str = "input_scale") -> None:
     """Check a global scale argument: None, a number in [2**-100, 2**100], or a float32 tensor of one element.
 
     The value of a tensor is not read (`reference.quantize` does read it).
@@ -142,15 +202,17 @@ def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None) -> 
     if input_scale is None:
         return
     if not fmt.global_scale:
-        raise EPInputError(f"input_scale = {input_scale!r}: must be None, format {fmt.name} has no global scale")
+        given = "tensor" if isinstance(input_scale, torch.Tensor) else repr(input_scale)
+        raise EPInputError(f"{name} = {given}: must be None, format {fmt.name} has no global scale")
     if isinstance(input_scale, torch.Tensor):
         if input_scale.numel() != 1 or input_scale.dtype != torch.float32:
             raise EPInputError(
-                f"input_scale = {input_scale.dtype} tensor of shape {tuple(input_scale.shape)}: "
+                f"{name} = {input_scale.dtype} tensor of shape {tuple(input_scale.shape)}: "
                 "must have one float32 element"
             )
+        check_detached(name, input_scale)
         return
-    check_global_scale(input_scale, "input_scale")
+    check_global_scale(input_scale, name)
 
 
 def check_global_scale(value: float, name: str = "global_scale") -> None:
@@ -241,6 +303,8 @@ def combine_weights(
         raise EPInputError(f"router_weights = None: {mode} combine needs them, give them to {where}")
     if router_weights is not None or not checked:
         check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
+    elif weights.requires_grad:
+        check_detached("dispatched.router_weights", weights)
     return weights
 
 
@@ -259,6 +323,8 @@ def check_output(
     shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
     name = "dtype"
     if out is not None:
+        if type(out) is not Tensor or out.requires_grad or out.is_inference():
+            check_written("out", out)
         check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
         name, dtype = "out.dtype", out.dtype
     if dtype not in OUTPUT_TYPES:
@@ -298,6 +364,16 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
         if want is not None:
             alignment = VECTOR_BYTES if name in MOVED_BY_VECTORS else 1
             shape, dtype = want
-            check_tensor(
-                f"out.{name}", getattr(out, name), shape=shape, dtype=dtype, device=device, alignment=alignment
-            )
+            tensor = getattr(out, name)
+            check_written(f"out.{name}", tensor)
+            check_tensor(f"out.{name}", tensor, shape=shape, dtype=dtype, device=device, alignment=alignment)
+
+
+def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | None) -> None:
+    """EPInputError where a call would write `written` over memory that it reads. All are contiguous, on one device."""
+    if written is None:
+        return
+    begin, end = written.data_ptr(), written.data_ptr() + written.nbytes
+    for other, tensor in read.items():
+        if tensor is not None and begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+            raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")

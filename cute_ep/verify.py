@@ -19,7 +19,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import BUFFERS, DispatchBuffers, Dispatched
 from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.scales import TRANSPOSED
-from cute_ep.layouts.variants import COMBINE_MODES
+from cute_ep.layouts.variants import COMBINE_MODES, CombineMode
 from cute_ep.workloads import RankInputs
 
 POISON = 0xA5
@@ -124,7 +124,7 @@ class RoundOptions:
     """
 
     split: bool = False
-    modes: Sequence[str] | None = None
+    modes: Sequence[CombineMode] | None = None
     dtype: torch.dtype = torch.bfloat16
     input_scales: Sequence[float] | None = None
     prequantized: bool = False

@@ -16,7 +16,7 @@ from cute_ep.kernels.sync import Watch, block_all, is_healthy, post, report, wai
 from cute_ep.layouts.arena import ANY_ARENA, StateWord, arena_of, is_wide
 from cute_ep.layouts.device import DeviceRegion, array, pointer
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, WIDE_ID, Phase
+from cute_ep.layouts.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
 
 ArenaArgs = make_dataclass(
     "ArenaArgs", [(name, Int64 if is_wide(name) else Int32) for name in ANY_ARENA.arguments()], frozen=True
@@ -78,16 +78,19 @@ class IdArgs:
     topk_ids_wide: Int32
 
 
-@cute.jit
 def given_id(args: IdArgs, index) -> Int32:
-    """Entry `index` of the flat topk_ids; WIDE_ID where it does not fit 32 bits, for all readers of the id alike."""
-    wide = args.topk_ids_wide
-    gWords = array(args.topk_ids, Int32, Int32(1 << 30))
-    given = gWords[Int32(index) << wide]
-    if wide != 0:
-        if gWords[(Int32(index) << 1) + 1] != given >> 31:
-            given = Int32(WIDE_ID)
-    return given
+    """Entry `index` of the flat topk_ids; of a wide one the lower half, which all readers take for the id. Nothing is
+    computed from it here, so nobody waits for the load before it is used."""
+    return array(args.topk_ids, Int32, Int32(1 << 30))[Int32(index) << args.topk_ids_wide]
+
+
+@cute.jit
+def is_beyond(args: IdArgs, index, given: Int32) -> Boolean:
+    """Whether an entry, of which `given_id` is the lower half, does not fit 32 bits."""
+    beyond = Boolean(False)
+    if args.topk_ids_wide != 0:
+        beyond = array(args.topk_ids, Int32, Int32(1 << 30))[2 * Int32(index) + 1] != given >> 31
+    return beyond
 
 
 @dataclass(frozen=True)

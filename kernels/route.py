@@ -15,14 +15,14 @@ from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 
 from cute_ep.kernels.block import shared_array
 from cute_ep.kernels.divide import quotient
-from cute_ep.kernels.group import given_id
+from cute_ep.kernels.group import given_id, is_beyond
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.kernels.sync import post_dated
 from cute_ep.layouts.arena import DATED_BYTES, HeaderWord, StateWord
 from cute_ep.layouts.device import item_coord
 from cute_ep.layouts.launch import THREADS
 from cute_ep.layouts.record import Region, RegionMap
-from cute_ep.layouts.routing import MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
+from cute_ep.layouts.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
 
 IDS_IN_FLIGHT = 8
 """Expert ids that a thread loads before it counts the first."""
@@ -127,8 +127,12 @@ class Route:
                     cute.arch.atomic_add(sHistogram.iterator + before, Int32(1))
             index += THREADS * IDS_IN_FLIGHT
             self._load_before(group, args, chunk, index, rId)
+        own = chunk * ROUTE_ENTRIES + group.tid
         if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
-            group.report_input(Phase.EXPERT_ID, chunk * ROUTE_ENTRIES + group.tid, group.all_experts, given)
+            group.report_input(Phase.EXPERT_ID, own, group.all_experts, given)
+        elif (group.tid < ROUTE_ENTRIES) & (own < args.tokens * group.top_k):
+            if is_beyond(args, own, given):
+                group.report_input(Phase.EXPERT_ID, own, group.all_experts, Int32(BEYOND))
         expert = group.expert_of(given)
         same = cute.arch.match_sync(-1, expert)
         earlier = Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))

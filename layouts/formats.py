@@ -63,13 +63,14 @@ class Format:
         """Bytes of one row's scale factors; 0 when the format has none."""
         return hidden // self.block * self.scale_itemsize
 
-    def check_hidden(self, hidden: int) -> None:
-        """Raise ValueError unless rows of `hidden` elements are whole blocks and whole 16-byte vectors."""
+    def check_hidden(self, hidden: int, name: str = "hidden") -> None:
+        """Raise ValueError unless rows of `hidden` elements, which the caller calls `name`, are whole blocks and whole
+        16-byte vectors."""
         if hidden <= 0 or hidden % self.block:
-            raise ValueError(f"hidden = {hidden}: must be a positive multiple of the {self.name} block {self.block}")
+            raise ValueError(f"{name} = {hidden}: must be a positive multiple of the {self.name} block {self.block}")
         if self.payload_bytes(hidden) % VECTOR_BYTES or hidden * self.bits % 8:
             raise ValueError(
-                f"hidden = {hidden}: a {self.name} row takes {self.bits * hidden / 8:g} bytes, "
+                f"{name} = {hidden}: a {self.name} row takes {self.bits * hidden / 8:g} bytes, "
                 f"which must be a multiple of {VECTOR_BYTES}"
             )
 
@@ -99,7 +100,7 @@ FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, FP8, FP8_POW2, MXF
 
 def format_named(name: str) -> Format:
     """The registered format called `name`; ValueError lists the known ones."""
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format = {name!r}: must be one of {', '.join(FORMATS)}")
     return FORMATS[name]
 

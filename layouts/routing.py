@@ -93,8 +93,8 @@ INPUT_ERRORS = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)
 """What a kernel may find wrong with its rank's input; the round goes on."""
 
 
-WIDE_ID = -(1 << 31)
-"""What kernels take an expert id for that does not fit 32 bits: no expert's."""
+BEYOND = -(1 << 31)
+"""What is reported of an expert id that does not fit 32 bits."""
 
 
 class OutputType(IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from cute_ep.layouts.formats import BF16, FORMATS
 
@@ -13,7 +14,9 @@ SEND_KERNELS = ("dispatch", "dispatch_async")
 """Kernels that encode: one a format. Rows that need no encoding go through the BF16 ones, which copy bytes."""
 DISPATCH_WAIT_KERNEL = "dispatch_wait"
 DISPATCH_KERNELS = (*SEND_KERNELS, DISPATCH_WAIT_KERNEL)
-COMBINE_MODES = ("exact", "partial", "unweighted")
+CombineMode = Literal["exact", "partial", "unweighted"]
+"""What combine brings home."""
+COMBINE_MODES: tuple[CombineMode, ...] = get_args(CombineMode)
 COMBINE_KERNELS = (
     "combine_async_exact",
     "combine_async_partial",

@@ -792,7 +792,7 @@ def test_lists_launch_when_all_arguments_are_good(make: Make) -> None:
     for bad, rule in (
         ({"topk_ids": columns[1][:1]}, r"len\(topk_ids\) = 1: must be the number of ranks, 2"),
         ({"topk_ids": [columns[1][0]] * 2}, r"topk_ids\.shape"),
-        ({"outs": [None]}, r"len\(out\) = 1"),
+        ({"outs": [None]}, r"len\(outs\) = 1"),
     ):
         names = dict(zip(("input_tokens", "topk_ids", "router_weights"), columns, strict=True))
         with pytest.raises(EPInputError, match=rule):
@@ -848,7 +848,7 @@ def test_lists_are_of_one_format_and_all_ranks(make: Make) -> None:
                 with pytest.raises(EPConfigError, match=f"dispatch_format = '{fmt}': {operation.__name__} serves"):
                     operation(ranks)
         for some, rule in (
-            ([], "communicators = 0: must be world_size"),
+            ([], "communicators = no ranks: must be a list"),
             (ranks[:1], "communicators = 1: must be world_size = 2"),
             (ranks[::-1], r"communicators of ranks \[1, 0\]: must be all ranks of one group, in order"),
             ([ranks[0], make(replace(ranks[1].cfg, top_k=1), 1)], r"\[0, 1\]: must be all ranks of one group"),
@@ -1036,7 +1036,7 @@ def test_a_timeout_travels_between_processes() -> None:
 
 
 def test_the_cpu_has_no_hooks() -> None:
-    with pytest.raises(EPConfigError, match="must be none on the reference backend"):
+    with pytest.raises(EPConfigError, match="there are none on the reference backend"):
         connection.connect_local(CFG, ["cpu"] * 2, hooks=HOOKS)
 
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cute_ep import connection, meeting
 from cute_ep.config import EPConfig
@@ -43,25 +43,34 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
         except Exception as error:
             return error
 
-    def monitored_barrier(group: None, timeout: timedelta, *, wait_all_ranks: bool) -> None:
-        try:
-            barrier.wait(timeout.total_seconds())
-        except threading.BrokenBarrierError:
-            raise RuntimeError("rank(s) failed to pass monitoredBarrier") from None
-
     dist = SimpleNamespace(
         all_gather_object=all_gather_object,
-        monitored_barrier=monitored_barrier,
-        new_group=lambda ranks, backend, use_local_synchronization: None,
-        destroy_process_group=lambda group: None,
+        PrefixStore=torch.distributed.PrefixStore,
         get_rank=lambda group: mine.rank,
         get_world_size=lambda group: RANKS,
         is_initialized=lambda: True,
     )
     monkeypatch.setattr(connection, "dist", dist)
     monkeypatch.setattr(meeting, "dist", dist)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(meeting, "_get_default_store", lambda: store)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(work, range(RANKS)))
+
+
+def test_a_rank_that_does_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, and the others have waited no longer than they said."""
+
+    def meet(rank: int) -> None:
+        here = Meeting(None)
+        here.wait(30)
+        if rank != 1:
+            here.wait(0.2)
+
+    got = collective(monkeypatch, meet)
+    assert got[1] is None
+    for rank in (0, 2):
+        assert str(got[rank]).startswith(f"rank {rank} waited 0.2 s for rank(s) [1]"), got
 
 
 def test_every_rank_hears_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +103,8 @@ def test_what_fails_on_one_rank_fails_on_all(monkeypatch: pytest.MonkeyPatch, at
 @pytest.mark.parametrize(
     ("devices", "rule"),
     [
-        (["gpu0", "gpu1"], "must be names of devices"),
-        ([None, None], "must be names of devices"),
+        (["gpu0", "gpu1"], "must be a list of names"),
+        ([None, None], "must be a list of names"),
         (["cpu"], "devices = 1 entries: must be world_size = 2"),
         (["cuda:0", "cpu"], "must be all CUDA or all cpu"),
         (["cuda:0", "cuda:99"], "cuda:99 is not here, the machine has 4 CUDA GPUs"),
@@ -307,12 +316,13 @@ def test_a_process_without_a_group() -> None:
         connection.connect(CFG)
 
 
-def test_a_rank_without_a_gpu_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_gpu_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, ("gpu", 1))
+    monkeypatch.setattr(connection, "_machine", lambda: "machine")
     got = collective(monkeypatch, lambda rank: connection.connect(CFG))
-    assert isinstance(got[1], EPConfigError)
-    assert str(got[1]) == 'there is no CUDA GPU on this machine (without GPUs: connect_local(cfg, ["cpu"] * 3))'
-    assert [str(got[rank]) for rank in (0, 2)] == [f"rank 1 could not connect: EPConfigError: {got[1]}"] * 2
+    for rank, other in enumerate((0, 0, 2)):
+        assert isinstance(got[rank], EPConfigError)
+        assert str(got[rank]) == f"rank 1 has no CUDA GPU, but rank {other} has: must be all ranks or none"
 
 
 def test_places_that_go_together() -> None:

@@ -19,7 +19,7 @@ from cute_ep import communicator as module
 from cute_ep.communicator import Communicator
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import StateWord
-from cute_ep.layouts.routing import WIDE_ID, Phase
+from cute_ep.layouts.routing import BEYOND, Phase
 from tests.test_communicator import (
     ALONE,
     CFG,
@@ -206,6 +206,6 @@ def test_a_fused_launch_out_of_order_is_told(rank: Communicator, word: StateWord
 
 
 def test_an_id_beyond_32_bits_is_told(rank: Communicator) -> None:
-    rank._status.memory.words[8:12] = [Phase.EXPERT_ID, 7, 8, WIDE_ID % (1 << 32)]
+    rank._status.memory.words[8:12] = [Phase.EXPERT_ID, 7, 8, BEYOND % (1 << 32)]
     with pytest.raises(EPInputError, match=r"topk_ids\.flatten\(\)\[7\] = beyond 32 bits: must be -1 or in \[0, 8\)"):
         rank.synchronize()

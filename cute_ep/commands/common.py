@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,7 @@ from cute_ep.errors import EPConfigError
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.record import Region
 from cute_ep.presets import PRESETS, Preset, preset_named
+from cute_ep.types import FormatName
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +93,7 @@ def token_counts(text: str) -> list[int]:
 
 def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 60.0) -> EPConfig:
     """The deployment of a shape; EPConfigError names the rule that it breaks."""
-    return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, fmt, timeout_s)
+    return EPConfig(shape.hidden, shape.num_experts, shape.top_k, tokens, ranks, cast(FormatName, fmt), timeout_s)
 
 
 def message_regions(cfg: EPConfig) -> tuple[Region, Region]:

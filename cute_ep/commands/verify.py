@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +18,7 @@ from cute_ep.commands.common import add_device_arguments, one_thread_on_a_cpu, s
 from cute_ep.config import EPConfig
 from cute_ep.errors import EPError
 from cute_ep.layouts.formats import FORMATS, formats_of
+from cute_ep.types import FormatName
 
 if TYPE_CHECKING:
     from cute_ep.workloads import RankInputs
@@ -81,7 +82,7 @@ class Case:
     def cfg(self) -> EPConfig:
         """The deployment; EPConfigError when the format cannot hold the rows."""
         shape = (self.hidden, self.num_experts, self.top_k, max(1, *self.tokens), len(self.tokens))
-        return EPConfig(*shape, self.fmt, TIMEOUT_S, **OPTIONS[self.options].config)
+        return EPConfig(*shape, cast(FormatName, self.fmt), TIMEOUT_S, **OPTIONS[self.options].config)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

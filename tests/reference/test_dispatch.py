@@ -17,6 +17,7 @@ from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import ROW_ALIGNMENTS
 from cute_ep.layouts.scales import scale_shape
+from cute_ep.layouts.variants import COMBINE_MODES
 from cute_ep.validate import check_tokens
 from cute_ep.workloads import ROUTINGS, make_inputs, make_rank_inputs
 from tests.cases import CASES, Case
@@ -347,6 +348,23 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
+@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.id)
+def test_ids_of_64_bits(case: Case):
+    """The same bytes, in dispatch and in combine."""
+    cfg, inputs = case.cfg, case.inputs()
+    xs, weights = [one.x for one in inputs], [one.router_weights for one in inputs]
+    narrow, wide = [one.topk_ids for one in inputs], [one.topk_ids.long() for one in inputs]
+    batches = [reference.dispatch(cfg, xs, ids, None, weights) for ids in (narrow, wide)]
+    for got, want in zip(batches[1], batches[0], strict=True):
+        for name in (field.name for field in fields(DispatchBuffers)):
+            if getattr(want, name) is not None:
+                assert_bits(getattr(got, name), getattr(want, name), name)
+    rows = [torch.randn(int(batch.num_rows), cfg.hidden).bfloat16() for batch in batches[0]]
+    for mode in ("exact", "partial") if cfg.fused_shared_expert else COMBINE_MODES:
+        for got, want in zip(*(reference.combine(cfg, rows, batch, None, mode) for batch in batches), strict=True):
+            assert_bits(got, want, mode)
+
+
 @pytest.mark.parametrize("change, match", [
     (lambda x, ids, w: (x.float(), ids, w), r"x\.dtype = torch\.float32: must be torch\.bfloat16"),
     (lambda x, ids, w: (x[:, :16].contiguous(), ids, w), r"x\.shape = \(2, 16\): must be \(any, 32\)"),
@@ -355,7 +373,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     (lambda x, ids, w: (strided(x), ids, w), r"x\.stride\(\)"),
     (lambda x, ids, w: (torch.zeros(65).bfloat16()[1:].view(2, 32), ids, w), r"x\.data_ptr\(\).*16 bytes"),
     (lambda x, ids, w: (x.tolist(), ids, w), r"x = list: must be a torch\.Tensor"),
-    (lambda x, ids, w: (x, ids.long(), w), r"topk_ids\.dtype = torch\.int64: must be torch\.int32"),
+    (lambda x, ids, w: (x, ids.short(), w), r"topk_ids\.dtype = torch\.int16: must be torch\.int32 or torch\.int64"),
     (lambda x, ids, w: (x, ids[:1], w), r"topk_ids\.shape = \(1, 2\): must be \(2, 2\)"),
     (lambda x, ids, w: (x, ids[:, :1].contiguous(), w), r"topk_ids\.shape"),
     (lambda x, ids, w: (x, strided(ids), w), r"topk_ids\.stride"),

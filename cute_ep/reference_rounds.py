@@ -1,0 +1,125 @@
+"""Rounds of the reference backend: what the ranks send, and who fills which results when all have sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cute_ep.errors import EPError, EPTimeout
+from cute_ep.layouts.routing import Phase
+from cute_ep.rounds import Rounds
+
+Receiver = Callable[[Mapping[int, Any]], None]
+"""Fills one rank's results from what every rank has sent."""
+
+
+@dataclass(eq=False)
+class Round:
+    """One collective call of all its ranks: arguments as they arrive, receivers as they are called."""
+
+    number: int
+    arguments: dict[int, Any] = field(default_factory=dict)
+    receivers: dict[int, Receiver] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
+
+
+class Collective:
+    """The rounds of dispatch or of combine. A rank's n-th call belongs to the n-th call of every other rank.
+
+    Attributes:
+        ranks: who exchanges messages.
+        order: the counters of the ranks that live in this process.
+    """
+
+    def __init__(self, name: str, phase: Phase, ranks: Sequence[int], here: Sequence[int] | None = None) -> None:
+        self.name, self.phase, self.ranks = name, phase, ranks
+        self.order = {rank: Rounds(name) for rank in (ranks if here is None else here)}
+        self._live: dict[
+            int, Round
+        ] = {}  # by number, ascending; a round that all ranks here have been given is dropped
+        self._errors: dict[int, EPError] = {}
+
+    def joined(self, rank: int) -> Mapping[int, Any]:
+        """What has arrived already for the round that the next `send` of `rank` joins, by rank."""
+        one = self._live.get(self.order[rank].sent + 1)
+        return {} if one is None else one.arguments
+
+    def send(self, rank: int, pending: object, arguments: Any) -> int:
+        """Join the next round, which `pending` stands for; its number. Counted first: an interrupt then leaves a round
+        that lacks this rank, never one that it joins twice."""
+        self.order[rank].count_sent(pending)
+        number = self.order[rank].sent
+        one = self._live.setdefault(number, Round(number))
+        one.arguments[rank] = arguments
+        self._progress(one)
+        return number
+
+    def receive(self, rank: int, receiver: Receiver) -> bool:
+        """Receive the oldest round that `rank` has sent: `receiver` is called once all have sent. Whether it was.
+        Counted last: a round whose receiver was interrupted can be received again."""
+        number = self.order[rank].received + 1
+        one = self._live.setdefault(number, Round(number))
+        one.receivers[rank] = receiver
+        one.filled.discard(rank)
+        self._progress(one)
+        self.order[rank].count_received()
+        if len(one.filled) == len(self.order) and all(number <= order.received for order in self.order.values()):
+            del self._live[number]
+        return rank in one.filled
+
+    def is_filled(self, rank: int, number: int) -> bool:
+        """Whether the results of a round that `rank` has received are in place."""
+        return number not in self._live or rank in self._live[number].filled
+
+    def missing(self, number: int) -> tuple[int, ...]:
+        """The ranks that have not joined a round."""
+        one = self._live.get(number)
+        return () if one is None else tuple(rank for rank in self.ranks if rank not in one.arguments)
+
+    def timeout(self, rank: int, number: int, missing: Sequence[int], details: Sequence[str] = ()) -> EPTimeout:
+        """The error of `rank` that waits for round `number` in vain."""
+        seen = {peer: self.order[peer].sent if peer in self.order else number - 1 for peer in missing}
+        lines = details or [f"rank {peer}: expected {number} {self.name} calls, saw {seen[peer]}" for peer in missing]
+        return EPTimeout(self.phase.name, rank, tuple(missing), tuple(lines))
+
+    def overdue(self, rank: int) -> EPTimeout | None:
+        """The error for the oldest round that `rank` has received and whose results are not in place, if any."""
+        for number, one in self._live.items():
+            if number <= self.order[rank].received and rank not in one.filled:
+                return self.timeout(rank, number, self.missing(number))
+        return None
+
+    def raise_error(self, rank: int) -> None:
+        """EPError, once, when results of `rank` could not be written."""
+        if rank in self._errors:
+            raise self._errors.pop(rank)
+
+    def _progress(self, one: Round) -> None:
+        """Fill what can be filled. What fails for a rank is that rank's error: the call may be another one's."""
+        if len(one.arguments) < len(self.ranks):
+            return
+        for rank in [rank for rank in one.receivers if rank not in one.filled]:  # in the order of their calls
+            try:
+                one.filled.add(rank)
+                one.receivers[rank](one.arguments)
+            except BaseException as error:
+                if isinstance(error, EPError):
+                    self._errors[rank] = error
+                else:
+                    what = f"{self.name} round {one.number} has no results"
+                    self._errors[rank] = EPError(f"rank {rank}: {what}, {type(error).__name__}: {error}")
+                    self._errors[rank].__cause__ = error
+                if not isinstance(error, Exception):
+                    raise
+
+
+class Exchange:
+    """Dispatch and combine of the ranks of one process, or of one rank that exchanges messages with nobody."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.dispatch = Collective("dispatch", Phase.ROUTE, ranks)
+        self.combine = Collective("combine", Phase.RETURN, ranks)
+
+    def close(self) -> None:
+        """Nothing here is to be given back."""

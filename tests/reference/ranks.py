@@ -1,0 +1,80 @@
+"""What tests of the reference communicator share: small groups, poisoned buffers, exact comparison."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from cute_ep import reference
+from cute_ep.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.config import EPConfig
+from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.workloads import RankInputs, make_inputs
+
+POISON = 0xA5
+FLOAT_POISON = torch.full((4,), POISON, dtype=torch.uint8).view(torch.float32).item()
+
+
+def poison(tensor: torch.Tensor | None) -> None:
+    if tensor is not None:
+        tensor.view(torch.uint8).fill_(POISON)
+
+
+def poisoned(communicator: ReferenceCommunicator, capacity: int | None = None) -> DispatchBuffers:
+    buffers = communicator.allocate(capacity)
+    for one in fields(buffers):
+        poison(getattr(buffers, one.name))
+    return buffers
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    return bool((tensor.contiguous().view(torch.uint8) == POISON).all())
+
+
+def expected(cfg: EPConfig, inputs: list[RankInputs], *, weights: bool = True, scales=None) -> list[Dispatched]:
+    xs, ids = [one.x for one in inputs], [one.topk_ids for one in inputs]
+    return reference.dispatch(cfg, xs, ids, scales, [one.router_weights for one in inputs] if weights else None)
+
+
+def assert_columns_and_poison(actual: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    """Transposed scale factors: [words, rows] within [words, capacity]."""
+    assert_bits(actual[:, : want.shape[1]], want, name)
+    assert is_poison(actual[:, want.shape[1] :]), name
+
+
+def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) -> None:
+    for one in fields(DispatchBuffers):
+        value = getattr(want, one.name)
+        if one.name == "scales" and cfg.scales_as == "transposed":
+            assert_columns_and_poison(got.scales, value, f"{name} scales")
+        elif value is not None:
+            assert_prefix_and_poison(getattr(got, one.name), value, POISON, f"{name} {one.name}")
+        elif one.name == "weights":
+            assert not got.weights.any()
+        else:
+            assert getattr(got, one.name) is None
+    assert got.return_pieces == want.return_pieces
+
+
+def rows_for(batches: list[Dispatched], cfg: EPConfig, seed: int = 0) -> list[torch.Tensor]:
+    """Random expert outputs over the whole capacity of each batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(b.tokens.shape[0], cfg.hidden, generator=generator).bfloat16() for b in batches]
+
+
+def small(**changes) -> EPConfig:
+    values = dict(hidden=32, num_experts=6, top_k=2, max_tokens_per_rank=5, world_size=3, dispatch_format="nvfp4")
+    return EPConfig(**(values | changes))
+
+
+def dispatch_all(cfg: EPConfig, seed: int = 0):
+    """(communicators, their Dispatched, the inputs) of one round."""
+    communicators = connect_reference(cfg)
+    inputs = make_inputs(cfg, [cfg.max_tokens_per_rank] * cfg.world_size, "uniform", seed)
+    batches = [
+        one.dispatch(given.x, given.topk_ids, given.router_weights)
+        for one, given in zip(communicators, inputs, strict=True)
+    ]
+    return communicators, batches, inputs

@@ -1,0 +1,43 @@
+"""Computing without the caller's modes of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from cute_ep.modes import no_modes, writing_modes
+
+MODES: dict[str, Callable[[], AbstractContextManager]] = {
+    "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "another device": lambda: torch.device("meta"),
+}
+
+
+def test_no_modes_has_no_gradients() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with no_modes():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_modes_is_without(mode: str) -> None:
+    with MODES[mode](), no_modes():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert (product.dtype, product.device.type) == (torch.float32, "cpu")
+
+
+def test_what_writing_modes_write() -> None:
+    """Tensors of inference mode from outside of it, and ordinary ones, which stay ordinary."""
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    ordinary = torch.zeros(2)
+    with writing_modes():
+        for tensor in (inference, ordinary):
+            tensor[:1] = torch.ones(1)
+    assert inference.tolist() == ordinary.tolist() == [1, 0]
+    assert not ordinary.is_inference()
