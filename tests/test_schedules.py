@@ -72,9 +72,9 @@ def test_two_groups() -> None:
     run_schedules(small("ahead"), small("split"))
 
 
-@pytest.mark.parametrize("layers", [2, 3])
-def test_layers_that_are_replayed(layers: int) -> None:
-    replays = Replays(connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")), [24, 5], layers, count=3)
+@pytest.mark.parametrize(("layers", "tokens"), [(2, [24, 5]), (3, [24, 5]), (3, [0, 1])])
+def test_layers_that_are_replayed(layers: int, tokens: list[int]) -> None:
+    replays = Replays(connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")), tokens, layers, count=3)
     for number in range(3):
         replays.run_eagerly(number)
     replays.check()
@@ -100,7 +100,7 @@ def test_layers(fmt: str, make: Callable[..., Experts]) -> None:
         check_dense(network, outs, 0.3)
 
 
-def test_ranks_that_share_a_gpu_leave_some_of_it() -> None:
-    assert sms_of(["cuda:0", "cuda:1"]) is None
-    assert [sms_of(["cuda:0"] * ranks) for ranks in (2, 4, 8, 16)] == [28, 14, 7, 3]
-    assert sms_of(["cuda:0", "cuda:1"], 2) == 28
+def test_launches_side_by_side_leave_some_of_a_gpu() -> None:
+    assert sms_of(["cuda:0"] * 8, 1) is None
+    assert [sms_of(["cuda:0"] * ranks, 2) for ranks in (1, 4, 8)] == [56, 14, 7]
+    assert sms_of(["cuda:0", "cuda:1"], 2) == 56

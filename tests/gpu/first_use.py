@@ -11,7 +11,6 @@ from cute_ep.config import EPConfig
 from cute_ep.local_ops import fused_silu
 
 from .conftest import LIBRARY, connected
-from .runs import sms_of
 
 TIMEOUT_S = 20
 LONGEST_S = 5
@@ -21,7 +20,7 @@ def main() -> None:
     """AssertionError or EPTimeout when the SwiGLU, or its launch, has waited for the rank that waits."""
     devices = ["cuda:0"] * 2
     cfg = EPConfig(1024, 8, 2, 32, 2, "bf16", TIMEOUT_S)
-    with connected(cfg, devices, sms=sms_of(devices)) as communicators:
+    with connected(cfg, devices) as communicators:
         x = torch.randn(32, 1024, device="cuda").bfloat16()
         gate_up = torch.randn(32, 1024, device="cuda").bfloat16()
         ids = torch.arange(64, dtype=torch.int32, device="cuda").view(32, 2) % 8

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from .conftest import connected
-from .runs import Run, run_schedules, sms_of
+from .runs import Run, run_schedules
 from .schedules import CASES, config_of
 
 
@@ -14,7 +14,7 @@ def main(ranks: int) -> None:
     """AssertionError or EPTimeout when something is wrong."""
     devices = ["cuda:0"] * ranks
     case = replace(CASES["ahead"], rounds=5)
-    with connected(config_of(case, ranks), devices, sms=sms_of(devices)) as communicators:
+    with connected(config_of(case, ranks), devices) as communicators:
         run_schedules(Run(communicators, case))
 
 

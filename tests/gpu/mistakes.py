@@ -44,12 +44,13 @@ _ACKNOWLEDGE = {
     "kernels/dispatch.py": "group.acknowledge(group.arena.dispatch_consumed, received, spare)",
     "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
 }
-_WAIT = {
-    "kernels/route.py": (
-        "group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED, self.sent)"
-    ),
-    "kernels/combine.py": "group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)",
-}
+_AWAITED = "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))"
+_AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)\n"
+
+
+def _wait_for(epoch: str) -> tuple[Edit, ...]:
+    """Senders wait for another round to be consumed."""
+    return (Edit("kernels/group.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
 
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
@@ -61,16 +62,7 @@ def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
 
 MUTANTS = {
     # senders do not wait before they overwrite
-    "NO_CONSUMED_WAIT": Mutant(
-        "combines",
-        (
-            Edit(
-                "kernels/group.py",
-                "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))",
-                "alive = wait_at_least(self.watch, flag, Int64(0), tid, phase, Int32(0))",
-            ),
-        ),
-    ),
+    "NO_CONSUMED_WAIT": Mutant("combines", _wait_for("Int64(0)")),
     # a receiving launch posts its own round as consumed, not the last completed one
     "ACK_OWN_ROUND": Mutant(
         "combines",
@@ -93,9 +85,8 @@ MUTANTS = {
             ),
             Edit(
                 "kernels/combine.py",
-                f"            alive = {_WAIT['kernels/combine.py']}\n",
-                f"            alive = {_WAIT['kernels/combine.py']}\n"
-                "            group.acknowledge(group.arena.combine_consumed, received, spare)\n",
+                _AFTER_COMBINE_WAIT,
+                _AFTER_COMBINE_WAIT + "            group.acknowledge(group.arena.combine_consumed, received, spare)\n",
             ),
         ),
     ),
@@ -125,9 +116,7 @@ MUTANTS = {
         ),
     ),
     # senders wait for n-1, not n-2
-    "WAIT_PREVIOUS": Mutant(
-        "split", tuple(Edit(file, wait, wait.replace("epoch - 2", "epoch - 1")) for file, wait in _WAIT.items())
-    ),
+    "WAIT_PREVIOUS": Mutant("split", _wait_for("epoch + 1")),
     # combine reads the header from the arena, not from the handle
     "ARENA_HEADER": Mutant(
         "two ahead",

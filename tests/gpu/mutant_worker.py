@@ -20,11 +20,11 @@ from cute_ep.library import read_manifest, source_folders, source_hash
 from .conftest import LIBRARY
 from .mistakes import MUTANTS, UNCHANGED
 from .mutants import FOLDER, ROOT
-from .runs import Run, run_schedules, sms_of
+from .runs import Run, run_schedules
 from .schedules import CASES, Case, config_of
 
 RANKS = 4
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 SEEDS = 3
 """Runs of a mutant's schedule, with other inputs and delays each, until it finds something."""
 
@@ -38,9 +38,7 @@ def visible_gpus() -> list[str]:
 def try_case(case: Case, library: Path, seeds: int) -> str | None:
     """What a schedule finds in so many runs, None when nothing."""
     devices = ["cuda:0"] * RANKS
-    communicators = connection.connect_local(
-        config_of(case, RANKS, TIMEOUT_S), devices, sms=sms_of(devices), library=library
-    )
+    communicators = connection.connect_local(config_of(case, RANKS, TIMEOUT_S), devices, library=library)
     for seed in range(seeds):
         try:
             run_schedules(Run(communicators, case, seed), seed=seed)

@@ -44,7 +44,7 @@ def make_tree(name: str, folder: Path) -> None:
 
 def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.Popen:
     """A python process that imports the package from `folder` and begins there, where `cute-ep build` looks first."""
-    path = os.pathsep.join([str(folder), str(ROOT)])
+    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-P", *words],
         cwd=folder,
@@ -81,6 +81,8 @@ def run(names: Sequence[str], timeout_s: float = 240) -> dict[str, Outcome]:
     from .mutant_worker import visible_gpus
 
     gpus = visible_gpus()
+    if not gpus:
+        raise SystemExit("no NVIDIA GPU on this machine")
     with tempfile.TemporaryDirectory() as scratch:
 
         def run_one(numbered: tuple[int, str]) -> Outcome:

@@ -30,16 +30,17 @@ LONGEST_DELAY = 1 << 21
 """Cycles of the longest delay: a millisecond, in which a rank that does not wait runs many rounds ahead."""
 DELAYED = 0.3
 """Share of the launches that are delayed."""
-VIRTUAL_CTAS = 112
-"""CTAs of all ranks that share a GPU, together: some SMs stay free for kernels of others that stand between calls."""
+SHARED_CTAS = 112
+"""CTAs of all launches that may be side by side on a GPU: the others of its SMs stay free, for kernels of the caller's
+that stand between calls. (Without this, ranks that share a GPU leave SMs free by themselves, for one launch each.)"""
 DISTINCT = 5
 """Different batches, by turns: as an odd number, so that rounds n and n + 2 never have the same."""
 
 
-def sms_of(devices: Sequence[str], share: int = 1) -> int | None:
-    """SM budget of each rank, of which `share` launches may be side by side; None where one has a GPU to itself."""
-    launches = len(devices) // len(set(devices)) * share
-    return None if launches == 1 else max(1, VIRTUAL_CTAS // (2 * launches))
+def sms_of(devices: Sequence[str], share: int) -> int | None:
+    """SM budget of each rank, of which `share` launches may be side by side; None for one, for which the default leaves
+    room."""
+    return None if share == 1 else max(1, SHARED_CTAS * len(set(devices)) // (len(devices) * share))
 
 
 class Batch:

@@ -15,7 +15,6 @@ from cute_ep.layouts.arena import EXPRESS_TOKENS
 
 from .conftest import connected
 from .layers import Network, fp8_experts, plain_experts
-from .runs import sms_of
 
 ROOT = Path(__file__).parents[2]
 MANY = EXPRESS_TOKENS + 1
@@ -37,7 +36,7 @@ def test_layers(ranks: list[str], most: int) -> None:
     hidden, inner, count = 1024, 512, len(ranks)
     tokens = [(most, most // 3, 0 if most < MANY else most, 7)[rank % 4] for rank in range(count)]
     cfg = EPConfig(hidden, 4 * count, 4, most, count, "bf16", 30)
-    with connected(cfg, ranks, sms=sms_of(ranks)) as communicators:
+    with connected(cfg, ranks) as communicators:
         experts = [plain_experts(cfg.groups, hidden, inner, c.device, c.rank) for c in communicators]
         network = Network(communicators, tokens, experts, DEPTH)
         wanted = network.run()
@@ -64,7 +63,7 @@ def test_fp8_layer() -> None:
     hidden, inner = 7168, 2048
     tokens = torch.randint(1, 128, (2,), generator=torch.Generator().manual_seed(1)).tolist()
     cfg = EPConfig(hidden, 64, 8, 128, 2, "fp8", 30, fused_shared_expert=True)
-    with connected(cfg, devices, sms=sms_of(devices)) as communicators:
+    with connected(cfg, devices) as communicators:
         experts = [fp8_experts(cfg.groups, hidden, inner, c.device, c.rank) for c in communicators]
         network = Network(communicators, tokens, experts, 1)
         (outs,) = network.run()

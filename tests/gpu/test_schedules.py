@@ -51,6 +51,12 @@ def test_schedule(devices: list[str], groups: Groups, name: str) -> None:
     run_schedules(Run(groups(config_of(case, len(devices)), devices, 1 + case.streams), case), seed=1)
 
 
+def test_two_streams_of_a_rank_alone(groups: Groups) -> None:
+    """Where there is only one GPU."""
+    case = CASES["streams"]
+    run_schedules(Run(groups(config_of(case, 1), ["cuda:0"], 2), case), seed=1)
+
+
 def unshared(devices: list[str]) -> bool:
     """Whether every rank has a GPU to itself."""
     return len(set(devices)) == len(devices)
