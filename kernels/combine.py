@@ -96,10 +96,10 @@ class Combine:
     @cute.kernel
     def kernel(self, args: CombineArgs):
         group = open_group(args, self.peers, Int32(0))
-        received = group.completed(StateWord.COMBINE_RECV_EPOCH)
-        epoch = received + 1  # a fused launch receives what it sends: `wait_all_ranks`
+        sent, received = group.sent_and_completed(StateWord.COMBINE_SEND_EPOCH)
+        epoch = received + 1
         if cutlass.const_expr(not self.receive):
-            epoch = group.completed(StateWord.COMBINE_SEND_EPOCH) + 1
+            epoch, sent = sent + 1, None
         sEpoch = shared_array(self.epoch, Int64)  # for what needs it seldom: registers are short
         if group.tid == 0:
             sEpoch[0] = epoch
@@ -115,8 +115,8 @@ class Combine:
             row, weight = Int32(NO_ROW), Float32(0.0)
             if group.cta < args.send_ctas:
                 row, weight = self.give_back_role.prepare(group, args)
-            sent = StateWord.COMBINE_SEND_EPOCH if self.receive else None
-            alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)
+            word = StateWord.COMBINE_SEND_EPOCH
+            alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
             if group.cta < args.send_ctas and alive:
                 self.give_back_role.run(group, args, row, weight)
                 uneven = self.give_back_role.returns.are_uneven(args)

@@ -107,8 +107,7 @@ class Dispatch:
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         if codec is not None:
-            sent = StateWord.DISPATCH_SEND_EPOCH if receive else None
-            self.route_role = Route(WeightReader(router_weights), sent, shared)
+            self.route_role = Route(WeightReader(router_weights), shared)
             self.send_role = Send(codec, input_scale, ahead, shared)
         self.expand_role = Expand(shared)
         self.shared_bytes = shared.nbytes
@@ -120,15 +119,15 @@ class Dispatch:
     @cute.kernel
     def kernel(self, args: DispatchArgs):
         group = open_group(args, self.peers, args.packed)
-        received = group.completed(StateWord.DISPATCH_RECV_EPOCH)
-        epoch = received + 1  # a fused launch receives what it sends: `wait_all_ranks`
+        sent, received = group.sent_and_completed(StateWord.DISPATCH_SEND_EPOCH)
+        epoch = received + 1
         if cutlass.const_expr(not self.receive):
-            epoch = group.completed(StateWord.DISPATCH_SEND_EPOCH) + 1
+            epoch, sent = sent + 1, None
         spare = spare_cta(args.send_ctas if self.send else group.ctas)
         group.acknowledge(group.arena.dispatch_consumed, received, spare)
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
-            alive = self._send_half(group, args, epoch)
+            alive = self._send_half(group, args, epoch, sent)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first = group.cta - args.receive_from
@@ -136,9 +135,10 @@ class Dispatch:
         self._leave(group, args, epoch, alive)
 
     @cute.jit
-    def _send_half(self, group: GroupView, args: DispatchArgs, epoch: Int64) -> Boolean:
-        """Route and send; returns whether to go on."""
-        alive = self.route_role.run(group, args, epoch)
+    def _send_half(self, group: GroupView, args: DispatchArgs, epoch: Int64, sent) -> Boolean:
+        """Route and send; returns whether to go on. A fused launch receives what it sends, so the round must not be one
+        of those that were `sent`."""
+        alive = self.route_role.run(group, args, epoch, sent)
         if group.cta < args.send_ctas and alive:
             self.send_role.run(group, args, epoch)
         return alive

@@ -150,29 +150,32 @@ class GroupView:
         """Rounds that this rank has completed in one phase; this launch works on the next one."""
         return cute.arch.load(pointer(self.state_word(word), Int64), Int64)
 
+    def sent_and_completed(self, word: StateWord) -> tuple[Int64, Int64]:
+        """Rounds of a phase, whose first epoch word is `word`, that this rank has sent, and received: one access."""
+        gWords = cute.make_tensor(pointer(self.state_word(word), Int64, align=16), cute.make_layout(2))
+        words = gWords.load()
+        return words[0], words[1]
+
     def complete(self, word: StateWord, epoch: Int64) -> None:
         """Count the round as completed; by one thread of the last CTA out."""
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
     @cute.jit
-    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent: cutlass.Constexpr) -> Boolean:
+    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent, word) -> Boolean:
         """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`, two rounds before the one
         that this launch sends. The peer table may be read after it.
 
         False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch; and of
-        a fused launch, for which `sent` is the word that counts sent rounds, when the round was sent before.
+        a fused launch, for which `sent` rounds of epoch word `word` were sent before, if this round is one of them.
         """
         alive = Boolean(True)
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
             flag = self.base + flags.at(tid)
-            already = epoch + 1
-            if cutlass.const_expr(sent is not None):
-                already = self.completed(sent)
             alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
             if cutlass.const_expr(sent is not None):
-                if alive & (already != epoch + 1):  # behind a timeout the counts may well differ: that was told
-                    report(self.watch, self.rank, Phase.ORDER, Int32(int(sent)), epoch + 1, already)
+                if alive & (sent != epoch + 1):  # behind a timeout the counts may well differ: that was told
+                    report(self.watch, self.rank, Phase.ORDER, Int32(int(word)), epoch + 1, sent)
                     alive = Boolean(False)
             sPeers[tid] = self.peer_base
         return block_all(alive)

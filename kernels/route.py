@@ -32,18 +32,18 @@ ROUTE_WARPS = ROUTE_ENTRIES // 32
 
 
 class Route:
-    """Builds this rank's routing table and pushes it to all peers. sent: of `GroupView.wait_all_ranks`."""
+    """Builds this rank's routing table and pushes it to all peers."""
 
-    def __init__(self, weights: WeightReader, sent: StateWord | None, shared: RegionMap) -> None:
-        self.weights, self.sent = weights, sent
+    def __init__(self, weights: WeightReader, shared: RegionMap) -> None:
+        self.weights = weights
         self.histogram = shared.add("histogram", 4, MAX_EXPERTS)
         self.warp_words = shared.add("route_warp_counts", 4, ROUTE_WARPS * MAX_EXPERTS // 4)
         self.warp_counts = Region("", self.warp_words.offset, 1, (ROUTE_WARPS, MAX_EXPERTS), (MAX_EXPERTS, 1))
 
     @cute.jit
-    def run(self, group, args, epoch: Int64) -> Boolean:
+    def run(self, group, args, epoch: Int64, sent) -> Boolean:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout or out of
-        order.
+        order: `sent` as of `GroupView.wait_all_ranks`.
 
         Called by all CTAs. Chunks are taken from the highest CTA down: those have the least to send. The first chunk,
         and ids before it, are on their way from memory during the wait, whose barrier also stands behind the tables'
@@ -59,7 +59,8 @@ class Route:
         self._load_before(group, args, chunk, group.tid, rId)
         if chunk < chunks:
             self._zero_counts(group)
-        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED, self.sent)
+        word = StateWord.DISPATCH_SEND_EPOCH
+        alive = group.wait_all_ranks(group.arena.dispatch_consumed, epoch - 2, Phase.DISPATCH_CONSUMED, sent, word)
         while alive and chunk < chunks:
             if chunk == chunks - 1:
                 self._push_header(group, args, epoch)

@@ -45,7 +45,7 @@ _ACKNOWLEDGE = {
     "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
 }
 _AWAITED = "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))"
-_AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent)\n"
+_AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
 
 
 def _wait_for(epoch: str) -> tuple[Edit, ...]:
@@ -78,8 +78,8 @@ MUTANTS = {
             *_acknowledge_if("not self.send"),
             Edit(
                 "kernels/dispatch.py",
-                "        alive = self.route_role.run(group, args, epoch)\n",
-                "        alive = self.route_role.run(group, args, epoch)\n"
+                "        alive = self.route_role.run(group, args, epoch, sent)\n",
+                "        alive = self.route_role.run(group, args, epoch, sent)\n"
                 "        received = group.completed(StateWord.DISPATCH_RECV_EPOCH)\n"
                 "        group.acknowledge(group.arena.dispatch_consumed, received, spare_cta(args.send_ctas))\n",
             ),
