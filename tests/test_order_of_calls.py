@@ -8,8 +8,11 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 
 from cute_ep import communicator as module
 from cute_ep.communicator import Communicator
+from cute_ep.dispatched import tensors_of
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.arena import StateWord
 from cute_ep.layouts.routing import BEYOND, Phase
@@ -211,3 +215,32 @@ def test_an_id_beyond_32_bits_is_told(rank: Communicator) -> None:
         EPInputError, match=r"topk_ids\.flatten\(\)\[7\] = -2147483648 or beyond 32 bits: must be -1 or in \[0, 8\)"
     ):
         rank.synchronize()
+
+
+def test_the_guides_capture_keeps_what_its_graph_writes(rank: Communicator) -> None:
+    """The block as printed. A graph holds addresses only: all memory that its launches name has an owner as long as
+    what `capture` returns lives, and none afterwards."""
+    guide = Path(__file__).parents[1] / "docs" / "use.md"
+    (block,) = [one for one in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "def capture" in one]
+    cuda = SimpleNamespace(synchronize=lambda: None, CUDAGraph=object, graph=lambda graph: nullcontext())
+    scope: dict = {"torch": SimpleNamespace(empty_like=torch.empty_like, cuda=cuda)}
+    exec(block, scope)
+    x, ids, weights = arguments()
+    made = []
+    allocate = rank.allocate
+    rank.allocate = lambda: made.append(allocate()) or made[-1]
+    owners = {x.data_ptr(): weakref.ref(x), ids.data_ptr(): weakref.ref(ids), weights.data_ptr(): weakref.ref(weights)}
+    kept = scope["capture"](rank, x, ids, weights, expert_rows)
+    for tensor in (*tensors_of(made.pop()).values(), kept[1]):
+        if tensor is not None:
+            owners[tensor.data_ptr()] = weakref.ref(tensor)
+    del x, ids, weights, tensor, rank.allocate
+    gc.collect()
+    dispatched, combined = LAUNCHES[-2:]
+    outputs = {"out_tokens", "out_scales", "row_offsets", "row_map", "headers", "num_rows", "src_info", "weights"}
+    named = {dispatched.arguments[name] for name in outputs | {"x", "topk_ids", "router_weights"}}
+    named |= {combined.arguments[name] for name in ("out", "topk_ids", "router_weights", "row_map", "headers")}
+    assert named <= owners.keys() and all(owners[address]() is not None for address in named)
+    del kept
+    gc.collect()
+    assert not any(owners[address]() is not None for address in named), "nobody else owns them"
