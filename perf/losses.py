@@ -32,8 +32,8 @@ def queued(rows: Iterable[dict]) -> list[dict]:
 
 
 def peers_lines(run: dict) -> Iterator[str]:
-    """Where another library is faster: pairs with either combine and without a graph, operations with as large an SM
-    budget as it takes."""
+    """Where another library is faster: pairs with either combine and without a graph, operations on at least as many
+    SMs as it takes."""
     for mode, own in (("partial", medians(run, "pair")), ("exact (the default)", exact_pairs(run))):
         lost: dict[str, dict[int, str]] = {}
         for peer, fmt, tokens, times in lost_to(run["peers"], "pair", own):
@@ -48,14 +48,16 @@ def peers_lines(run: dict) -> Iterator[str]:
         yield f"Pairs without a graph, the longer of the GPUs' and the host's time: {where}: {times}."
     for name, sms in PEER_SMS.items():
         theirs = [row for row in run["peers"] if row["peer"] == name]
+        budget = min((case["sms"] for case in run["sweep"] if case["sms"] >= sms), default=sms)
         for operation, ours in (("dispatch", "dispatch"), ("combine", "combine_partial")):
             own = {
                 (case["tokens"], case["format"]): case["p50_us"]
                 for case in run["sweep"]
-                if (case["sms"], case["operation"]) == (sms, ours)
+                if (case["sms"], case["operation"]) == (budget, ours)
             }
             for peer, fmt, tokens, times in lost_to(theirs, operation, own):
-                yield f"With an SM budget of {sms}, {operation}: {peer} {fmt} at {count_text(tokens)}: {times}."
+                where = f"{peer} {fmt} on {sms} SMs at {count_text(tokens)}"
+                yield f"Few SMs, {operation}: {where}: {times}, on {budget} SMs."
 
 
 def losses_text(run: dict) -> str:

@@ -133,7 +133,7 @@ def conditions_table(run: dict) -> str:
 
 
 def sweep_table(sweep: Sequence[dict]) -> str:
-    """Medians by SM budget."""
+    """Medians by the SMs that a rank takes: one CTA on each, of a whole GPU two."""
     budgets = sorted({case["sms"] for case in sweep})
     found = {(case["operation"], case["format"], case["tokens"], case["sms"]): case for case in sweep}
     keys = dict.fromkeys(key[:3] for key in found)

@@ -199,9 +199,9 @@ def test_report_says_where_exact_combine_and_few_sms_lose() -> None:
             row("deepep_normal", "combine", 6.0),
             row("nccl_ag_rs", "combine", 1.0),
         ],
-        "sweep": [case("combine_partial", time) | {"sms": sms} for sms, time in ((16, 9.0), (24, 7.0), (132, 5.0))],
+        "sweep": [case("combine_partial", time) | {"sms": sms} for sms, time in ((16, 9.0), (32, 7.0), (132, 5.0))],
     }
-    budget = "With an SM budget of 24, combine: deepep normal bf16 at 9 tokens: 6.0 us, here 7.0 us."
+    budget = "Few SMs, combine: deepep normal bf16 on 24 SMs at 9 tokens: 6.0 us, here 7.0 us, on 32 SMs."
     exact = "Pairs with exact (the default) combine: nccl ag rs bf16 at 9 tokens: 12.0 us, here 12.5 us"
     assert list(losses.peers_lines(run)) == [f"{exact}.", budget]
     more = [case("dispatch", 5.0, 1), case("combine_exact", 6.0, 1)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_ep import EPConfig, connect_local, reference, reference_backend
+from cute_ep import reference, reference_backend
 from cute_ep.compare import assert_bits
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatchNVFP4
 from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
@@ -256,19 +256,3 @@ def test_batches_that_are_put_together(place: str):
     want = reference.combine(cfg, rows, expected(cfg, inputs))
     for rank, got in enumerate(combine_all(communicators, own, rows)):
         assert_bits(got, want[rank], f"rank {rank}")
-
-
-def test_an_id_beyond_32_bits_counts_as_its_lower_half_and_is_told() -> None:
-    """As on a GPU, where all readers of an id look at that half."""
-    cfg = EPConfig(hidden=64, num_experts=4, top_k=2, max_tokens_per_rank=8, world_size=1)
-    narrow, wide = (connect_local(cfg, ["cpu"])[0] for _ in range(2))
-    x, ids, weights = torch.randn(8, 64).bfloat16(), torch.rand(8, 4).topk(2).indices, torch.rand(8, 2)
-    batch = narrow.dispatch(x, ids.int(), weights)
-    ids = ids.clone()
-    ids[1, 1] += 1 << 32
-    other = wide.dispatch(x, ids, weights)
-    assert torch.equal(batch.row_map, other.row_map) and torch.equal(batch.num_rows, other.num_rows)
-    sums = [ep.combine(one.tokens, one) for ep, one in ((narrow, batch), (wide, other))]
-    assert torch.equal(*sums)
-    with pytest.raises(EPInputError, match=r"topk_ids\.flatten\(\)\[3\] = -2147483648 or beyond 32 bits"):
-        wide.synchronize()

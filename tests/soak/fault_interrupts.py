@@ -70,6 +70,7 @@ class Interrupter:
 def interrupts(devices: Sequence[str], library: Path | None) -> str:
     """Ctrl-C anywhere in the calls of one rank: the next rounds are right, or an EPError says what to do. In those of
     several ranks of a process: a fresh group is right."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     random = Random(9)
     interrupter = Interrupter(random)
     count = {"interrupted": 0, "refused": 0, "right": 0}
