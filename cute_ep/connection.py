@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import platform
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +32,8 @@ from cute_ep.reference_backend import connect_reference
 from cute_ep.reference_processes import connect_processes
 from cute_ep.tuning_file import find_tuning
 from cute_ep.validate import check_devices
+
+LOG = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LEAST_PATIENCE_S = 10.0
@@ -333,9 +337,11 @@ def _load_all(
 ) -> dict[str, Kernel]:
     """`load_kernels`, to be undone by `undo`, and the kernels that work on one GPU: to load one later could wait for a
     kernel that waits for another rank, which this process has still to launch."""
+    started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
     undo.callback(unload_kernels, kernels, device)
     load_local_kernels(device.index, library)
+    LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
     return kernels
 
 

@@ -22,6 +22,7 @@ from cute_ep.tuning import built_in
 
 RANKS = 3
 CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)
+PLAIN = SimpleNamespace(address=0, free=None)
 PLACES = [_Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
 
 
@@ -155,6 +156,14 @@ def test_ranks_that_share_a_gpu_leave_sms_free(gpus: None, devices: list, sms: i
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in devices], sms=sms)
     assert [rank.max_ctas for rank in ranks] == ctas
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
+
+
+def test_cuda_is_the_current_device(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection.torch.cuda, "current_device", lambda: 2)
+    made: list[str] = []
+    monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: made.append(str(device)) or PLAIN)
+    connection.connect_local(EPConfig(128, 8, 2, 16, 2), ["cuda", "cuda:1"])
+    assert made == ["cuda:2", "cuda:1"]
 
 
 def test_a_rank_has_a_cta_at_least(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_ep.config import EPConfig
+from cute_ep.dispatched import tensors_of
 from cute_ep.distributed import (
     DistributedEPCombine,
     DistributedEPDispatch,
@@ -19,7 +20,7 @@ from cute_ep.errors import EPConfigError, EPInputError
 from cute_ep.layouts.arena import EXPRESS_TOKENS
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.routing import ROW_ALIGNMENTS
-from cute_ep.verify import RoundOptions, check_dispatched, check_round
+from cute_ep.verify import RoundOptions, check_dispatched, check_round, poisoned_buffers
 from cute_ep.workloads import make_inputs
 
 from .conftest import connected
@@ -134,6 +135,42 @@ def test_partial_sums_of_skip_a2a_add_up_to_the_layer() -> None:
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [40, MANY])
+def test_ids_of_64_bits(devices: list[str], tokens: int) -> None:
+    """The same bytes as with 32, in dispatch and in combine; an id beyond 32 bits counts as its lower half, and is
+    reported."""
+    ranks = len(devices)
+    cfg = EPConfig(2048, 8 * ranks, 4, tokens, ranks, "nvfp4_row", 20)
+    last = ranks - 1
+    inputs = make_inputs(cfg, counts_of(tokens, ranks, -last % 3), "masked", 4)
+    with connected(cfg, devices) as communicators:
+        found: list[list[dict[str, torch.Tensor]]] = []
+        for wide in (False, True):
+            outs = [poisoned_buffers(communicator, cfg.max_rows) for communicator in communicators]
+            ids = [one.topk_ids.long() if wide else one.topk_ids for one in inputs]
+            if wide:
+                ids[last][0, 1] += 1 << 32
+            batches = [
+                c.dispatch(one.x.to(c.device), own.to(c.device), one.router_weights.to(c.device), out=out)
+                for c, one, own, out in zip(communicators, inputs, ids, outs, strict=True)
+            ]
+            for communicator in communicators[: last if wide else ranks]:
+                communicator.synchronize()
+            if wide:
+                with pytest.raises(EPInputError, match=r"topk_ids\.flatten\(\)\[1\] = -2147483648 or beyond 32 bits"):
+                    communicators[last].synchronize()
+            kept = [{name: t.clone() for name, t in tensors_of(out).items() if t is not None} for out in outs]
+            rows = [torch.ones(out.tokens.shape[0], 2048, device=out.tokens.device).bfloat16() for out in outs]
+            torch.cuda.synchronize()
+            sums = [c.combine(row, b) for c, row, b in zip(communicators, rows, batches, strict=True)]
+            for communicator in communicators:
+                communicator.synchronize()
+            found.append([one | {"sums": total} for one, total in zip(kept, sums, strict=True)])
+        for narrow, wide in zip(*found, strict=True):
+            for name, tensor in narrow.items():
+                assert torch.equal(tensor.view(torch.uint8), wide[name].view(torch.uint8)), name
+
+
 def test_distributed_operations(devices: list[str]) -> None:
     """The list forms launch on all ranks and give what the reference gives."""
     from cute_ep import reference
@@ -155,7 +192,7 @@ def test_distributed_operations(devices: list[str]) -> None:
                 operation(communicators)(xs, ids[:-1], weights)
             outs = [communicator.allocate() for communicator in communicators]
             for out in outs:
-                for tensor in vars(out).values():
+                for tensor in tensors_of(out).values():
                     if tensor is not None:
                         tensor.view(torch.uint8).fill_(0xA5)
             batches = operation(communicators)(xs, ids, weights, outs=outs)

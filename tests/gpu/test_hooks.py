@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_epilogues(devices: list[str], hooks: Hooks, mode: str, split: bool) -> 
         numbers = [torch.tensor([0.3 + rank], device=c.device) for rank, c in enumerate(communicators)]
         here = communicators[0].device
         moved = [
-            Dispatched(**{name: v.to(here) if isinstance(v, torch.Tensor) else v for name, v in vars(b).items()})
+            replace(b, **{name: v.to(here) for name, v in vars(b).items() if isinstance(v, torch.Tensor)})
             for b in batches
         ]
         for data in (residuals if hooks is RESIDUAL else numbers, [None] * len(devices)):

@@ -394,6 +394,45 @@ def test_more_rows_than_the_buffers_hold_are_reported_not_written(
             check_round(communicators, make_inputs(cfg, [count] * ranks, "zipf", seed))
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_graphs_replayed_out_of_order_are_an_error(phase: str) -> None:
+    """A fused call behind a replay that sends and before the one that receives: it writes nothing, and says so at once.
+    With two ranks on the GPU the other one times out, for it is sent nothing."""
+    cfg = EPConfig(2048, 8, 2, 16, 2, "bf16", timeout_s=2)
+    with connected(cfg, ["cuda:0"] * 2) as communicators:
+        batch = Workload(communicators, [16, 16], "uniform", 11)
+        torch.cuda.synchronize()
+        first = [c.dispatch(*batch.arguments[rank], out=batch.buffers[rank]) for rank, c in enumerate(communicators)]
+        synchronize(communicators)
+        one = communicators[0]
+        graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+        spare = one.allocate()
+        with torch.cuda.graph(graphs[0], stream=one.stream):
+            sent = (
+                one.dispatch_async(*batch.arguments[0])
+                if phase == "dispatch"
+                else one.combine_async(batch.rows[0], first[0])
+            )
+        with torch.cuda.graph(graphs[1], stream=one.stream):
+            one.dispatch_wait(sent, spare) if phase == "dispatch" else one.combine_wait(sent)
+        poison(spare.tokens)
+        torch.cuda.synchronize()
+        started = time.monotonic()
+        with on_stream(one):
+            graphs[0].replay()
+            if phase == "dispatch":
+                one.dispatch(*batch.arguments[0], out=spare)
+            else:
+                one.combine(batch.rows[0], first[0], out=batch.outs[0])
+        with pytest.raises(EPError, match=f"a fused {phase} ran when . rounds had been sent and . received") as caught:
+            one.synchronize()
+        assert not isinstance(caught.value, EPTimeout) and time.monotonic() - started < cfg.timeout_s / 2
+        out = spare.tokens if phase == "dispatch" else batch.outs[0]
+        assert (out.view(torch.uint8) == POISON).all()
+        with pytest.raises(EPError, match=f"a fused {phase} ran"):
+            one.dispatch(*batch.arguments[0])
+
+
 def test_bad_arguments_are_refused_before_a_launch() -> None:
     cfg = EPConfig(2048, 8, 2, 16, 1, "nvfp4", timeout_s=5)
     with connected(cfg, ["cuda:0"]) as (communicator,):
@@ -403,7 +442,7 @@ def test_bad_arguments_are_refused_before_a_launch() -> None:
             ("x.dtype", lambda: communicator.dispatch(x.float(), ids)),
             ("x.shape", lambda: communicator.dispatch(x[:, :1024].contiguous(), ids)),
             ("max_tokens_per_rank", lambda: communicator.dispatch(x.repeat(5, 1), ids.repeat(5, 1))),
-            ("topk_ids.dtype", lambda: communicator.dispatch(x, ids.long())),
+            ("topk_ids.dtype", lambda: communicator.dispatch(x, ids.short())),
             ("topk_ids.device", lambda: communicator.dispatch(x, ids.cpu())),
             ("x.stride", lambda: communicator.dispatch(x.repeat(1, 2)[:, ::2], ids)),
         ]
