@@ -30,6 +30,7 @@ from cute_ep.status import Status
 from cute_ep.types import CombineMode
 from cute_ep.validate import (
     OUTPUT_TYPES,
+    check_apart,
     check_batch,
     check_buffers,
     check_epilogue_data,
@@ -222,6 +223,8 @@ class Communicator(EPCommunicator):
         )
         buffers, kernel, received = self._prepare_receive(self._send_kernel("dispatch", scales), out)
         arguments.update(received)
+        if out is not None:
+            check_apart("out.tokens", buffers.tokens, x=x)
 
         def launch() -> Dispatched:
             self._dispatches.check_fused()
@@ -241,6 +244,7 @@ class Communicator(EPCommunicator):
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> PendingDispatch:
+        self._check_usable()
         self._dispatches.check_send()
         sent, shaped, arguments = self._prepare_send(
             "dispatch_async", x, topk_ids, router_weights, input_scale, scales, row_scales
@@ -250,6 +254,7 @@ class Communicator(EPCommunicator):
         return sent
 
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
+        self._check_usable()
         pending = self._dispatches.oldest(pending, self.rank)
         tokens = pending.topk_ids.shape[0]
         buffers, kernel, received = self._prepare_receive("dispatch_wait", out)
@@ -290,19 +295,22 @@ class Communicator(EPCommunicator):
         self._check_batch(dispatched)
         weights = self._weights(mode, router_weights, dispatched)
         sent = self._prepare_return(rows, dispatched)
-        result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
+        result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
         shaped = self._shape("combine", dispatched.topk_ids.shape[0], whole_rows=mode != "partial")
         kernel, arguments = self._kernels[f"combine_{mode}"], {**shaped.arguments, **sent, **received}
         tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
 
         def launch() -> torch.Tensor:
             self._combines.check_fused()
+            if dispatched.origin is not None:  # its buffers may have been used again since
+                self._check_batch(dispatched)
             self._launch(kernel, shaped, arguments, tensors, self._combines.count_fused, planned_on=planned_on)
             return result
 
         return Plan(launch)
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
+        self._check_usable()
         self._combines.check_send()
         self._check_batch(dispatched)
         if mode != "exact":  # which may be given its weights by `combine_wait`
@@ -324,9 +332,10 @@ class Communicator(EPCommunicator):
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        self._check_usable()
         dispatched, mode, rows = self._combines.oldest(pending, self.rank)
         weights = self._weights(mode, router_weights, dispatched)
-        result, received = self._prepare_sum(dispatched, weights, mode, out, dtype, epilogue_data)
+        result, received = self._prepare_sum(rows, dispatched, weights, mode, out, dtype, epilogue_data)
         shaped = self._shape("combine_wait", dispatched.topk_ids.shape[0])
         arguments = {**shaped.arguments, **received, **self._rows_arguments(rows, dispatched)}
         tensors = (rows, result, weights, epilogue_data, *_read_by_combine(dispatched))
@@ -342,11 +351,15 @@ class Communicator(EPCommunicator):
         self._check_open()
         used, self._streams = self._streams, set()  # another thread may launch from now on
         here = {stream.cuda_stream: stream for stream in (self._work_stream(), self._current_stream())}
-        if used <= set(here):
-            for stream in here.values():
-                stream.synchronize()
-        else:  # one of them may be gone by now, so they are not waited for one by one
-            torch.cuda.synchronize(self.device)
+        try:
+            if used <= set(here):
+                for stream in here.values():
+                    stream.synchronize()
+            else:  # one of them may be gone by now, so they are not waited for one by one
+                torch.cuda.synchronize(self.device)
+        except BaseException:
+            self._streams |= used
+            raise
         self._status.raise_failure()
         self._status.raise_input_error()
 
@@ -379,7 +392,7 @@ class Communicator(EPCommunicator):
 
     @property
     def failed(self) -> bool:
-        return self._status.failed
+        return self._interrupted or self._status.failed
 
     def _work_stream(self) -> torch.cuda.Stream:
         return self.stream if self._shared_device else self._current_stream()
@@ -473,6 +486,9 @@ class Communicator(EPCommunicator):
         where the caller gives the same buffers again, since then the kernel is bound to them."""
         receivers = self._receivers.get(out) if isinstance(out, DispatchBuffers) else None
         if out is not None and receivers is not None:
+            tokens = out.tokens
+            if tokens.requires_grad or tokens.is_inference():  # not when they were checked, perhaps
+                check_buffers(self.cfg, out, self.device)
             kernel = receivers.get(name)
             if kernel is None:
                 kernel = receivers[name] = self._kernels[name].bound(self._buffer_arguments(out))
@@ -512,6 +528,7 @@ class Communicator(EPCommunicator):
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
             origin=self.origin,
+            turn=out.use.turn,
         )
 
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:
@@ -531,6 +548,7 @@ class Communicator(EPCommunicator):
 
     def _prepare_sum(
         self,
+        rows: torch.Tensor,
         dispatched: Dispatched,
         weights: torch.Tensor | None,
         mode: str,
@@ -541,7 +559,9 @@ class Communicator(EPCommunicator):
         tokens = dispatched.topk_ids.shape[0]
         shape, dtype = check_output(self.cfg, mode, tokens, dtype, out, self.device)
         check_epilogue_data(mode, self.hooks.epilogue, epilogue_data, self.device)
-        if out is None:
+        if out is not None:
+            check_apart("out", out, rows=rows)
+        else:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)
         return out, {
@@ -618,6 +638,8 @@ class Communicator(EPCommunicator):
             stream = self.stream.cuda_stream
         early, self._chained = shaped.chained and self._chained, shaped.chained
         self._streams.add(stream)
+        if buffers is not None:
+            buffers.use.begin()
         try:
             if torch.cuda.current_device() == self.device.index:
                 kernel.launch(shaped.grid, arguments, stream, early=early)

@@ -168,6 +168,7 @@ def connect(
         VariantMissing: a kernel is not in the library.
         EPError: another rank could not connect; says which and why.
     """
+    check_config(cfg)
     without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
     if not dist.is_initialized():
         raise EPConfigError(
@@ -229,8 +230,7 @@ def connect(
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             failure = error
-        meeting.wait(patience)
-        keep = any(meeting.gather(failure is not None or communicator.failed))
+        keep = any(meeting.gather(failure is not None or communicator.failed, patience))
         if failure is not None:
             raise failure
         if not keep:
@@ -260,7 +260,7 @@ def connect(
         except Exception:
             mappings.close()
             raise
-    except Exception:  # all ranks are here: nobody frees what a peer has mapped
+    except Exception:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
         meeting.wait(patience)
         own.close()
         raise
@@ -296,7 +296,7 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
         if place.cfg != own.cfg:
             raise EPConfigError(f"rank {peer} was configured with {place.cfg}, rank {rank} with {own.cfg}")
         if place.machine != own.machine:
-            raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one (CUDA IPC)")
+            raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one")
         if (place.gpu is None) != (own.gpu is None):
             without, other = (peer, rank) if place.gpu is None else (rank, peer)
             raise EPConfigError(f"rank {without} has no CUDA GPU, but rank {other} has: must be all ranks or none")

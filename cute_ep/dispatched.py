@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
-from weakref import ReferenceType
 
 import torch
 
@@ -26,16 +25,29 @@ class Origin:
 
 
 class Use:
-    """What the same tensors hold now: `latest` refers to the batch that was received into them last, if there is one.
-    The buffers and all batches in them share one of these."""
+    """How often tensors of `DispatchBuffers` were received into. It goes with `row_offsets`: the buffers, and all
+    batches in the same tensors, share it."""
 
-    __slots__ = ("latest",)
+    __slots__ = ("turn",)
 
     def __init__(self) -> None:
-        self.latest: ReferenceType[Dispatched] | None = None
+        self.turn = 0
 
     def __reduce__(self) -> tuple:
         return Use, ()  # copies of the tensors hold no batch of a communicator
+
+    @staticmethod
+    def of(row_offsets: torch.Tensor) -> Use:
+        """That of the buffers with these offsets."""
+        use = getattr(row_offsets, "_cute_ep_use", None)
+        if use is None:
+            use = row_offsets._cute_ep_use = Use()
+        return use
+
+    def begin(self) -> int:
+        """The turn of a batch that is about to be received: those before are gone."""
+        self.turn += 1
+        return self.turn
 
 
 class QuantizedRows(NamedTuple):
@@ -113,7 +125,7 @@ class DispatchBuffers:
     weights: torch.Tensor | None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "use", Use())
+        object.__setattr__(self, "use", Use.of(self.row_offsets))
 
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
@@ -221,6 +233,7 @@ class Dispatched(DispatchBuffers):
         return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
             header.
         origin: the communicator's whose dispatch made it, None for a batch that was put together from tensors.
+        turn: which batch in its buffers it is (`Use`).
     """
 
     rank: int
@@ -228,20 +241,23 @@ class Dispatched(DispatchBuffers):
     router_weights: torch.Tensor | None
     return_pieces: int
     origin: Origin | None = None
+    turn: int = 0
+    as_made: ClassVar[bool] = False  # True, as an attribute, in what `inside` returns; `dataclasses.replace` drops it
 
     @classmethod
     def inside(cls, buffers: DispatchBuffers, **own: object) -> Dispatched:
-        """The batch that was received into these buffers last, with the attributes of its own: the constructor's work,
-        without its 2 us of a host's time (it stores a frozen instance's fields one by one)."""
+        """The batch that is received into these buffers, with the attributes of its own: the constructor's work,
+        without its 2 us of a host's time (it stores a frozen instance's fields one by one). `turn` is the next one
+        unless it is given."""
+        if "turn" not in own:
+            own["turn"] = buffers.use.begin()
         batch = object.__new__(cls)
-        batch.__dict__.update(buffers.__dict__, **own)
-        buffers.use.latest = ReferenceType(batch)
+        batch.__dict__.update(buffers.__dict__, as_made=True, **own)
         return batch
 
     def is_latest_of(self, origin: Origin) -> bool:
         """Whether this communicator made the batch, as it is, and its buffers have not been used again since."""
-        latest = self.use.latest
-        return latest is not None and latest() is self and self.origin is origin
+        return self.as_made and self.origin is origin and self.turn == self.use.turn
 
     def __repr__(self) -> str:
         """Whose batch it is, where and how large; reads no tensor."""

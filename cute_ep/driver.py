@@ -159,10 +159,14 @@ class DeviceMemory:
             torch.cuda.current_stream(device)
             self._allocation = int(check(driver.cuMemAlloc(nbytes)))
             self.address = self._allocation + begin
-            check(driver.cuMemsetD8(self._allocation, 0, nbytes))
-            for offset, count in ones:
-                check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
-            torch.cuda.synchronize(device)
+            try:
+                check(driver.cuMemsetD8(self._allocation, 0, nbytes))
+                for offset, count in ones:
+                    check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
+                torch.cuda.synchronize(device)
+            except BaseException:
+                self.free()
+                raise
 
     def store(self, offset: int, words: Sequence[int]) -> None:
         """Write 64-bit words `offset` bytes from `address`; done when the device is synchronised."""

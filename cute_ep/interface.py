@@ -52,7 +52,8 @@ class EPCommunicator(ABC):
     @property
     @abstractmethod
     def failed(self) -> bool:
-        """Whether a wait of this rank has timed out."""
+        """Whether the communicator cannot be used any more: a wait has timed out, a launch came out of order, or a call
+        was interrupted."""
 
     @property
     def closed(self) -> bool:
@@ -253,7 +254,7 @@ class EPCommunicator(ABC):
     def __repr__(self) -> str:
         """Which rank it is, where, of what group, and whether it can be used; asks no device."""
         cfg, name = self.cfg, type(self).__name__
-        state = "closed" if self.closed else "failed: a wait has timed out" if self.failed else "open"
+        state = "closed" if self.closed else "failed" if self.failed else "open"
         sizes = f"hidden {cfg.hidden}, {cfg.num_experts} experts, top-{cfg.top_k}"
         place = f"rank {self.rank} of {cfg.world_size} on {self.device}"
         memory = "" if self.device.type == "cpu" else f", {memory_bytes(cfg) / 2**20:.0f} MiB"

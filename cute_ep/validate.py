@@ -25,6 +25,7 @@ from cute_ep.dispatched import (
     scale_types,
 )
 from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.layouts.arena import HeaderWord
 from cute_ep.layouts.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.routing import OutputType
 from cute_ep.layouts.variants import COMBINE_MODES
@@ -247,15 +248,28 @@ def check_batch(
                 f"dispatched = batch of another communicator (its rank {dispatched.origin.rank}): must be what a "
                 f"dispatch of this communicator, rank {rank}, returned"
             )
-        if dispatched.use.latest is not None and not dispatched.is_latest_of(dispatched.origin):
+        if dispatched.turn != dispatched.use.turn:
             raise EPInputError(
                 "dispatched: is not the batch that its buffers hold: a later dispatch was given them as `out` (combine "
-                "before that, or give each batch in flight buffers of its own), or this is a copy"
+                "before that, or give each batch in flight buffers of its own), or they are copies"
             )
     if dispatched.rank != rank:
         raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
     check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=(cfg.groups + 1,), device=device)
     check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
+    headers = (cfg.peers, len(HeaderWord))
+    check_tensor("dispatched.headers", dispatched.headers, shape=headers, dtype=torch.int32, device=device)
+    if dispatched.weights is not None:
+        check_tensor(
+            "dispatched.weights", dispatched.weights, shape=routed_shape(cfg), dtype=torch.float32, device=device
+        )
+    ids = dispatched.topk_ids
+    check_tensor("dispatched.topk_ids", ids, shape=(None, cfg.top_k), dtype=ID_TYPES, device=device)
+    if ids.shape[0] > cfg.max_tokens_per_rank:
+        raise EPInputError(
+            f"dispatched.topk_ids.shape[0] = {ids.shape[0]}: must not exceed max_tokens_per_rank = "
+            f"{cfg.max_tokens_per_rank} tokens"
+        )
 
 
 def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> None:
@@ -327,7 +341,7 @@ def check_output(
             check_written("out", out)
         check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
         name, dtype = "out.dtype", out.dtype
-    if dtype not in OUTPUT_TYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_TYPES:
         raise EPInputError(f"{name} = {dtype}: must be one of {', '.join(map(str, OUTPUT_TYPES))}")
     return shape, dtype
 
@@ -365,7 +379,8 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
             alignment = VECTOR_BYTES if name in MOVED_BY_VECTORS else 1
             shape, dtype = want
             tensor = getattr(out, name)
-            check_written(f"out.{name}", tensor)
+            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference():
+                check_written(f"out.{name}", tensor)
             check_tensor(f"out.{name}", tensor, shape=shape, dtype=dtype, device=device, alignment=alignment)
 
 
@@ -373,7 +388,10 @@ def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | 
     """EPInputError where a call would write `written` over memory that it reads. All are contiguous, on one device."""
     if written is None:
         return
-    begin, end = written.data_ptr(), written.data_ptr() + written.nbytes
+    begin, size = written.data_ptr(), written.nbytes
     for other, tensor in read.items():
-        if tensor is not None and begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end:
+        if tensor is None:
+            continue
+        ahead = tensor.data_ptr() - begin  # of `tensor`; none of the two overlaps where one has no bytes
+        if -tensor.nbytes < ahead < size and size and tensor.nbytes:
             raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")

@@ -129,11 +129,13 @@ class Route:
             index += THREADS * IDS_IN_FLIGHT
             self._load_before(group, args, chunk, index, rId)
         own = chunk * ROUTE_ENTRIES + group.tid
-        if (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
+        beyond = Boolean(False)
+        if (group.tid < ROUTE_ENTRIES) & (own < args.tokens * group.top_k):
+            beyond = is_beyond(args, own, given)
+        if beyond:
+            group.report_input(Phase.EXPERT_ID, own, group.all_experts, Int32(BEYOND))
+        elif (given < Int32(MASKED_ENTRY)) | (given >= group.all_experts):
             group.report_input(Phase.EXPERT_ID, own, group.all_experts, given)
-        elif (group.tid < ROUTE_ENTRIES) & (own < args.tokens * group.top_k):
-            if is_beyond(args, own, given):
-                group.report_input(Phase.EXPERT_ID, own, group.all_experts, Int32(BEYOND))
         expert = group.expert_of(given)
         same = cute.arch.match_sync(-1, expert)
         earlier = Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))

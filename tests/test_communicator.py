@@ -1106,7 +1106,7 @@ def test_batches_that_a_communicator_made_are_not_checked_again(
     rebuilt = replace(make().dispatch(*arguments()), origin=None)
     rank.combine(expert_rows(rebuilt), rebuilt)
     assert checked == ["check_batch", "combine_weights"]
-    assert vars(batch).keys() - {"use"} == {field.name for field in dataclasses.fields(batch)}
+    assert vars(batch).keys() - {"use", "as_made"} == {field.name for field in dataclasses.fields(batch)}
     for part, rule in (
         ({"router_weights": batch.router_weights.double()}, r"router_weights\.dtype"),
         ({"row_map": batch.row_map[:1]}, r"dispatched\.row_map\.shape"),

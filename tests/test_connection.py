@@ -71,7 +71,47 @@ def test_a_rank_that_does_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     got = collective(monkeypatch, meet)
     assert got[1] is None
     for rank in (0, 2):
-        assert str(got[rank]).startswith(f"rank {rank} waited 0.2 s for rank(s) [1]"), got
+        assert isinstance(got[rank], EPError) and " waited 0.2 s for rank(s) [1], and " in str(got[rank]), got
+
+
+def test_a_rank_that_comes_late_goes_on_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others gave before they gave up is not taken for what they would have given next."""
+    made: list[int] = []
+    gone = threading.Event()
+
+    def meet(rank: int) -> list[str]:
+        here, words = Meeting(None), []
+        if rank == 1:
+            gone.wait(30)
+        for step in (lambda: here.gather(("theirs", None), 0.2), lambda: here.on_all_ranks(lambda: made.append(rank))):
+            try:
+                step()
+            except EPError as error:
+                words.append(str(error))
+                gone.set()
+        return words
+
+    for rank, words in enumerate(collective(monkeypatch, meet)):
+        assert len(words) == 2 and all("waited 0.2 s for rank(s) [1]" in text for text in words), (rank, words)
+
+
+def test_an_interrupt_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    undone: list[int] = []
+
+    def make(rank: int) -> int:
+        if rank == 1:
+            raise KeyboardInterrupt
+        return rank
+
+    def meet(rank: int) -> object:
+        try:
+            return Meeting(None).on_all_ranks(lambda: make(rank), undo=undone.append)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    got = collective(monkeypatch, meet)
+    assert got[1] == "interrupted" and sorted(undone) == [0, 2]
+    assert [str(got[rank]) for rank in (0, 2)] == ["rank 1 could not connect: KeyboardInterrupt: "] * 2
 
 
 def test_every_rank_hears_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,9 @@ def test_a_batch_of_another_communicator_is_refused(make: Make, change: dict) ->
         here.combine(expert_rows(batch), batch)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
-def test_a_copy_of_a_batch_is_never_taken_for_it(rank: Communicator, copied) -> None:
-    """A shallow copy has the same tensors, but nobody would tell it that they hold another batch by now."""
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_a_copy_of_a_batch_is_not_taken_for_it(rank: Communicator, copied) -> None:
+    """A batch is of a communicator's own rounds, in memory that the communicator knows."""
     batch = rank.dispatch(*arguments())
     with pytest.raises(EPInputError, match="dispatched"):
         rank.combine(expert_rows(batch), copied(batch))
@@ -244,3 +244,126 @@ def test_the_guides_capture_keeps_what_its_graph_writes(rank: Communicator) -> N
     del kept
     gc.collect()
     assert not any(owners[address]() is not None for address in named), "nobody else owns them"
+
+
+def test_a_replaced_batch_is_as_old_as_its_buffers(rank: Communicator) -> None:
+    """`dataclasses.replace` makes no batch young: its buffers may hold another one by then."""
+    buffers = rank.allocate()
+    first = rank.dispatch(*arguments(5), out=buffers)
+    early = replace(first, router_weights=first.router_weights * 2)
+    rank.combine(expert_rows(early), early)
+    rank.dispatch(*arguments(3), out=buffers)
+    for stale in (early, replace(first), copy.copy(first)):
+        with pytest.raises(EPInputError, match="a later dispatch was given them as `out`"):
+            rank.combine(expert_rows(first), stale)
+
+
+def test_a_plan_is_of_the_batch_that_its_buffers_hold_when_it_is_launched(rank: Communicator) -> None:
+    buffers = rank.allocate()
+    first = rank.dispatch(*arguments(5), out=buffers)
+    plan = rank.plan_combine(expert_rows(first), first)
+    rank.dispatch(*arguments(3), out=buffers)
+    before = len(LAUNCHES)
+    with pytest.raises(EPInputError, match="a later dispatch was given them as `out`"):
+        plan.launch()
+    assert len(LAUNCHES) == before
+
+
+def test_a_batch_that_an_interrupt_lost_is_in_the_way_of_none_before(
+    rank: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffers hold it, whoever has it: what they held before is gone."""
+    buffers = rank.allocate()
+    first = rank.dispatch(*arguments(5), out=buffers)
+
+    def interrupted(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank, "_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rank.dispatch(*arguments(3), out=buffers)
+    with pytest.raises(EPInputError, match="a later dispatch was given them as `out`"):
+        rank.combine(expert_rows(first), first)
+
+
+@pytest.mark.parametrize(
+    ("part", "rule"),
+    [
+        ({"topk_ids": torch.zeros(16, 0)}, r"dispatched\.topk_ids\.shape"),
+        ({"topk_ids": torch.zeros(5, 2)}, r"dispatched\.topk_ids\.dtype"),
+        ({"topk_ids": torch.zeros(1000, 2, dtype=torch.int32)}, r"dispatched\.topk_ids\.shape\[0\] = 1000: must not"),
+        ({"headers": torch.zeros(1, dtype=torch.uint8)}, r"dispatched\.headers\.shape"),
+        ({"weights": torch.zeros(2, 16, 2).double()}, r"dispatched\.weights\.dtype"),
+    ],
+)
+def test_a_batch_that_was_put_together_is_checked(rank: Communicator, part: dict, rule: str) -> None:
+    """All that kernels form addresses from."""
+    batch = rank.dispatch(*arguments())
+    before = len(LAUNCHES)
+    with pytest.raises(EPInputError, match=rule):
+        rank.combine(expert_rows(batch), replace(batch, origin=None, **part))
+    assert len(LAUNCHES) == before
+
+
+@pytest.mark.parametrize("state", ["closed", "failed", "interrupted"])
+def test_what_ended_the_communicator_is_told_first(rank: Communicator, state: str) -> None:
+    """In every call, however wrong its arguments are."""
+    if state == "closed":
+        rank.close()
+    elif state == "failed":
+        rank._status.memory.words[0:4] = [Phase.ROUTE, 0, 1, 0]
+    else:
+        rank._interrupted = True
+    assert rank.failed == (state != "closed") and state[:6].replace("interr", "failed") in repr(rank)
+    rule = {"closed": "is closed", "failed": "gave up waiting", "interrupted": "was interrupted"}[state]
+    for call in (
+        lambda: rank.dispatch(None, None),
+        lambda: rank.dispatch_async(None, None),
+        rank.dispatch_wait,
+        lambda: rank.combine(None, None),
+        lambda: rank.combine_async(None, None),
+        rank.combine_wait,
+        rank.allocate,
+    ):
+        with pytest.raises(EPError, match=rule):
+            call()
+
+
+def test_an_interrupted_synchronize_is_made_up_for(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one waits for the same streams."""
+    waited: list[str] = []
+    rank._streams = {7, 9}
+
+    def synchronize(device: object) -> None:
+        waited.append("device")
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.torch.cuda, "synchronize", synchronize)
+    with pytest.raises(KeyboardInterrupt):
+        rank.synchronize()
+    rank.synchronize()
+    rank.synchronize()
+    assert waited == ["device"] * 2
+
+
+def test_memory_that_a_call_reads_is_not_written(rank: Communicator, make: Make) -> None:
+    plain = make(replace(CFG, dispatch_format="bf16"))
+    buffers = plain.allocate()
+    _, ids, weights = arguments()
+    with pytest.raises(EPInputError, match=r"out\.tokens: shares memory with x"):
+        plain.dispatch(buffers.tokens[3:8], ids, weights, out=buffers)
+    batch = rank.dispatch(*arguments())
+    rows = expert_rows(batch)
+    with pytest.raises(EPInputError, match="out: shares memory with rows"):
+        rank.combine(rows, batch, out=rows[4:9])
+    rank.combine(rows[5:], batch, out=rows[:5])
+
+
+def test_buffers_that_may_not_be_written_any_more(rank: Communicator) -> None:
+    """Also where they were checked before."""
+    with torch.inference_mode():
+        buffers = rank.allocate()
+        rank.dispatch(*arguments(), out=buffers)
+    with pytest.raises(EPInputError, match=r"out\.tokens.*inference"):
+        rank.dispatch(*arguments(), out=buffers)

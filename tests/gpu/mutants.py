@@ -70,13 +70,14 @@ def build(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutant: "found", "survived" or "absent" (no kernels of these sources); and in words."""
+    """What became of one mutant: "found", "survived", "absent" (no kernels of these sources) or "failed" (no result);
+    and in words."""
 
     verdict: str
     words: str
 
 
-def run(names: Sequence[str], timeout_s: float = 240) -> dict[str, Outcome]:
+def run(names: Sequence[str], timeout_s: float = 600) -> dict[str, Outcome]:
     """Run mutants on their schedules, a process each: side by side until they need the GPU, which each has alone."""
     from .mutant_worker import visible_gpus
 
@@ -96,6 +97,7 @@ def run(names: Sequence[str], timeout_s: float = 240) -> dict[str, Outcome]:
                 output, errors = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.communicate()
                 return Outcome("failed", f"no result after {timeout_s:g} s")
             if process.returncode:
                 return Outcome("failed", errors[-2000:])

@@ -149,7 +149,7 @@ def test_ids_of_64_bits(devices: list[str], tokens: int) -> None:
             outs = [poisoned_buffers(communicator, cfg.max_rows) for communicator in communicators]
             ids = [one.topk_ids.long() if wide else one.topk_ids for one in inputs]
             if wide:
-                ids[last][0, 1] += 1 << 32
+                ids[last][0, 1] += 3 << 32
             batches = [
                 c.dispatch(one.x.to(c.device), own.to(c.device), one.router_weights.to(c.device), out=out)
                 for c, one, own, out in zip(communicators, inputs, ids, outs, strict=True)
