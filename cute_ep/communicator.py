@@ -41,6 +41,7 @@ from cute_ep.validate import (
     check_tokens,
     check_unscaled,
     combine_weights,
+    overlap,
 )
 
 UNENCODED = "_unencoded"
@@ -200,9 +201,7 @@ class Communicator(EPCommunicator):
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Dispatched:
-        return self.plan_dispatch(
-            x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
-        ).launch()
+        return self._plan_dispatch(None, x, topk_ids, router_weights, input_scale, out, scales, row_scales).launch()
 
     def plan_dispatch(
         self,
@@ -215,15 +214,29 @@ class Communicator(EPCommunicator):
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Plan[Dispatched]:
+        here = current_stream(self.device.index)
+        return self._plan_dispatch(here, x, topk_ids, router_weights, input_scale, out, scales, row_scales)
+
+    def _plan_dispatch(
+        self,
+        planned_on: int | None,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
+        out: DispatchBuffers | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
+    ) -> Plan[Dispatched]:
+        """planned_on: of `_launch`, None where the launch follows at once."""
         self._check_usable()
         self._dispatches.check_fused()
-        planned_on = current_stream(self.device.index)
         sent, shaped, arguments = self._prepare_send(
             "dispatch", x, topk_ids, router_weights, input_scale, scales, row_scales
         )
         buffers, kernel, received = self._prepare_receive(self._send_kernel("dispatch", scales), out)
         arguments.update(received)
-        if out is not None:
+        if out is not None and overlap(x, buffers.tokens):
             check_apart("out.tokens", buffers.tokens, x=x)
 
         def launch() -> Dispatched:
@@ -274,9 +287,7 @@ class Communicator(EPCommunicator):
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.plan_combine(
-            rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
-        ).launch()
+        return self._plan_combine(None, rows, dispatched, router_weights, mode, out, dtype, epilogue_data).launch()
 
     def plan_combine(
         self,
@@ -289,9 +300,23 @@ class Communicator(EPCommunicator):
         dtype: torch.dtype = torch.bfloat16,
         epilogue_data: torch.Tensor | None = None,
     ) -> Plan[torch.Tensor]:
+        here = current_stream(self.device.index)
+        return self._plan_combine(here, rows, dispatched, router_weights, mode, out, dtype, epilogue_data)
+
+    def _plan_combine(
+        self,
+        planned_on: int | None,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None,
+        mode: CombineMode,
+        out: torch.Tensor | None,
+        dtype: torch.dtype,
+        epilogue_data: torch.Tensor | None,
+    ) -> Plan[torch.Tensor]:
+        """planned_on: of `_launch`, None where the launch follows at once."""
         self._check_usable()
         self._combines.check_fused()
-        planned_on = current_stream(self.device.index)
         self._check_batch(dispatched)
         weights = self._weights(mode, router_weights, dispatched)
         sent = self._prepare_return(rows, dispatched)
@@ -302,7 +327,7 @@ class Communicator(EPCommunicator):
 
         def launch() -> torch.Tensor:
             self._combines.check_fused()
-            if dispatched.origin is not None:  # its buffers may have been used again since
+            if planned_on is not None and dispatched.origin is not None:  # its buffers may have been used again since
                 self._check_batch(dispatched)
             self._launch(kernel, shaped, arguments, tensors, self._combines.count_fused, planned_on=planned_on)
             return result
@@ -560,7 +585,8 @@ class Communicator(EPCommunicator):
         shape, dtype = check_output(self.cfg, mode, tokens, dtype, out, self.device)
         check_epilogue_data(mode, self.hooks.epilogue, epilogue_data, self.device)
         if out is not None:
-            check_apart("out", out, rows=rows)
+            if overlap(rows, out):
+                check_apart("out", out, rows=rows)
         else:
             with torch.cuda.stream(self._work_stream()):
                 out = torch.empty(shape, dtype=dtype, device=self.device)

@@ -384,14 +384,14 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
             check_tensor(f"out.{name}", tensor, shape=shape, dtype=dtype, device=device, alignment=alignment)
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    ahead = one.data_ptr() - other.data_ptr()
+    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0
+
+
 def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | None) -> None:
     """EPInputError where a call would write `written` over memory that it reads. All are contiguous, on one device."""
-    if written is None:
-        return
-    begin, size = written.data_ptr(), written.nbytes
     for other, tensor in read.items():
-        if tensor is None:
-            continue
-        ahead = tensor.data_ptr() - begin  # of `tensor`; none of the two overlaps where one has no bytes
-        if -tensor.nbytes < ahead < size and size and tensor.nbytes:
+        if written is not None and tensor is not None and overlap(written, tensor):
             raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")
