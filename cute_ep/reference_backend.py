@@ -28,8 +28,8 @@ from cute_ep.layouts.routing import BEYOND, Phase
 from cute_ep.reference_dispatch import Source
 from cute_ep.reference_results import (
     ReadAgain,
-    Returned,
     add_up,
+    check_row_count,
     copied,
     fill,
     give_back,
@@ -46,11 +46,14 @@ from cute_ep.validate import (
     check_batch,
     check_buffers,
     check_epilogue_data,
+    check_global_scale,
     check_input_scale,
     check_mode,
     check_output,
     check_rows,
+    check_tensor,
     check_tokens,
+    check_unscaled,
     combine_weights,
 )
 
@@ -63,6 +66,21 @@ class _OwnDispatched(Dispatched):
 
     number: int = 0
     read_again: ReadAgain | None = None
+
+
+class _OwnPending(PendingDispatch):
+    """A `PendingDispatch` that has what combine reads again."""
+
+    read_again: ReadAgain
+
+
+def _read_scale(input_scale: float | torch.Tensor | None) -> float | None:
+    """A global scale as it is now. EPInputError: a tensor's is out of range."""
+    if not isinstance(input_scale, torch.Tensor):
+        return input_scale
+    value = input_scale.item()
+    check_global_scale(value, "input_scale")
+    return value
 
 
 def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
@@ -156,13 +174,16 @@ class ReferenceCommunicator(EPCommunicator):
         self._dispatches.check_fused()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
-        source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        self._check_apart(out, x=x, scales=scales, row_scales=row_scales)
+        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        self._check_apart(
+            out, x=x, topk_ids=topk_ids, router_weights=router_weights, scales=scales, row_scales=row_scales
+        )
 
         def launch() -> Dispatched:
             self._check_usable()
             self._dispatches.check_fused()
-            return self.dispatch_wait(self._send(source, topk_ids, router_weights), out)
+            pending = self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+            return self.dispatch_wait(pending, out)
 
         return Plan(launch)
 
@@ -178,10 +199,10 @@ class ReferenceCommunicator(EPCommunicator):
     ) -> PendingDispatch:
         self._check_usable()
         self._dispatches.check_send()
-        source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return self._send(source, topk_ids, router_weights)
+        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
 
-    def _encode(
+    def _check_sent(
         self,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -189,41 +210,52 @@ class ReferenceCommunicator(EPCommunicator):
         input_scale: float | torch.Tensor | None,
         scales: torch.Tensor | None,
         row_scales: torch.Tensor | None,
-    ) -> Source:
-        """What this rank sends, made of copies."""
+    ) -> None:
+        """EPInputError unless a dispatch can send these arguments."""
         check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
+        if scales is not None:
+            check_unscaled(input_scale)
+        check_input_scale(self.cfg.format, input_scale)
         if isinstance(input_scale, torch.Tensor):
-            check_input_scale(self.cfg.format, input_scale)
-            input_scale = input_scale.item()
-        return make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
+            check_tensor("input_scale", input_scale.view(1), device=DEVICE)
+            _read_scale(input_scale)
 
-    def _send(self, source: Source, topk_ids: torch.Tensor, router_weights: torch.Tensor | None) -> PendingDispatch:
-        """Join the next dispatch."""
+    def _send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
+    ) -> PendingDispatch:
+        """Join the next dispatch with copies of arguments that `_check_sent` has seen, as they are now."""
+        source = make_source(self.cfg, x, topk_ids, router_weights, _read_scale(input_scale), scales, row_scales)
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
             seen = value if -(2**31) <= value < 2**31 else BEYOND
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
-        kept = ReadAgain(copied(topk_ids), copied(router_weights))
-        pending = PendingDispatch(topk_ids, router_weights, 0, (kept.topk_ids, kept.router_weights))
+        pending = _OwnPending(topk_ids, router_weights, 0, ())
+        pending.read_again = ReadAgain(copied(topk_ids), copied(router_weights))
         self._join(self._exchange.dispatch, pending, source)
         return pending
 
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         self._check_usable()
-        pending = self._dispatches.oldest(pending, self.rank)
+        sent: _OwnPending = self._dispatches.oldest(pending, self.rank)
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
-        self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
+        self._check_apart(out, topk_ids=sent.topk_ids, router_weights=sent.router_weights)
         dispatched = _OwnDispatched.inside(
             out,
             rank=self.rank,
-            topk_ids=pending.topk_ids,
-            router_weights=pending.router_weights,
-            return_pieces=pending.return_pieces,
+            topk_ids=sent.topk_ids,
+            router_weights=sent.router_weights,
+            return_pieces=sent.return_pieces,
             origin=self.origin,
             number=self._dispatches.received + 1,
-            read_again=ReadAgain(*pending.keep_alive),
+            read_again=sent.read_again,
         )
 
         def receive(sources: Mapping[int, Source]) -> None:
@@ -264,27 +296,27 @@ class ReferenceCommunicator(EPCommunicator):
         """All of `combine` but joining the round; arguments and errors are the same."""
         self._check_usable()
         self._combines.check_fused()
-        given = self._prepare_return(rows, dispatched, mode)
+        self._check_return(rows, dispatched, mode)
         self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
         check_apart("out", out, rows=rows)
 
         def launch() -> torch.Tensor:
             self._check_usable()
             self._combines.check_fused()
-            return self.combine_wait(self._return(given, rows, dispatched), router_weights, out, dtype=dtype)
+            return self.combine_wait(self._return(rows, dispatched, mode), router_weights, out, dtype=dtype)
 
         return Plan(launch)
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
         self._check_usable()
         self._combines.check_send()
-        given = self._prepare_return(rows, dispatched, mode)
+        self._check_return(rows, dispatched, mode)
         if mode != "exact":
             combine_weights(self.cfg, mode, None, dispatched)
-        return self._return(given, rows, dispatched)
+        return self._return(rows, dispatched, mode)
 
-    def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> Returned:
-        """What this rank gives back, made of copies."""
+    def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
+        """EPInputError unless a combine can give back these rows; the round of their dispatch."""
         check_mode(mode)
         check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
         if isinstance(dispatched, _OwnDispatched):
@@ -296,10 +328,14 @@ class ReferenceCommunicator(EPCommunicator):
                 f"dispatched = round {number}: rank(s) {missing} must dispatch before rank {self.rank} combines"
             )
         check_rows(self.cfg, rows, dispatched)
-        return give_back(self.cfg, rows, dispatched, mode, number)
+        check_row_count(rows, dispatched)
+        return number
 
-    def _return(self, given: Returned, rows: torch.Tensor, dispatched: Dispatched) -> PendingCombine:
-        """Join the next combine, unless a peer has joined it with another mode or dispatch."""
+    def _return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> PendingCombine:
+        """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
+        mode or dispatch."""
+        number = self._check_return(rows, dispatched, mode)
+        given = give_back(self.cfg, rows, dispatched, mode, number)
         given.check_agreement(self._exchange.combine.joined(self.rank))
         pending = PendingCombine(dispatched, given.mode, rows)
         self._join(self._exchange.combine, pending, given)

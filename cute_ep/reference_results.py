@@ -18,7 +18,7 @@ from cute_ep.errors import EPInputError
 from cute_ep.layouts.routing import LOST_ROW
 from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.modes import no_modes, writing_modes
-from cute_ep.reference_dispatch import Source
+from cute_ep.reference_dispatch import Source, encode_checked
 
 ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
 OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
@@ -65,10 +65,10 @@ def make_source(
     scales: torch.Tensor | None,
     row_scales: torch.Tensor | None,
 ) -> Source:
-    """What a rank sends in a dispatch; the arguments are those of `dispatch`, a tensor's `input_scale` read."""
+    """What a rank sends in a dispatch; the arguments are those of `dispatch`, checked, a tensor's scale read."""
     x, topk_ids = x.clone(), topk_ids.clone()
     ready = None if scales is None else QuantizedRows(x, copied(scales), copied(row_scales))
-    return reference.encode_source(cfg, x, topk_ids, input_scale, copied(router_weights), ready)
+    return encode_checked(cfg, x, topk_ids, input_scale, copied(router_weights), ready)
 
 
 @writing_modes()
@@ -124,12 +124,17 @@ class Returned:
                 )
 
 
-@no_modes()
-def give_back(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
-    """What a rank sends in a combine; `number`: the round of its dispatch. EPInputError: `rows` has too few."""
+def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
+    """EPInputError when `rows` has fewer than the batch, whose `num_rows` is in place."""
     need = int(dispatched.num_rows)
     if rows.shape[0] < need:
         raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
+
+
+@no_modes()
+def give_back(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
+    """What a rank sends in a combine; `rows` has enough of them, `number` is the round of its dispatch."""
+    need = int(dispatched.num_rows)
     # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
     _, shared = cfg.shared_slice(dispatched.topk_ids.shape[0], dispatched.rank)
     held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
