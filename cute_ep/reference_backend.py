@@ -14,6 +14,7 @@ overwritten afterwards, as on a stream; `topk_ids` and router weights are read b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,8 @@ from cute_ep.validate import (
 )
 
 DEVICE = "cpu"
+AHEAD = 64
+"""Rounds of one process that a rank may be ahead of a peer; its next call fails, as on a GPU after `timeout_s`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,8 +97,10 @@ def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
 class ReferenceCommunicator(EPCommunicator):
     """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
 
-    After an EPTimeout every method but `close` raises it again. A combine is refused while a peer has not made its
-    dispatch, and where its mode or its dispatch is another than a peer's of the same round.
+    After an EPTimeout every method but `close` raises it again. With all ranks in one process a call raises it when
+    AHEAD rounds wait for a peer, or one waits for a peer that has closed. A combine is refused while a peer has not
+    made its dispatch, and where its mode or its dispatch is another than a peer's of the same round. So is a dispatch
+    whose `input_scale` is a tensor with a value out of range: it is read during the call.
     """
 
     def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
@@ -109,10 +114,14 @@ class ReferenceCommunicator(EPCommunicator):
     def _check_usable(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         for collective in (self._exchange.dispatch, self._exchange.combine):
             collective.raise_error(self.rank)
+
+    def _raise_failure(self) -> None:
+        """The EPTimeout of this rank, if it has one: a new instance each time, without the frames of earlier calls."""
+        if self._failure is not None:
+            raise copy(self._failure)
 
     @property
     def failed(self) -> bool:
@@ -122,7 +131,7 @@ class ReferenceCommunicator(EPCommunicator):
         """End this rank's part; waits for nobody, and may be called again."""
         if not self._closed:
             self._closed = True
-            self._exchange.close()
+            self._exchange.close(self.rank)
 
     def synchronize(self) -> None:
         """Check that the results of all calls so far are in their buffers.
@@ -134,8 +143,7 @@ class ReferenceCommunicator(EPCommunicator):
         self._check_usable()
         for collective in (self._exchange.dispatch, self._exchange.combine):
             self._failure = self._failure or collective.overdue(self.rank)
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         wrong, self._wrong_input = self._wrong_input, {}
         raise_input_error(self.rank, wrong)
 
@@ -383,11 +391,13 @@ class ReferenceCommunicator(EPCommunicator):
         return copied(weights), shape, dtype
 
     def _join(self, collective: Collective, pending: object, arguments: Any) -> None:
-        """Send in the next round."""
+        """Send in the next round, unless too many wait for a peer."""
+        self._failure = collective.overdue(self.rank, AHEAD)
+        self._raise_failure()
         try:
             collective.send(self.rank, pending, arguments)
         except EPTimeout as failure:
-            self._failure = failure
+            self._failure = copy(failure)
             raise
 
     def _check_apart(self, out: DispatchBuffers | None, **read: torch.Tensor | None) -> None:
@@ -399,7 +409,7 @@ class ReferenceCommunicator(EPCommunicator):
         try:
             done = collective.receive(self.rank, receiver)
         except EPTimeout as failure:
-            self._failure = failure
+            self._failure = copy(failure)
             raise
         collective.raise_error(self.rank)
         return done

@@ -1,13 +1,17 @@
-"""When the reference communicator reads what it is given."""
+"""When the reference communicator reads what it is given, and how it fails when a peer does not come."""
 
 from __future__ import annotations
+
+import gc
+import traceback
+import weakref
 
 import pytest
 import torch
 
-from cute_ep import reference
+from cute_ep import reference, reference_backend
 from cute_ep.compare import assert_bits
-from cute_ep.errors import EPInputError
+from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.reference_backend import connect_reference
 from cute_ep.workloads import make_inputs
 from tests.reference.ranks import check_filled, dispatch_all, expected, poisoned, rows_for, small
@@ -92,3 +96,90 @@ def test_an_input_scale_elsewhere():
     first, given = connect_reference(small())[0], make_inputs(small(), [5, 5, 5], "uniform", 0)[0]
     with pytest.raises(EPInputError, match=r"input_scale\.device = meta"):
         first.dispatch(given.x, given.topk_ids, input_scale=torch.ones(1, device="meta"))
+
+
+# ---- peers that do not come
+
+
+def test_a_rank_may_not_run_ahead_for_ever():
+    """The call that would be too many names the rank that is behind; the others' error is their own."""
+    cfg = small(dispatch_format="bf16")
+    communicators, inputs = connect_reference(cfg), make_inputs(cfg, [1, 1, 1], "uniform", 0)
+    outs = [one.allocate() for one in communicators]
+    for rank in (0, 1):
+        for _ in range(reference_backend.AHEAD):
+            communicators[rank].dispatch(inputs[rank].x, inputs[rank].topk_ids, out=outs[rank])
+    for call in (communicators[0].dispatch, communicators[0].dispatch_async, communicators[0].plan_dispatch):
+        with pytest.raises(EPTimeout) as caught:
+            call(inputs[0].x, inputs[0].topk_ids)
+        assert caught.value.details == ("rank 2: expected 1 dispatch calls, saw 0",)
+    assert communicators[0].failed and not communicators[1].failed
+    assert len(communicators[0]._exchange.dispatch._live) == reference_backend.AHEAD
+
+
+def test_a_rank_that_has_closed_is_named():
+    """What it has joined counts; a round that it can join no more is told by the next call, or `synchronize`."""
+    cfg = small(dispatch_format="bf16")
+    communicators, inputs = connect_reference(cfg), make_inputs(cfg, [1, 1, 1], "uniform", 0)
+    want = expected(cfg, inputs)
+    communicators[2].dispatch_async(inputs[2].x, inputs[2].topk_ids, inputs[2].router_weights)
+    communicators[2].close()
+    outs = [poisoned(one) for one in communicators[:2]]
+    calls = list(zip(communicators, inputs, outs, strict=False))
+    for rank, batch in enumerate([one.dispatch(i.x, i.topk_ids, i.router_weights, out=out) for one, i, out in calls]):
+        check_filled(cfg, batch, want[rank], f"rank {rank}")
+        communicators[rank].synchronize()
+    for one, given, out in calls:
+        one.dispatch(given.x, given.topk_ids, out=out)
+    said = "rank 2: expected 2 dispatch calls, saw 1, has closed its communicator"
+    with pytest.raises(EPTimeout, match=said):
+        communicators[0].dispatch(inputs[0].x, inputs[0].topk_ids)
+    with pytest.raises(EPTimeout, match=said):
+        communicators[1].synchronize()
+
+
+def test_a_timeout_that_is_raised_again_keeps_no_frames():
+    """Each is an instance of its own, so tracebacks do not grow and locals of earlier callers are freed."""
+    cfg = small()
+    first, given = connect_reference(cfg)[0], make_inputs(cfg, [1, 1, 1], "uniform", 0)[0]
+    first.dispatch(given.x, given.topk_ids)
+
+    def layer() -> tuple[weakref.ref, int, str]:
+        class Local:
+            pass
+
+        local = Local()
+        try:
+            first.synchronize()
+        except EPTimeout as error:
+            return weakref.ref(local), len(traceback.extract_tb(error.__traceback__)), str(error)
+
+    seen = [layer() for _ in range(3)]
+    gc.collect()
+    assert all(local() is None for local, _, _ in seen)
+    assert seen[1][1:] == seen[2][1:] and seen[0][2] == seen[1][2]
+
+
+def test_a_call_that_is_interrupted_while_it_joins(monkeypatch: pytest.MonkeyPatch):
+    """It is not known whether the round has this rank: the rank makes no further call, and the others name it."""
+    cfg = small()
+    communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    first, count = communicators[0], communicators[0]._dispatches.count_sent
+
+    def interrupted(pending: object) -> None:
+        count(pending)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first._dispatches, "count_sent", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.dispatch(inputs[0].x, inputs[0].topk_ids)
+    for call in (first.dispatch_wait, first.synchronize, lambda: first.dispatch(inputs[0].x, inputs[0].topk_ids)):
+        with pytest.raises(EPError, match="rank 0: a call was interrupted while it sent; close, and connect again"):
+            call()
+    for one, given in zip(communicators[1:], inputs[1:], strict=True):
+        one.dispatch(given.x, given.topk_ids)
+    with pytest.raises(EPTimeout) as caught:
+        communicators[1].synchronize()
+    assert caught.value.missing == (0,)
+    first.close()
