@@ -9,24 +9,23 @@ import torch
 from cute_ep import reference
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.verify import POISON, poison
 from cute_ep.workloads import RankInputs, make_inputs
 
-POISON = 0xA5
 FLOAT_POISON = torch.full((4,), POISON, dtype=torch.uint8).view(torch.float32).item()
 
 
-def poison(tensor: torch.Tensor | None) -> None:
-    if tensor is not None:
-        tensor.view(torch.uint8).fill_(POISON)
+def poison_all(buffers: DispatchBuffers) -> DispatchBuffers:
+    for tensor in tensors_of(buffers).values():
+        if tensor is not None:
+            poison(tensor)
+    return buffers
 
 
 def poisoned(communicator: ReferenceCommunicator, capacity: int | None = None) -> DispatchBuffers:
-    buffers = communicator.allocate(capacity)
-    for one in fields(buffers):
-        poison(getattr(buffers, one.name))
-    return buffers
+    return poison_all(communicator.allocate(capacity))
 
 
 def is_poison(tensor: torch.Tensor) -> bool:
