@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ from cute_ep.interface import EPCommunicator
 from cute_ep.layouts.routing import BEYOND, Phase
 from cute_ep.reference_dispatch import Source
 from cute_ep.reference_results import (
+    OwnDispatched,
+    OwnPending,
     ReadAgain,
     add_up,
     check_row_count,
@@ -35,6 +36,7 @@ from cute_ep.reference_results import (
     fill,
     give_back,
     make_source,
+    read_scale,
     withhold,
     withhold_sums,
 )
@@ -47,7 +49,6 @@ from cute_ep.validate import (
     check_batch,
     check_buffers,
     check_epilogue_data,
-    check_global_scale,
     check_input_scale,
     check_mode,
     check_output,
@@ -61,29 +62,6 @@ from cute_ep.validate import (
 DEVICE = "cpu"
 AHEAD = 64
 """Rounds of one process that a rank may be ahead of a peer; its next call fails, as on a GPU after `timeout_s`."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _OwnDispatched(Dispatched):
-    """A `Dispatched` that knows the round that it is of, and what combine reads again."""
-
-    number: int = 0
-    read_again: ReadAgain | None = None
-
-
-class _OwnPending(PendingDispatch):
-    """A `PendingDispatch` that has what combine reads again."""
-
-    read_again: ReadAgain
-
-
-def _read_scale(input_scale: float | torch.Tensor | None) -> float | None:
-    """A global scale as it is now. EPInputError: a tensor's is out of range."""
-    if not isinstance(input_scale, torch.Tensor):
-        return input_scale
-    value = input_scale.item()
-    check_global_scale(value, "input_scale")
-    return value
 
 
 def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
@@ -226,7 +204,7 @@ class ReferenceCommunicator(EPCommunicator):
         check_input_scale(self.cfg.format, input_scale)
         if isinstance(input_scale, torch.Tensor):
             check_tensor("input_scale", input_scale.view(1), device=DEVICE)
-            _read_scale(input_scale)
+            read_scale(input_scale)
 
     def _send(
         self,
@@ -238,24 +216,24 @@ class ReferenceCommunicator(EPCommunicator):
         row_scales: torch.Tensor | None,
     ) -> PendingDispatch:
         """Join the next dispatch with copies of arguments that `_check_sent` has seen, as they are now."""
-        source = make_source(self.cfg, x, topk_ids, router_weights, _read_scale(input_scale), scales, row_scales)
+        source = make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
             seen = value if -(2**31) <= value < 2**31 else BEYOND
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
-        pending = _OwnPending(topk_ids, router_weights, 0, ())
+        pending = OwnPending(topk_ids, router_weights, 0, ())
         pending.read_again = ReadAgain(copied(topk_ids), copied(router_weights))
         self._join(self._exchange.dispatch, pending, source)
         return pending
 
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         self._check_usable()
-        sent: _OwnPending = self._dispatches.oldest(pending, self.rank)
+        sent: OwnPending = self._dispatches.oldest(pending, self.rank)
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
         self._check_apart(out, topk_ids=sent.topk_ids, router_weights=sent.router_weights)
-        dispatched = _OwnDispatched.inside(
+        dispatched = OwnDispatched.inside(
             out,
             rank=self.rank,
             topk_ids=sent.topk_ids,
@@ -327,9 +305,9 @@ class ReferenceCommunicator(EPCommunicator):
         """EPInputError unless a combine can give back these rows; the round of their dispatch."""
         check_mode(mode)
         check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
-        if isinstance(dispatched, _OwnDispatched):
+        if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
-        number = dispatched.number if isinstance(dispatched, _OwnDispatched) else 0
+        number = dispatched.number if isinstance(dispatched, OwnDispatched) else 0
         if not self._exchange.dispatch.is_filled(self.rank, number):
             missing = list(self._exchange.dispatch.missing(number))
             raise EPInputError(
@@ -383,7 +361,7 @@ class ReferenceCommunicator(EPCommunicator):
         check_epilogue_data(mode, None, epilogue_data, DEVICE)
         shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
         check_apart("out", out, topk_ids=dispatched.topk_ids, router_weights=weights, row_map=dispatched.row_map)
-        if isinstance(dispatched, _OwnDispatched):
+        if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
             if mode == "partial":  # the experts' ranks multiply by the weights that travelled
                 return dispatched.read_again.router_weights, shape, dtype

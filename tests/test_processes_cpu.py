@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,55 +12,15 @@ import torch
 
 from cute_ep import reference, reference_processes
 from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.routing import Phase
 from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.reference_processes import HEADER, connect_processes
+from cute_ep.reference_processes import HEADER
 from cute_ep.workloads import RankInputs, make_inputs
 from tests.cases import CASES, Case
-from tests.reference.ranks import check_filled, expected, is_poison, poisoned, rows_for, small
+from tests.reference.ranks import at_once, check_filled, expected, is_poison, poisoned, processes, rows_for, small
 
 ROOT = Path(__file__).parents[1]
-
-
-def at_once(ranks: Sequence, call: Callable[[int], object]) -> list:
-    """What call(rank) returns, or raises, for every rank, each in a thread of its own."""
-
-    def work(rank: int) -> object:
-        torch.set_num_threads(1)
-        try:
-            return call(rank)
-        except EPError as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(work, ranks))
-
-
-@contextmanager
-def processes(cfg: EPConfig) -> Iterator[list[ReferenceCommunicator]]:
-    """The communicators that the processes of `cfg` would have."""
-    ranks = range(cfg.world_size)
-    barrier, given = threading.Barrier(cfg.world_size, timeout=30), [None] * cfg.world_size
-
-    def connect(rank: int) -> ReferenceCommunicator:
-        def on_all_ranks(make: Callable, share: Callable = lambda made: None, undo: Callable | None = None) -> tuple:
-            made = make()
-            given[rank] = share(made)
-            barrier.wait()
-            shared = list(given)
-            barrier.wait()
-            return made, shared
-
-        return connect_processes(cfg, rank, on_all_ranks)
-
-    made = at_once(ranks, connect)
-    try:
-        yield made
-    finally:
-        for one in made:
-            one.close()
 
 
 def dispatch(communicators: list[ReferenceCommunicator], inputs: list[RankInputs]) -> list:
