@@ -25,9 +25,10 @@ class EPCommunicator(ABC):
 
     A rank that waits longer than `cfg.timeout_s` gives up: the next call or `synchronize` raises EPTimeout, and the
     communicator is unusable afterwards. What is found wrong with the contents of tensors (EPInputError) is raised by
-    `synchronize` only, so that one rank's bad input does not stop the others. After `close` every method but `close`
-    raises EPError; so does every call after one that an interrupt (Ctrl-C) ended while it was being launched. As a
-    context manager it closes itself.
+    `synchronize` only, so that one rank's bad input does not stop the others; on the CPU calls also refuse contents
+    that no kernel checks (docs/use.md, "One process per GPU"). After `close` every method but `close` raises EPError;
+    so does every call after one that an interrupt (Ctrl-C) ended while it was being launched. As a context manager it
+    closes itself.
 
     A communicator cannot be copied or pickled.
 
@@ -240,8 +241,9 @@ class EPCommunicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the communicator holds; may be called again. Ranks in processes of their own close together.
-        After a timeout the memory is kept, since peers may still write to it."""
+        """Give back what the communicator holds; may be called again. On GPUs ranks in processes of their own close
+        together, and after a timeout the memory is kept, since peers may still write to it; on the CPU nobody is waited
+        for."""
 
     def __enter__(self) -> Self:
         return self

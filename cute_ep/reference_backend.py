@@ -14,7 +14,7 @@ overwritten afterwards, as on a stream; `topk_ids` and router weights are read b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ from cute_ep.interface import EPCommunicator
 from cute_ep.layouts.routing import BEYOND, Phase
 from cute_ep.reference_dispatch import Source
 from cute_ep.reference_results import (
+    OwnDispatched,
+    OwnPending,
     ReadAgain,
-    Returned,
     add_up,
+    check_row_count,
     copied,
     fill,
     give_back,
     make_source,
+    read_scale,
     withhold,
     withhold_sums,
 )
@@ -50,19 +53,15 @@ from cute_ep.validate import (
     check_mode,
     check_output,
     check_rows,
+    check_tensor,
     check_tokens,
+    check_unscaled,
     combine_weights,
 )
 
 DEVICE = "cpu"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _OwnDispatched(Dispatched):
-    """A `Dispatched` that knows the round that it is of, and what combine reads again."""
-
-    number: int = 0
-    read_again: ReadAgain | None = None
+AHEAD = 64
+"""Rounds of one process that a rank may be ahead of a peer; its next call fails, as on a GPU after `timeout_s`."""
 
 
 def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
@@ -76,8 +75,10 @@ def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
 class ReferenceCommunicator(EPCommunicator):
     """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
 
-    After an EPTimeout every method but `close` raises it again. A combine is refused while a peer has not made its
-    dispatch, and where its mode or its dispatch is another than a peer's of the same round.
+    After an EPTimeout every method but `close` raises it again. With all ranks in one process a call raises it when
+    AHEAD rounds wait for a peer, or one waits for a peer that has closed. A combine is refused while a peer has not
+    made its dispatch, and where its mode or its dispatch is another than a peer's of the same round. So is a dispatch
+    whose `input_scale` is a tensor with a value out of range: it is read during the call.
     """
 
     def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
@@ -91,10 +92,14 @@ class ReferenceCommunicator(EPCommunicator):
     def _check_usable(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         for collective in (self._exchange.dispatch, self._exchange.combine):
             collective.raise_error(self.rank)
+
+    def _raise_failure(self) -> None:
+        """The EPTimeout of this rank, if it has one: a new instance each time, without the frames of earlier calls."""
+        if self._failure is not None:
+            raise copy(self._failure)
 
     @property
     def failed(self) -> bool:
@@ -104,7 +109,7 @@ class ReferenceCommunicator(EPCommunicator):
         """End this rank's part; waits for nobody, and may be called again."""
         if not self._closed:
             self._closed = True
-            self._exchange.close()
+            self._exchange.close(self.rank)
 
     def synchronize(self) -> None:
         """Check that the results of all calls so far are in their buffers.
@@ -116,8 +121,7 @@ class ReferenceCommunicator(EPCommunicator):
         self._check_usable()
         for collective in (self._exchange.dispatch, self._exchange.combine):
             self._failure = self._failure or collective.overdue(self.rank)
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         wrong, self._wrong_input = self._wrong_input, {}
         raise_input_error(self.rank, wrong)
 
@@ -156,13 +160,16 @@ class ReferenceCommunicator(EPCommunicator):
         self._dispatches.check_fused()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
-        source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        self._check_apart(out, x=x, scales=scales, row_scales=row_scales)
+        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        self._check_apart(
+            out, x=x, topk_ids=topk_ids, router_weights=router_weights, scales=scales, row_scales=row_scales
+        )
 
         def launch() -> Dispatched:
             self._check_usable()
             self._dispatches.check_fused()
-            return self.dispatch_wait(self._send(source, topk_ids, router_weights), out)
+            pending = self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+            return self.dispatch_wait(pending, out)
 
         return Plan(launch)
 
@@ -178,10 +185,10 @@ class ReferenceCommunicator(EPCommunicator):
     ) -> PendingDispatch:
         self._check_usable()
         self._dispatches.check_send()
-        source = self._encode(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return self._send(source, topk_ids, router_weights)
+        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
 
-    def _encode(
+    def _check_sent(
         self,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -189,41 +196,52 @@ class ReferenceCommunicator(EPCommunicator):
         input_scale: float | torch.Tensor | None,
         scales: torch.Tensor | None,
         row_scales: torch.Tensor | None,
-    ) -> Source:
-        """What this rank sends, made of copies."""
+    ) -> None:
+        """EPInputError unless a dispatch can send these arguments."""
         check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
+        if scales is not None:
+            check_unscaled(input_scale)
+        check_input_scale(self.cfg.format, input_scale)
         if isinstance(input_scale, torch.Tensor):
-            check_input_scale(self.cfg.format, input_scale)
-            input_scale = input_scale.item()
-        return make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
+            check_tensor("input_scale", input_scale.view(1), device=DEVICE)
+            read_scale(input_scale)
 
-    def _send(self, source: Source, topk_ids: torch.Tensor, router_weights: torch.Tensor | None) -> PendingDispatch:
-        """Join the next dispatch."""
+    def _send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
+    ) -> PendingDispatch:
+        """Join the next dispatch with copies of arguments that `_check_sent` has seen, as they are now."""
+        source = make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
             seen = value if -(2**31) <= value < 2**31 else BEYOND
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
-        kept = ReadAgain(copied(topk_ids), copied(router_weights))
-        pending = PendingDispatch(topk_ids, router_weights, 0, (kept.topk_ids, kept.router_weights))
+        pending = OwnPending(topk_ids, router_weights, 0, ())
+        pending.read_again = ReadAgain(copied(topk_ids), copied(router_weights))
         self._join(self._exchange.dispatch, pending, source)
         return pending
 
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         self._check_usable()
-        pending = self._dispatches.oldest(pending, self.rank)
+        sent: OwnPending = self._dispatches.oldest(pending, self.rank)
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
-        self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
-        dispatched = _OwnDispatched.inside(
+        self._check_apart(out, topk_ids=sent.topk_ids, router_weights=sent.router_weights)
+        dispatched = OwnDispatched.inside(
             out,
             rank=self.rank,
-            topk_ids=pending.topk_ids,
-            router_weights=pending.router_weights,
-            return_pieces=pending.return_pieces,
+            topk_ids=sent.topk_ids,
+            router_weights=sent.router_weights,
+            return_pieces=sent.return_pieces,
             origin=self.origin,
             number=self._dispatches.received + 1,
-            read_again=ReadAgain(*pending.keep_alive),
+            read_again=sent.read_again,
         )
 
         def receive(sources: Mapping[int, Source]) -> None:
@@ -264,42 +282,46 @@ class ReferenceCommunicator(EPCommunicator):
         """All of `combine` but joining the round; arguments and errors are the same."""
         self._check_usable()
         self._combines.check_fused()
-        given = self._prepare_return(rows, dispatched, mode)
+        self._check_return(rows, dispatched, mode)
         self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
         check_apart("out", out, rows=rows)
 
         def launch() -> torch.Tensor:
             self._check_usable()
             self._combines.check_fused()
-            return self.combine_wait(self._return(given, rows, dispatched), router_weights, out, dtype=dtype)
+            return self.combine_wait(self._return(rows, dispatched, mode), router_weights, out, dtype=dtype)
 
         return Plan(launch)
 
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
         self._check_usable()
         self._combines.check_send()
-        given = self._prepare_return(rows, dispatched, mode)
+        self._check_return(rows, dispatched, mode)
         if mode != "exact":
             combine_weights(self.cfg, mode, None, dispatched)
-        return self._return(given, rows, dispatched)
+        return self._return(rows, dispatched, mode)
 
-    def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> Returned:
-        """What this rank gives back, made of copies."""
+    def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
+        """EPInputError unless a combine can give back these rows; the round of their dispatch."""
         check_mode(mode)
         check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
-        if isinstance(dispatched, _OwnDispatched):
+        if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
-        number = dispatched.number if isinstance(dispatched, _OwnDispatched) else 0
+        number = dispatched.number if isinstance(dispatched, OwnDispatched) else 0
         if not self._exchange.dispatch.is_filled(self.rank, number):
             missing = list(self._exchange.dispatch.missing(number))
             raise EPInputError(
                 f"dispatched = round {number}: rank(s) {missing} must dispatch before rank {self.rank} combines"
             )
         check_rows(self.cfg, rows, dispatched)
-        return give_back(self.cfg, rows, dispatched, mode, number)
+        check_row_count(rows, dispatched)
+        return number
 
-    def _return(self, given: Returned, rows: torch.Tensor, dispatched: Dispatched) -> PendingCombine:
-        """Join the next combine, unless a peer has joined it with another mode or dispatch."""
+    def _return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> PendingCombine:
+        """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
+        mode or dispatch."""
+        number = self._check_return(rows, dispatched, mode)
+        given = give_back(self.cfg, rows, dispatched, mode, number)
         given.check_agreement(self._exchange.combine.joined(self.rank))
         pending = PendingCombine(dispatched, given.mode, rows)
         self._join(self._exchange.combine, pending, given)
@@ -339,7 +361,7 @@ class ReferenceCommunicator(EPCommunicator):
         check_epilogue_data(mode, None, epilogue_data, DEVICE)
         shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
         check_apart("out", out, topk_ids=dispatched.topk_ids, router_weights=weights, row_map=dispatched.row_map)
-        if isinstance(dispatched, _OwnDispatched):
+        if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
             if mode == "partial":  # the experts' ranks multiply by the weights that travelled
                 return dispatched.read_again.router_weights, shape, dtype
@@ -347,11 +369,13 @@ class ReferenceCommunicator(EPCommunicator):
         return copied(weights), shape, dtype
 
     def _join(self, collective: Collective, pending: object, arguments: Any) -> None:
-        """Send in the next round."""
+        """Send in the next round, unless too many wait for a peer."""
+        self._failure = collective.overdue(self.rank, AHEAD)
+        self._raise_failure()
         try:
             collective.send(self.rank, pending, arguments)
         except EPTimeout as failure:
-            self._failure = failure
+            self._failure = copy(failure)
             raise
 
     def _check_apart(self, out: DispatchBuffers | None, **read: torch.Tensor | None) -> None:
@@ -363,7 +387,7 @@ class ReferenceCommunicator(EPCommunicator):
         try:
             done = collective.receive(self.rank, receiver)
         except EPTimeout as failure:
-            self._failure = failure
+            self._failure = copy(failure)
             raise
         collective.raise_error(self.rank)
         return done

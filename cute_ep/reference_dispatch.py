@@ -149,6 +149,18 @@ def encode_source(
         check_tokens(cfg, payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
         check_unscaled(input_scale)
     check_input_scale(cfg.format, input_scale)
+    return encode_checked(cfg, x, topk_ids, input_scale, router_weights, prequantized)
+
+
+def encode_checked(
+    cfg: EPConfig,
+    x: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    input_scale: float | torch.Tensor | None,
+    router_weights: torch.Tensor | None,
+    prequantized: QuantizedRows | None,
+) -> Source:
+    """As `encode_source`, of arguments that were checked."""
     if prequantized is None:
         prequantized = quantize(x, cfg.format, 1.0 if input_scale is None else input_scale)
     return Source(as_own_types(prequantized, cfg.format), topk_ids, router_weights)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import BytesIO
 from threading import Condition, Thread
 from typing import Any, Protocol, TypeVar
@@ -33,6 +35,8 @@ from cute_ep.reference_rounds import Collective, Exchange, Receiver, Round
 HOST = "127.0.0.1"
 MEETING_S = 60.0
 """How long ranks that connect wait for each other's sockets, which all exist by then."""
+HELLO_S = 10.0
+"""How long who connects may take to say who it is."""
 LEAST_S = 1.0
 """Least time to take a message in, however short `timeout_s` is: the other end may not have a core at the moment."""
 TOKEN_BYTES = 16
@@ -72,35 +76,54 @@ def connect_processes(cfg: EPConfig, rank: int, on_all_ranks: OnAllRanks) -> Ref
             lambda: _meet(rank, doors, listener, token, cfg.timeout_s), undo=lambda made: made.close()
         )
     joint = ProcessExchange(cfg, rank, mail)
-    return ReferenceCommunicator(cfg, rank, joint, group=joint)
+    communicator = ReferenceCommunicator(cfg, rank, joint, group=joint)
+    weakref.finalize(communicator, mail.close)  # the listening threads keep `mail`, and it its sockets
+    return communicator
 
 
 def _meet(
     rank: int, doors: Sequence[tuple[int, bytes]], listener: socket.socket, token: bytes, timeout_s: float
 ) -> Mail:
-    """A socket to every peer, and one from each. `doors`: (port, token) of every rank's listener."""
+    """A socket to every peer, and one from each. `doors`: (port, token) of every rank's listener. EPError: some peers
+    could not be reached, or did not connect within MEETING_S."""
     with ExitStack() as undo:
         to: dict[int, socket.socket] = {}
         of: dict[int, socket.socket] = {}
         for peer, (port, theirs) in enumerate(doors):
             if peer != rank:
-                to[peer] = undo.enter_context(socket.create_connection((HOST, port), MEETING_S))
-                to[peer].sendall(HELLO.pack(theirs, rank))
-                to[peer].settimeout(max(timeout_s, LEAST_S))
+                try:
+                    to[peer] = undo.enter_context(socket.create_connection((HOST, port), MEETING_S))
+                    to[peer].sendall(HELLO.pack(theirs, rank))
+                except OSError as error:
+                    raise EPError(f"rank {rank}: rank {peer} could not be reached on port {port}: {error}") from error
         deadline = time.monotonic() + MEETING_S
         while len(of) < len(to):
             listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-            link = undo.enter_context(listener.accept()[0])
-            link.settimeout(MEETING_S)
-            said = _read(link, HELLO.size)
-            given, peer = HELLO.unpack(said) if said else (b"", rank)
-            if secrets.compare_digest(given, token):
-                link.settimeout(None)
-                of[peer] = link
-            else:
+            try:
+                link = undo.enter_context(listener.accept()[0])
+            except TimeoutError:
+                absent = sorted(set(to) - set(of))
+                raise EPError(f"rank {rank}: rank(s) {absent} did not connect within {MEETING_S:g} s") from None
+            source = _introduced(link, token)
+            if source is None:
                 link.close()
+            else:
+                link.settimeout(None)
+                of[source] = link
         undo.pop_all()
-    return Mail(rank, to, of)
+    return Mail(rank, to, of, max(timeout_s, LEAST_S))
+
+
+def _introduced(link: socket.socket, token: bytes) -> int | None:
+    """The rank at the other end of a socket; None: a stranger's, who says something else, nothing in HELLO_S, or
+    resets."""
+    link.settimeout(HELLO_S)
+    try:
+        said = _read(link, HELLO.size)
+    except OSError:
+        return None
+    given, peer = HELLO.unpack(said) if said else (b"", None)
+    return peer if secrets.compare_digest(given, token) else None
 
 
 def _read(link: socket.socket, size: int) -> bytearray | None:
@@ -116,46 +139,60 @@ def _read(link: socket.socket, size: int) -> bytearray | None:
 
 
 class Mail:
-    """Messages to and from every peer. A thread per peer takes them in, so no peer's send waits for a call here."""
+    """Messages to and from every peer. A thread per peer takes them in, so no peer's send waits for a call here.
 
-    def __init__(self, rank: int, to: Mapping[int, socket.socket], of: Mapping[int, socket.socket]) -> None:
-        self.rank, self._to, self._of = rank, to, of
+    Belongs to the process that makes it: a forked child has the same sockets, but none of the threads.
+    """
+
+    def __init__(
+        self, rank: int, to: Mapping[int, socket.socket], of: Mapping[int, socket.socket], timeout_s: float
+    ) -> None:
+        """`to`, `of`: by peer, a socket to send to it and one to receive from it. `timeout_s`: to take a message."""
+        self.rank, self._to, self._of, self._timeout_s = rank, to, of, timeout_s
         self._process = os.getpid()
-        self._broken = False
+        for link in to.values():
+            link.setblocking(False)
         self._news = Condition()
         self._boxes: dict[Key, dict[int, bytearray]] = defaultdict(dict)
         self._gone: set[int] = set()
         for peer, link in of.items():
             Thread(target=self._listen, args=(peer, link), name=f"cute_ep rank {rank} of {peer}", daemon=True).start()
 
-    def post(self, key: Key, message: memoryview) -> int | None:
-        """Send to every peer. One that has gone is left out: whoever waits for it will say so.
-
-        Returns:
-            A peer that did not take its message in time, if any.
-
-        Raises:
-            EPError: this is another process than the one that connected, or an earlier message was cut off.
-        """
+    def check_process(self) -> None:
+        """EPError in another process than the one that connected."""
         if os.getpid() != self._process:
             raise EPError(f"rank {self.rank}: the communicator belongs to process {self._process}, connect in this one")
-        if self._broken:
-            raise EPError(f"rank {self.rank}: a call was interrupted while it sent; close, and connect again")
-        self._broken = True
-        for peer, link in self._to.items():
-            try:
-                link.sendall(HEADER.pack(*key, len(message)))
-                link.sendall(message)
-            except TimeoutError:
-                return peer
-            except OSError:
-                continue
-        self._broken = False
-        return None
+
+    def post(self, key: Key, message: memoryview) -> list[int]:
+        """Send to all peers at once. One that has gone is left out: whoever waits for it will say so.
+
+        Returns:
+            The peers that did not take their message in time: what is sent to them next would be taken for its rest.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        whole = memoryview(HEADER.pack(*key, len(message)) + message)
+        unsent = dict.fromkeys(self._to, whole)
+        with selectors.DefaultSelector() as selector:
+            for peer, link in self._to.items():
+                selector.register(link, selectors.EVENT_WRITE, peer)
+            while unsent and (left := deadline - time.monotonic()) > 0:
+                for ready, _ in selector.select(left):
+                    peer = ready.data
+                    try:
+                        unsent[peer] = unsent[peer][self._to[peer].send(unsent[peer]) :]
+                    except BlockingIOError:
+                        continue
+                    except OSError:
+                        unsent[peer] = unsent[peer][:0]
+                    if not unsent[peer]:
+                        del unsent[peer]
+                        selector.unregister(ready.fileobj)
+        return sorted(unsent)
 
     def collect(self, key: Key, timeout_s: float) -> tuple[dict[int, bytearray], list[int], bool]:
         """(messages by peer, peers whose message is missing, whether those have gone): all of them, or what there is
-        once `timeout_s` is over or a missing peer has gone."""
+        once `timeout_s` is over or a missing peer has gone. EPError: as `check_process`."""
+        self.check_process()
         deadline = time.monotonic() + timeout_s
         with self._news:
             while True:
@@ -173,12 +210,12 @@ class Mail:
             self._boxes.pop(key, None)
 
     def close(self) -> None:
-        """Peers still get what was sent, and then learn that this rank has gone."""
+        """Peers still get what was sent, and then learn that this rank has gone. In a forked child they notice nothing:
+        a shutdown would end the parent's connections."""
         for link in (*self._to.values(), *self._of.values()):
-            try:
-                link.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other end was first
-                pass
+            if os.getpid() == self._process:
+                with suppress(OSError):  # the other end was first, or it is closed already
+                    link.shutdown(socket.SHUT_RDWR)
             link.close()
 
     def _listen(self, peer: int, link: socket.socket) -> None:
@@ -205,14 +242,18 @@ class ProcessCollective(Collective):
         super().__init__(name, phase, range(cfg.world_size), [rank])
         self._mail, self._timeout_s = mail, cfg.timeout_s
 
-    def send(self, rank: int, pending: object, arguments: Any) -> int:
-        number = super().send(rank, pending, arguments)
+    def _prepare_post(self, rank: int, arguments: Any) -> Callable[[int], None]:
+        """What sends the arguments to all peers. EPTimeout from it: some did not take them within the time."""
+        self._mail.check_process()
         packed = BytesIO()
         torch.save(arguments, packed)
-        busy = self._mail.post((self.phase, number), packed.getbuffer())
-        if busy is not None:
-            raise self.timeout(rank, number, [busy], [f"rank {busy}: did not take the message of round {number}"])
-        return number
+
+        def post(number: int) -> None:
+            if busy := self._mail.post((self.phase, number), packed.getbuffer()):
+                lines = [f"rank {peer}: did not take the message of round {number}" for peer in busy]
+                raise self.timeout(rank, number, busy, lines)
+
+        return post
 
     def receive(self, rank: int, receiver: Receiver) -> bool:
         """As `Collective.receive`, once all messages are here. EPTimeout: one is not within the time."""
@@ -238,5 +279,5 @@ class ProcessExchange(Exchange):
         self.dispatch = ProcessCollective(cfg, "dispatch", Phase.ROUTE, rank, mail)
         self.combine = ProcessCollective(cfg, "combine", Phase.RETURN, rank, mail)
 
-    def close(self) -> None:
+    def close(self, rank: int) -> None:
         self._mail.close()

@@ -18,7 +18,9 @@ from cute_ep.errors import EPInputError
 from cute_ep.layouts.routing import LOST_ROW
 from cute_ep.layouts.scales import TRANSPOSED
 from cute_ep.modes import no_modes, writing_modes
-from cute_ep.reference_dispatch import Source
+from cute_ep.reference_dispatch import Source, encode_checked
+from cute_ep.rounds import PendingDispatch
+from cute_ep.validate import check_global_scale
 
 ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
 OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
@@ -49,6 +51,29 @@ def _check_unchanged(name: str, before: torch.Tensor, now: torch.Tensor) -> None
         raise EPInputError(f"{name}: changed since dispatch; combine reads it again, so leave it until then")
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnDispatched(Dispatched):
+    """A `Dispatched` that knows the round that it is of, and what combine reads again."""
+
+    number: int = 0
+    read_again: ReadAgain | None = None
+
+
+class OwnPending(PendingDispatch):
+    """A `PendingDispatch` that has what combine reads again."""
+
+    read_again: ReadAgain
+
+
+def read_scale(input_scale: float | torch.Tensor | None) -> float | None:
+    """A global scale as it is now. EPInputError: a tensor's is out of range."""
+    if not isinstance(input_scale, torch.Tensor):
+        return input_scale
+    value = input_scale.item()
+    check_global_scale(value, "input_scale")
+    return value
+
+
 def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A copy, None of None."""
     with no_modes():
@@ -61,14 +86,14 @@ def make_source(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     router_weights: torch.Tensor | None,
-    input_scale: float | None,
+    input_scale: float | torch.Tensor | None,
     scales: torch.Tensor | None,
     row_scales: torch.Tensor | None,
 ) -> Source:
-    """What a rank sends in a dispatch; the arguments are those of `dispatch`, a tensor's `input_scale` read."""
+    """What a rank sends in a dispatch, whose arguments these are, checked. EPInputError: as `read_scale`."""
     x, topk_ids = x.clone(), topk_ids.clone()
     ready = None if scales is None else QuantizedRows(x, copied(scales), copied(row_scales))
-    return reference.encode_source(cfg, x, topk_ids, input_scale, copied(router_weights), ready)
+    return encode_checked(cfg, x, topk_ids, read_scale(input_scale), copied(router_weights), ready)
 
 
 @writing_modes()
@@ -124,12 +149,17 @@ class Returned:
                 )
 
 
-@no_modes()
-def give_back(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
-    """What a rank sends in a combine; `number`: the round of its dispatch. EPInputError: `rows` has too few."""
+def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
+    """EPInputError when `rows` has fewer than the batch, whose `num_rows` is in place."""
     need = int(dispatched.num_rows)
     if rows.shape[0] < need:
         raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
+
+
+@no_modes()
+def give_back(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
+    """What a rank sends in a combine; `rows` has enough of them, `number` is the round of its dispatch."""
+    need = int(dispatched.num_rows)
     # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
     _, shared = cfg.shared_slice(dispatched.topk_ids.shape[0], dispatched.rank)
     held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]

@@ -39,6 +39,8 @@ class Collective:
             int, Round
         ] = {}  # by number, ascending; a round that all ranks here have been given is dropped
         self._errors: dict[int, EPError] = {}
+        self._cut: set[int] = set()
+        self._closed: set[int] = set()
 
     def joined(self, rank: int) -> Mapping[int, Any]:
         """What has arrived already for the round that the next `send` of `rank` joins, by rank."""
@@ -46,14 +48,22 @@ class Collective:
         return {} if one is None else one.arguments
 
     def send(self, rank: int, pending: object, arguments: Any) -> int:
-        """Join the next round, which `pending` stands for; its number. Counted first: an interrupt then leaves a round
-        that lacks this rank, never one that it joins twice."""
+        """Join the next round, which `pending` stands for; its number. Where an interrupt or an error ends this before
+        all have been told, `raise_error` refuses every later call."""
+        post = self._prepare_post(rank, arguments)
+        self._cut.add(rank)
         self.order[rank].count_sent(pending)
         number = self.order[rank].sent
         one = self._live.setdefault(number, Round(number))
         one.arguments[rank] = arguments
+        post(number)
+        self._cut.discard(rank)
         self._progress(one)
         return number
+
+    def _prepare_post(self, rank: int, arguments: Any) -> Callable[[int], None]:
+        """What tells other processes, given the number of the round: nothing, as there are none."""
+        return lambda number: None
 
     def receive(self, rank: int, receiver: Receiver) -> bool:
         """Receive the oldest round that `rank` has sent: `receiver` is called once all have sent. Whether it was.
@@ -80,18 +90,34 @@ class Collective:
     def timeout(self, rank: int, number: int, missing: Sequence[int], details: Sequence[str] = ()) -> EPTimeout:
         """The error of `rank` that waits for round `number` in vain."""
         seen = {peer: self.order[peer].sent if peer in self.order else number - 1 for peer in missing}
-        lines = details or [f"rank {peer}: expected {number} {self.name} calls, saw {seen[peer]}" for peer in missing]
+        lines = details or [
+            f"rank {peer}: expected {number} {self.name} calls, saw {seen[peer]}"
+            + (", has closed its communicator" if peer in self._closed else "")
+            for peer in missing
+        ]
         return EPTimeout(self.phase.name, rank, tuple(missing), tuple(lines))
 
-    def overdue(self, rank: int) -> EPTimeout | None:
-        """The error for the oldest round that `rank` has received and whose results are not in place, if any."""
-        for number, one in self._live.items():
-            if number <= self.order[rank].received and rank not in one.filled:
-                return self.timeout(rank, number, self.missing(number))
-        return None
+    def overdue(self, rank: int, patience: int = 1) -> EPTimeout | None:
+        """The error for the oldest round that `rank` has received and whose results are not in place, if there are
+        `patience` of them, or that round is one for which a peer has closed."""
+        received = self.order[rank].received
+        waiting = [number for number, one in self._live.items() if number <= received and rank not in one.filled]
+        if not waiting:
+            return None
+        missing = self.missing(waiting[0])
+        if len(waiting) < patience and self._closed.isdisjoint(missing):
+            return None
+        return self.timeout(rank, waiting[0], missing)
+
+    def close(self, rank: int) -> None:
+        """`rank` joins no more rounds."""
+        self._closed.add(rank)
 
     def raise_error(self, rank: int) -> None:
-        """EPError, once, when results of `rank` could not be written."""
+        """EPError when it is not known whether all have been told what `rank` sent; once, when its results could not be
+        written."""
+        if rank in self._cut:
+            raise EPError(f"rank {rank}: a call was interrupted while it sent; close, and connect again")
         if rank in self._errors:
             raise self._errors.pop(rank)
 
@@ -121,5 +147,7 @@ class Exchange:
         self.dispatch = Collective("dispatch", Phase.ROUTE, ranks)
         self.combine = Collective("combine", Phase.RETURN, ranks)
 
-    def close(self) -> None:
-        """Nothing here is to be given back."""
+    def close(self, rank: int) -> None:
+        """`rank` joins no more rounds; those that it has joined still count."""
+        self.dispatch.close(rank)
+        self.combine.close(rank)

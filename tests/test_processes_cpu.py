@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import re
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,55 +12,15 @@ import torch
 
 from cute_ep import reference, reference_processes
 from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
 from cute_ep.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.routing import Phase
 from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.reference_processes import HELLO, HOST, TOKEN_BYTES, Mail, _meet, connect_processes
+from cute_ep.reference_processes import HEADER
 from cute_ep.workloads import RankInputs, make_inputs
 from tests.cases import CASES, Case
-from tests.reference.ranks import check_filled, expected, is_poison, poisoned, rows_for, small
+from tests.reference.ranks import at_once, check_filled, expected, is_poison, poisoned, processes, rows_for, small
 
 ROOT = Path(__file__).parents[1]
-
-
-def at_once(ranks: Sequence, call: Callable[[int], object]) -> list:
-    """What call(rank) returns, or raises, for every rank, each in a thread of its own."""
-
-    def work(rank: int) -> object:
-        torch.set_num_threads(1)
-        try:
-            return call(rank)
-        except EPError as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(work, ranks))
-
-
-@contextmanager
-def processes(cfg: EPConfig) -> Iterator[list[ReferenceCommunicator]]:
-    """The communicators that the processes of `cfg` would have."""
-    ranks = range(cfg.world_size)
-    barrier, given = threading.Barrier(cfg.world_size, timeout=30), [None] * cfg.world_size
-
-    def connect(rank: int) -> ReferenceCommunicator:
-        def on_all_ranks(make: Callable, share: Callable = lambda made: None, undo: Callable | None = None) -> tuple:
-            made = make()
-            given[rank] = share(made)
-            barrier.wait()
-            shared = list(given)
-            barrier.wait()
-            return made, shared
-
-        return connect_processes(cfg, rank, on_all_ranks)
-
-    made = at_once(ranks, connect)
-    try:
-        yield made
-    finally:
-        for one in made:
-            one.close()
 
 
 def dispatch(communicators: list[ReferenceCommunicator], inputs: list[RankInputs]) -> list:
@@ -77,6 +30,16 @@ def dispatch(communicators: list[ReferenceCommunicator], inputs: list[RankInputs
             inputs[rank].x, inputs[rank].topk_ids, inputs[rank].router_weights, out=poisoned(communicators[rank])
         ),
     )
+
+
+def wait_in_vain(communicators: list[ReferenceCommunicator], phase: Phase, peers: dict[int, list[int]]) -> None:
+    """Let the ranks in `peers` give up soon, once the first message of each of these peers is there."""
+    for rank, those in peers.items():
+        exchange = communicators[rank]._exchange
+        with exchange._mail._news:
+            boxes = exchange._mail._boxes[phase, 1]
+            assert exchange._mail._news.wait_for(lambda boxes=boxes, those=those: boxes.keys() >= set(those), 30)
+        exchange.dispatch._timeout_s = exchange.combine._timeout_s = 0.2
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.hidden <= 384], ids=lambda case: case.id)
@@ -173,27 +136,30 @@ def test_nothing_is_kept_of_past_rounds() -> None:
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
 def test_a_rank_that_does_not_come(operation: str) -> None:
     """The others name it, once its time is over; nothing hangs afterwards."""
-    cfg = small(timeout_s=0.5)
+    cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
+    phase = {"dispatch": Phase.ROUTE, "combine": Phase.RETURN}[operation]
 
-    def call(rank: int) -> object:
+    def send(rank: int) -> object:
         ep, given = communicators[rank], inputs[rank]
         if operation == "combine":
-            return ep.combine(batches[rank].tokens.new_zeros(99, 32, dtype=torch.bfloat16), batches[rank])
-        return ep.dispatch(given.x, given.topk_ids)
+            return ep.combine_async(batches[rank].tokens.new_zeros(99, 32, dtype=torch.bfloat16), batches[rank])
+        return ep.dispatch_async(given.x, given.topk_ids)
 
     with processes(cfg) as communicators:
         batches = dispatch(communicators, inputs) if operation == "combine" else []
+        at_once([0, 1], send)
+        wait_in_vain(communicators, phase, {0: [1], 1: [0]})
         begin = time.monotonic()
-        for rank, error in zip((0, 1), at_once([0, 1], call), strict=True):
-            phase = {"dispatch": "ROUTE", "combine": "RETURN"}[operation]
+        errors = at_once([0, 1], lambda rank: getattr(communicators[rank], f"{operation}_wait")())
+        assert time.monotonic() - begin >= 0.2
+        for rank, error in enumerate(errors):
             assert isinstance(error, EPTimeout)
-            assert (error.phase, error.rank, error.missing) == (phase, rank, (2,))
+            assert (error.phase, error.rank, error.missing) == (phase.name, rank, (2,))
             assert error.details == (f"rank 2: expected 1 {operation} calls, saw 0",)
             assert communicators[rank].failed
             with pytest.raises(EPTimeout):
                 communicators[rank].allocate()
-        assert time.monotonic() - begin >= 0.5
         assert not communicators[2].failed
 
 
@@ -274,25 +240,52 @@ def test_input_errors_are_those_of_the_rank() -> None:
 
 
 def test_a_call_that_is_interrupted_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a message is no message: no rank takes another one for it."""
-    cfg = small(timeout_s=0.5)
+    """Half a message is no message: no rank takes another one for it, and the rank itself makes no call any more."""
+    cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
     with processes(cfg) as communicators:
-        mail = communicators[0]._exchange._mail
-        whole = mail._to
+        first = communicators[0]
 
-        class Interrupted:
-            def sendall(self, message: bytes) -> None:
-                whole[2].sendall(message[: len(message) // 2])
-                raise KeyboardInterrupt
+        def cut(key: tuple[Phase, int], message: memoryview) -> None:
+            whole = HEADER.pack(*key, len(message)) + message
+            first._exchange._mail._to[1].sendall(whole)
+            first._exchange._mail._to[2].sendall(whole[: len(whole) // 2])
+            raise KeyboardInterrupt
 
-        monkeypatch.setattr(mail, "_to", {1: whole[1], 2: Interrupted()})
-        with pytest.raises(KeyboardInterrupt):
-            communicators[0].dispatch_async(inputs[0].x, inputs[0].topk_ids)
-        monkeypatch.setattr(mail, "_to", whole)
-        with pytest.raises(EPError, match="rank 0: a call was interrupted while it sent; close, and connect again"):
-            communicators[0].dispatch_async(inputs[0].x, inputs[0].topk_ids)
-        assert dispatch(communicators[1:], inputs[1:])[1].missing == (0,)
+        with monkeypatch.context() as patch:
+            patch.setattr(first._exchange._mail, "post", cut)
+            with pytest.raises(KeyboardInterrupt):
+                first.dispatch_async(inputs[0].x, inputs[0].topk_ids)
+        for call in (
+            lambda: first.dispatch_async(inputs[0].x, inputs[0].topk_ids),
+            first.dispatch_wait,
+            first.allocate,
+        ):
+            with pytest.raises(EPError, match="rank 0: a call was interrupted while it sent; close, and connect again"):
+                call()
+        for rank in (1, 2):
+            communicators[rank].dispatch_async(inputs[rank].x, inputs[rank].topk_ids)
+        wait_in_vain(communicators, Phase.ROUTE, {2: [1]})
+        with pytest.raises(EPTimeout) as caught:
+            communicators[2].dispatch_wait()
+        assert caught.value.missing == (0,)
+
+
+def test_a_call_that_is_interrupted_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has joined no round, so it can be made again."""
+    cfg = small()
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with processes(cfg) as communicators:
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_processes.torch, "save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                communicators[0].dispatch(inputs[0].x, inputs[0].topk_ids)
+        for rank, batch in enumerate(dispatch(communicators, inputs)):
+            check_filled(cfg, batch, expected(cfg, inputs)[rank], f"rank {rank}")
 
 
 def test_a_call_that_is_interrupted_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,75 +310,58 @@ def test_a_call_that_is_interrupted_while_it_waits(monkeypatch: pytest.MonkeyPat
         check_filled(cfg, first.dispatch_wait(out=poisoned(first)), want[0], "rank 0")
 
 
-def test_a_peer_that_takes_no_messages() -> None:
-    """It is named, and no message follows the half one."""
-    ours, theirs = socket.socketpair()
-    back, _ = socket.socketpair()
-    ours.settimeout(0.2)
-    mail = Mail(0, {3: ours}, {3: back})
-    assert mail.post((Phase.ROUTE, 1), memoryview(bytes(1 << 24))) == 3
-    with pytest.raises(EPError, match="connect again"):
-        mail.post((Phase.ROUTE, 2), memoryview(b""))
-    mail.close()
-    theirs.close()
+def test_a_rank_whose_messages_are_not_taken() -> None:
+    """The sending half names the peer, and the communicator has failed."""
+    cfg = small()
+    inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
+    with processes(cfg) as communicators:
+        communicators[0]._exchange._mail.post = lambda key, message: [2]
+        with pytest.raises(EPTimeout) as caught:
+            communicators[0].dispatch(inputs[0].x, inputs[0].topk_ids)
+        assert caught.value.missing == (2,) and communicators[0].failed
+        assert caught.value.details == ("rank 2: did not take the message of round 1",)
 
 
 def test_a_fork_has_no_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither half; in the process that connected the round goes on."""
     cfg, parent = small(), os.getpid()
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    with processes(cfg) as communicators:
+        first, given = communicators[0], inputs[0]
+        first.dispatch_async(given.x, given.topk_ids, given.router_weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_processes.os, "getpid", lambda: parent + 1)
+            for call in (lambda: first.dispatch_async(given.x, given.topk_ids), first.dispatch_wait):
+                with pytest.raises(EPError, match=f"rank 0: the communicator belongs to process {parent}, connect in"):
+                    call()
+        for rank, batch in enumerate(dispatch(communicators[1:], inputs[1:]), start=1):
+            check_filled(cfg, batch, expected(cfg, inputs)[rank], f"rank {rank}")
+        check_filled(cfg, first.dispatch_wait(out=poisoned(first)), expected(cfg, inputs)[0], "rank 0")
+
+
+def test_a_fork_that_closes_ends_nothing() -> None:
+    """As a forked child does that leaves the block of its parent's communicator."""
+    cfg = small()
+    inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
+    with processes(cfg) as communicators:
+        child = os.fork()
+        if not child:
+            try:
+                communicators[0].close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        for rank, batch in enumerate(dispatch(communicators, inputs)):
+            check_filled(cfg, batch, expected(cfg, inputs)[rank], f"rank {rank}")
+
+
+def test_a_communicator_that_is_dropped_is_closed() -> None:
+    cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
     with processes(cfg) as communicators:
-        monkeypatch.setattr(reference_processes.os, "getpid", lambda: parent + 1)
-        with pytest.raises(EPError, match=f"rank 0: the communicator belongs to process {parent}, connect in this one"):
-            communicators[0].dispatch(inputs[0].x, inputs[0].topk_ids)
-
-
-def test_a_stranger_is_not_let_in() -> None:
-    listener = socket.create_server((HOST, 0))
-    token, wrong = b"t" * TOKEN_BYTES, b"w" * TOKEN_BYTES
-    port = listener.getsockname()[1]
-    stranger, peer = (socket.create_connection((HOST, port)) for _ in range(2))
-    stranger.sendall(HELLO.pack(wrong, 1))
-    peer.sendall(HELLO.pack(token, 1))
-    other = socket.create_server((HOST, 0))
-    mail = _meet(0, [(port, token), (other.getsockname()[1], token)], listener, token, 1.0)
-    assert stranger.recv(1) == b""
-    peer.close()
-    assert mail.collect((Phase.ROUTE, 1), 30.0) == ({}, [1], True)
-    mail.close()
-    for one in (listener, other, stranger):
-        one.close()
-
-
-# ---- processes
-
-
-@pytest.mark.slow
-def test_processes(tmp_path: Path) -> None:
-    """Real ones, over gloo; the last of them is killed in the end."""
-    world = 3
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.reference.process_worker", str(tmp_path / "store"), str(rank), str(world)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [one.communicate(timeout=120) for one in ranks]
-    assert [one.returncode for one in ranks] == [0, 0, -9], said
-    assert [out for out, _ in said] == ["rank 0 ok\n", "rank 1 ok\n", ""], said
-
-
-@pytest.mark.slow
-def test_the_script_of_the_guide(tmp_path: Path) -> None:
-    """docs/use.md's block, as printed, without a GPU."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
-    (script,) = (code for code in blocks if "LOCAL_RANK" in code)
-    (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | hidden, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
+        mail = communicators[0]._exchange._mail
+        communicators[0] = communicators[1]
+        gc.collect()
+        assert all(link.fileno() == -1 for link in (*mail._to.values(), *mail._of.values()))
+        errors = dispatch(communicators[1:], inputs[1:])
+        assert [error.missing for error in errors] == [(0,), (0,)]

@@ -19,7 +19,8 @@ from cute_ep.dispatched import DispatchBuffers
 from cute_ep.errors import EPTimeout
 from cute_ep.reference_backend import ReferenceCommunicator
 
-from .soak import faults
+from .soak import __main__ as soak_command
+from .soak import faults, record
 from .soak.__main__ import main
 from .soak.batches import Segment
 from .soak.deployments import Deployment, device_sets, draw_deployment
@@ -73,10 +74,81 @@ def test_state_of_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "remove it" in capsys.readouterr().err
 
 
-def test_no_time_is_no_rounds(tmp_path: Path) -> None:
+def test_a_run_goes_on_only_with_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host code, kernels, GPUs and torch are part of what a run is of; each call that added to it says where it was."""
     out = tmp_path / "rounds.json"
-    assert main(["rounds", "--devices", "cpu:1", "--seconds", "0", "--out", str(out)]) == 0
+
+    def run(rounds: int) -> int:
+        return main(["rounds", "--devices", "cpu:1", "--out", str(out), "--rounds", str(rounds)])
+
+    assert run(3) == 0 and run(2000) == 0
+    first, second = json.loads(out.read_text())["environments"]
+    assert "--rounds 3" in first["command"] and "--rounds 2000" in second["command"]
+    whole = record.environment
+    for patched, value in (
+        ("source_hash", lambda: "0"),
+        ("host_hash", lambda: "0"),
+        ("environment", lambda *arguments: whole(*arguments) | {"torch": "0"}),
+        ("environment", lambda *arguments: whole(*arguments) | {"gpus": {"cuda:0": "another"}}),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(record, patched, value)
+            assert run(4000) == 2
+    (tmp_path / "one.py").write_text("1")
+    monkeypatch.setattr(record.cute_ep, "__file__", str(tmp_path / "__init__.py"))
+    assert run(4000) == 2
+
+
+def test_no_time_is_no_rounds(tmp_path: Path) -> None:
+    """Which is nothing good."""
+    out = tmp_path / "rounds.json"
+    assert main(["rounds", "--devices", "cpu:1", "--seconds", "1e-9", "--out", str(out)]) == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("rounds --rounds -5", "rounds = -5: must be positive"),
+        ("rounds --seconds nan", "seconds = nan: must be positive"),
+        ("rounds --seconds 0", "seconds = 0: must be positive"),
+        ("rounds --devices tpu:1", "devices = 'tpu:1'"),
+        ("rounds --devices cpu:1 --out /dev/null/rounds.json", "out = /dev/null/rounds.json: must be a file"),
+        ("rounds --devices cpu:1 --out .", "out = .: must be a file"),
+        ("faults --jobs 0", "jobs = 0: must be positive"),
+        ("faults --out /dev/null/faults.json", "out = /dev/null/faults.json: must be a file"),
+        ("fault bad-ids", "devices = None: fault bad-ids needs --devices"),
+        ("fault bad-ids --devices tpu:1", "devices = 'tpu:1'"),
+        ("fault rank-late --ranks 2 --meeting x", "rank = None: fault rank-late needs --rank"),
+        ("fault rank-late --rank 0 --meeting x", "ranks = None: fault rank-late needs --ranks"),
+        ("fault rank-late --rank 0 --ranks 2", "meeting = None: fault rank-late needs --meeting"),
+    ],
+)
+def test_arguments_are_refused_at_the_start(
+    arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_late(*arguments: object, **options: object) -> None:
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(soak_command, "run_deployment", too_late)
+    monkeypatch.setattr(faults, "run_fault", too_late)
+    assert main(arguments.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_no_faults_are_nothing_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    out = tmp_path / "new" / "faults.json"
+    assert main(["faults", "--only", "late", "--out", str(out)]) == 1
+    assert [one["verdict"] for one in json.loads(out.read_text())["faults"]] == ["skipped"]
+
+
+def test_failures_are_printed_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets in a traceback or a path are no markup."""
+    told = Outcome(rounds=1, failures=["arguments[peer] = [/tmp/a]"])
+    monkeypatch.setattr(soak_command, "run_deployment", lambda *arguments, **options: told)
+    assert main(["rounds", "--devices", "cpu:1", "--deployment", "0"]) == 1
+    assert "\narguments[peer] = [/tmp/a]\n" in capsys.readouterr().out
 
 
 def test_right_rounds_have_no_failures() -> None:
@@ -186,6 +258,31 @@ def test_stray_store_is_told() -> None:
     segment.compare(torch.empty(segment.nbytes, dtype=torch.uint8), counter[0])
     assert segment.untouched() and counter.item() == 2
     assert segment.describe_wrong() == ["two[1, 3] first, 1 of 10 bytes", "1 bytes beside the tensors"]
+
+
+def test_store_of_no_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator that writes, after its calls, into the output of one of them, which no comparison reads again."""
+    segments, init = [], Segment.__init__
+
+    def remember(self: Segment, *arguments: object) -> None:
+        init(self, *arguments)
+        segments.append(self)
+
+    @contextmanager
+    def astray(*arguments: object, **options: object) -> Iterator[list]:
+        with connection.connected(*arguments, **options) as communicators:
+            right = communicators[1].synchronize
+
+            def wrong() -> None:
+                right()
+                segments[-1].view(segments[-1].actual, "unweighted")[0, 0, 0] = 1
+
+            communicators[1].synchronize = wrong
+            yield communicators
+
+    monkeypatch.setattr(Segment, "__init__", remember)
+    outcome = soak(connect=astray)
+    assert outcome.failures == ["rank 1, unweighted of input set 1: written to by no call of it"]
 
 
 def test_timeout_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

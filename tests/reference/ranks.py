@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
@@ -9,24 +13,25 @@ import torch
 from cute_ep import reference
 from cute_ep.compare import assert_bits, assert_prefix_and_poison
 from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched
+from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.errors import EPError
 from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
+from cute_ep.reference_processes import connect_processes
+from cute_ep.verify import POISON, poison
 from cute_ep.workloads import RankInputs, make_inputs
 
-POISON = 0xA5
 FLOAT_POISON = torch.full((4,), POISON, dtype=torch.uint8).view(torch.float32).item()
 
 
-def poison(tensor: torch.Tensor | None) -> None:
-    if tensor is not None:
-        tensor.view(torch.uint8).fill_(POISON)
+def poison_all(buffers: DispatchBuffers) -> DispatchBuffers:
+    for tensor in tensors_of(buffers).values():
+        if tensor is not None:
+            poison(tensor)
+    return buffers
 
 
 def poisoned(communicator: ReferenceCommunicator, capacity: int | None = None) -> DispatchBuffers:
-    buffers = communicator.allocate(capacity)
-    for one in fields(buffers):
-        poison(getattr(buffers, one.name))
-    return buffers
+    return poison_all(communicator.allocate(capacity))
 
 
 def is_poison(tensor: torch.Tensor) -> bool:
@@ -78,3 +83,42 @@ def dispatch_all(cfg: EPConfig, seed: int = 0):
         for one, given in zip(communicators, inputs, strict=True)
     ]
     return communicators, batches, inputs
+
+
+def at_once(ranks: Sequence, call: Callable[[int], object]) -> list:
+    """What call(rank) returns, or raises, for every rank, each in a thread of its own."""
+
+    def work(rank: int) -> object:
+        torch.set_num_threads(1)
+        try:
+            return call(rank)
+        except EPError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, ranks))
+
+
+@contextmanager
+def processes(cfg: EPConfig) -> Iterator[list[ReferenceCommunicator]]:
+    """The communicators that the processes of `cfg` would have."""
+    ranks = range(cfg.world_size)
+    barrier, given = threading.Barrier(cfg.world_size, timeout=30), [None] * cfg.world_size
+
+    def connect(rank: int) -> ReferenceCommunicator:
+        def on_all_ranks(make: Callable, share: Callable = lambda made: None, undo: Callable | None = None) -> tuple:
+            made = make()
+            given[rank] = share(made)
+            barrier.wait()
+            shared = list(given)
+            barrier.wait()
+            return made, shared
+
+        return connect_processes(cfg, rank, on_all_ranks)
+
+    made = at_once(ranks, connect)
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()

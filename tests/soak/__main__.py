@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cute_ep.errors import EPInputError
+from cute_ep.errors import EPConfigError, EPInputError
 
 from .deployments import device_sets, draw_deployment
 from .faults import FAULTS, act_here, run_faults
@@ -48,15 +48,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def soak_rounds(args: argparse.Namespace, command: str, console: Console) -> int:
-    """Deployments one after the other until there are enough rounds or the time is over."""
+    """Deployments one after the other until there are enough rounds or the time is over.
+
+    Returns:
+        0, or 1 if something was wrong or no round has run.
+    """
+    if args.rounds < 1:
+        raise EPInputError(f"rounds = {args.rounds}: must be positive")
+    if not args.seconds > 0:
+        raise EPInputError(f"seconds = {args.seconds:g}: must be positive")
     sets = device_sets(args.devices)
     if args.deployment is not None:
         deployment, random = draw_deployment(args.seed, args.deployment, sets)
-        console.print(str(deployment), highlight=False)
+        console.print(str(deployment), highlight=False, markup=False)
         outcome = run_deployment(deployment, random, min(args.rounds, ROUNDS), library=args.library)
         for line in (*outcome.failures, f"{outcome.rounds} rounds, {outcome.wrong_bytes} wrong bytes"):
-            console.print(line, highlight=False)
-        return int(bool(outcome.failures))
+            console.print(line, highlight=False, markup=False)
+        return int(bool(outcome.failures) or not outcome.rounds)
     started = time.monotonic()
     record = Record(args.out, args.seed, args.devices, command, sorted({device for one in sets for device in one}))
     with Bar(console, args.rounds, record.rounds) as bar:
@@ -82,8 +90,8 @@ def soak_rounds(args: argparse.Namespace, command: str, console: Console) -> int
                 console.print(f"{reproduce}\n  " + "\n  ".join(outcome.failures), highlight=False, markup=False)
             if outcome.broken:  # the next call goes on with the next deployment, in a process of its own
                 break
-    console.print(record.summary(), highlight=False, soft_wrap=True)
-    return int(not record.good)
+    console.print(record.summary(), highlight=False, markup=False, soft_wrap=True)
+    return int(not record.good or not record.rounds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             act_here(args)
             return 0
         return run_faults(args.only, args.jobs, args.library, args.out, command, console)
-    except EPInputError as error:
+    except (EPConfigError, EPInputError) as error:
         Console(stderr=True).print(f"tests.soak: {error}", soft_wrap=True, markup=False)
         return 2
 

@@ -23,7 +23,7 @@ from cute_ep.library import source_hash
 from cute_ep.machine import environment, parse_devices
 
 from . import fault_calls, fault_interrupts, fault_libraries, fault_ranks
-from .record import Bar
+from .record import Bar, check_writable
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -80,8 +80,11 @@ FAULTS = (
 
 
 def act_here(args: argparse.Namespace) -> None:
-    """Let one fault happen in this process, and write what was seen."""
+    """Let one fault happen in this process, and write what was seen. EPInputError: an argument is missing."""
     (fault,) = [fault for fault in FAULTS if fault.name == args.name]
+    for name in ("rank", "ranks", "meeting") if fault.a_process_a_rank else ("devices",):
+        if getattr(args, name) is None:
+            raise EPInputError(f"{name} = None: fault {fault.name} needs --{name}")
     if fault.a_process_a_rank:
         seen = fault_ranks.run_rank(fault.act, args.rank, args.ranks, args.meeting, args.library)
     else:
@@ -144,10 +147,11 @@ def run_faults(
     """The faults that this machine has GPUs for, or some of them; several at a time, but for those that must be alone.
 
     Returns:
-        0, or 1 if a process did not end as it must.
+        0, or 1 if a process did not end as it must, or none has run.
     """
     if jobs < 1:
         raise EPInputError(f"jobs = {jobs}: must be positive")
+    check_writable(out)
     gpus = torch.cuda.device_count()
     devices = "cpu:2" if not gpus else "virtual:2" if gpus == 1 else "cuda:0,cuda:1"
     chosen = [fault for fault in FAULTS if not only or fault.name in only]
@@ -185,10 +189,9 @@ def run_faults(
             for one in verdicts
         ],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, indent=1) + "\n")
     summary = (
         f"soak: {len(possible)} faults in {seconds:.0f} s, {len(wrong)} wrong, {len(chosen) - len(possible)} skipped"
     )
-    console.print(f"{summary}; {out}", highlight=False, soft_wrap=True)
-    return int(bool(wrong))
+    console.print(f"{summary}; {out}", highlight=False, markup=False, soft_wrap=True)
+    return int(bool(wrong) or not possible)

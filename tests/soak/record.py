@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+import cute_ep
 from cute_ep.errors import EPInputError
 from cute_ep.library import source_hash
 from cute_ep.machine import environment
@@ -22,10 +24,34 @@ LINE_EVERY_S = 10.0
 """Between two lines of progress where there is no terminal."""
 
 
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that will be written. EPInputError: it cannot be."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise EPInputError(f"out = {path}: must be a file that can be written ({error})") from None
+
+
+def host_hash() -> str:
+    """Digest of the Python that launches kernels and draws rounds, which `source_hash` does not cover."""
+    digest = hashlib.sha256()
+    for folder in (Path(cute_ep.__file__).parent, Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 class Record:
     """The state of one run of rounds, kept in a file.
 
     Attributes:
+        environment: of this call; the file has one for each call that has added to it.
         next: number of the first deployment that has not run.
         rounds, wrong_bytes, seconds: sums over all that have.
         kinds: rounds and operations by what they were.
@@ -36,11 +62,21 @@ class Record:
         """A new run, or the one in `path`. `places`: the devices that may be used.
 
         Raises:
-            EPInputError: the file is damaged, or of another seed, other devices, or other kernels.
+            EPInputError: the file is damaged, or of another seed, other devices, other code or another torch; or it
+                cannot be written.
         """
+        check_writable(path)
         self.path, self.command = path, command
-        self.identity = {"seed": seed, "devices": devices, "source_hash": source_hash()}
         self.environment = environment(places, command)
+        self.identity = {
+            "seed": seed,
+            "devices": devices,
+            "source_hash": source_hash(),
+            "host_hash": host_hash(),
+            "gpus": self.environment["gpus"],
+            "torch": self.environment["torch"],
+        }
+        self._earlier: list[dict[str, Any]] = []
         self.next, self.rounds, self.wrong_bytes, self.seconds = 0, 0, 0, 0.0
         self.kinds: Counter[str] = Counter()
         self.failures: list[dict[str, Any]] = []
@@ -60,7 +96,6 @@ class Record:
         self.seconds += seconds
         if outcome.failures:
             self.failures.append({"deployment": number, "reproduce": reproduce, "what": outcome.failures})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         part.replace(self.path)
@@ -68,7 +103,7 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         return {
             **self.identity,
-            "environment": self.environment,
+            "environments": [*self._earlier, self.environment],
             "next": self.next,
             "rounds": self.rounds,
             "wrong_bytes": self.wrong_bytes,
@@ -92,6 +127,7 @@ class Record:
             if found == self.identity:
                 self.next, self.rounds, self.wrong_bytes = old["next"], old["rounds"], old["wrong_bytes"]
                 self.seconds, self.kinds, self.failures = old["seconds"], Counter(old["kinds"]), old["failures"]
+                self._earlier = old["environments"]
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise EPInputError(f"out = {self.path}: no state of a run ({error}); remove it") from None
         if found != self.identity:
