@@ -81,7 +81,14 @@ class Group:
             lane.communicator.synchronize()
         wrong = {rank: int(counter) for rank, counter in self.counters.items()}
         self.wait()
-        assert not any(wrong.values()), f"wrong bytes by rank: {wrong}"
+        where = [
+            f"input set {index}, rank {rank}, {name}: {'; '.join(found)}"
+            for index, batch in enumerate(self.batches if any(wrong.values()) else ())
+            for rank, segments in batch.segments.items()
+            for name, segment in segments.items()
+            if (found := segment.describe_wrong())
+        ]
+        assert not any(wrong.values()), "\n".join([f"wrong bytes by rank: {wrong}", *where])
 
     def round(self, random: Random, index: int = 0) -> None:
         """One round of an input set, compared: in halves or fused, some modes; errors as the calls raise them."""
