@@ -178,8 +178,12 @@ def fused_silu(
             raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must have at least 2 elements")
     layout = _scale_layout(record, scale_layout)
     if (scales_offsets is not None) != (layout == ATOM and row_offsets is not None):
-        given = "None" if scales_offsets is None else "tensor"
-        raise EPInputError(f"scales_offsets = {given}: must be given with row_offsets and scales in layout {ATOM}")
+        rule = f"with row_offsets and scales in layout {ATOM}"
+        if scales_offsets is not None:
+            raise EPInputError(f"scales_offsets = tensor: must be given {rule} only")
+        raise EPInputError(
+            f"scales_offsets = None: must be given {rule}; give those of the batch, or pass scale_layout='linear'"
+        )
     if scales_offsets is not None:
         check_tensor("scales_offsets", scales_offsets, shape=(groups,), dtype=torch.int32, device=x.device)
     if input_scales is not None:

@@ -36,7 +36,8 @@ range unless its result saturates or rounds to zero anyway."""
 
 
 def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """The devices of all ranks, one each; EPConfigError unless they are named as such."""
+    """The devices of all ranks, one each; EPConfigError unless they are named as such, or for GPUs where torch finds
+    none."""
     if isinstance(devices, str | torch.device):
         raise EPConfigError(
             f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {cfg.world_size}'
@@ -52,6 +53,11 @@ def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[
             raise EPConfigError(f"devices = {devices!r}: {rule}") from None
     if len(chosen) != cfg.world_size:
         raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
+    if all(device.type == "cuda" for device in chosen) and not torch.cuda.device_count():
+        raise EPConfigError(
+            f"devices = {[str(device) for device in chosen]}: torch finds no CUDA GPU here; for the reference backend "
+            f'give ["cpu"] * {cfg.world_size}'
+        )
     return chosen
 
 
@@ -82,11 +88,13 @@ def check_tensor(
         raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
     if dtype is not None and (kind := tensor.dtype) != dtype and not (isinstance(dtype, tuple) and kind in dtype):
         wanted = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
-        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}")
+        own = dtype == torch.float32 and kind.is_floating_point and not name.startswith("out")
+        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}{f'; use {name}.float()' if own else ''}")
     if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
     if not tensor.is_contiguous():
-        raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous")
+        more = "" if name.startswith("out") else f"; use {name}.contiguous()"
+        raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous{more}")
     if alignment != 1 and tensor.data_ptr() % alignment:
         raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
     if tensor.requires_grad:

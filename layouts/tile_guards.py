@@ -22,7 +22,7 @@ def require_tiles(verb: str, shape: tuple, tile: tuple[int, ...]) -> None:
     """`tile` has one positive int per mode of `shape` and divides it: nothing clipped, nothing left over."""
     require_flat(verb, shape)
     if len(tile) != len(shape) or any(not isinstance(size, int) or size < 1 for size in tile):
-        raise LayoutError(f"{verb}: {tile} is not one positive int per mode of {shape}")
+        raise LayoutError(f"{verb}: {tile} must be one positive int per mode of {shape}")
     for extent, size in zip(shape, tile, strict=True):
         if isinstance(extent, int) and extent % size:
             raise LayoutError(f"{verb}: {size} does not divide the extent {extent} of {shape}")
@@ -125,7 +125,10 @@ def require_inner_tiles(layout: Layout, shape: tuple) -> tuple[Layout, Layout]:
     alone are gapless, which is what a block-first layout looks like.
     """
     if any(not isinstance(extent, tuple) or len(extent) != 2 for extent in layout.shape) or layout.depth != 2:
-        raise LayoutError(f"tile: the modes of {layout} are not all (outer, inner)")
+        raise LayoutError(
+            f"tile: {layout} has nested modes that are not all pairs of numbers (outer, inner): give a layout whose "
+            "modes are all such pairs, or all numbers"
+        )
     outer, inner = (Layout(*zip(*layout.modes[which::2], strict=True)) for which in (0, 1))
     strides = [stride for extent, stride in layout.modes if extent > 1]
     orders = (row_major(layout.shape), Layout(layout.shape))

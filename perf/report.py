@@ -13,9 +13,10 @@ from pathlib import Path
 
 from cute_ep.ceilings import Ceilings
 from perf import tables
-from perf.cases import MAIN
+from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import losses_text, peers_lines
 from perf.model import commit_of, elsewhere_table, fit_for, read_run, shares_gpus, summary_table
+from perf.peers import CHAINED
 from perf.tables import (
     CONDITIONS_TEXT,
     FLOOR_TEXT,
@@ -42,14 +43,14 @@ PLOTS = {
 }
 """File -> what it shows, for those who do not see it."""
 README_PLOTS = ("peers.svg",)
+MODES = ("partial", "exact")
 README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
 TABLES = "tables.md"
 STANDING_TEXT = (
     "All times are of rounds that follow one another at once in a graph, so that with few tokens a launch takes its "
-    "SMs while the one before ends (in a layer matmuls stand between); of four input sets in turn, which the L2 cache "
-    "holds while they are small, for all libraries; and of output buffers with room for exactly the rows that arrive, "
-    "for ours."
+    "SMs while the one before ends (in a layer matmuls stand between). Four input sets alternate (all libraries); "
+    "small ones stay in L2. Our output buffers are sized to the rows that arrive."
 )
 
 
@@ -81,7 +82,7 @@ def headline(run: dict) -> str:
 
     gpus = list(run["machine"]["gpus"].values())
     sizes = " / ".join(str(tokens) for tokens, _ in points)
-    note = "" if medians(run, "pair_exact") else " (here the sum of its two halves)"
+    note = "" if medians(run, "pair_exact") else " (here a dispatch and a combine timed separately and added)"
     largest = points[-1]
     lost = [name for name in ("NCCL", "DeepEP") if best(name.lower(), largest) < exact[largest]]
     warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
@@ -96,17 +97,18 @@ def headline(run: dict) -> str:
 
 
 def conditions_text(run: dict) -> str:
-    """Pairs under other conditions, or that the run has none."""
+    """Pairs under other conditions; "" where none were measured."""
     table = conditions_table(run)
-    return f"{CONDITIONS_TEXT}\n\n{table}" if table else "This run did not measure pairs under other conditions."
+    return f"{CONDITIONS_TEXT}\n\n{table}" if table else ""
 
 
 def explained_text(run: dict, fits: dict) -> str:
     """How well the model explains the run; "" for a run without cases."""
     table = summary_table(run, fits)
     words = (
-        "The model of `perf/model.py` against this run. Its constants are fitted to operations of this commit's runs; "
-        "only what was not fitted tests it:"
+        "The model of `perf/model.py` against this run. Its constants are fitted to dispatch and both combines of "
+        f"{MAIN.text} with uniform routing, each measured alone, in all runs of this commit; only what was not fitted "
+        "tests it, of that shape and routing the pairs:"
     )
     return f"{words}\n\n{table}" if table else ""
 
@@ -116,6 +118,20 @@ def predictions_text(run: dict, fits: dict) -> str:
     table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
     words = "What the model predicts, not measured, in microseconds; overheads, flags and arithmetic are Hopper's:"
     return f"{words}\n\n{table}" if table else ""
+
+
+def host_text(run: dict, folder: Path, page: Path) -> str:
+    """What queueing a pair takes of the host, and how far those times can be trusted; "" where it was not measured."""
+    table = peers_table(run, CHAINED, "host_us")
+    own = [time for (_, fmt), time in medians(run, CHAINED, "host_us").items() if fmt in QUICK_FORMATS]
+    if not table or not own:
+        return ""
+    return (
+        "What a thread takes to queue a pair without a graph, in microseconds. Ours is nearly the same work at "
+        f"every size and in every format: that it took {min(own):.0f} to {max(own):.0f} us says how restless the "
+        f"machine's CPU was, which the run's [README]({link(folder / 'README.md', page)}) describes. Smaller "
+        f"differences say nothing.\n\n{table}"
+    )
 
 
 def tables_text(folder: Path, page: Path) -> str:
@@ -151,9 +167,9 @@ def mirror_text(run: dict, runs: Iterable[dict]) -> str:
     mean = sum(bias.values()) / len(bias)
     return (
         f"{mirror_title(cases)}. That is optimistic: with the kernels of {short_commit(commit)}, {ranks} GPUs took "
-        f"{min(bias.values()):.3f} to {max(bias.values()):.3f} times as long, {mean:.3f} on average. In brackets each "
-        f"time multiplied by what it was for the same operation, format and number of tokens, which is what to expect "
-        f"of {ranks} GPUs:\n\n{mirror_table(cases, bias)}"
+        f"{min(bias.values()):.3f} to {max(bias.values()):.3f} times as long, {mean:.3f} on average. In brackets: the "
+        f"time multiplied by the ratio {ranks} GPUs / 2 GPUs measured at {short_commit(commit)} for that operation, "
+        f"format and size.\n\n{mirror_table(cases, bias)}"
     )
 
 
@@ -190,8 +206,12 @@ def section(run: dict, folder: Path, page: Path, more: Path, others: Iterable[di
     seen = {len(run["machine"]["gpus"])}
     for other in others:
         gpus = len(other["machine"]["gpus"])
-        partial = (line for line in peers_lines(other) if line.startswith("Pairs with partial") and gpus not in seen)
-        lines += [f"On {gpus} GPUs: {line[0].lower()}{line[1:]}" for line in partial]
+        lost_there = list(peers_lines(other))
+        partial, exact = ([line for line in lost_there if line.startswith(f"Pairs with {m}")] for m in MODES)
+        often = "; exact loses more often" if len(exact) > len(partial) else ""
+        only = f"listed are partial pairs in graphs only{often}: [docs/performance.md]({link(more, page)})"
+        if gpus not in seen:
+            lines += [f"On {gpus} GPUs: {line[0].lower()}{line[1:-1]} ({only})." for line in partial]
         seen.add(gpus)
     lost = "\n".join(f"- {line}" for line in lines)
     parts = [
@@ -216,7 +236,6 @@ def section(run: dict, folder: Path, page: Path, more: Path, others: Iterable[di
 def run_text(folder: Path, run: dict, page: Path, runs: Iterable[dict]) -> list[str]:
     """All that the page says of a run."""
     every = list(runs)
-    host = peers_table(run, "pair_chained", "host_us")
     return [
         f"## {machine_text(run)}",
         provenance_text(run),
@@ -225,7 +244,7 @@ def run_text(folder: Path, run: dict, page: Path, runs: Iterable[dict]) -> list[
         peers_table(run, "pair"),
         f"Ceilings of the same run: {ceilings_text(run['ceilings'])}.",
         conditions_text(run),
-        f"What a thread takes to queue a pair without a graph, in microseconds:\n\n{host}" if host else "",
+        host_text(run, folder, page),
         "Where it loses to another library, and where it is far from its floor:\n\n" + losses_text(run),
         explained_text(run, fit_for(run, every)),
         mirror_text(run, every),

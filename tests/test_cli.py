@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from cute_ep import library, machine, reference
 from cute_ep.build import dsl_version
 from cute_ep.cli import COMMANDS, main, make_parser
 from cute_ep.commands import build as build_module
 from cute_ep.commands import layout
-from cute_ep.commands.common import bytes_text, seconds_text, step, write_json
+from cute_ep.commands.common import bytes_text, print_table, seconds_text, step, write_json
 from cute_ep.commands.info import memory_parts
 from cute_ep.commands.layout import parse_extents
 from cute_ep.config import EPConfig, memory_bytes
@@ -168,9 +169,34 @@ def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert drawing.read_text().startswith("<svg")
     for words in (["(4,6"], ["(4,6):(6,1)", "--tile", "3x3"], ["(4,6):(6,1)", "--tile", "no"]):
         assert main(["layout", *words]) == 2
-    with pytest.raises(EPInputError, match="must be extents such as 4x8"):
+    with pytest.raises(EPInputError, match="must be positive extents such as 4x8, one per mode"):
         parse_extents("4x0")
     assert parse_extents("(4, 8)") == parse_extents("4x8") == (4, 8)
+
+
+@pytest.mark.parametrize("width", [10, 40, 80, 160])
+def test_layout_shows_every_cell_at_any_width(width: int, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("cute_ep.cli.PIPE_WIDTH", width)
+    assert main(["layout", "(4,40):(40,1)", "--distribute", "(2,8):(8,1)"]) == 0
+    lines = capsys.readouterr().out.partition("offsets (elements)")[2].splitlines()
+    rows = [line.split() for line in lines if line.startswith(" ") and "T" in line]
+    assert all(len(line) <= width or len(line.split()) == 3 for line in lines if "T" in line)
+    seen = {int(cell): (int(row[0]), owner) for row in rows for cell, owner in zip(row[1::2], row[2::2], strict=True)}
+    assert seen == {n: (n // 40, f"T{n % 8 + 8 * (n // 40 % 2)}V{n % 40 // 8 + 5 * (n // 80)}") for n in range(160)}
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_tables_wrap_between_words_and_cut_nothing(width: int, capsys: pytest.CaptureFixture) -> None:
+    table = Table(title="times")
+    for header in ("dispatch", "combine partial", "a slot per (expert, source, token)", "format"):
+        table.add_column(header)
+    table.add_row("4.73 ms", "111 us", "1.25 MiB", "nvfp4_row")
+    print_table(Console(width=width), table)
+    words = capsys.readouterr().out.split()
+    for (
+        word
+    ) in "dispatch combine partial slot (expert, source, token) format 4.73 ms 111 us 1.25 MiB nvfp4_row".split():
+        assert word in words, word
 
 
 def test_files_that_cannot_be_written(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -187,8 +213,8 @@ def test_files_that_cannot_be_written(tmp_path, capsys: pytest.CaptureFixture) -
 def test_info(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert main(["info", "--preset", "deepseek-v3", "--library", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "470 MB" in out and "15 GB" in out and "│ total " in out
-    for tokens, size in ((128, "7.34 MB"), (4096, "235 MB")):
+    assert "448 MiB" in out and "14 GiB" in out and "│ total " in out
+    for tokens, size in ((128, "7 MiB"), (4096, "224 MiB")):
         assert main(["info", "--max-tokens", str(tokens), "--library", str(tmp_path)]) == 0
         (row,) = (line for line in capsys.readouterr().out.splitlines() if "received in one call" in line)
         assert size in row, row
@@ -249,8 +275,8 @@ def test_info_of_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pyt
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│ cuda:" in line]
     assert rows == [
-        ["cuda:0", "NVIDIA H200", "sm_90", "132", "140 GB", "100 GB"],
-        ["cuda:1", "NVIDIA H200", "sm_90", "132", "140 GB", "101 GB"],
+        ["cuda:0", "NVIDIA H200", "sm_90", "132", "130 GiB", "93.1 GiB"],
+        ["cuda:1", "NVIDIA H200", "sm_90", "132", "130 GiB", "94.1 GiB"],
         ["cuda:0", "-", "yes NV18"],
         ["cuda:1", "no NV6", "-"],
     ]
@@ -387,5 +413,11 @@ def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture)
 
 
 def test_numbers_have_units() -> None:
-    assert [bytes_text(n) for n in (0, 999, 1000, 234_881_024, 15e9)] == ["0 B", "999 B", "1 kB", "235 MB", "15 GB"]
+    assert [bytes_text(n) for n in (0, 1023, 1024, 7 << 25, 14 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "224 MiB",
+        "14 GiB",
+    ]
     assert [seconds_text(t) for t in (12.34e-6, 0.25, 3.0)] == ["12.3 us", "250 ms", "3 s"]

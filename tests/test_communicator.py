@@ -875,7 +875,8 @@ def test_hooks_choose_kernels_and_open_types(make: Make) -> None:
     assert LAUNCHES[-1].arguments["epilogue_data"] == residual.data_ptr()
     assert [launch.variant.hooks for launch in LAUNCHES[-2:]] == [NO_HOOKS, sums[0]], "only who adds up has them"
     plain = make()
-    with pytest.raises(EPInputError, match=r"router_weights\.dtype = torch.bfloat16: must be torch.float32"):
+    rule = r"router_weights\.dtype = torch.bfloat16: must be torch.float32; use router_weights\.float\(\)"
+    with pytest.raises(EPInputError, match=rule):
         plain.dispatch(x, ids, weights.bfloat16())
     with pytest.raises(EPInputError, match=r"input_scale = torch.int64 tensor"):
         plain.dispatch(x, ids, weights, scale)

@@ -156,6 +156,13 @@ def test_devices_that_no_group_can_have(gpus: None, devices: list, rule: str) ->
         connection.connect_local(EPConfig(128, 8, 2, 16, 2), devices)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_gpus_where_torch_finds_none(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(EPConfigError, match=r"torch finds no CUDA GPU here; .* give \[\"cpu\"\] \* 2"):
+        connection.connect_local(EPConfig(128, 8, 2, 16, 2), [device] * 2)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize(
     ("options", "rule"),

@@ -113,7 +113,7 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     )
     assert (folder / "tables.md").read_text() == tables.page(model.read_run(folder))
     assert "](run/tables.md)" in once and "](docs/performance.md)" in once
-    assert page.read_text().count("## 2 x NVIDIA H200") == page.read_text().count("this commit's runs") == 1
+    assert page.read_text().count("## 2 x NVIDIA H200") == page.read_text().count("runs of this commit") == 1
     assert report.main() == 0 and readme.read_text() == once
     another = tmp_path / "another"
     another.mkdir()
@@ -138,7 +138,7 @@ def test_report_writes_between_its_markers(tmp_path: Path, monkeypatch: pytest.M
     assert report.main() == 0
     both = page.read_text()
     assert both.count("## 2 x NVIDIA H200") == 2 and both.count("feed123") == 1
-    assert both.count("Where it loses") == 2 and both.count("this commit's runs") == 2
+    assert both.count("Where it loses") == 2 and both.count("runs of this commit") == 2
     assert "](../another/tables.md)" in both
     assert (
         "traffic of 4 ranks" in both
@@ -211,6 +211,22 @@ def test_report_says_where_exact_combine_and_few_sms_lose() -> None:
     assert "at 9 tokens" not in next(losses.peers_lines(run))
 
 
+def test_losses_of_other_runs_say_what_is_left_out() -> None:
+    run, other = example_run(), example_run()
+    other["machine"]["gpus"]["cuda:2"] = "NVIDIA H200"
+    other["peers"] = [other["peers"][0] | {"p50_us": 1.5}]
+    exact = "(listed are partial pairs in graphs only; exact loses more often: [docs/performance.md](more.md))."
+    text = report.section(run, Path("run"), Path("page.md"), Path("more.md"), [other])
+    (line,) = (line for line in text.splitlines() if line.startswith("- On 3 GPUs: pairs with partial combine"))
+    assert line.endswith("in graphs only: [docs/performance.md](more.md)).")
+    for one in other["cases"]:
+        if one["operation"] == "pair_exact":
+            one["p50_us"] = 1e6
+    other["peers"].append(other["peers"][0] | {"peer": "deepep_normal", "p50_us": 1e5})
+    text = report.section(run, Path("run"), Path("page.md"), Path("more.md"), [other])
+    assert any(line.endswith(exact) for line in text.splitlines() if line.startswith("- On 3 GPUs")), text
+
+
 def test_exact_pairs_say_what_they_are() -> None:
     run = example_run()
     pairs = [case for case in run["cases"] if case["operation"] == "pair_exact"]
@@ -237,7 +253,7 @@ def test_pairs_under_other_conditions_have_a_table() -> None:
     assert tables.CONDITIONS_TEXT in report.conditions_text(run)
     assert set(tables.CONDITIONS) == {"pair", *CONDITIONS}
     run["cases"] = [case for case in run["cases"] if case["operation"] not in CONDITIONS]
-    assert "did not measure" in report.conditions_text(run) and tables.CONDITIONS_TEXT not in tables.page(run)
+    assert report.conditions_text(run) == "" and tables.CONDITIONS_TEXT not in tables.page(run)
 
 
 def test_mirrored_times_are_corrected_by_what_is_known() -> None:
@@ -292,7 +308,7 @@ def test_headline() -> None:
     text = report.headline(run)
     assert "take 10.0 / 40.0 / 900 us" in text and "1.5 / 2.0 / 1.3 times as fast" in text
     assert "6.0 / 2.5 / 2.0 times as fast as DeepEP" in text and "takes 12.5 / 60.0 / 1600 us" in text
-    assert "with 4096 tokens it loses to NCCL." in text and "two halves" not in text
+    assert "with 4096 tokens it loses to NCCL." in text and "timed separately" not in text
     assert report.headline(run | {"peers": []}) == ""
 
 
@@ -344,6 +360,11 @@ def test_host_times_have_a_table_where_they_were_measured() -> None:
     run["peers"] = [*run["peers"], run["peers"][0] | {"operation": CHAINED, "host_us": 25.5}]
     assert "host time" not in tables.page(example_run())
     assert "| 1 | 33.2 | 25.5 |" in tables.page(run).partition("libraries: host time")[2]
+    folder = Path("runs/one")
+    assert report.host_text(example_run(), folder, Path("page.md")) == ""
+    run["cases"].append(case(CHAINED, "fp8", 2, 9.0, [[1, 1]], host_us=50.75))
+    text = report.host_text(run, folder, Path("page.md"))
+    assert "took 33 to 51 us" in text and "[README](runs/one/README.md)" in text and "| 1 | 33.2 |" in text
 
 
 @pytest.mark.parametrize(

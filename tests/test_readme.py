@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cute_ep import local_ops
 from cute_ep.config import EPConfig, memory_bytes
+from cute_ep.dispatched import buffer_shapes
 from cute_ep.layouts.formats import FORMATS
 from cute_ep.layouts.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
 
@@ -97,7 +99,7 @@ def test_options_of_swiglu_that_are_named_exist() -> None:
 
 
 def test_table_says_what_each_format_is() -> None:
-    section = (DOCS / "layer.md").read_text()
+    section = (DOCS / "layer.md").read_text().partition("## What dispatch returns")[0]
     rows = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
     assert list(rows)[1:] == list(FORMATS)
     element = {"bf16": "bfloat16", "e4m3": "8-bit e4m3", "e2m1": "4-bit e2m1"}
@@ -114,6 +116,32 @@ def test_table_says_what_each_format_is() -> None:
             with pytest.raises(ValueError, match="hidden = "):
                 FORMATS[fmt].check_hidden(less)
     assert all(arch in TEXT for arch in ARCHITECTURES) and all(f"`{fmt}`" in TEXT for fmt in FORMATS)
+
+
+def table_of(page: str, fmt: str) -> list[str]:
+    """The cells behind a format's name."""
+    (row,) = (line for line in (DOCS / page).read_text().splitlines() if line.startswith(f"| {fmt} |"))
+    return [cell.strip() for cell in row.strip("|").split("|")[1:]]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("hidden", [896, 7168, 96])
+def test_tables_of_shapes_and_bytes(fmt: str, hidden: int) -> None:
+    """What dispatch returns (docs/layer.md), and bytes of a row (docs/memory.md)."""
+    if hidden % FORMATS[fmt].block:
+        return
+    record, words = FORMATS[fmt], -(-hidden // (64 if fmt.startswith("nvfp4") else 128))
+    tokens, first, linear, row_scales = table_of("layer.md", fmt)
+    for layout, scales in {None: first, "linear": linear}.items():
+        cfg = EPConfig(hidden, 16, 2, 128, 4, fmt, scale_layout=layout if record.scale else None)
+        letters = {"C": 1000, "H": hidden, "G": cfg.groups, "W": words, "B": (1000 + 128 * cfg.groups) // 128}
+        shapes = buffer_shapes(cfg, 1000)
+        for name, cell in {"tokens": tokens, "scales": scales, "row_scales": row_scales}.items():
+            extents, _, kind = cell.rpartition(" ")
+            want = None if cell == "None" else (tuple(eval(extents, {}, letters)), getattr(torch, kind))
+            assert shapes[name] == want, (name, layout)
+    sizes = [eval(cell, {}, {"H": hidden}) for cell in table_of("memory.md", fmt)]
+    assert sizes == [record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes]
 
 
 @pytest.mark.parametrize("page", ["docs/seed_map.md", "docs/protocol.md", "docs/layer.md", "README.md"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from cute_ep.config import EPConfig
@@ -113,21 +115,29 @@ def message_regions(cfg: EPConfig) -> tuple[Region, Region]:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table with its title and caption as lines of their own, which rich would wrap to the table's width."""
+    """Print a table with its title and caption as lines of their own, which rich would wrap to the table's width. Cells
+    are wrapped between words and never cut: a table whose longest words do not fit is wider than the console."""
     title, caption = table.title, table.caption
     table.title = table.caption = None
     console.print(f"[bold]{title}[/]" if title else "", highlight=False, soft_wrap=True)
-    console.print(table)
+    wide = console.options.update(width=sys.maxsize)
+    for column in table.columns:
+        cells = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+        column.min_width = max(cell.maximum if column.no_wrap else cell.minimum for cell in cells)
+    least = Measurement.get(console, wide, table).minimum
+    if least > console.width:
+        table.width = least
+    console.print(table, crop=False)
     if caption:
         console.print(f"[dim]{caption}[/]", highlight=False, soft_wrap=True)
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes with a decimal unit, "235 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5 or unit == "GB":
+    """A number of bytes with a binary unit, "224 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1023.5 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 99.95 else f"{count:.3g} {unit}"
-        count /= 1000
+        count /= 1024
     raise AssertionError("unreachable")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if threads:
             values = shown.size // threads.size
             console.print(f"dealt out to {threads.size} threads, {values} values each: {threads}", highlight=False)
-        print_table(console, offset_table(shown, threads))
+        print_offsets(shown, threads, console)
         if args.svg:
             drawing = layout_svg(shown, distribute=threads, title=args.spec)
             write_file("svg", args.svg, drawing)
@@ -57,7 +58,7 @@ def parse_extents(text: str) -> tuple[int, ...]:
     """(4, 8) from "4x8", "4,8" or "(4,8)"; EPInputError otherwise."""
     words = text.strip().removeprefix("(").removesuffix(")").replace("x", ",").split(",")
     if not all(word.strip().isdecimal() and int(word) for word in words):
-        raise EPInputError(f"tile = {text!r}: must be extents such as 4x8")
+        raise EPInputError(f"tile = {text!r}: must be positive extents such as 4x8, one per mode of SPEC")
     return tuple(int(word) for word in words)
 
 
@@ -81,24 +82,33 @@ def print_tiles(layout: Layout, shape: tuple[int, ...], console: Console) -> Lay
     return first.layout
 
 
-def offset_table(layout: Layout, threads: Layout | None) -> Table:
-    """Offsets by row and column, with owner and colour where `threads` is given; LayoutError as the drawing."""
+def print_offsets(layout: Layout, threads: Layout | None, console: Console) -> None:
+    """Offsets by row and column, with owner and colour where `threads` is given; columns that do not fit beside the
+    others in a table of their own. LayoutError as the drawing."""
     offsets = layout_table(layout)
     rows, columns = offsets[:MAX_ROWS], min(len(offsets[0]), MAX_COLUMNS)
     owned = owners(layout, threads) if threads is not None else {}
     cut = len(offsets) > MAX_ROWS or len(offsets[0]) > MAX_COLUMNS
     caption = f"first {len(rows)} rows and {columns} columns of {len(offsets)} x {len(offsets[0])}" if cut else None
-    table = Table(title="offsets (elements)", caption=caption, box=None, padding=(0, 1))
-    table.add_column("", justify="right", style="dim")
-    for column in range(columns):
-        table.add_column(str(column), justify="right", no_wrap=True)
-    for index, row in enumerate(rows):
-        cells = []
-        for offset in row[:columns]:
-            if offset in owned:
-                thread, value = owned[offset]
-                cells.append(Text(f"{offset} T{thread}V{value}", style=COLOURS[thread % len(COLOURS)]))
-            else:
-                cells.append(Text(str(offset)))
-        table.add_row(str(index), *cells)
-    return table
+    cells = [[offset_cell(offset, owned) for offset in row[:columns]] for row in rows]
+    widest = max(len(str(columns - 1)), *(len(cell) for row in cells for cell in row))
+    at_once = max(1, (console.width - len(str(len(rows))) - 2) // (widest + 2))
+    for first in range(0, columns, at_once):
+        here = range(first, min(first + at_once, columns))
+        which = f"columns {first} to {here[-1]}" if len(here) > 1 else f"column {first}"
+        title = "offsets (elements)" if len(here) == columns else f"offsets (elements), {which}"
+        table = Table(title=title, caption=caption if here[-1] == columns - 1 else None, box=None, padding=(0, 1))
+        table.add_column("", justify="right", style="dim")
+        for column in here:
+            table.add_column(str(column), justify="right", no_wrap=True)
+        for index, row in enumerate(cells):
+            table.add_row(str(index), *(row[column] for column in here))
+        print_table(console, table)
+
+
+def offset_cell(offset: int, owned: Mapping[int, tuple[int, int]]) -> Text:
+    """An offset, and which value of which thread it is."""
+    if offset not in owned:
+        return Text(str(offset))
+    thread, value = owned[offset]
+    return Text(f"{offset} T{thread}V{value}", style=COLOURS[thread % len(COLOURS)])

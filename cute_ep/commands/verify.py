@@ -88,7 +88,7 @@ class Case:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `cute-ep verify`."""
     add_device_arguments(parser)
-    parser.add_argument("--quick", action="store_true", help="small shapes, 4 batch sizes, 2 routings")
+    parser.add_argument("--quick", action="store_true", help="small shapes, 4 batch sizes, 2 routings: on a CPU always")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, cases, times and outcomes")
 
 
@@ -135,7 +135,10 @@ def run_on(devices: list[str], args: argparse.Namespace, console: Console) -> in
     routings = QUICK_ROUTINGS if quick else ROUTINGS
     console.print(describe_devices(devices), highlight=False, soft_wrap=True)
     if on_cpu:
-        console.print("checked here: the reference backend's rounds against the reference functions, small cases only")
+        console.print(
+            "checked here: the reference backend's rounds against the reference functions, the cases of --quick only",
+            soft_wrap=True,
+        )
     started, outcomes = time.perf_counter(), []
     for hidden, experts, top_k in shapes:
         shape = (hidden, -(-max(experts, top_k) // ranks) * ranks, top_k)
