@@ -96,7 +96,7 @@ class Combine:
     @cute.kernel
     def kernel(self, args: CombineArgs):
         group = open_group(args, self.peers, Int32(0))
-        sent, received = group.sent_and_completed(StateWord.COMBINE_SEND_EPOCH)
+        sent, received = group.sent_and_received(StateWord.COMBINE_SEND_EPOCH)
         epoch = received + 1
         if cutlass.const_expr(not self.receive):
             epoch, sent = sent + 1, None

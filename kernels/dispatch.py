@@ -119,7 +119,7 @@ class Dispatch:
     @cute.kernel
     def kernel(self, args: DispatchArgs):
         group = open_group(args, self.peers, args.packed)
-        sent, received = group.sent_and_completed(StateWord.DISPATCH_SEND_EPOCH)
+        sent, received = group.sent_and_received(StateWord.DISPATCH_SEND_EPOCH)
         epoch = received + 1
         if cutlass.const_expr(not self.receive):
             epoch, sent = sent + 1, None

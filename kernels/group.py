@@ -146,11 +146,7 @@ class GroupView:
         """Address of one of this rank's state words."""
         return self.base + self.arena.state.at(int(word))
 
-    def completed(self, word: StateWord) -> Int64:
-        """Rounds that this rank has completed in one phase; this launch works on the next one."""
-        return cute.arch.load(pointer(self.state_word(word), Int64), Int64)
-
-    def sent_and_completed(self, word: StateWord) -> tuple[Int64, Int64]:
+    def sent_and_received(self, word: StateWord) -> tuple[Int64, Int64]:
         """Rounds of a phase, whose first epoch word is `word`, that this rank has sent, and received: one access."""
         gWords = cute.make_tensor(pointer(self.state_word(word), Int64, align=16), cute.make_layout(2))
         words = gWords.load()

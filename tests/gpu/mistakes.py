@@ -80,7 +80,7 @@ MUTANTS = {
                 "kernels/dispatch.py",
                 "        alive = self.route_role.run(group, args, epoch, sent)\n",
                 "        alive = self.route_role.run(group, args, epoch, sent)\n"
-                "        received = group.completed(StateWord.DISPATCH_RECV_EPOCH)\n"
+                "        _, received = group.sent_and_received(StateWord.DISPATCH_SEND_EPOCH)\n"
                 "        group.acknowledge(group.arena.dispatch_consumed, received, spare_cta(args.send_ctas))\n",
             ),
             Edit(
@@ -124,7 +124,7 @@ MUTANTS = {
             Edit(
                 "kernels/returns.py",
                 "            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)\n",
-                "            epoch = group.completed(StateWord.COMBINE_SEND_EPOCH) + 1\n"
+                "            epoch = group.sent_and_received(StateWord.COMBINE_SEND_EPOCH)[0] + 1\n"
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
                 "                at = group.base + group.arena.table.at(epoch & 1, group.lane, word)\n"
                 '                dated = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
