@@ -104,7 +104,8 @@ def connect_local(
     with ExitStack() as undo:
         kernels, arenas = [], []
         for device in chosen:
-            kernels.append(_load_all(cfg, device, found, hooks, undo))
+            kernels.append(_load_rank(cfg, device, found, hooks, undo))
+        load_local_kernels([device.index for device in sharing], found)
         for rank, device in enumerate(chosen):
             arenas.append(_make_arena(cfg, rank, device))
             undo.callback(arenas[-1].free)
@@ -193,7 +194,9 @@ def connect(
 
     def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
         with ExitStack() as undo:
-            kernels = _load_all(cfg, device, Library(library), hooks, undo)
+            found = Library(library)
+            kernels = _load_rank(cfg, device, found, hooks, undo)
+            load_local_kernels([device.index], found)
             arena = _make_arena(cfg, rank, device)
             undo.callback(arena.free)
             return kernels, arena, undo.pop_all()
@@ -332,15 +335,13 @@ def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
         raise EPConfigError(f"hooks = {hooks}: must be Hooks(), there are none on the reference backend")
 
 
-def _load_all(
+def _load_rank(
     cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, undo: ExitStack
 ) -> dict[str, Kernel]:
-    """`load_kernels`, to be undone by `undo`, and the kernels that work on one GPU: to load one later could wait for a
-    kernel that waits for another rank, which this process has still to launch."""
+    """`load_kernels` for one rank, to be undone by `undo`."""
     started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
     undo.callback(unload_kernels, kernels, device)
-    load_local_kernels(device.index, library)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
     return kernels
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal, overload
 
@@ -42,12 +43,15 @@ def _load(device: int, entry: LibraryEntry) -> Kernel:
         return Kernel(entry)
 
 
-def load_local_kernels(device: int, library: Library) -> None:
-    """Load what the functions here may launch on a device (an ordinal), from a library and from the default one."""
-    arch = architecture(torch.device("cuda", device))
-    for entry in (*library.entries.values(), *Library().entries.values()):
-        if entry.variant.arch == arch and entry.variant.kernel in LOCAL_KERNELS:
-            _load(device, entry)
+def load_local_kernels(devices: Iterable[int], library: Library) -> None:
+    """Load what the functions here may launch on some devices (ordinals), from a library and from the default one: a
+    load that comes later could wait for a kernel that waits for a rank which this process has yet to launch."""
+    entries = [*library.entries.values(), *Library().entries.values()]
+    for device in devices:
+        arch = architecture(torch.device("cuda", device))
+        for entry in entries:
+            if entry.variant.arch == arch and entry.variant.kernel in LOCAL_KERNELS:
+                _load(device, entry)
 
 
 def quantize(

@@ -17,7 +17,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fake in {
         "enable_all_peers": lambda devices: None,
         "load_kernels": lambda *args: {},
-        "load_local_kernels": lambda device, library: None,
+        "load_local_kernels": lambda devices, library: None,
         "unload_kernels": lambda kernels, device: None,
         "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
         "resident_ctas": driver.resident_ctas.__wrapped__,

@@ -213,6 +213,15 @@ def test_cuda_is_the_current_device(gpus: None, monkeypatch: pytest.MonkeyPatch)
     assert made == ["cuda:2", "cuda:1"]
 
 
+def test_kernels_of_one_gpu_are_loaded_before_a_rank_is_made(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once on each GPU, however many ranks share it."""
+    done: list[object] = []
+    monkeypatch.setattr(connection, "load_local_kernels", lambda devices, library: done.append(list(devices)))
+    monkeypatch.setattr(connection, "Communicator", lambda *args, **options: done.append("rank") or PLAIN)
+    connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:1", "cuda:0", "cuda:1", "cuda:1"])
+    assert done == [[1, 0], *["rank"] * 4]
+
+
 def test_a_rank_has_a_cta_at_least(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "resident_ctas", lambda device: 3)
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:0"] * 4)
@@ -283,7 +292,7 @@ class Machine:
             "close_handle": lambda device, address: self.give_back(("mapping", dist_rank(), address)),
             "Communicator": lambda *args, release, **options: self.communicator(release),
             "Library": lambda folder: None,
-            "load_local_kernels": lambda device, library: None,
+            "load_local_kernels": lambda devices, library: None,
             "_max_ctas": lambda device, sms, ranks: 8,
         }
         for name, fake in fakes.items():
