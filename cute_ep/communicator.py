@@ -553,7 +553,6 @@ class Communicator(EPCommunicator):
             router_weights=sent.router_weights,
             return_pieces=sent.return_pieces,
             origin=self.origin,
-            turn=out.use.turn,
         )
 
     def _prepare_return(self, rows: torch.Tensor, dispatched: Dispatched) -> dict[str, int]:

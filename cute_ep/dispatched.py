@@ -44,10 +44,9 @@ class Use:
             use = row_offsets._cute_ep_use = Use()
         return use
 
-    def begin(self) -> int:
-        """The turn of a batch that is about to be received: those before are gone."""
+    def begin(self) -> None:
+        """A batch is about to be received: those before are gone."""
         self.turn += 1
-        return self.turn
 
 
 class QuantizedRows(NamedTuple):
@@ -246,13 +245,10 @@ class Dispatched(DispatchBuffers):
 
     @classmethod
     def inside(cls, buffers: DispatchBuffers, **own: object) -> Dispatched:
-        """The batch that is received into these buffers, with the attributes of its own: the constructor's work,
-        without its 2 us of a host's time (it stores a frozen instance's fields one by one). `turn` is the next one
-        unless it is given."""
-        if "turn" not in own:
-            own["turn"] = buffers.use.begin()
+        """The batch for which these buffers have been in use since `Use.begin`, with the attributes of its own: the
+        constructor's work, without its 2 us of a host's time (it stores a frozen instance's fields one by one)."""
         batch = object.__new__(cls)
-        batch.__dict__.update(buffers.__dict__, as_made=True, **own)
+        batch.__dict__.update(buffers.__dict__, as_made=True, turn=buffers.use.turn, **own)
         return batch
 
     def is_latest_of(self, origin: Origin) -> bool:

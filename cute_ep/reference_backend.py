@@ -233,6 +233,7 @@ class ReferenceCommunicator(EPCommunicator):
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
         self._check_apart(out, topk_ids=sent.topk_ids, router_weights=sent.router_weights)
+        out.use.begin()
         dispatched = OwnDispatched.inside(
             out,
             rank=self.rank,

@@ -35,9 +35,8 @@ class Collective:
     def __init__(self, name: str, phase: Phase, ranks: Sequence[int], here: Sequence[int] | None = None) -> None:
         self.name, self.phase, self.ranks = name, phase, ranks
         self.order = {rank: Rounds(name) for rank in (ranks if here is None else here)}
-        self._live: dict[
-            int, Round
-        ] = {}  # by number, ascending; a round that all ranks here have been given is dropped
+        # by number, ascending; a round that all ranks here have been given is dropped
+        self._live: dict[int, Round] = {}
         self._errors: dict[int, EPError] = {}
         self._cut: set[int] = set()
         self._closed: set[int] = set()

@@ -393,9 +393,9 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
+    """Whether two contiguous tensors share memory; one without any bytes does not."""
     ahead = one.data_ptr() - other.data_ptr()
-    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0
+    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0 < other.nbytes
 
 
 def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | None) -> None:
