@@ -18,6 +18,7 @@ from cute_ep.config import EPConfig
 from cute_ep.dispatched import DispatchBuffers
 from cute_ep.errors import EPTimeout
 from cute_ep.reference_backend import ReferenceCommunicator
+from cute_ep.verify import POISON
 
 from .soak import __main__ as soak_command
 from .soak import faults, record
@@ -177,7 +178,7 @@ def test_wrong_expectation_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -
     monkeypatch.setattr(Segment, "compare", compare)
     outcome = soak()
     assert outcome.wrong_bytes >= 1
-    assert any(f"{name}[0" in line and "first, 1 of" in line for line in outcome.failures), outcome.failures
+    assert any(f"{name}[0" in line and "first of 1 of" in line for line in outcome.failures), outcome.failures
 
 
 def test_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +211,7 @@ def test_wrong_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "combine_source", wrong)
     outcome = soak()
     assert outcome.wrong_bytes == 1
-    assert any("[0, 7] first, 1 of" in line for line in outcome.failures), outcome.failures
+    assert any("[0, 7] = 0x" in line and "first of 1 of" in line for line in outcome.failures), outcome.failures
 
 
 def test_group_tells_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +258,10 @@ def test_stray_store_is_told() -> None:
     segment.view(segment.actual, "two").view(torch.uint8)[1, 3] = 1
     segment.compare(torch.empty(segment.nbytes, dtype=torch.uint8), counter[0])
     assert segment.untouched() and counter.item() == 2
-    assert segment.describe_wrong() == ["two[1, 3] first, 1 of 10 bytes", "1 bytes beside the tensors"]
+    assert segment.describe_wrong() == [
+        f"two[1, 3] = 0x01, must be {POISON:#x}, first of 1 of 10 bytes",
+        "1 bytes beside the tensors",
+    ]
 
 
 def test_store_of_no_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

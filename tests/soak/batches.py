@@ -73,7 +73,7 @@ class Segment:
         return bool((self._words[0] == POISON_WORD).all())
 
     def describe_wrong(self) -> list[str]:
-        """For each tensor with wrong bytes, the first element and their number; the same for guards."""
+        """For each tensor with wrong bytes, their number, the first element, and its bits; the number of guards'."""
         found, inside = [], torch.zeros_like(self.wrong, dtype=torch.bool)
         for name, (shape, dtype) in self.shapes.items():
             at, size = self._places[name], prod(shape) * dtype.itemsize
@@ -81,10 +81,15 @@ class Segment:
             bad = self.wrong[at : at + size].nonzero().flatten()
             if bad.numel():
                 element, index = int(bad[0]) // dtype.itemsize, []
+                first = slice(at + element * dtype.itemsize, at + (element + 1) * dtype.itemsize)
+                both = (self.expected ^ self.wrong)[first], self.expected[first]
+                there, must = (bytes(reversed(one.tolist())).hex() for one in both)
                 for extent in reversed(shape):
                     element, place = divmod(element, extent)
                     index.append(place)
-                found.append(f"{name}{index[::-1]} first, {bad.numel()} of {size} bytes")
+                found.append(
+                    f"{name}{index[::-1]} = 0x{there}, must be 0x{must}, first of {bad.numel()} of {size} bytes"
+                )
         beside = int(((self.wrong != 0) & ~inside).sum())
         return found + ([f"{beside} bytes beside the tensors"] if beside else [])
 

@@ -47,6 +47,7 @@ class Group:
             self.scratch[rank] = torch.empty(size, dtype=torch.uint8, device=device)
             self.counters[rank] = torch.zeros(1, dtype=torch.int64, device=device)
         self.use(communicators)
+        self.wait()  # the lanes' streams do not wait for the one on which all this was made
         self.compare({rank: {} for rank in self.devices}, [])  # loads torch's kernels
         self.wait()
 
@@ -64,11 +65,18 @@ class Group:
 
     def wait(self) -> None:
         """Wait for the devices, and forget what was wrong so far."""
+        self._synchronize()
+        for counter in self.counters.values():
+            counter.zero_()
+        for batch in self.batches:
+            for segment in (one for rank in batch.segments.values() for one in rank.values()):
+                segment.wrong.zero_()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
         for device in self.devices.values():
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        for counter in self.counters.values():
-            counter.zero_()
 
     def poison(self) -> None:
         """Make all outputs ready for a round, whatever came of the last one."""
@@ -80,7 +88,6 @@ class Group:
         for lane in self.lanes:
             lane.communicator.synchronize()
         wrong = {rank: int(counter) for rank, counter in self.counters.items()}
-        self.wait()
         where = [
             f"input set {index}, rank {rank}, {name}: {'; '.join(found)}"
             for index, batch in enumerate(self.batches if any(wrong.values()) else ())
@@ -88,6 +95,7 @@ class Group:
             for name, segment in segments.items()
             if (found := segment.describe_wrong())
         ]
+        self.wait()
         assert not any(wrong.values()), "\n".join([f"wrong bytes by rank: {wrong}", *where])
 
     def round(self, random: Random, index: int = 0) -> None:
