@@ -33,7 +33,6 @@ PARTS = {
     "pair_exact": ("dispatch", "combine_exact"),
     "pair_chained": ("dispatch", "combine_partial"),
     "pair_apart": ("dispatch", "combine_partial"),
-    "pair_cold": ("dispatch", "combine_partial"),
     "pair_roomy": ("dispatch", "combine_partial"),
 }
 """What `measure` times, as the launches of a round. All are replayed in CUDA graphs but `pair_chained`: its launches
@@ -43,12 +42,10 @@ for exactly the rows that arrive; but for CONDITIONS."""
 CHAINED = "pair_chained"
 CONDITIONS = {
     "pair_apart": "a kernel of one element stands before each launch, so no launch starts while the one before runs",
-    "pair_cold": "a read of L2_TIMES times the L2 cache stands before each launch, so nothing is in the cache",
     "pair_roomy": "each rank has one set of buffers of the default size (`allocate()`), and as many rows to combine",
 }
 """What is different in the other pairs. The time of what stands between launches is measured alone and taken off."""
 OPERATIONS = tuple(operation for operation in PARTS if operation not in CONDITIONS)
-L2_TIMES = 3
 SETS = 4
 
 
@@ -154,10 +151,6 @@ def stand_in(operation: str, device: torch.device) -> Callable[[], object] | Non
     if operation == "pair_apart":
         one = torch.zeros(1, device=device)
         return lambda: one.add_(1)
-    if operation == "pair_cold":
-        cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 4
-        words, total = torch.zeros(L2_TIMES * cache // 4, device=device), torch.zeros(1, device=device)
-        return lambda: torch.sum(words, dim=0, keepdim=True, out=total)
     return None
 
 

@@ -68,7 +68,7 @@ class Group:
             return BASIC
         if routing != "uniform":
             return (*BASIC, "pair_exact")
-        conditions = ("pair_apart", "pair_cold", "pair_roomy") if tokens in QUICK_TOKENS else ()
+        conditions = ("pair_apart", "pair_roomy") if tokens in QUICK_TOKENS else ()
         return (*BASIC, "pair_exact", "pair_chained", *conditions)
 
 

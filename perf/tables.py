@@ -19,7 +19,6 @@ COLUMNS = {
 CONDITIONS = {
     "pair": "as elsewhere",
     "pair_apart": "apart",
-    "pair_cold": "cold",
     "pair_roomy": "default buffers",
 }
 """Pairs under other conditions (`cute_ep.measure.CONDITIONS`) -> column."""
@@ -27,8 +26,7 @@ CONDITIONS_TEXT = (
     "Pairs of dispatch and partial combine. *As elsewhere*: rounds of a graph follow one another at once, so that a "
     "launch may take its SMs while the one before ends; four input sets in turn, which the L2 cache holds while they "
     "are small; output buffers with room for exactly the rows that arrive. *Apart*: another kernel before each launch, "
-    "as in a layer. *Cold*: the L2 cache read over before each launch. *Default buffers*: those of `ep.allocate()`. "
-    "The time of what stands between the launches is taken off."
+    "as in a layer; its time is taken off. *Default buffers*: those of `ep.allocate()`."
 )
 FLOOR_TEXT = (
     "Floor: for each launch the larger of its bytes over the busiest link at the fastest copy to a peer and its bytes "
