@@ -81,6 +81,13 @@ def host_e4m3(value):
     return select(is_nan, Uint32(0x7F), code)
 
 
+def host_round_to_bf16(value):
+    """Of a number that is not NaN; without AVX512_BF16 a host's own conversion needs a library function."""
+    bits = value.bitcast(Uint32)
+    even = (bits >> 16) & Uint32(1)
+    return ((bits + Uint32(0x7FFF) + even) & Uint32(0xFFFF0000)).bitcast(Float32)
+
+
 def host_pack_e4m3(*values):
     codes = [host_e4m3(value) for value in values]
     return codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24)
@@ -123,6 +130,7 @@ def host_instructions(monkeypatch):
     for module in (e2m1, fp8, mx, nvfp4):
         monkeypatch.setattr(module, "pack_e4m3", host_pack_e4m3)
     monkeypatch.setattr(nvfp4, "unpack_e4m3", host_unpack_e4m3)
+    monkeypatch.setattr(nvfp4, "round_to_bf16", host_round_to_bf16)
 
 
 def run_map(function, *inputs: np.ndarray, outputs: int = 1) -> list[np.ndarray]:

@@ -28,11 +28,16 @@ LARGEST_CODES = 6.0 * 448.0
 SMALLEST_ROW_SCALE, LARGEST_ROW_SCALE = 2.0**-100, 2.0**100
 
 
+def round_to_bf16(value: Float32) -> Float32:
+    """The nearest bfloat16."""
+    return value.to(BFloat16).to(Float32)
+
+
 @cute.jit
 def row_scale(amax: Float32) -> Float32:
     """bfloat16(min(max(amax / 2688, 2**-100), 2**100)), 1 for amax = 0."""
     scale = cute.math.min(amax / Float32(LARGEST_CODES), Float32(LARGEST_ROW_SCALE))
-    scale = cute.math.max(scale, Float32(SMALLEST_ROW_SCALE)).to(BFloat16).to(Float32)
+    scale = round_to_bf16(cute.math.max(scale, Float32(SMALLEST_ROW_SCALE)))
     if amax == Float32(0.0):
         scale = Float32(1.0)
     return scale
