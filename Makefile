@@ -63,9 +63,7 @@ perf: $(VENV)/package.stamp  ## measure everything on this machine's GPUs into p
 lint: $(VENV)/lint.stamp  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	rm -rf build/typed && mkdir -p build/typed
-	cp -r cute_ep build/typed && cp -r layouts build/typed/cute_ep  # the places that they import from
-	cd build/typed && $(CURDIR)/$(PY) -m mypy --config-file $(CURDIR)/pyproject.toml -p cute_ep
+	$(PY) -m mypy -p cute_ep
 
 build: $(if $(ARCH),build-some,build/library/all.stamp)  ## compile the kernels into build/library (ARCH=sm_90a: only those)
 
@@ -81,7 +79,7 @@ wheel: build  ## the wheel with the kernels of all architectures, in dist (ARCH=
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist cute_ep/library cute_ep.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-KERNEL_SOURCES := $(shell find kernels layouts -name '*.py') cute_ep/build.py
+KERNEL_SOURCES := $(shell find kernels layouts -name '*.py') cute_ep/aot/build.py
 
 build/library/all.stamp: $(VENV)/build.stamp $(KERNEL_SOURCES)
 	$(VENV)/bin/cute-ep build --jobs $(JOBS) --out build/library

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
 from pathlib import Path
 
@@ -55,15 +54,10 @@ def build_wheel(
     some = ["--arch", arch if isinstance(arch, str) else ",".join(arch)] if arch else []
     _forget()
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            package = Path(scratch) / "cute_ep"
-            shutil.copytree(ROOT / "cute_ep", package)
-            for part in ("kernels", "layouts"):
-                shutil.copytree(ROOT / part, package / part)
-            paths = os.pathsep.join([scratch, *sys.path])
-            for words in (["--out", str(BUILT)], ["--out", str(PACKED), "--reuse", str(BUILT)]):
-                command = [sys.executable, "-m", "cute_ep", "build", *some, *words]
-                subprocess.run(command, cwd=scratch, env={**os.environ, "PYTHONPATH": paths}, check=True)
+        paths = os.pathsep.join([str(ROOT), *sys.path])
+        for words in (["--out", str(BUILT)], ["--out", str(PACKED), "--reuse", str(BUILT)]):
+            command = [sys.executable, "-m", "cute_ep", "build", *some, *words]
+            subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=True)
         if not (PACKED / "manifest.json").exists():
             raise RuntimeError("the kernels were not built")
         return build_meta.build_wheel(wheel_directory, settings, metadata_directory)

@@ -11,45 +11,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cute_ep import distributed
-    from cute_ep.communicator import Communicator
-    from cute_ep.config import EPConfig, memory_bytes
-    from cute_ep.connection import connect, connect_local
-    from cute_ep.decode import dequantize
-    from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows, SwigluRows
-    from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
-    from cute_ep.interface import EPCommunicator
-    from cute_ep.launch_shape import Tuning
-    from cute_ep.layouts.variants import Hooks
-    from cute_ep.local_ops import fused_silu, quantize
-    from cute_ep.reference_backend import ReferenceCommunicator
-    from cute_ep.rounds import PendingCombine, PendingDispatch
+    from cute_ep.api.config import EPConfig, memory_bytes
+    from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows, SwigluRows
+    from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
+    from cute_ep.api.interface import EPCommunicator
+    from cute_ep.api.rounds import PendingCombine, PendingDispatch
+    from cute_ep.layouts.maps.variants import Hooks
+    from cute_ep.reference.backend import ReferenceCommunicator
+    from cute_ep.reference.decode import dequantize
+    from cute_ep.runtime.communicator import Communicator
+    from cute_ep.runtime.connection import connect, connect_local
+    from cute_ep.runtime.local_ops import fused_silu, quantize
+    from cute_ep.tuning.launch_shape import Tuning
 
 __version__ = "0.2.0"
 
 _MODULE_OF = {
-    "Communicator": "communicator",
-    "DispatchBuffers": "dispatched",
-    "Dispatched": "dispatched",
-    "EPCommunicator": "interface",
-    "EPConfig": "config",
-    "EPConfigError": "errors",
-    "EPError": "errors",
-    "EPInputError": "errors",
-    "EPTimeout": "errors",
-    "Hooks": "layouts.variants",
-    "PendingCombine": "rounds",
-    "PendingDispatch": "rounds",
-    "QuantizedRows": "dispatched",
-    "ReferenceCommunicator": "reference_backend",
-    "SwigluRows": "dispatched",
-    "Tuning": "launch_shape",
-    "VariantMissing": "errors",
-    "connect": "connection",
-    "connect_local": "connection",
-    "dequantize": "decode",
-    "fused_silu": "local_ops",
-    "memory_bytes": "config",
-    "quantize": "local_ops",
+    "Communicator": "runtime.communicator",
+    "DispatchBuffers": "api.dispatched",
+    "Dispatched": "api.dispatched",
+    "EPCommunicator": "api.interface",
+    "EPConfig": "api.config",
+    "EPConfigError": "api.errors",
+    "EPError": "api.errors",
+    "EPInputError": "api.errors",
+    "EPTimeout": "api.errors",
+    "Hooks": "layouts.maps.variants",
+    "PendingCombine": "api.rounds",
+    "PendingDispatch": "api.rounds",
+    "QuantizedRows": "api.dispatched",
+    "ReferenceCommunicator": "reference.backend",
+    "SwigluRows": "api.dispatched",
+    "Tuning": "tuning.launch_shape",
+    "VariantMissing": "api.errors",
+    "connect": "runtime.connection",
+    "connect_local": "runtime.connection",
+    "dequantize": "reference.decode",
+    "fused_silu": "runtime.local_ops",
+    "memory_bytes": "api.config",
+    "quantize": "runtime.local_ops",
 }
 
 __all__ = [

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cute_ep.dispatched import DispatchBuffers, Dispatched
-from cute_ep.errors import EPConfigError, EPInputError
-from cute_ep.interface import EPCommunicator
-from cute_ep.layouts.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
-from cute_ep.rounds import Plan, Result
-from cute_ep.types import CombineMode
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.rounds import Plan, Result
+from cute_ep.api.types import CombineMode
+from cute_ep.layouts.maps.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
 
 Communicators = Sequence[EPCommunicator]
 

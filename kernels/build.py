@@ -16,9 +16,9 @@ from cute_ep.kernels.codec import codec_for
 from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.dispatch import Dispatch
-from cute_ep.kernels.rows import Rows
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
+from cute_ep.kernels.swiglu import Rows
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
 
 SEGMENTS = {"sm_90a": 2}
 """Segments that a warp of combine carries at a time, and a partial sum adds; two spill registers for the other

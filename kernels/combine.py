@@ -30,16 +30,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_ep.kernels.block import launch_config, shared_array
-from cute_ep.kernels.give_back import GiveBack
-from cute_ep.kernels.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.device.block import launch_config, shared_array
+from cute_ep.kernels.device.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.device.splits import spare_cta
+from cute_ep.kernels.device.sync import block_all, count_out
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.kernels.pieces import spare_cta
-from cute_ep.kernels.reduce import Reduce
-from cute_ep.kernels.sync import block_all, count_out
-from cute_ep.layouts.arena import StateWord
-from cute_ep.layouts.record import RegionMap
-from cute_ep.layouts.routing import NO_ROW, Phase
+from cute_ep.kernels.roles.combine_recv import Reduce
+from cute_ep.kernels.roles.combine_send import GiveBack
+from cute_ep.layouts.maps.arena import StateWord
+from cute_ep.layouts.maps.record import RegionMap
+from cute_ep.layouts.maps.routing import NO_ROW, Phase
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_ep.kernels.block import block_memcpy, launch_config
-from cute_ep.kernels.divide import quotient
-from cute_ep.layouts.launch import SLICE_BYTES
+from cute_ep.kernels.device.block import block_memcpy, launch_config
+from cute_ep.kernels.device.divide import quotient
+from cute_ep.layouts.maps.launch import SLICE_BYTES
 
 
 @dataclass(frozen=True)

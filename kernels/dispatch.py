@@ -15,8 +15,8 @@ Ordering: a post follows a CTA barrier that follows the stores of a convoy of pi
 to whoever sees the flag; routing words carry their own epoch, express words are their own flags. Nothing of round n + 2
 can land on round n because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
 
-The output's row order needs no atomics: see `layouts/routing.py`. One CTA writes offsets and `num_rows`; when any wait
-of the launch timed out, the last CTA out overwrites them with zeros.
+The output's row order needs no atomics: see `layouts/maps/routing.py`. One CTA writes offsets and `num_rows`; when any
+wait of the launch timed out, the last CTA out overwrites them with zeros.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ep.kernels.block import launch_config
 from cute_ep.kernels.codec import Codec
-from cute_ep.kernels.expand import Expand
-from cute_ep.kernels.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.device.block import launch_config
+from cute_ep.kernels.device.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
+from cute_ep.kernels.device.scale_rows import ScaleArgs
+from cute_ep.kernels.device.splits import spare_cta
+from cute_ep.kernels.device.sync import begin_again, block_all, count_out
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.kernels.pieces import spare_cta
-from cute_ep.kernels.route import Route
-from cute_ep.kernels.scale_rows import ScaleArgs
-from cute_ep.kernels.send import Send
-from cute_ep.kernels.sync import begin_again, block_all, count_out
-from cute_ep.layouts.arena import StateWord
-from cute_ep.layouts.record import RegionMap
+from cute_ep.kernels.roles.dispatch_recv import Expand
+from cute_ep.kernels.roles.dispatch_send import Send
+from cute_ep.kernels.roles.route import Route
+from cute_ep.layouts.maps.arena import StateWord
+from cute_ep.layouts.maps.record import RegionMap
 
 
 @dataclass(frozen=True)

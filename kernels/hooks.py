@@ -20,10 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.arith import VECTOR_ELEMENTS
-from cute_ep.kernels.divide import quotient
-from cute_ep.layouts.device import array, pointer, vector_atom, vector_tensor
-from cute_ep.layouts.formats import VECTOR_BYTES
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
+from cute_ep.kernels.device.divide import quotient
+from cute_ep.kernels.device.memory import array, pointer, vector_atom, vector_tensor
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 MINUS_ZEROS = 0x80008000
 """Two numbers that, added to any number, leave it as it is."""

@@ -1,13 +1,12 @@
 """Layouts, formats, records and buffer maps: plain Python numbers, no torch.
 
-Kernels and the runtime read `arena`, `device`, `formats`, `launch`, `record`, `routing`, `scales` and `variants`:
-sizes, byte offsets, limits, names. The other files are for `cute-ep layout`, tests and readers: CuTe's layout algebra
-(`layout`, `algebra`, `guards`, `eager`), tiled views (`tile_tensor`, `device_tile`, `tile_guards`) and pictures of both
-(`draw`). Of these a kernel uses only `Layout`, for two small index maps (`kernels/rows.py`), and build and library ask
-`eager` for the DSL's name and how it is installed. What this file exports is the algebra.
+`maps`: where every byte is, with the sizes, limits and names that kernels and runtime read. `algebra`: CuTe's layout
+algebra and pictures of layouts. `tiles`: tiled views. The last two are for `cute-ep layout`, tests and readers; of them
+a kernel uses only `Layout`, for two small index maps (`kernels/swiglu.py`), and build and library ask `algebra.eager`
+for the DSL's name and how it is installed. What this file exports is the algebra.
 """
 
-from cute_ep.layouts.algebra import (
+from cute_ep.layouts.algebra.algebra import (
     Layout,
     LayoutError,
     Swizzle,
@@ -32,7 +31,7 @@ from cute_ep.layouts.algebra import (
     zipped_divide,
 )
 from cute_ep.layouts.draw import layout_svg, layout_table, layout_text
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 __all__ = [
     "Layout",

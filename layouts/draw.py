@@ -8,8 +8,8 @@ from __future__ import annotations
 from html import escape
 from math import ceil, sqrt
 
-from cute_ep.layouts.layout import Layout, LayoutError
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.algebra.layout import Layout, LayoutError
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 MAX_CELLS = 16384
 CELL_WIDTH, CELL_HEIGHT, MARGIN, HEADER = 60, 40, 16, 26

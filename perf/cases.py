@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_ep.config import EPConfig
-from cute_ep.layouts.formats import formats_of
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.formats import formats_of
 
 TIMEOUT_S = 30.0
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -63,7 +63,7 @@ class Group:
         return max(tokens for tokens, _ in self.points)
 
     def operations(self, tokens: int, routing: str) -> tuple[str, ...]:
-        """What is measured at a point, out of `cute_ep.measure.PARTS`."""
+        """What is measured at a point, out of `cute_ep.bench.measure.PARTS`."""
         if self.shape != MAIN or self.format not in QUICK_FORMATS:
             return BASIC
         if routing != "uniform":

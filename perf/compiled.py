@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from cute_ep.timing import Runner
+from cute_ep.bench.timing import Runner
 from perf.swiglu import WIDTHS, make_inputs, point, time_calls
 
 ROWS = (65536,)

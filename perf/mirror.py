@@ -29,20 +29,20 @@ from functools import partial
 import torch
 from cuda.bindings import driver
 
-from cute_ep.commands.common import format_names, token_counts
-from cute_ep.commands.tune import tune_size
-from cute_ep.communicator import Communicator, load_kernels, unload_kernels
-from cute_ep.config import EPConfig
-from cute_ep.driver import DeviceMemory, check, enable_all_peers, resident_ctas
-from cute_ep.errors import EPConfigError
-from cute_ep.layouts.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
-from cute_ep.layouts.record import RegionMap, align_up
-from cute_ep.layouts.variants import NO_HOOKS
-from cute_ep.library import Library
-from cute_ep.machine import check_gpu
-from cute_ep.measure import Batch, InputSets, make_batch, make_runner, measure, run_round
-from cute_ep.traffic import count_routing
-from cute_ep.tuning import built_in
+from cute_ep.aot.library import Library
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.presets import format_names, token_counts
+from cute_ep.bench.measure import Batch, InputSets, make_batch, make_runner, measure, run_round
+from cute_ep.bench.traffic import count_routing
+from cute_ep.bench.tune import tune_size
+from cute_ep.layouts.maps.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
+from cute_ep.layouts.maps.record import RegionMap, align_up
+from cute_ep.layouts.maps.variants import NO_HOOKS
+from cute_ep.runtime.communicator import Communicator, load_kernels, unload_kernels
+from cute_ep.runtime.driver import DeviceMemory, check, enable_all_peers, resident_ctas
+from cute_ep.runtime.gpus import check_gpu
+from cute_ep.tuning.builtin import built_in
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS
 
 GPUS = 2
@@ -189,7 +189,7 @@ def as_rank(cfg: EPConfig, ids: torch.Tensor, rank: int, other: int) -> torch.Te
 
 
 def make_mirror_sets(cfg: EPConfig, tokens: int, sets: int = SETS) -> InputSets:
-    """As `cute_ep.measure.make_sets`, of the two ranks that run; counts and devices are those of all ranks."""
+    """As `cute_ep.bench.measure.make_sets`, of the two ranks that run; counts and devices are those of all ranks."""
     batches: list[list[Batch]] = [[] for _ in range(GPUS)]
     counts = []
     for number in range(sets):

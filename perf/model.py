@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from cute_ep.ceilings import Ceilings, floors, latency_us, work_us
-from cute_ep.measure import CHAINED, CONDITIONS, PARTS
-from cute_ep.traffic import LAUNCHES, count_routing, traffic
-from cute_ep.workloads import ROUTINGS
+from cute_ep.bench.ceilings import Ceilings, floors, latency_us, work_us
+from cute_ep.bench.measure import CHAINED, CONDITIONS, PARTS
+from cute_ep.bench.traffic import LAUNCHES, count_routing, traffic
+from cute_ep.testing.workloads import ROUTINGS
 from perf.cases import MAIN
 from perf.tables import count_text, markdown
 

@@ -1,7 +1,7 @@
 """One rank of other libraries: `python -m perf.peer_worker`, started by `perf.peers`.
 
-Samples are what ours are (`cute_ep.timing`): graphs of several rounds where the library can be captured, without host
-work inside the measured time; the result of a sample is its slowest rank.
+Samples are what ours are (`cute_ep.bench.timing`): graphs of several rounds where the library can be captured, without
+host work inside the measured time; the result of a sample is its slowest rank.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class Rank:
         return self.shape.num_experts // self.world
 
     def inputs(self, tokens: int) -> list[Inputs]:
-        """SETS input sets with the uniform routing that `cute_ep.measure.make_sets` draws on such GPUs; every rank
-        makes all ranks' routing from its seed."""
+        """SETS input sets with the uniform routing that `cute_ep.bench.measure.make_sets` draws on such GPUs; every
+        rank makes all ranks' routing from its seed."""
         import torch
 
-        from cute_ep.measure import set_generator
-        from cute_ep.workloads import ROUTINGS
+        from cute_ep.bench.measure import set_generator
+        from cute_ep.testing.workloads import ROUTINGS
 
         cfg = self.shape.config("bf16", self.world, tokens)
         found = []
@@ -125,8 +125,8 @@ class Lane:
     """A stream that is timed together with those of the other ranks.
 
     A burst of samples is queued while the stream sleeps, so no host work is inside the measured time. The sleep ends by
-    itself. The gate of `cute_ep.timing` waits for the host instead, and would for ever when the host waits for the
-    device while it queues, as these libraries may: for a kernel to be loaded, memory, or room for a launch.
+    itself. The gate of `cute_ep.bench.timing` waits for the host instead, and would for ever when the host waits for
+    the device while it queues, as these libraries may: for a kernel to be loaded, memory, or room for a launch.
     """
 
     def __init__(self, host: Host) -> None:
@@ -173,7 +173,7 @@ class Lane:
         A chained sample lasts until the next one begins. The first samples of a burst bring the ranks into step and are
         dropped, and so are up to MOST_LATE bursts that began before all launches were queued.
         """
-        from cute_ep.timing import IN_STEP
+        from cute_ep.bench.timing import IN_STEP
 
         self.run(lambda: enqueue(0))
         queueing = self.run(lambda: [enqueue(index) for index in range(WARM_UP)]) / WARM_UP
@@ -195,7 +195,7 @@ class Lane:
         """Seconds that queueing a round takes on the slowest rank, while the streams sleep; the least of QUEUEINGS."""
         import torch
 
-        from cute_ep.timing import QUEUED, QUEUEINGS
+        from cute_ep.bench.timing import QUEUED, QUEUEINGS
 
         def queue(sleep: float) -> float:
             with torch.cuda.stream(self.stream):
@@ -278,7 +278,7 @@ def time_works(
 
 def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], None]) -> dict:
     """One result."""
-    from cute_ep.timing import LARGE_TOKENS, rounds_per_graph, summary
+    from cute_ep.bench.timing import LARGE_TOKENS, rounds_per_graph, summary
 
     # an even number: DeepEP's low-latency calls alternate between two buffers
     rounds, samples = rounds_per_graph(work.tokens), LARGE_SAMPLES if work.tokens >= LARGE_TOKENS else SAMPLES

@@ -46,7 +46,7 @@ PEERS = {
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}
 CHAINED = "pair_chained"
-"""`cute_ep.measure.CHAINED`, without torch."""
+"""`cute_ep.bench.measure.CHAINED`, without torch."""
 PEER_TOKENS = (1, 16, 128, 512, 1024, 4096, 8192)
 START_S = 45.0
 """Budget from a process's start to its first peer: imports and NCCL, about 10 s where the files are cached."""
@@ -247,8 +247,8 @@ def run_peers(
         "rows", each with "peer", "format", "tokens", "operation" (dispatch, combine, pair, pair_chained), "graph"
         (whether it was replayed in CUDA graphs), "ahead" (whether all launches were queued before the first sample
         began), "error" (largest relative error of a round with experts that change nothing, or None) and what
-        `cute_ep.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes"; "does",
-        what each peer's times include; and "versions" of the libraries.
+        `cute_ep.bench.timing.summary` says, of CHAINED also "host_us", what a thread takes to queue a round; "notes";
+        "does", what each peer's times include; and "versions" of the libraries.
     """
     found: dict = {"rows": [], "notes": [], "does": PEERS, "versions": {}}
     libraries: dict[str | None, list[str]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from cute_ep.ceilings import Ceilings
+from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, MEASURED_FORMATS
 from perf.model import fit_for, predict, read_run
 from perf.tables import exact_pairs, peer_columns, ratio, swiglu_key

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cute_ep.ceilings import Ceilings
+from cute_ep.bench.ceilings import Ceilings
 from perf import tables
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import losses_text, peers_lines

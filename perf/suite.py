@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from cute_ep.ceilings import Ceilings, floors, measure_ceilings
-from cute_ep.connection import connected
-from cute_ep.errors import EPConfigError
-from cute_ep.library import Library, source_hash
-from cute_ep.machine import describe_devices, environment, gpu_state, link_matrix, machine_name, parse_devices
-from cute_ep.measure import make_sets, measure
+from cute_ep.aot.library import Library, source_hash
+from cute_ep.api.errors import EPConfigError
+from cute_ep.bench.ceilings import Ceilings, floors, measure_ceilings
+from cute_ep.bench.machine import describe_devices, environment, gpu_state, link_matrix, machine_name, parse_devices
+from cute_ep.bench.measure import make_sets, measure
+from cute_ep.runtime.connection import connected
 from perf import peers, plots, tables
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
 from perf.mirror import GPUS, measure_mirror

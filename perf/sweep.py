@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cute_ep.connection import connected
-from cute_ep.machine import sm_budget
-from cute_ep.measure import make_sets, measure
+from cute_ep.bench.measure import make_sets, measure
+from cute_ep.runtime.connection import connected
+from cute_ep.runtime.gpus import sm_budget
 from perf.cases import MAIN, SWEEP_OPERATIONS, SWEEP_SMS, SWEEP_TOKENS
 
 SAMPLES = 60
 
 
 def measure_sweep(devices: Sequence[str], library: str | None, say: Callable[[str], None]) -> list[dict]:
-    """`cute_ep.measure.measure` of each operation, batch size and SM budget, with "sms" in every result."""
+    """`cute_ep.bench.measure.measure` of each operation, batch size and SM budget, with "sms" in every result."""
     have = sm_budget(devices[0], None)
     results = []
     for fmt, operations in SWEEP_OPERATIONS.items():

@@ -13,10 +13,10 @@ from itertools import pairwise, product
 
 import torch
 
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import ATOM, ATOM_ROWS
-from cute_ep.local_ops import fused_silu
-from cute_ep.timing import Runner, summary
+from cute_ep.bench.timing import Runner, summary
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS
+from cute_ep.runtime.local_ops import fused_silu
 
 ROWS = (64, 1024, 65536)
 WIDTHS = (2048, 7168)

@@ -21,7 +21,7 @@ CONDITIONS = {
     "pair_apart": "apart",
     "pair_roomy": "default buffers",
 }
-"""Pairs under other conditions (`cute_ep.measure.CONDITIONS`) -> column."""
+"""Pairs under other conditions (`cute_ep.bench.measure.CONDITIONS`) -> column."""
 CONDITIONS_TEXT = (
     "Pairs of dispatch and partial combine. *As elsewhere*: rounds of a graph follow one another at once, so that a "
     "launch may take its SMs while the one before ends; four input sets in turn, which the L2 cache holds while they "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_ep.config import EPConfig
-from cute_ep.workloads import RankInputs, make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.testing.workloads import RankInputs, make_inputs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_ep import connection, driver
+from cute_ep.runtime import connection, driver
 
 GPU, GPUS, SMS = "NVIDIA H200", 4, 132
 

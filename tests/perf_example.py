@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ep.ceilings import Ceilings, floors
-from cute_ep.measure import PARTS
-from cute_ep.timing import summary
+from cute_ep.bench.ceilings import Ceilings, floors
+from cute_ep.bench.measure import PARTS
+from cute_ep.bench.timing import summary
 from perf import model
 from perf.cases import MAIN
 

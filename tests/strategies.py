@@ -6,10 +6,10 @@ from math import lcm
 
 from hypothesis import strategies as st
 
-from cute_ep.config import MAX_HIDDEN, EPConfig
-from cute_ep.layouts.arena import MAX_SCALED, MAX_STRIDE, message_of
-from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
-from cute_ep.layouts.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
+from cute_ep.api.config import MAX_HIDDEN, EPConfig
+from cute_ep.layouts.maps.arena import MAX_SCALED, MAX_STRIDE, message_of
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 
 
 @st.composite

@@ -17,20 +17,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cute_ep import library, machine, reference
-from cute_ep.build import dsl_version
-from cute_ep.cli import COMMANDS, main, make_parser
-from cute_ep.commands import build as build_module
-from cute_ep.commands import layout
-from cute_ep.commands.common import bytes_text, print_table, seconds_text, step, write_json
-from cute_ep.commands.info import memory_parts
-from cute_ep.commands.layout import parse_extents
-from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.errors import EPConfigError, EPInputError
-from cute_ep.layouts import eager
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import Hooks, Variant, variants
-from cute_ep.library import build_command, read_manifest
+from cute_ep import reference
+from cute_ep.aot import library
+from cute_ep.aot.build import dsl_version
+from cute_ep.aot.library import build_command, read_manifest
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.bench import machine
+from cute_ep.cli.common import bytes_text, print_table, seconds_text, step, write_json
+from cute_ep.cli.info import memory_parts
+from cute_ep.cli.layout import parse_extents
+from cute_ep.cli.main import COMMANDS, layout, main, make_parser
+from cute_ep.cli.main import build as build_module
+from cute_ep.layouts.algebra.algebra import eager
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.variants import Hooks, Variant, variants
 
 ROOT = Path(__file__).parents[1]
 (PINNED_DSL,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["build"]
@@ -42,7 +43,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this ma
 def test_help_is_fast_to_import() -> None:
     """Help, build's arguments and layouts must not wait for torch or the DSL."""
     code = (
-        "import sys; from cute_ep.cli import make_parser, main; make_parser(); main(['layout', '(2,2):(2,1)']);"
+        "import sys; from cute_ep.cli.main import make_parser, main; make_parser(); main(['layout', '(2,2):(2,1)']);"
         "assert 'torch' not in sys.modules and 'cutlass' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
@@ -135,7 +136,7 @@ def test_build_without_the_dsl_or_a_folder(
     version: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys: pytest.CaptureFixture
 ) -> None:
     """Said before anything is compiled."""
-    monkeypatch.setattr("cute_ep.build.dsl_version", lambda: version)
+    monkeypatch.setattr("cute_ep.aot.build.dsl_version", lambda: version)
     (tmp_path / "file").touch()
     assert main(["build", "--arch", "sm_90a", "--kernel", "copy", "--out", str(tmp_path / "file")]) == 2
     rule = f"folder = '{tmp_path / 'file'}': File exists" if version else f"pip install {PINNED_DSL}"
@@ -176,7 +177,7 @@ def test_layout(tmp_path, capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize("width", [10, 40, 80, 160])
 def test_layout_shows_every_cell_at_any_width(width: int, monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("cute_ep.cli.PIPE_WIDTH", width)
+    monkeypatch.setattr("cute_ep.cli.main.PIPE_WIDTH", width)
     assert main(["layout", "(4,40):(40,1)", "--distribute", "(2,8):(8,1)"]) == 0
     lines = capsys.readouterr().out.partition("offsets (elements)")[2].splitlines()
     rows = [line.split() for line in lines if line.startswith(" ") and "T" in line]
@@ -301,7 +302,7 @@ def test_gpu_commands_refuse_politely(command: str, capsys: pytest.CaptureFixtur
 
 def test_verify_without_a_gpu_takes_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """And says so first."""
-    from cute_ep.commands import verify
+    from cute_ep.cli.main import verify
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(verify, "QUICK_SHAPES", ((96, 12, 3),))
@@ -364,7 +365,7 @@ def test_no_times_of_the_cpu(command: str, capsys: pytest.CaptureFixture) -> Non
 
 
 def test_verify_on_the_reference_backend(tmp_path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    from cute_ep.commands import verify
+    from cute_ep.cli.main import verify
 
     monkeypatch.setattr(verify, "QUICK_SHAPES", ((128, 12, 3), (96, 12, 3)))
     monkeypatch.setattr(verify, "QUICK_TOKENS", (0, 7))
@@ -387,7 +388,7 @@ def test_verify_on_the_reference_backend(tmp_path, monkeypatch, capsys: pytest.C
 
 def test_verify_covers_every_format_size_and_routing() -> None:
     """Without --quick: each in every format; the largest batch has one routing a format, a different one each."""
-    from cute_ep.commands import verify
+    from cute_ep.cli.main import verify
 
     cases = list(verify.cases_of(verify.SHAPES[0], 4, verify.TOKENS, verify.ROUTINGS))
     assert len(cases) == len(set(cases)) and {case.split for case in cases} == {False, True}
@@ -400,7 +401,7 @@ def test_verify_covers_every_format_size_and_routing() -> None:
 
 
 def test_verify_reports_a_difference(monkeypatch, capsys: pytest.CaptureFixture) -> None:
-    from cute_ep.commands import verify
+    from cute_ep.cli.main import verify
 
     monkeypatch.setattr(verify, "QUICK_SHAPES", ((128, 12, 3),))
     monkeypatch.setattr(verify, "QUICK_TOKENS", (5,))

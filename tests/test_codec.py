@@ -18,10 +18,10 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_ep.kernels import arith
 from cute_ep.kernels.codec import codec_for, e2m1, e8m0, fp8, mx, nvfp4
 from cute_ep.kernels.codec.base import block_lanes, source_vectors, unit_elements
-from cute_ep.layouts.formats import FORMATS, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
+from cute_ep.kernels.device import arith
+from cute_ep.layouts.maps.formats import FORMATS, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
 
 f32 = np.float32
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"

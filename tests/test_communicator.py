@@ -23,11 +23,10 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from cute_ep import communicator as module
-from cute_ep import connection, driver, reference, status
-from cute_ep.communicator import Communicator, load_kernels
-from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.dispatched import DispatchBuffers, tensors_of
+from cute_ep import reference
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.dispatched import DispatchBuffers, tensors_of
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout
 from cute_ep.distributed import (
     DistributedEPCombine,
     DistributedEPDispatch,
@@ -35,15 +34,17 @@ from cute_ep.distributed import (
     DistributedEPDispatchMXFP4,
     DistributedEPDispatchNVFP4,
 )
-from cute_ep.errors import EPConfigError, EPError, EPInputError, EPTimeout
-from cute_ep.launch_shape import MANY, Entry, Tuning
-from cute_ep.layouts.arena import BLANK, message_map, segment_words
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import OutputType, Phase, division_magic
-from cute_ep.layouts.scales import ATOM, TRANSPOSED, scale_map
-from cute_ep.layouts.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
-from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.tuning import built_in
+from cute_ep.layouts.maps.arena import BLANK, message_map, segment_words
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.routing import OutputType, Phase, division_magic
+from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED, scale_map
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks, Variant
+from cute_ep.reference.backend import ReferenceCommunicator
+from cute_ep.runtime import communicator as module
+from cute_ep.runtime import connection, driver, status
+from cute_ep.runtime.communicator import Communicator, load_kernels
+from cute_ep.tuning.builtin import built_in
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
 SHARED = replace(CFG, fused_shared_expert=True)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.errors import EPConfigError, EPError
-from cute_ep.layouts.arena import (
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.layouts.maps.arena import (
     ARENA_ALIGNMENT,
     DATED_BYTES,
     EXPRESS_TOKENS,
@@ -28,8 +28,8 @@ from cute_ep.layouts.arena import (
     message_map,
     segment_words,
 )
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import WORD_BYTES, scale_words
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import WORD_BYTES, scale_words
 
 from .strategies import configs
 
@@ -136,7 +136,7 @@ def scales_by_hand(cfg: EPConfig) -> int:
 
 
 def bytes_by_hand(cfg: EPConfig) -> int:
-    """Symmetric memory of one rank, written out from the table in `layouts/arena.py`."""
+    """Symmetric memory of one rank, written out from the table in `layouts/maps/arena.py`."""
     ranks = 1 if cfg.skip_a2a else cfg.world_size
     tokens, k, experts = cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts // cfg.world_size
     message, row = padded(message_by_hand(cfg), 128), 2 * cfg.hidden

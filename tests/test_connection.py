@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep import connection, meeting
-from cute_ep.config import EPConfig
-from cute_ep.connection import _check_places, _Place
-from cute_ep.errors import EPConfigError, EPError
-from cute_ep.meeting import Meeting
-from cute_ep.tuning import built_in
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.runtime import connection, meeting
+from cute_ep.runtime.connection import _check_places, _Place
+from cute_ep.runtime.meeting import Meeting
+from cute_ep.tuning.builtin import built_in
 
 RANKS = 3
 CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)

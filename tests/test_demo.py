@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cute_ep import demo, reference
-from cute_ep.cli import main
-from cute_ep.commands.common import one_thread_on_a_cpu
-from cute_ep.layouts.formats import FORMATS
+from cute_ep import reference
+from cute_ep.cli.common import one_thread_on_a_cpu
+from cute_ep.cli.main import demo_layer as demo
+from cute_ep.cli.main import main
+from cute_ep.layouts.maps.formats import FORMATS
 
 
 def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -49,8 +50,8 @@ def test_demo_fails_where_the_layer_is_wrong(
 
 def test_demo_layer_agrees_with_the_dense_layer() -> None:
     """The layer through dispatch and combine is within bfloat16's and NVFP4's roundings of the float64 layer."""
-    from cute_ep.connection import connect_local
-    from cute_ep.presets import Preset
+    from cute_ep.api.presets import Preset
+    from cute_ep.runtime.connection import connect_local
 
     shape, devices = Preset("tiny", 128, 128, 8, 2), ["cpu"] * 2
     batches = demo.text_batches(b"To be, or not to be, that is the question. " * 4, shape, 2, 48, seed=3)
@@ -79,7 +80,7 @@ def test_demo_layer_agrees_with_the_dense_layer() -> None:
 
 
 def test_demo_shares_weights_when_memory_is_short() -> None:
-    from cute_ep.presets import Preset
+    from cute_ep.api.presets import Preset
 
     weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), 0, 4, torch.device("cpu"), sets=3, seed=1)
     assert weights.sets == 3 and weights.nbytes == 3 * 3 * 16 * 16 * 2

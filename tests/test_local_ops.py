@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep import local_ops, reference
-from cute_ep.compare import assert_prefix_and_poison
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import scale_map
-from cute_ep.local_ops import SwigluRows, copy_bytes, fused_silu, quantize
-from cute_ep.verify import POISON, poison
+from cute_ep import reference
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import scale_map
+from cute_ep.runtime import local_ops
+from cute_ep.runtime.local_ops import SwigluRows, copy_bytes, fused_silu, quantize
+from cute_ep.testing.compare import assert_prefix_and_poison
+from cute_ep.testing.verify import POISON, poison
 
 ROWS, WIDTH, GROUPS = 6, 256, 3
 SMS = 4
@@ -260,7 +261,7 @@ def test_copy_is_between_gpus(name: str) -> None:
 
 def test_arguments_are_parameters_of_the_kernel(launches: list) -> None:
     pytest.importorskip("cutlass")
-    from cute_ep.kernels.rows import RowsArgs
+    from cute_ep.kernels.swiglu import RowsArgs
 
     quantize(X, "nvfp4_row")
     fused_silu(X, fmt="mxfp8")

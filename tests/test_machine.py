@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep import machine
-from cute_ep.cli import main
-from cute_ep.errors import EPConfigError
-from cute_ep.machine import describe_devices, parse_devices
+from cute_ep.api.errors import EPConfigError
+from cute_ep.bench import machine
+from cute_ep.bench.machine import describe_devices, parse_devices
+from cute_ep.cli.main import main
 
 
 def test_devices() -> None:

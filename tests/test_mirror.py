@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep.layouts.arena import arena_of
+from cute_ep.layouts.maps.arena import arena_of
 from perf.cases import MAIN
 from perf.mirror import CONSUMED, GPUS, SOURCE_MODE, Blocks, as_rank, main, mirrored_ids
 

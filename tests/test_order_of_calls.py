@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep import communicator as module
-from cute_ep.communicator import Communicator
-from cute_ep.dispatched import tensors_of
-from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import StateWord
-from cute_ep.layouts.routing import BEYOND, Phase
+from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.maps.arena import StateWord
+from cute_ep.layouts.maps.routing import BEYOND, Phase
+from cute_ep.runtime import communicator as module
+from cute_ep.runtime.communicator import Communicator
 from tests.test_communicator import (
     ALONE,
     CFG,

@@ -17,20 +17,21 @@ import pytest
 import torch
 
 import cute_ep
-from cute_ep import ceilings as ceilings_module
-from cute_ep import library, machine
-from cute_ep import measure as measure_module
-from cute_ep.ceilings import floors
-from cute_ep.config import EPConfig
-from cute_ep.connection import connect_local
-from cute_ep.errors import EPError, EPInputError
-from cute_ep.layouts.formats import formats_of
-from cute_ep.layouts.variants import Variant
-from cute_ep.library import LibraryEntry, source_hash
-from cute_ep.local_ops import fused_silu
-from cute_ep.measure import CHAINED, CONDITIONS, OPERATIONS, PARTS, make_sets, measure
-from cute_ep.timing import rounds_per_graph
-from cute_ep.traffic import count_routing, traffic
+from cute_ep.aot import library
+from cute_ep.aot.library import LibraryEntry, source_hash
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.bench import ceilings as ceilings_module
+from cute_ep.bench import machine
+from cute_ep.bench import measure as measure_module
+from cute_ep.bench.ceilings import floors
+from cute_ep.bench.measure import CHAINED, CONDITIONS, OPERATIONS, PARTS, make_sets, measure
+from cute_ep.bench.timing import rounds_per_graph
+from cute_ep.bench.traffic import count_routing, traffic
+from cute_ep.layouts.maps.formats import formats_of
+from cute_ep.layouts.maps.variants import Variant
+from cute_ep.runtime.connection import connect_local
+from cute_ep.runtime.local_ops import fused_silu
 from perf import compiled, peers, suite
 from perf.cases import BASIC, MAIN, MEASURED_FORMATS, OTHERS, TOKENS, Shape, case_groups
 from perf.swiglu import GROUPS, group_options, ragged_offsets, silu_bytes
@@ -245,7 +246,7 @@ def test_a_failed_section_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     state = [{"clocks.sm": "1980 MHz"}]
     monkeypatch.setattr(suite, "gpu_state", lambda: state)
-    monkeypatch.setattr("cute_ep.reference_backend.ReferenceCommunicator.close", lambda self: None)
+    monkeypatch.setattr("cute_ep.reference.backend.ReferenceCommunicator.close", lambda self: None)
 
     def broken(*words: object) -> list:
         raise EPError("no such kernel")

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep import measure as measure_module
-from cute_ep import timing
-from cute_ep.measure import make_sets, set_generator
-from cute_ep.timing import rounds_per_graph
+from cute_ep.bench import measure as measure_module
+from cute_ep.bench import timing
+from cute_ep.bench.measure import make_sets, set_generator
+from cute_ep.bench.timing import rounds_per_graph
 from perf import nvshmem, peer_worker, peers, plots
 from perf.cases import MAIN, Shape
 from tests.perf_example import RANKS

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ep import machine
-from cute_ep.measure import CHAINED, CONDITIONS
+from cute_ep.bench import machine
+from cute_ep.bench.measure import CHAINED, CONDITIONS
 from perf import losses, model, plots, report, tables
 from perf.cases import MAIN
 from tests.perf_example import CEILINGS, case, example_run, synthetic

@@ -12,10 +12,12 @@ pytest.importorskip("cutlass")
 
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
-from cute_ep.kernels import express, sync
 from cute_ep.kernels.codec.base import word_lanes
-from cute_ep.kernels.divide import Divisor, quotient, remainder
-from cute_ep.kernels.pieces import (
+from cute_ep.kernels.device import lamport as express
+from cute_ep.kernels.device import sync
+from cute_ep.kernels.device.divide import Divisor, quotient, remainder
+from cute_ep.kernels.device.memory import item_coord
+from cute_ep.kernels.device.splits import (
     SEGMENT,
     are_many,
     dealt_first,
@@ -29,11 +31,10 @@ from cute_ep.kernels.pieces import (
     taken,
     whole_convoys,
 )
-from cute_ep.layouts.arena import CONVOY, COUNTERS, EXPRESS_TOKENS, MAX_PIECES, SEGMENT_BYTES, convoy_of
-from cute_ep.layouts.device import item_coord
-from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
-from cute_ep.layouts.launch import WARPS
-from cute_ep.layouts.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
+from cute_ep.layouts.maps.arena import CONVOY, COUNTERS, EXPRESS_TOKENS, MAX_PIECES, SEGMENT_BYTES, convoy_of
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.launch import WARPS
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, division_magic
 
 from .test_codec import run_map
 

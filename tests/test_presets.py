@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ep.commands.common import config
-from cute_ep.demo import cpu_preset
-from cute_ep.errors import EPConfigError
-from cute_ep.layouts.formats import FORMATS, formats_of
-from cute_ep.presets import PRESETS, preset_named, presets_named
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.presets import PRESETS, preset_named, presets_named
+from cute_ep.cli.common import config
+from cute_ep.cli.demo_layer import cpu_preset
+from cute_ep.layouts.maps.formats import FORMATS, formats_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

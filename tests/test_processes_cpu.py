@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_ep import reference, reference_processes
-from cute_ep.compare import assert_bits
-from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.routing import Phase
-from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.reference_processes import HEADER
-from cute_ep.workloads import RankInputs, make_inputs
+from cute_ep import reference
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.maps.routing import Phase
+from cute_ep.reference import processes as reference_processes
+from cute_ep.reference.backend import ReferenceCommunicator
+from cute_ep.reference.processes import HEADER
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.workloads import RankInputs, make_inputs
 from tests.cases import CASES, Case
 from tests.reference.ranks import at_once, check_filled, expected, is_poison, poisoned, processes, rows_for, small
 

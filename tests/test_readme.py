@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep import local_ops
-from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.dispatched import buffer_shapes
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.dispatched import buffer_shapes
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.runtime import local_ops
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

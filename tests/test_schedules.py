@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_ep.config import EPConfig
-from cute_ep.reference_backend import connect_reference
-from cute_ep.verify import GUARD_BYTES
+from cute_ep.api.config import EPConfig
+from cute_ep.reference.backend import connect_reference
+from cute_ep.testing.verify import GUARD_BYTES
 
 from .gpu.layers import Experts, Network, fp8_experts, plain_experts
 from .gpu.replays import Replays

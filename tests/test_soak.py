@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep import connection, reference, reference_backend
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers
-from cute_ep.errors import EPTimeout
-from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.verify import POISON
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.errors import EPTimeout
+from cute_ep.reference import backend as reference_backend
+from cute_ep.reference.backend import ReferenceCommunicator
+from cute_ep.runtime import connection
+from cute_ep.testing.verify import POISON
 
 from .soak import __main__ as soak_command
 from .soak import faults, record

@@ -23,16 +23,17 @@ import pytest
 import torch
 
 import cute_ep
-from cute_ep import EPCommunicator, EPConfig, connect_local, driver, fused_silu, quantize
-from cute_ep.communicator import Communicator
-from cute_ep.dispatched import tensors_of
+from cute_ep import EPCommunicator, EPConfig, connect_local, fused_silu, quantize
+from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.types import CombineMode, FormatName, ScaledFormat, ScaleLayout, SwigluFormat
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
-from cute_ep.errors import EPConfigError, EPError, EPInputError
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.variants import COMBINE_MODES
-from cute_ep.reference_backend import ReferenceCommunicator
-from cute_ep.types import CombineMode, FormatName, ScaledFormat, ScaleLayout, SwigluFormat
-from cute_ep.verify import POISON
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.variants import COMBINE_MODES
+from cute_ep.reference.backend import ReferenceCommunicator
+from cute_ep.runtime import driver
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.verify import POISON
 from tests.test_communicator import CFG, Make, make, replace_driver
 
 __all__ = ["make"]  # a fixture
@@ -430,6 +431,6 @@ def test_printed_code_has_right_types(tmp_path: Path) -> None:
     for line in done.stdout.splitlines():
         if line.startswith("wrong.py:"):
             told[int(line.split(":")[1])] += line
-    assert 'Revealed type is "cute_ep.dispatched.Dispatched"' in told[4]
-    assert "cute_ep.dispatched.SwigluRows" in told[5]
+    assert 'Revealed type is "cute_ep.api.dispatched.Dispatched"' in told[4]
+    assert "cute_ep.api.dispatched.SwigluRows" in told[5]
     assert all("error" in told[line] for line in (6, 7, 8)), done.stdout

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_ep import timing
-from cute_ep.errors import EPError
-from cute_ep.timing import Runner, percentile, summary
+from cute_ep.api.errors import EPError
+from cute_ep.bench import timing
+from cute_ep.bench.timing import Runner, percentile, summary
 
 
 def test_percentiles() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.config import EPConfig
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import ATOM
-from cute_ep.traffic import LAUNCHES, count_routing, per_expert_receive_bytes, traffic
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
+from cute_ep.bench.traffic import LAUNCHES, count_routing, per_expert_receive_bytes, traffic
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import ATOM
 from tests.cases import CASES
 
 

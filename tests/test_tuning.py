@@ -17,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_ep
-from cute_ep import connection, tuning_file
-from cute_ep.cli import main
-from cute_ep.commands import tune
-from cute_ep.config import EPConfig
-from cute_ep.errors import EPConfigError
-from cute_ep.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning, pieces_for
-from cute_ep.layouts.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, message_bytes
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import MAX_TOKENS_PER_RANK
-from cute_ep.layouts.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
-from cute_ep.tuning import COMBINE, DISPATCH, ONE_A_SM, TABLE_CTAS, built_in
-from cute_ep.tuning_file import Setting, find_tuning, read_tables, write_tables
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError
+from cute_ep.cli.main import main, tune
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES, message_bytes
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
+from cute_ep.runtime import connection
+from cute_ep.tuning.builtin import COMBINE, DISPATCH, ONE_A_SM, TABLE_CTAS, built_in
+from cute_ep.tuning.builtin import file as tuning_file
+from cute_ep.tuning.file import Setting, find_tuning, read_tables, write_tables
+from cute_ep.tuning.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning, pieces_for
 
 from .conftest import GPU
 from .strategies import configs
@@ -425,7 +425,7 @@ def test_a_gain_must_be_confirmed() -> None:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     """Two GPUs on which 2 pieces of a message and 128 CTAs of a combine of 1000 tokens are fastest; the ranks made."""
-    from cute_ep import machine, measure
+    from cute_ep.bench import machine, measure
 
     made: list[SimpleNamespace] = []
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cute_ep.kernels.codec.base import Codec
 from cute_ep.kernels.codec.bf16 import Bf16Codec
 from cute_ep.kernels.codec.fp8 import Fp8Codec
 from cute_ep.kernels.codec.mx import Mxfp4Codec, Mxfp8Codec
 from cute_ep.kernels.codec.nvfp4 import Nvfp4Codec
-from cute_ep.layouts.formats import Format
+from cute_ep.layouts.maps.formats import Format
 
-_CODECS = {
+_CODECS: dict[tuple[str, str | None], Any] = {
     ("bf16", None): Bf16Codec,
     ("e4m3", "f32"): Fp8Codec,
     ("e4m3", "e8m0"): Mxfp8Codec,

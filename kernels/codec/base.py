@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from cute_ep.layouts.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.scales import WORD_BYTES
+from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.maps.scales import WORD_BYTES
 
 SOURCE_BITS = 16
 """Bits of a source element (bfloat16)."""

@@ -20,8 +20,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float4E2M1FN, Float32, Uint32
 
-from cute_ep.kernels.arith import halves
 from cute_ep.kernels.codec.e4m3 import pack_e4m3
+from cute_ep.kernels.device.arith import halves
 
 WORD_ELEMENTS = 8
 """Elements of one payload word."""

@@ -19,10 +19,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from cute_ep.kernels.arith import LARGEST_BF16, halves, lanes_max, unit_amax
 from cute_ep.kernels.codec.base import UnscaledCodec, block_lanes
 from cute_ep.kernels.codec.e4m3 import pack_e4m3
 from cute_ep.kernels.codec.e8m0 import MANTISSA
+from cute_ep.kernels.device.arith import LARGEST_BF16, halves, lanes_max, unit_amax
 
 UNIT_WORDS = 8
 POWER_TIMES_INVERSE = 0x7F000000

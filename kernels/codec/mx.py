@@ -11,11 +11,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from cute_ep.kernels.arith import halves, lanes_max, unit_amax
 from cute_ep.kernels.codec.base import UnscaledCodec, block_lanes
 from cute_ep.kernels.codec.e2m1 import encode_e2m1, prescale
 from cute_ep.kernels.codec.e4m3 import pack_e4m3
 from cute_ep.kernels.codec.e8m0 import MANTISSA_BITS, SMALLEST, inverse_power, round_up
+from cute_ep.kernels.device.arith import halves, lanes_max, unit_amax
 
 INFINITY = 0x7F800000
 HALF_MANTISSA_BIT = 0x200000

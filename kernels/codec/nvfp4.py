@@ -16,10 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint32
 
-from cute_ep.kernels.arith import reciprocal, unit_amax
 from cute_ep.kernels.codec.e2m1 import encode_e2m1, prescale
 from cute_ep.kernels.codec.e4m3 import pack_e4m3, unpack_e4m3
-from cute_ep.layouts.formats import Format
+from cute_ep.kernels.device.arith import reciprocal, unit_amax
+from cute_ep.layouts.maps.formats import Format
 
 BLOCKS = 2
 """Blocks in one unit of 32 elements."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from cute_ep.build import build
-from cute_ep.layouts.variants import Hooks, Variant, variants
-from cute_ep.library import LibraryEntry
+from cute_ep.aot.build import build
+from cute_ep.aot.library import LibraryEntry
+from cute_ep.layouts.maps.variants import Hooks, Variant, variants
 
 FOLDER = Path(__file__).parents[2] / "build" / "library"
 DISASSEMBLER = "nvidia-cuda-nvdisasm"

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 
 import cute_ep
-from cute_ep import library
-from cute_ep.build import add_to_manifest, build
-from cute_ep.cubin import read_resources
-from cute_ep.errors import EPConfigError, VariantMissing
-from cute_ep.layouts.variants import (
+from cute_ep.aot import library
+from cute_ep.aot.build import add_to_manifest, build
+from cute_ep.aot.cubin import read_resources
+from cute_ep.aot.library import MANIFEST, Library, LibraryEntry, build_command, read_manifest, source_hash
+from cute_ep.api.errors import EPConfigError, VariantMissing
+from cute_ep.layouts.maps.variants import (
     ARCHITECTURES,
     COMBINE_KERNELS,
     DISPATCH_KERNELS,
@@ -34,7 +35,6 @@ from cute_ep.layouts.variants import (
     Variant,
     variants,
 )
-from cute_ep.library import MANIFEST, Library, LibraryEntry, build_command, read_manifest, source_hash
 
 from .conftest import FOLDER, WANTED
 
@@ -294,8 +294,8 @@ def test_corrupt_cubin_is_refused(private: Path) -> None:
 
 def commanded(message: str) -> list[Variant]:
     """The variants that the command at the end of an error message builds."""
-    from cute_ep.cli import make_parser
-    from cute_ep.commands.build import wanted_variants
+    from cute_ep.cli.build import wanted_variants
+    from cute_ep.cli.main import make_parser
 
     words = shlex.split(message[message.index("cute-ep build") :])
     return wanted_variants(make_parser().parse_args(words[1:]))
@@ -303,8 +303,8 @@ def commanded(message: str) -> list[Variant]:
 
 @pytest.fixture
 def empty_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Library:
-    monkeypatch.setattr("cute_ep.library.PACKAGE_FOLDER", tmp_path / "package")
-    monkeypatch.setattr("cute_ep.library.dsl_version", lambda: None)
+    monkeypatch.setattr("cute_ep.aot.library.PACKAGE_FOLDER", tmp_path / "package")
+    monkeypatch.setattr("cute_ep.aot.library.dsl_version", lambda: None)
     return Library()
 
 
@@ -321,7 +321,7 @@ def test_missing_variant_names_the_command(empty_library: Library, hooks: Hooks)
 
 @pytest.mark.slow
 def test_the_command_works(empty_library: Library) -> None:
-    from cute_ep.cli import main
+    from cute_ep.cli.main import main
 
     with pytest.raises(VariantMissing) as caught:
         empty_library.find("combine_wait_exact", "sm_90a", hooks=SCALE)
@@ -376,7 +376,7 @@ def test_missing_variant_is_built_into_the_cache(
     wanted = Variant("combine_wait_exact", "sm_90a", hooks=SCALE)
     entry = Library().find(wanted.kernel, wanted.arch, hooks=SCALE)
     text = f"no {wanted.symbol} for sm_90a yet: compiling its kernels into {own_cache}"
-    assert caplog.record_tuples == [("cute_ep.library", logging.INFO, text)]
+    assert caplog.record_tuples == [("cute_ep.aot.library", logging.INFO, text)]
     assert capfd.readouterr() == ("", "")
     assert entry.path == own_cache / "sm_90a" / f"{wanted.symbol}.cubin"
     assert entry.read()[:4] == b"\x7fELF"

@@ -10,10 +10,11 @@ from multiprocessing import get_context
 
 import pytest
 
+from cute_ep.aot.library import LibraryEntry
 from cute_ep.kernels.build import SEGMENTS
-from cute_ep.layouts.formats import FORMATS, Format
-from cute_ep.layouts.launch import CTAS_PER_SM
-from cute_ep.layouts.variants import (
+from cute_ep.layouts.maps.formats import FORMATS, Format
+from cute_ep.layouts.maps.launch import CTAS_PER_SM
+from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     COPY_KERNEL,
     DISPATCH_KERNELS,
@@ -23,7 +24,6 @@ from cute_ep.layouts.variants import (
     Variant,
     variants,
 )
-from cute_ep.library import LibraryEntry
 
 from .conftest import RESIDUAL, WANTED
 
@@ -307,7 +307,7 @@ def _ptx(variant: Variant) -> str:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], arch: str) -> None:
-    """The vocabulary of `kernels/sync.py`, and launch bounds that make the driver refuse anything larger."""
+    """The vocabulary of `kernels/device/sync.py`, and launch bounds that make the driver refuse anything larger."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         ptx = pool.submit(_ptx, Variant("dispatch", arch, "bf16")).result()
     for instruction in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cute_ep.layouts.variants import Variant
+from cute_ep.layouts.maps.variants import Variant
 from tests.gpu import mutants
 
 from .conftest import disassemble

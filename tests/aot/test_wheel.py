@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import cute_ep
-from cute_ep.layouts.variants import Variant, variants
-from cute_ep.library import LibraryEntry
+from cute_ep.aot.library import LibraryEntry
+from cute_ep.layouts.maps.variants import Variant, variants
 
 from .conftest import FOLDER
 
@@ -30,8 +30,8 @@ COPY = Variant("copy", ARCH)
 FIND = """
 import sys
 import cute_ep
-from cute_ep.library import PACKAGE_FOLDER, Library
-from cute_ep.layouts.variants import variants
+from cute_ep.aot.library import PACKAGE_FOLDER, Library
+from cute_ep.layouts.maps.variants import variants
 library = Library()
 for v in variants():
     entry = library.find(v.kernel, v.arch, v.format)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_ep import connection
-from cute_ep.communicator import Communicator
-from cute_ep.config import EPConfig
+from cute_ep.api.config import EPConfig
+from cute_ep.runtime import connection
+from cute_ep.runtime.communicator import Communicator
 
 LIBRARY = Path(__file__).parents[2] / "build" / "library"
 VIRTUAL_RANKS = 8

@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from cute_ep.config import EPConfig
-from cute_ep.local_ops import fused_silu
+from cute_ep.api.config import EPConfig
+from cute_ep.runtime.local_ops import fused_silu
 
 from .conftest import LIBRARY, connected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32
 
-from cute_ep.layouts.device import array, pointer
+from cute_ep.kernels.device.memory import array, pointer
 
 
 @cute.jit

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import grouped_mm, rms_norm, silu
 
-from cute_ep.communicator import Communicator
-from cute_ep.dispatched import DispatchBuffers, Dispatched
-from cute_ep.local_ops import fused_silu
-from cute_ep.workloads import make_inputs
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.local_ops import fused_silu
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import LIBRARY
 from .runs import Streams, delay, draw_delay, settle

@@ -50,7 +50,7 @@ _AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CO
 
 def _wait_for(epoch: str) -> tuple[Edit, ...]:
     """Senders wait for another round to be consumed."""
-    return (Edit("kernels/group.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
+    return (Edit("kernels/device/group.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
 
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
@@ -97,19 +97,19 @@ MUTANTS = {
         "split",
         (
             Edit(
-                "kernels/sync.py",
+                "kernels/device/sync.py",
                 "def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:\n",
                 "def _has_arrived(seen: Int64, epoch: Int64, dated: bool, phase=None) -> Boolean:\n"
                 "    if phase in (Phase.MESSAGE, Phase.RETURN):\n"
                 "        return seen == epoch\n",
             ),
             Edit(
-                "kernels/sync.py",
+                "kernels/device/sync.py",
                 "    arrived = _has_arrived(seen, epoch, dated)\n    if not arrived:",
                 "    arrived = _has_arrived(seen, epoch, dated, phase)\n    if not arrived:",
             ),
             Edit(
-                "kernels/sync.py",
+                "kernels/device/sync.py",
                 "arrived = _has_arrived(seen, epoch, dated)\n                polls += 1",
                 "arrived = _has_arrived(seen, epoch, dated, phase)\n                polls += 1",
             ),
@@ -122,7 +122,7 @@ MUTANTS = {
         "two ahead",
         (
             Edit(
-                "kernels/returns.py",
+                "kernels/roles/combine_schedule.py",
                 "            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)\n",
                 "            epoch = group.sent_and_received(StateWord.COMBINE_SEND_EPOCH)[0] + 1\n"
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
@@ -130,9 +130,15 @@ MUTANTS = {
                 '                dated = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
                 "                rHeader[word] = Uint32(dated)\n",
             ),
-            Edit("kernels/returns.py", "COUNTERS, HeaderWord, convoy_of", "COUNTERS, HeaderWord, StateWord, convoy_of"),
             Edit(
-                "kernels/returns.py", "import vector_atom, vector_tensor", "import pointer, vector_atom, vector_tensor"
+                "kernels/roles/combine_schedule.py",
+                "COUNTERS, HeaderWord, convoy_of",
+                "COUNTERS, HeaderWord, StateWord, convoy_of",
+            ),
+            Edit(
+                "kernels/roles/combine_schedule.py",
+                "import vector_atom, vector_tensor",
+                "import pointer, vector_atom, vector_tensor",
             ),
         ),
     ),
@@ -141,7 +147,7 @@ MUTANTS = {
         "split",
         (
             Edit(
-                "layouts/arena.py",
+                "layouts/maps/arena.py",
                 "return region_arguments((self._partial if partial else self.regions).values())",
                 "found = region_arguments((self._partial if partial else self.regions).values())\n"
                 "        regions = self.table, self.entries, self.weights, self.messages, self.returns\n"
@@ -155,12 +161,12 @@ MUTANTS = {
         "turns",
         (
             Edit(
-                "kernels/express.py",
+                "kernels/device/lamport.py",
                 "    words.fill(BLANK)\n    cute.copy(vector_atom(), words, vector_at(address, 0))\n",
                 "    words.fill(BLANK)\n",
             ),
             Edit(
-                "kernels/express.py",
+                "kernels/device/lamport.py",
                 '    """Blank 4 bytes that this rank has taken."""\n'
                 "    cute.arch.store(pointer(address, Uint32), Uint32(BLANK))\n",
                 '    """Blank 4 bytes that this rank has taken."""\n',
@@ -172,7 +178,7 @@ MUTANTS = {
         "combines of few",
         (
             Edit(
-                "kernels/group.py",
+                "kernels/device/group.py",
                 "post(self.peer_base + consumed.at(self.rank), received)",
                 "word = pointer(self.peer_base + consumed.at(self.rank), Int64)\n"
                 '            cute.arch.store(word, received, sem="relaxed", scope="sys")',

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import cute_ep
-from cute_ep import connection
-from cute_ep.errors import EPTimeout
-from cute_ep.layouts.variants import NO_HOOKS
-from cute_ep.library import read_manifest, source_folders, source_hash
+from cute_ep.aot.library import read_manifest, source_folders, source_hash
+from cute_ep.api.errors import EPTimeout
+from cute_ep.layouts.maps.variants import NO_HOOKS
+from cute_ep.runtime import connection
 
 from .conftest import LIBRARY
 from .mistakes import MUTANTS, UNCHANGED

@@ -31,15 +31,9 @@ FORMATS = "bf16"
 def make_tree(name: str, folder: Path) -> None:
     """The package as it would be installed, in a folder, with the mistake of that name."""
     skip = shutil.ignore_patterns("__pycache__", "library")
-    sources = Path(tempfile.mkdtemp(dir=folder))
-    for part in ("kernels", "layouts"):
-        shutil.copytree(ROOT / part, sources / part, ignore=skip)
-    for edit in () if name == UNCHANGED else MUTANTS[name].edits:
-        edit.apply(sources)
     shutil.copytree(ROOT / "cute_ep", folder / "cute_ep", ignore=skip)
-    for part in ("kernels", "layouts"):
-        shutil.move(sources / part, folder / "cute_ep" / part)
-    sources.rmdir()
+    for edit in () if name == UNCHANGED else MUTANTS[name].edits:
+        edit.apply(folder / "cute_ep")
 
 
 def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.Popen:

@@ -14,10 +14,10 @@ from dataclasses import fields, replace
 import torch
 
 from cute_ep import reference
-from cute_ep.communicator import Communicator
-from cute_ep.compare import assert_bits, assert_untouched_behind
-from cute_ep.dispatched import BUFFERS, DispatchBuffers, Dispatched
-from cute_ep.verify import (
+from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.compare import assert_bits, assert_untouched_behind
+from cute_ep.testing.verify import (
     POISON,
     check_dispatched,
     check_headers,
@@ -26,7 +26,7 @@ from cute_ep.verify import (
     poison,
     poisoned_buffers,
 )
-from cute_ep.workloads import make_inputs
+from cute_ep.testing.workloads import make_inputs
 
 from .runs import Streams, delay, draw_delay, settle
 

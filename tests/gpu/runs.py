@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 
 from cute_ep import reference
-from cute_ep.communicator import Communicator
-from cute_ep.compare import assert_bits, assert_untouched_behind
-from cute_ep.dispatched import Dispatched
-from cute_ep.launch_shape import MANY, Entry, Tuning
-from cute_ep.layouts.arena import EXPRESS_TOKENS
-from cute_ep.verify import POISON, check_dispatched, check_headers, guarded, poisoned_buffers
-from cute_ep.workloads import make_rank_inputs
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.compare import assert_bits, assert_untouched_behind
+from cute_ep.testing.verify import POISON, check_dispatched, check_headers, guarded, poisoned_buffers
+from cute_ep.testing.workloads import make_rank_inputs
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 from .schedules import ORDERS, TOKENS, Case, Step, steps_of
 

@@ -10,8 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cute_ep.config import EPConfig
-from cute_ep.layouts.arena import EXPRESS_TOKENS
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
 
 FEW, MANY = EXPRESS_TOKENS, EXPRESS_TOKENS + 1
 """The most tokens whose rows travel through the express regions, and the fewest whose rows do not."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from cute_ep.config import EPConfig
-from cute_ep.layouts.arena import EXPRESS_TOKENS
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.verify import RoundOptions, check_round
-from cute_ep.workloads import make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
 

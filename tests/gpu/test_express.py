@@ -8,13 +8,14 @@ from itertools import count
 import pytest
 import torch
 
-from cute_ep import reference, verify
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import QuantizedRows
-from cute_ep.layouts.arena import EXPRESS_TOKENS
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.verify import RoundOptions, check_round
-from cute_ep.workloads import make_inputs
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.testing import verify
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
 from .test_features import DTYPES

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import tensors_of
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.distributed import (
     DistributedEPCombine,
     DistributedEPDispatch,
@@ -16,12 +17,11 @@ from cute_ep.distributed import (
     DistributedEPDispatchMXFP4,
     DistributedEPDispatchNVFP4,
 )
-from cute_ep.errors import EPConfigError, EPInputError
-from cute_ep.layouts.arena import EXPRESS_TOKENS
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import ROW_ALIGNMENTS
-from cute_ep.verify import RoundOptions, check_dispatched, check_round, poisoned_buffers
-from cute_ep.workloads import make_inputs
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+from cute_ep.testing.verify import RoundOptions, check_dispatched, check_round, poisoned_buffers
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
 

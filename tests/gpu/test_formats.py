@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES, Format
-from cute_ep.local_ops import copy_bytes, quantize
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
+from cute_ep.runtime.local_ops import copy_bytes, quantize
+from cute_ep.testing.compare import assert_bits
 
 from .conftest import LIBRARY, connected
 

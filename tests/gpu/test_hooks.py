@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cute_ep import Hooks, reference
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import Dispatched
-from cute_ep.verify import expert_rows
-from cute_ep.workloads import make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import expert_rows
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.layouts.arena import EXPRESS_TOKENS
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.testing.compare import assert_bits
 
 from .conftest import connected
 from .layers import Network, fp8_experts, plain_experts

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.communicator import Communicator
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import tensors_of
-from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.arena import EXPRESS_TOKENS, HeaderWord
-from cute_ep.verify import POISON, check_round, expert_rows, poison, poisoned_buffers
-from cute_ep.workloads import make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS, HeaderWord
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import POISON, check_round, expert_rows, poison, poisoned_buffers
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ep.config import EPConfig
-from cute_ep.launch_shape import MANY, Entry, Tuning, pieces_for
-from cute_ep.layouts.arena import EXPRESS_TOKENS, MAX_PIECES
-from cute_ep.verify import RoundOptions, check_round
-from cute_ep.workloads import make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS, MAX_PIECES
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, pieces_for
 
 from .conftest import connected
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits, assert_prefix_and_poison
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
-from cute_ep.layouts.scales import ATOM, TRANSPOSED
-from cute_ep.local_ops import SwigluRows, fused_silu
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
+from cute_ep.runtime.local_ops import SwigluRows, fused_silu
+from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison
 
 from .conftest import LIBRARY
 from .test_formats import every_bf16

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_ep.config import EPConfig
+from cute_ep.api.config import EPConfig
 
 from . import mutants
 from .conftest import connected

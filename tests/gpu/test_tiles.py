@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 
-from cute_ep.config import EPConfig
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.arena import EXPRESS_TOKENS
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import (
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import (
     ATOM,
     FEW_WORDS,
     SCATTERED_EXPRESS_WORDS,
@@ -21,8 +21,8 @@ from cute_ep.layouts.scales import (
     has_tiles,
     scale_words,
 )
-from cute_ep.verify import POISON, RoundOptions, check_round, poisoned_buffers
-from cute_ep.workloads import RankInputs, make_inputs
+from cute_ep.testing.verify import POISON, RoundOptions, check_round, poisoned_buffers
+from cute_ep.testing.workloads import RankInputs, make_inputs
 
 from .conftest import connected
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import QuantizedRows
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.scales import LINEAR
-from cute_ep.local_ops import fused_silu
-from cute_ep.verify import RoundOptions, check_round
-from cute_ep.workloads import make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import LINEAR
+from cute_ep.runtime.local_ops import fused_silu
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import LIBRARY, connected
 

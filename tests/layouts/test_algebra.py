@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from cute_ep.layouts import eager
-from cute_ep.layouts.algebra import (
+from cute_ep.layouts.algebra.algebra import (
     Layout,
     LayoutError,
     Swizzle,
@@ -15,6 +14,7 @@ from cute_ep.layouts.algebra import (
     col_major,
     complement,
     composition,
+    eager,
     flat_divide,
     idx2crd,
     is_injective,
@@ -214,7 +214,7 @@ def test_swizzle():
 
 def test_import_needs_neither_the_dsl_nor_torch():
     check = (
-        "import sys, cute_ep.layouts, cute_ep.layouts.algebra as a, cute_ep.layouts.tile_tensor as t;"
+        "import sys, cute_ep.layouts, cute_ep.layouts.algebra.algebra as a, cute_ep.layouts.tiles.tile_tensor as t;"
         "assert t.TileTensor(a.row_major(4, 8)).tile((2, 4), (1, 0)).vectorize(1, 4).offsets();"
         "assert not {'cutlass', 'torch', 'numpy'} & set(sys.modules)"
     )

@@ -9,15 +9,15 @@ import re
 import pytest
 import torch
 
-from cute_ep.layouts.algebra import Layout, LayoutError, Swizzle, col_major, row_major
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.algebra.algebra import Layout, LayoutError, Swizzle, col_major, row_major
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 cutlass = pytest.importorskip("cutlass")
 cute = pytest.importorskip("cutlass.cute")
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor  # noqa: E402
 from cutlass.cutlass_dsl import CuTeDSL  # noqa: E402
 
-from cute_ep.layouts.device_tile import DeviceTile  # noqa: E402
+from cute_ep.layouts.tiles.device_tile import DeviceTile  # noqa: E402
 
 ROWS, COLUMNS = 8, 16
 

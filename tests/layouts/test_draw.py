@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 
-from cute_ep.layouts.algebra import Layout, LayoutError, row_major
+from cute_ep.layouts.algebra.algebra import Layout, LayoutError, row_major
 from cute_ep.layouts.draw import layout_svg, layout_table, layout_text, owners
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 SVG = "{http://www.w3.org/2000/svg}"
 

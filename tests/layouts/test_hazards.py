@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from cute_ep.layouts.algebra import (
+from cute_ep.layouts.algebra.algebra import (
     Layout,
     LayoutError,
     blocked_product,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cute_ep.layouts.algebra import (
+from cute_ep.layouts.algebra.algebra import (
     Layout,
     LayoutError,
     Swizzle,
@@ -35,8 +35,8 @@ from cute_ep.layouts.algebra import (
     tiled_divide,
     zipped_divide,
 )
-from cute_ep.layouts.guards import inexact_composition
-from cute_ep.layouts.scales import (
+from cute_ep.layouts.algebra.guards import inexact_composition
+from cute_ep.layouts.maps.scales import (
     ATOM,
     ATOM_BYTES,
     LINEAR,
@@ -47,7 +47,7 @@ from cute_ep.layouts.scales import (
     scale_shape,
     scale_words,
 )
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 L = Layout.parse
 LARGEST = 256

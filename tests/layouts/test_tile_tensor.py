@@ -3,7 +3,7 @@
 import pytest
 import tiletensor_golden as golden
 
-from cute_ep.layouts.algebra import (
+from cute_ep.layouts.algebra.algebra import (
     Layout,
     LayoutError,
     Swizzle,
@@ -13,7 +13,7 @@ from cute_ep.layouts.algebra import (
     row_major,
     zipped_divide,
 )
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 
 def view(text, **options):
@@ -254,7 +254,7 @@ def rounded_down_part(extent, index, count, align):
 
 
 DISTRIBUTE, VECTORIZE = TileTensor.distribute, TileTensor.vectorize
-MODULE = "cute_ep.layouts.tile_tensor"
+MODULE = "cute_ep.layouts.tiles.tile_tensor"
 
 MUTANTS = {
     "tile counts elements": (

@@ -6,7 +6,7 @@ stride 16, `dyn8x12` run-time extents (row-major), `rmn2.4x3.5` / `cmn...` neste
 
 from pathlib import Path
 
-from cute_ep.layouts.algebra import (
+from cute_ep.layouts.algebra.algebra import (
     Layout,
     Swizzle,
     blocked_product,
@@ -16,8 +16,8 @@ from cute_ep.layouts.algebra import (
     row_major,
     zipped_divide,
 )
-from cute_ep.layouts.scales import atom_shape_stride
-from cute_ep.layouts.tile_tensor import TileTensor
+from cute_ep.layouts.maps.scales import atom_shape_stride
+from cute_ep.layouts.tiles.tile_tensor import TileTensor
 
 CASES = dict(
     line.split("|")

@@ -8,9 +8,9 @@ import sys
 import torch
 
 from cute_ep import reference
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import QuantizedRows
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.layouts.maps.formats import FORMATS
 from tests.reference import oracle
 
 HEAD = (

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from cute_ep.compare import assert_bits
-from cute_ep.dispatched import QuantizedRows
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.testing.compare import assert_bits
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 FINITE_BF16 = ALL_BF16[ALL_BF16.isfinite()]

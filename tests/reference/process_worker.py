@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.connection import connect
-from cute_ep.errors import EPConfigError, EPTimeout
-from cute_ep.verify import check_dispatched, expert_rows, poison, poisoned_buffers
-from cute_ep.workloads import make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPTimeout
+from cute_ep.runtime.connection import connect
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import check_dispatched, expert_rows, poison, poisoned_buffers
+from cute_ep.testing.workloads import make_inputs
 
 ROUNDS = 6
 

@@ -11,14 +11,14 @@ from dataclasses import fields
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits, assert_prefix_and_poison
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, tensors_of
-from cute_ep.errors import EPError
-from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
-from cute_ep.reference_processes import connect_processes
-from cute_ep.verify import POISON, poison
-from cute_ep.workloads import RankInputs, make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.api.errors import EPError
+from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
+from cute_ep.reference.processes import connect_processes
+from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison
+from cute_ep.testing.verify import POISON, poison
+from cute_ep.testing.workloads import RankInputs, make_inputs
 
 FLOAT_POISON = torch.full((4,), POISON, dtype=torch.uint8).view(torch.float32).item()
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.communicator import Communicator
-from cute_ep.compare import assert_bits
-from cute_ep.dispatched import Dispatched
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatchNVFP4
-from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.layouts.routing import LOST_ROW
-from cute_ep.layouts.variants import COMBINE_MODES
-from cute_ep.reference_backend import ReferenceCommunicator, connect_reference
-from cute_ep.reference_results import UNKNOWN
-from cute_ep.verify import poison
-from cute_ep.workloads import make_inputs
+from cute_ep.layouts.maps.routing import LOST_ROW
+from cute_ep.layouts.maps.variants import COMBINE_MODES
+from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
+from cute_ep.reference.results import UNKNOWN
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import poison
+from cute_ep.testing.workloads import make_inputs
 from tests.cases import CASES, Case
 from tests.reference.ranks import (
     FLOAT_POISON,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.layouts.formats import FORMATS
+from cute_ep.layouts.maps.formats import FORMATS
 
 from . import error_table, oracle
 from .oracle import ALL_BF16

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from cute_ep import reference, reference_formats
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.errors import EPInputError
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
+from cute_ep.reference import formats as reference_formats
+from cute_ep.testing.compare import assert_bits
 from tests.cases import CASES, Case
 
 from .oracle import ALL_BF16

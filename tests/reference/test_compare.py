@@ -3,15 +3,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_ep import reference, verify
-from cute_ep.compare import assert_bits, assert_prefix_and_poison, assert_untouched_behind
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import BUFFERS, Dispatched
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.arena import HeaderWord
-from cute_ep.layouts.scales import ATOM, LINEAR, TRANSPOSED
-from cute_ep.reference_backend import connect_reference
-from cute_ep.verify import (
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import BUFFERS, Dispatched
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED
+from cute_ep.reference.backend import connect_reference
+from cute_ep.testing import verify
+from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison, assert_untouched_behind
+from cute_ep.testing.verify import (
     GUARD_BYTES,
     POISON,
     SPARE_ROWS,
@@ -22,7 +23,7 @@ from cute_ep.verify import (
     guarded,
     poisoned_buffers,
 )
-from cute_ep.workloads import make_inputs
+from cute_ep.testing.workloads import make_inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.uint32])

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from cute_ep import connect_local, dequantize, reference
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, QuantizedRows, SwigluRows
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.local_ops import fused_silu, quantize
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, QuantizedRows, SwigluRows
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.runtime.local_ops import fused_silu, quantize
+from cute_ep.testing.compare import assert_bits
 
 WITH_LAYOUTS = [(name, layout) for name, record in FORMATS.items() for layout in record.scale_layouts or (None,)]
 OF_SILU = [(name, layout) for name, layout in WITH_LAYOUTS if layout and not FORMATS[name].row_scale]

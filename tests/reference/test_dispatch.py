@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, QuantizedRows
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.arena import HeaderWord
-from cute_ep.layouts.formats import FORMATS
-from cute_ep.layouts.routing import ROW_ALIGNMENTS
-from cute_ep.layouts.scales import scale_shape
-from cute_ep.layouts.variants import COMBINE_MODES
-from cute_ep.validate import check_tokens
-from cute_ep.workloads import ROUTINGS, make_inputs, make_rank_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.validate import check_tokens
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+from cute_ep.layouts.maps.scales import scale_shape
+from cute_ep.layouts.maps.variants import COMBINE_MODES
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.workloads import ROUTINGS, make_inputs, make_rank_inputs
 from tests.cases import CASES, Case
 from tests.strategies import deployments
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cute_ep import reference_processes
-from cute_ep.errors import EPError
-from cute_ep.layouts.routing import Phase
-from cute_ep.reference_processes import HEADER, HELLO, HOST, TOKEN_BYTES, Mail, _meet, _read
+from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.routing import Phase
+from cute_ep.reference import processes as reference_processes
+from cute_ep.reference.processes import HEADER, HELLO, HOST, TOKEN_BYTES, Mail, _meet, _read
 
 
 def test_a_peer_that_takes_no_messages() -> None:

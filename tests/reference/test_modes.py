@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from cute_ep.modes import no_modes, writing_modes
+from cute_ep.api.modes import no_modes, writing_modes
 
 MODES: dict[str, Callable[[], AbstractContextManager]] = {
     "autocast bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
+from cute_ep.testing.compare import assert_bits
 
 from . import oracle
 from .oracle import ALL_BF16, neighbours

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from cute_ep import reference, reference_formats
-from cute_ep.compare import assert_bits
-from cute_ep.dispatched import QuantizedRows
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.formats import FORMATS, NVFP4
+from cute_ep import reference
+from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.formats import FORMATS, NVFP4
+from cute_ep.reference import formats as reference_formats
+from cute_ep.testing.compare import assert_bits
 
 from . import oracle
 from .oracle import ALL_BF16, assert_rows

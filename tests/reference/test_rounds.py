@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_ep import reference, reference_backend
-from cute_ep.compare import assert_bits
-from cute_ep.errors import EPError, EPInputError, EPTimeout
-from cute_ep.reference_backend import connect_reference
-from cute_ep.workloads import make_inputs
+from cute_ep import reference
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.reference import backend as reference_backend
+from cute_ep.reference.backend import connect_reference
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.workloads import make_inputs
 from tests.reference.ranks import check_filled, dispatch_all, expected, poisoned, rows_for, small
 
 # ---- when arguments are read

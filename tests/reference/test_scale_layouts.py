@@ -1,12 +1,11 @@
-"""Layouts of scale factors, against the strides that `cute_ep.layouts.scales` gives to kernels."""
+"""Layouts of scale factors, against the strides that `cute_ep.layouts.maps.scales` gives to kernels."""
 
 import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
-from cute_ep.errors import EPInputError
-from cute_ep.layouts.scales import (
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.scales import (
     ATOM,
     ATOM_BYTES,
     ATOM_ROWS,
@@ -19,6 +18,7 @@ from cute_ep.layouts.scales import (
     scale_shape,
     tile_row,
 )
+from cute_ep.testing.compare import assert_bits
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4, 6, 180])

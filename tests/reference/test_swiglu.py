@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.compare import assert_bits
-from cute_ep.errors import EPInputError
+from cute_ep.api.errors import EPInputError
+from cute_ep.testing.compare import assert_bits
 
 from .oracle import ALL_BF16
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cute_ep.errors import EPConfigError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPInputError
 
 from .deployments import device_sets, draw_deployment
 from .faults import FAULTS, act_here, run_faults

@@ -12,13 +12,13 @@ from math import prod
 import torch
 
 from cute_ep import reference
-from cute_ep.config import EPConfig
-from cute_ep.dispatched import DispatchBuffers, Dispatched, buffer_shapes
-from cute_ep.layouts.arena import HeaderWord
-from cute_ep.layouts.record import align_up
-from cute_ep.layouts.scales import TRANSPOSED
-from cute_ep.verify import POISON, SPARE_ROWS, expert_rows, poison
-from cute_ep.workloads import RankInputs, make_inputs
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.scales import TRANSPOSED
+from cute_ep.testing.verify import POISON, SPARE_ROWS, expert_rows, poison
+from cute_ep.testing.workloads import RankInputs, make_inputs
 
 from .deployments import InputSet
 
@@ -190,8 +190,8 @@ def _changed(one: RankInputs, given: InputSet) -> RankInputs:
 def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.device) -> Segment:
     """Memory for one rank's dispatch output with SPARE_ROWS more than arrive, and what must be in it.
 
-    Undefined are, as `cute_ep.verify.check_dispatched` has it: header words that others choose, `row_map` beyond a
-    source's tokens, and weights of entries that have no row here.
+    Undefined are, as `cute_ep.testing.verify.check_dispatched` has it: header words that others set, `row_map` beyond
+    a source's tokens, and weights of entries that have no row here.
     """
     capacity = align_up(int(want.num_rows) + SPARE_ROWS, cfg.alignment)
     shapes = {name: shape for name, shape in buffer_shapes(cfg, capacity).items() if shape is not None}

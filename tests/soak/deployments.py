@@ -10,13 +10,13 @@ from random import Random
 
 import torch
 
-from cute_ep.config import EPConfig
-from cute_ep.launch_shape import MANY, Entry, Tuning, pieces_for
-from cute_ep.layouts.arena import EXPRESS_TOKENS
-from cute_ep.layouts.formats import FORMATS, VECTOR_BYTES
-from cute_ep.layouts.routing import ROW_ALIGNMENTS
-from cute_ep.machine import parse_devices
-from cute_ep.workloads import ROUTINGS
+from cute_ep.api.config import EPConfig
+from cute_ep.bench.machine import parse_devices
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+from cute_ep.testing.workloads import ROUTINGS
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, pieces_for
 
 SMS_OF_WAITERS = 96
 """SMs of one GPU that all kernels which wait for each other may hold together. The rest is for kernels that stand
@@ -37,7 +37,7 @@ class InputSet:
 
     Attributes:
         tokens: of each rank.
-        routing: one of `cute_ep.workloads.ROUTINGS`.
+        routing: one of `cute_ep.testing.workloads.ROUTINGS`.
         twice: share of the tokens whose first expert is their last one, too.
         weights_at: "dispatch" or "combine", whose call is given the router weights, or "nowhere".
         input_scale: whether each rank gives a global scale.
@@ -97,7 +97,7 @@ class Deployment:
 
 def device_sets(argument: str) -> list[tuple[str, ...]]:
     """Devices of the ranks that deployments choose from. "auto": with a rank a GPU, virtual ranks and mixtures of both
-    on all GPUs; else the one that `cute_ep.machine.parse_devices` understands."""
+    on all GPUs; else the one that `cute_ep.bench.machine.parse_devices` understands."""
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if argument != "auto" or not gpus:
         return [tuple(parse_devices(argument))]

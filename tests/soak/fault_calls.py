@@ -17,9 +17,9 @@ from random import Random
 
 import torch
 
-from cute_ep.config import EPConfig, memory_bytes
-from cute_ep.connection import connect_local, connected
-from cute_ep.errors import EPError, EPInputError, EPTimeout
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.runtime.connection import connect_local, connected
 
 from .group import TIMEOUT_S, Group, expect, group_of, small_config, small_input, sms_for
 from .programs import draw_program, enqueue

@@ -15,8 +15,8 @@ from random import Random
 from types import CodeType, FrameType
 
 import cute_ep
-from cute_ep.connection import connected
-from cute_ep.errors import EPError
+from cute_ep.api.errors import EPError
+from cute_ep.runtime.connection import connected
 
 from .group import Group, group_of, small_config, small_input, sms_for
 

@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 
 import cute_ep
-from cute_ep import library as runtime
-from cute_ep.driver import architecture
-from cute_ep.errors import EPConfigError, VariantMissing
-from cute_ep.layouts.variants import ARCHITECTURES, Variant
-from cute_ep.library import MANIFEST, Library, LibraryEntry, source_hash
+from cute_ep.aot import library as runtime
+from cute_ep.aot.library import MANIFEST, Library, LibraryEntry, source_hash
+from cute_ep.api.errors import EPConfigError, VariantMissing
+from cute_ep.layouts.maps.variants import ARCHITECTURES, Variant
+from cute_ep.runtime.driver import architecture
 
 from .group import expect, group_of, small_input
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from cute_ep.errors import EPInputError
-from cute_ep.library import source_hash
-from cute_ep.machine import environment, parse_devices
+from cute_ep.aot.library import source_hash
+from cute_ep.api.errors import EPInputError
+from cute_ep.bench.machine import environment, parse_devices
 
 from . import fault_calls, fault_interrupts, fault_libraries, fault_ranks
 from .record import Bar, check_writable

@@ -9,9 +9,9 @@ from random import Random
 
 import torch
 
-from cute_ep.communicator import Communicator
-from cute_ep.config import EPConfig
-from cute_ep.connection import connected
+from cute_ep.api.config import EPConfig
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.connection import connected
 
 from .batches import Batch
 from .deployments import SMS_OF_WAITERS, InputSet

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.communicator import Communicator
-from cute_ep.rounds import MAX_OUTSTANDING
+from cute_ep.api.rounds import MAX_OUTSTANDING
+from cute_ep.runtime.communicator import Communicator
 
 from .batches import Batch
 

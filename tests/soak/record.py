@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import cute_ep
-from cute_ep.errors import EPInputError
-from cute_ep.library import source_hash
-from cute_ep.machine import environment
+from cute_ep.aot.library import source_hash
+from cute_ep.api.errors import EPInputError
+from cute_ep.bench.machine import environment
 
 from .rounds import Outcome
 

@@ -14,9 +14,9 @@ from random import Random
 
 import torch
 
-from cute_ep.communicator import Communicator
-from cute_ep.connection import connected
-from cute_ep.errors import EPError
+from cute_ep.api.errors import EPError
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.connection import connected
 
 from .batches import Batch
 from .deployments import Deployment, draw_tuning
@@ -69,7 +69,7 @@ def run_deployment(
     Args:
         random: draws everything that `deployment` does not say.
         step: told the rounds that were compared, from time to time.
-        connect: makes the communicators, as `cute_ep.connection.connected`.
+        connect: makes the communicators, as `cute_ep.runtime.connection.connected`.
     """
     outcome, deadline = Outcome(), time.monotonic() + seconds
 

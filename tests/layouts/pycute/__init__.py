@@ -10,14 +10,14 @@ where CUTLASS is a checkout of github.com/NVIDIA/cutlass (4.x) without its pytho
 
 What differs from `cute_ep.layouts`: sizes are methods, layouts of extent 1 get product strides, nothing is
 checked on construction, and `composition` may reach past the outer layout (`partial=True`), which two of
-the tests do. The algebra itself is `cute_ep.layouts.algebra`, guards included. Integer-tuple functions that
+the tests do. The algebra itself is `cute_ep.layouts.algebra.algebra`, guards included. Integer-tuple functions that
 our library has no use for are written here, from their documented meaning.
 """
 
 from abc import ABCMeta
 from math import prod
 
-from cute_ep.layouts import algebra
+from cute_ep.layouts.algebra.algebra import algebra
 
 __all__ = [
     "Integer",

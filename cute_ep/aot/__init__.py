@@ -1,0 +1,1 @@
+"""Kernels compiled ahead of time: building cubins, and finding them."""

@@ -1,0 +1,198 @@
+"""EPConfig: one frozen description of a deployment, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TypeGuard
+
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.types import FormatName, ScaleLayout
+from cute_ep.layouts.maps.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
+from cute_ep.layouts.maps.formats import FORMATS, Format
+from cute_ep.layouts.maps.routing import (
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_TOKENS_PER_RANK,
+    MAX_TOP_K,
+    ROW_ALIGNMENTS,
+    max_rows,
+    shared_slice,
+)
+
+MAX_HIDDEN = 65536
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is an integer, of NumPy too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a real number, of NumPy too; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class EPConfig:
+    """Shapes and limits of one expert-parallel group.
+
+    Attributes:
+        hidden: elements of a token row.
+        num_experts: experts of all ranks together; rank r owns [r * E/R, (r + 1) * E/R).
+        top_k: experts a token chooses (entries of one row of `topk_ids`).
+        max_tokens_per_rank: most tokens of one rank in one call.
+        world_size: number of ranks.
+        dispatch_format: name of the wire and output format of dispatched rows (`cute_ep.layouts.maps.formats`).
+        timeout_s: how long a kernel waits for a peer before it gives up.
+        scale_layout: how the scale factors of the output are laid out (`cute_ep.layouts.maps.scales`); None: the
+            format's default.
+        row_alignment: multiple to which each expert's rows are padded with zeros; None: the format's default.
+        fused_shared_expert: group 0 of every dispatch output is a shared expert with this rank's own tokens, and
+            combine adds its rows.
+        skip_a2a: every rank is given all tokens, serves its own experts only, and combine returns partial sums that
+            the caller adds over the `world_size` ranks. Nothing travels. The shared expert's tokens are shared out.
+
+    Raises:
+        EPConfigError: a field breaks its rule.
+    """
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    max_tokens_per_rank: int
+    world_size: int
+    dispatch_format: FormatName = "bf16"
+    timeout_s: float = 60.0
+    scale_layout: ScaleLayout | None = None
+    row_alignment: int | None = None
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise EPConfigError(f"{name} = {getattr(self, name)!r}: {rule}")
+
+        for name, low, high in (
+            ("hidden", 1, MAX_HIDDEN),
+            ("world_size", 1, MAX_RANKS),
+            ("num_experts", 1, MAX_EXPERTS),
+            ("top_k", 1, MAX_TOP_K),
+            ("max_tokens_per_rank", 1, MAX_TOKENS_PER_RANK),
+        ):
+            value = getattr(self, name)
+            require(is_integer(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")
+            object.__setattr__(self, name, int(value))
+        require(
+            self.num_experts % self.world_size == 0,
+            "num_experts",
+            f"must be a multiple of world_size = {self.world_size}",
+        )
+        require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
+        in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= 3600
+        require(in_time, "timeout_s", "must be a number in [1e-9, 3600] seconds")
+        object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        for name in ("fused_shared_expert", "skip_a2a"):
+            require(isinstance(getattr(self, name), bool), name, "must be True or False")
+        known = isinstance(self.dispatch_format, str) and self.dispatch_format in FORMATS
+        require(known, "dispatch_format", f"must be one of {', '.join(FORMATS)}")
+        try:
+            self.format.check_hidden(self.hidden)
+            self.format.scale_layout(self.scale_layout)
+        except ValueError as error:
+            raise EPConfigError(str(error)) from None
+        size = message_of(self.format, self.hidden).pitch
+        require(
+            self.max_tokens_per_rank * size < MAX_STRIDE,
+            "max_tokens_per_rank",
+            f"must leave the messages of a rank, {size} bytes each, below 2 GiB",
+        )
+        if self.format.scale is not None:
+            size = self.arena.nbytes
+            require(
+                size <= MAX_SCALED,
+                "max_tokens_per_rank",
+                f"must leave the arena of a rank, {size} bytes, within 64 GiB",
+            )
+        allowed = [alignment for alignment in ROW_ALIGNMENTS if alignment % self.format.row_alignment == 0]
+        require(
+            self.row_alignment is None or (is_integer(self.row_alignment) and self.row_alignment in allowed),
+            "row_alignment",
+            f"must be one of {', '.join(map(str, allowed))} for {self.dispatch_format}",
+        )
+        if self.row_alignment is not None:
+            object.__setattr__(self, "row_alignment", int(self.row_alignment))
+
+    @property
+    def format(self) -> Format:
+        """The record of `dispatch_format`."""
+        return FORMATS[self.dispatch_format]
+
+    @property
+    def local_experts(self) -> int:
+        """Experts that each rank owns."""
+        return self.num_experts // self.world_size
+
+    @property
+    def groups(self) -> int:
+        """Groups of rows in a dispatch output: the local experts, after the shared one if there is one."""
+        return self.local_experts + self.fused_shared_expert
+
+    @property
+    def alignment(self) -> int:
+        """`row_alignment`, or the format's default."""
+        return self.format.row_alignment if self.row_alignment is None else self.row_alignment
+
+    @property
+    def scales_as(self) -> str | None:
+        """`scale_layout`, or the format's default; None when the format has no scale factors."""
+        return self.format.scale_layout(self.scale_layout)
+
+    @property
+    def peers(self) -> int:
+        """Ranks that exchange messages: all, or with `skip_a2a` each one alone."""
+        return 1 if self.skip_a2a else self.world_size
+
+    def shared_slice(self, tokens: int, rank: int) -> tuple[int, int]:
+        """(first, number) of the `tokens` tokens that rank `rank` gives to the shared expert; (0, 0) without one."""
+        if not self.fused_shared_expert:
+            return 0, 0
+        return shared_slice(tokens, rank, self.world_size) if self.skip_a2a else (0, tokens)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows to allocate for one dispatch output in the worst case."""
+        shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
+        return max_rows(self.peers, self.top_k, self.max_tokens_per_rank, self.groups, self.alignment, shared)
+
+    @property
+    def arena(self) -> Arena:
+        """Byte map of one rank's symmetric memory."""
+        return Arena(
+            ranks=self.peers,
+            local_experts=self.local_experts,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens_per_rank,
+            message=message_of(self.format, self.hidden),
+            hidden=self.hidden,
+            slots=return_slots(self.peers, self.top_k),
+        )
+
+
+def check_config(cfg: object) -> None:
+    """EPConfigError unless it is an EPConfig."""
+    if not isinstance(cfg, EPConfig):
+        raise EPConfigError(f"cfg = {type(cfg).__name__}: must be an EPConfig")
+
+
+def memory_bytes(cfg: EPConfig) -> int:
+    """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
+
+    The sum of the regions of `layouts.arena.Arena`, which docs/memory.md writes out as a formula.
+
+    Raises:
+        EPConfigError: `cfg` is no EPConfig.
+    """
+    check_config(cfg)
+    return int(cfg.arena.allocation)

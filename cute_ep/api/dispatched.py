@@ -1,0 +1,268 @@
+"""What dispatch returns and combine needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.formats import Format
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.scales import ATOM, scale_shape
+
+
+class Origin:
+    """Whose a batch is: each communicator has one of these, which is compared by identity."""
+
+    __slots__ = ("rank",)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class Use:
+    """How often tensors of `DispatchBuffers` were received into. It goes with `row_offsets`: the buffers, and all
+    batches in the same tensors, share it."""
+
+    __slots__ = ("turn",)
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def __reduce__(self) -> tuple:
+        return Use, ()  # copies of the tensors hold no batch of a communicator
+
+    @staticmethod
+    def of(row_offsets: torch.Tensor) -> Use:
+        """That of the buffers with these offsets."""
+        use = getattr(row_offsets, "_cute_ep_use", None)
+        if use is None:
+            use = row_offsets._cute_ep_use = Use()
+        return use
+
+    def begin(self) -> None:
+        """A batch is about to be received: those before are gone."""
+        self.turn += 1
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in a token format, scale factors row-major.
+
+    What takes them takes torch's own types as well, the same bits: float4_e2m1fn_x2 (where torch has it) as payload of
+    4-bit formats, float8_e8m0fnu and float8_e4m3fn as scales.
+
+    Attributes:
+        payload: [rows, hidden] float8_e4m3fn, or [rows, hidden / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: [rows, hidden / block] uint8 bits or float32.
+        row_scales: [rows] bfloat16, in formats whose rows have a scale of their own.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+    row_scales: torch.Tensor | None = None
+
+
+class SwigluRows(NamedTuple):
+    """Rows after SwiGLU in a format with scales.
+
+    Attributes:
+        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.maps.scales`.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DispatchBuffers:
+    """Memory of one dispatch output, to be reused call after call (see `Communicator.allocate`). Its tensors stay where
+    they are: leave their shapes and storages alone.
+
+    A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. G is
+    their number. Each group's rows are padded to the configuration's `alignment` with rows of zeros.
+
+    Attributes:
+        tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden / 2] uint8 (4-bit formats: element 0
+            in the low nibble).
+        scales: block scale factors, uint8 bits or float32, in the configuration's scale layout
+            (`cute_ep.layouts.maps.scales` has the shapes); rows that pad a group are zero. None when the format has
+            none.
+        row_scales: [capacity] bfloat16, each row's own scale. None when the format has none.
+        row_offsets: [G + 1] int32; group g owns rows [row_offsets[g], row_offsets[g + 1]), padding included.
+        row_counts: [G] int32, rows of each group without padding.
+        scales_offsets: [G] int32; the first 128-row scale block of group g is
+            row_offsets[g] // 128 + scales_offsets[g]. None unless scales are in the 128x4 atom layout.
+        expert_ids: [G] int32, 0 .. G-1.
+        src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row; (token, top_k) for
+            rows of the shared expert, (-1, -1) for padding.
+        num_rows: [1] int32, row_offsets[G].
+        row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none, 2^31 - 1 where
+            the buffers could not hold all rows. R is the number of ranks that exchange messages (`EPConfig.peers`).
+        headers: [R, 4] int32, one header a source (`cute_ep.layouts.maps.arena.HeaderWord`).
+        weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
+            source gave weights. None from `reference.dispatch` when no rank gave any.
+        use: which batch the tensors hold.
+    """
+
+    use: ClassVar[Use]  # each instance's own, but no field: made with the tensors, shared by all batches in them
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    row_scales: torch.Tensor | None
+    row_offsets: torch.Tensor
+    row_counts: torch.Tensor
+    scales_offsets: torch.Tensor | None
+    expert_ids: torch.Tensor
+    src_info: torch.Tensor
+    num_rows: torch.Tensor
+    row_map: torch.Tensor
+    headers: torch.Tensor
+    weights: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "use", Use.of(self.row_offsets))
+
+    @classmethod
+    def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
+        """Uninitialised buffers for `capacity` rows, rounded up to the alignment (default `cfg.max_rows`, which no
+        routing can exceed). EPInputError: that is no number of rows."""
+        if capacity is not None and not (is_integer(capacity) and capacity >= 0):
+            raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
+        rows = align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment)
+        shapes = buffer_shapes(cfg, rows)
+        return cls(
+            **{
+                name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
+                for name, want in shapes.items()
+            }
+        )
+
+    def __repr__(self) -> str:
+        return f"DispatchBuffers({_extents(self)})"
+
+
+BUFFERS = tuple(field.name for field in fields(DispatchBuffers))
+"""Names of the tensors of `DispatchBuffers`."""
+
+
+def tensors_of(buffers: DispatchBuffers) -> dict[str, torch.Tensor | None]:
+    """The tensors of `DispatchBuffers` by name, also of a batch that was returned in them."""
+    return {name: getattr(buffers, name) for name in BUFFERS}
+
+
+def payload_dtype(fmt: Format) -> torch.dtype:
+    """Element type of a tensor of payload rows; 4-bit elements come two in a uint8."""
+    return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[fmt.element]
+
+
+def payload_types(fmt: Format) -> tuple[torch.dtype, ...]:
+    """Element types of payload rows that callers may give; `payload_dtype` is the first."""
+    pairs = getattr(torch, "float4_e2m1fn_x2", None) if fmt.element == "e2m1" else None  # torch 2.8 or newer
+    return (payload_dtype(fmt),) if pairs is None else (payload_dtype(fmt), pairs)
+
+
+def scale_types(fmt: Format) -> tuple[torch.dtype, ...]:
+    """Element types of scale factors that callers may give; `scale_dtype` is the first."""
+    named = {"e8m0": (torch.float8_e8m0fnu,), "e4m3": (torch.float8_e4m3fn,)}.get(fmt.scale or "", ())
+    return scale_dtype(fmt), *named
+
+
+def as_own_types(rows: QuantizedRows, fmt: Format) -> QuantizedRows:
+    """The same memory in the types that this library gives rows of `fmt`."""
+    payload, scales, row_scales = rows
+    return QuantizedRows(
+        payload.view(payload_dtype(fmt)), None if scales is None else scales.view(scale_dtype(fmt)), row_scales
+    )
+
+
+ID_TYPES = (torch.int32, torch.int64)
+"""Element types of `topk_ids`."""
+
+
+def payload_columns(fmt: Format, hidden: int) -> int:
+    """Elements of one row of a tensor of payload rows."""
+    return fmt.payload_bytes(hidden) // payload_dtype(fmt).itemsize
+
+
+def scale_dtype(fmt: Format) -> torch.dtype:
+    """Element type of a tensor of scale factors; one-byte numbers are kept as bits."""
+    return torch.float32 if fmt.scale == "f32" else torch.uint8
+
+
+def routed_shape(cfg: EPConfig) -> tuple[int, int, int]:
+    """Extents of what dispatch keeps of every entry (source, token, k)."""
+    return cfg.peers, cfg.max_tokens_per_rank, cfg.top_k
+
+
+def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+    """(shape, type) of every tensor of `DispatchBuffers` for `rows` rows; None where the configuration has none."""
+    fmt, groups, routed = cfg.format, cfg.groups, routed_shape(cfg)
+    scales = None
+    if cfg.scales_as is not None:
+        shape = scale_shape(cfg.scales_as, fmt.scale_bytes(cfg.hidden), fmt.scale_itemsize, rows, groups)
+        scales = (shape, scale_dtype(fmt))
+    return {
+        "tokens": ((rows, payload_columns(fmt, cfg.hidden)), payload_dtype(fmt)),
+        "scales": scales,
+        "row_scales": ((rows,), torch.bfloat16) if fmt.row_scale else None,
+        "row_offsets": ((groups + 1,), torch.int32),
+        "row_counts": ((groups,), torch.int32),
+        "scales_offsets": ((groups,), torch.int32) if cfg.scales_as == ATOM else None,
+        "expert_ids": ((groups,), torch.int32),
+        "src_info": ((rows, 2), torch.int32),
+        "num_rows": ((1,), torch.int32),
+        "row_map": (routed, torch.int32),
+        "headers": ((cfg.peers, len(HeaderWord)), torch.int32),
+        "weights": (routed, torch.float32),
+    }
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dispatched(DispatchBuffers):
+    """One rank's share of a dispatched batch, expert-major. N = `num_rows` rows are valid, all on the device.
+
+    Attributes (besides those of the buffers that hold it):
+        rank: whose share it is.
+        topk_ids: this rank's own [T, K] int32 or int64 argument.
+        router_weights: this rank's own [T, K] float32 argument, or None.
+        return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
+            header.
+        origin: the communicator's whose dispatch made it, None for a batch that was put together from tensors.
+        turn: which batch in its buffers it is (`Use`).
+    """
+
+    rank: int
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor | None
+    return_pieces: int
+    origin: Origin | None = None
+    turn: int = 0
+    as_made: ClassVar[bool] = False  # True, as an attribute, in what `inside` returns; `dataclasses.replace` drops it
+
+    @classmethod
+    def inside(cls, buffers: DispatchBuffers, **own: object) -> Dispatched:
+        """The batch for which these buffers have been in use since `Use.begin`, with the attributes of its own: the
+        constructor's work, without its 2 us of a host's time (it stores a frozen instance's fields one by one)."""
+        batch = object.__new__(cls)
+        batch.__dict__.update(buffers.__dict__, as_made=True, turn=buffers.use.turn, **own)
+        return batch
+
+    def is_latest_of(self, origin: Origin) -> bool:
+        """Whether this communicator made the batch, as it is, and its buffers have not been used again since."""
+        return self.as_made and self.origin is origin and self.turn == self.use.turn
+
+    def __repr__(self) -> str:
+        """Whose batch it is, where and how large; reads no tensor."""
+        return f"Dispatched(rank {self.rank}, {self.topk_ids.shape[0]} tokens, {_extents(self)})"
+
+
+def _extents(buffers: DispatchBuffers) -> str:
+    """Room, types and place of buffers, without reading them."""
+    tokens, scales = buffers.tokens, buffers.scales
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in (tokens, scales) if tensor is not None]
+    return f"room for {tokens.shape[0]} rows of {tokens.shape[1]} {' with scales in '.join(types)} on {tokens.device}"

@@ -1,0 +1,57 @@
+"""Every error that cute_ep raises on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cute_ep.layouts.maps.routing import BEYOND, INPUT_ERRORS, Phase
+
+
+class EPError(Exception):
+    """Base class of all cute_ep errors."""
+
+
+class EPConfigError(EPError, ValueError):
+    """A configuration that no rank could run: says which field, its value and the rule."""
+
+
+class EPInputError(EPError, ValueError):
+    """An argument of one call that breaks the contract: says which, its value and the rule."""
+
+
+class EPTimeout(EPError, TimeoutError):
+    """Peers did not arrive within the configured time. The communicator is unusable afterwards.
+
+    Attributes:
+        phase: what was waited for, as `cute_ep.layouts.maps.routing.Phase` names with " / " between them.
+        rank: the rank that waited.
+        missing: the ranks that did not arrive; of GRID the own rank, whose CTAs were not resident together.
+        details: one line a missing rank with the index waited for and the epochs, of GRID the CTAs, expected and seen.
+    """
+
+    def __init__(self, phase: str, rank: int, missing: tuple[int, ...], details: tuple[str, ...] = ()) -> None:
+        self.phase, self.rank, self.missing, self.details = phase, rank, missing, details
+        lines = "".join(f"\n  {line}" for line in details)
+        super().__init__(f"rank {rank} gave up waiting in phase {phase} for rank(s) {list(missing)}{lines}")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.phase, self.rank, self.missing, self.details)
+
+
+class VariantMissing(EPError, LookupError):
+    """No compiled kernel fits: carries the command that builds it."""
+
+
+def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) -> None:
+    """EPInputError unless `found` is empty: (index, expected, seen) of each kind out of INPUT_ERRORS."""
+    texts = []
+    for phase in INPUT_ERRORS:
+        if phase in found:
+            index, expected, seen = found[phase]
+            if phase == Phase.ROW_CAPACITY:
+                texts.append(f"out holds {expected} rows, but those that arrived take {seen}")
+            else:
+                value = f"{BEYOND} or beyond 32 bits" if seen == BEYOND else seen
+                texts.append(f"topk_ids.flatten()[{index}] = {value}: must be -1 or in [0, {expected})")
+    if texts:
+        raise EPInputError(f"rank {rank}: {'; '.join(texts)}")

@@ -1,0 +1,272 @@
+"""What every communicator does, on GPUs and on the CPU: the type that `connect` and `connect_local` return."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import NoReturn, Self
+
+import torch
+
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.errors import EPError
+from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
+from cute_ep.api.types import CombineMode
+from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
+
+
+class EPCommunicator(ABC):
+    """One rank of an expert-parallel group. Made by `connect` or `connect_local`.
+
+    Every rank makes the same calls in the same order. A call checks its arguments first: after an EPInputError from it
+    nothing has been sent and the communicator is usable. Calls compute no gradients: an argument that requires one is
+    refused while gradients are enabled, so call under `torch.no_grad()`. autocast changes nothing.
+
+    A rank that waits longer than `cfg.timeout_s` gives up: the next call or `synchronize` raises EPTimeout, and the
+    communicator is unusable afterwards. What is found wrong with the contents of tensors (EPInputError) is raised by
+    `synchronize` only, so that one rank's bad input does not stop the others; on the CPU calls also refuse contents
+    that no kernel checks (docs/use.md, "One process per GPU"). After `close` every method but `close` raises EPError;
+    so does every call after one that an interrupt (Ctrl-C) ended while it was being launched. As a context manager it
+    closes itself.
+
+    A communicator cannot be copied or pickled.
+
+    Attributes:
+        cfg: the group's configuration.
+        rank: this rank, 0 <= rank < cfg.world_size.
+        device: where all tensors are.
+        stream: where several ranks share a GPU the stream on which this one's calls run, which waits for the caller's
+            but not the other way round. None on the CPU.
+        hooks: functions compiled into the kernels.
+        group: what the ranks of this process that are connected with each other have in common: the same object.
+    """
+
+    cfg: EPConfig
+    rank: int
+    device: torch.device
+    group: object
+    stream: torch.cuda.Stream | None = None
+    hooks: Hooks = NO_HOOKS
+    _closed: bool = False
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether the communicator cannot be used any more: a wait has timed out, a launch came out of order, or a call
+        was interrupted."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._closed
+
+    @abstractmethod
+    def allocate(self, capacity: int | None = None) -> DispatchBuffers:
+        """Uninitialised output memory, to pass as `out`.
+
+        Args:
+            capacity: rows; None: as many as any routing can bring, `cfg.max_rows`.
+
+        Raises:
+            EPInputError: `capacity` is no number of rows.
+            EPTimeout: a wait had timed out.
+        """
+
+    @abstractmethod
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """Send this rank's tokens to their experts and receive the tokens for its own experts, in one launch.
+
+        Args:
+            x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks); with `scales`, rows
+                that are in the dispatch format already (`QuantizedRows.payload`).
+            topk_ids: [T, top_k] int32 or int64 expert ids; -1 masks an entry. So does an id out of range, which
+                `synchronize` reports; one that does not fit 32 bits is reported and counts as its lower half. Read
+                again by combine: leave them until then.
+            router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
+                may use them ("partial" must); exact combine reads them again too.
+            input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
+                a tensor of any type); None: 1.
+            out: buffers from `allocate`, overwritten; None allocates new ones.
+            scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
+
+        Returns:
+            The rows for this rank's experts; valid once the stream has run, on the CPU once all ranks have made the
+            call. Rows and scale blocks behind the last keep what they held. More rows than `out` holds are lost: none
+            is written or announced, combine returns NaN for each of them, and `synchronize` says so.
+
+        Raises:
+            EPInputError: an argument breaks its contract. Nothing was launched.
+            EPTimeout: an earlier call's wait had timed out.
+        """
+
+    @abstractmethod
+    def plan_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> Plan[Dispatched]:
+        """All of `dispatch` but the launch; arguments and errors are the same."""
+
+    @abstractmethod
+    def dispatch_async(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> PendingDispatch:
+        """The sending half of `dispatch`; arguments and errors are the same. At most two may be outstanding before
+        their `dispatch_wait`."""
+
+    @abstractmethod
+    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
+        """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
+
+        Args:
+            pending: what the oldest `dispatch_async` returned that was not received; None: that one, also where what it
+                returned was lost. A round that nobody wants any more is received and dropped.
+            out: as of `dispatch`; each batch in flight needs buffers of its own.
+
+        Raises:
+            EPInputError: `pending` is not this rank's oldest unreceived dispatch, there is none, or `out` does not fit.
+            EPTimeout: as `dispatch`.
+        """
+
+    @abstractmethod
+    def combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: CombineMode = "exact",
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring expert outputs home and sum them with the router weights, in one launch.
+
+        Args:
+            rows: [N >= num_rows, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`. On a GPU
+                it is not checked that N is enough, `num_rows` is on the device: rows that are missing come home as NaN.
+            dispatched: what this communicator's dispatch returned for these rows.
+            router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
+                weights that dispatch was given.
+            mode: the same on all ranks. "exact" sums K rows at the source in float32; "partial" sums on the expert's
+                rank first, rounds that sum to bfloat16 and sends one row per rank: fewer bytes, one more rounding per
+                rank; "unweighted" returns the rows themselves.
+            out: [T, hidden], or unweighted [T, top_k, hidden]; overwritten; None allocates it.
+            dtype: bfloat16, float16 or float32, the type of the output when `out` is None.
+            epilogue_data: what the `epilogue` hook reads, on this device.
+
+        Returns:
+            [T, hidden]; zero where a token has only masked entries. Unweighted: [T, top_k, hidden], zero where an entry
+            is masked.
+
+        Raises:
+            EPInputError, EPTimeout: as `dispatch`.
+        """
+
+    @abstractmethod
+    def plan_combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: CombineMode = "exact",
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> Plan[torch.Tensor]:
+        """All of `combine` but the launch; arguments and errors are the same."""
+
+    @abstractmethod
+    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
+        """The sending half of `combine`; arguments and errors are the same. At most two may be outstanding before
+        their `combine_wait`."""
+
+    @abstractmethod
+    def combine_wait(
+        self,
+        pending: PendingCombine | None = None,
+        router_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The receiving half of `combine`, in the order of sending; same bytes as the fused call.
+
+        Args:
+            pending: as of `dispatch_wait`, from `combine_async`.
+            router_weights, out, dtype, epilogue_data: as of `combine`.
+
+        Raises:
+            EPInputError: `pending` is not this rank's oldest unreceived combine, there is none, or an argument breaks
+                its contract.
+            EPTimeout: as `dispatch`.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for this rank's work and raise what was found wrong.
+
+        Raises:
+            EPTimeout: a peer did not arrive in time; names the peers, the phase, and what was awaited and seen.
+            EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
+                another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
+            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the communicator holds; may be called again. On GPUs ranks in processes of their own close
+        together, and after a timeout the memory is kept, since peers may still write to it; on the CPU nobody is waited
+        for."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        """Which rank it is, where, of what group, and whether it can be used; asks no device."""
+        cfg, name = self.cfg, type(self).__name__
+        state = "closed" if self.closed else "failed" if self.failed else "open"
+        sizes = f"hidden {cfg.hidden}, {cfg.num_experts} experts, top-{cfg.top_k}"
+        place = f"rank {self.rank} of {cfg.world_size} on {self.device}"
+        memory = "" if self.device.type == "cpu" else f", {memory_bytes(cfg) / 2**20:.0f} MiB"
+        tokens = f"{cfg.max_tokens_per_rank} tokens per rank"
+        return f"<{name} {place}: {cfg.dispatch_format}, {sizes}, {tokens}{memory}; {state}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copy, deepcopy, pickle and torch.save."""
+        raise EPError(
+            f"{self!r} cannot be copied or pickled: it is one end of memory that other ranks write to. Connect again "
+            "where another is needed, and keep it out of what is copied or saved, such as a module's attributes "
+            "(pass it to forward, or look it up in a table)"
+        )

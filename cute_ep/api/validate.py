@@ -1,0 +1,405 @@
+"""Checks of call arguments that the communicators and the reference share.
+
+Nothing here reads a tensor's elements, so no check waits for a device. Calls compute no gradients: a tensor that
+requires one is refused where that would drop it without a word, and so is one that may not be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import ne
+
+import torch
+from torch import Tensor
+
+from cute_ep.api.config import EPConfig, is_number
+from cute_ep.api.dispatched import (
+    ID_TYPES,
+    DispatchBuffers,
+    Dispatched,
+    Origin,
+    buffer_shapes,
+    payload_columns,
+    payload_types,
+    routed_shape,
+    scale_types,
+)
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.maps.routing import OutputType
+from cute_ep.layouts.maps.variants import COMBINE_MODES
+
+GLOBAL_SCALE_LIMIT = 2.0**100
+"""A global scale lies in [1 / limit, limit]: no intermediate of the quantisation then leaves float32's normal
+range unless its result saturates or rounds to zero anyway."""
+
+
+def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """The devices of all ranks, one each; EPConfigError unless they are named as such, or for GPUs where torch finds
+    none."""
+    if isinstance(devices, str | torch.device):
+        raise EPConfigError(
+            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {cfg.world_size}'
+        )
+    rule = 'must be a list of names, one device per rank, such as ["cuda:0", "cuda:1"] or ["cpu"] * 2'
+    if not isinstance(devices, Sequence):
+        raise EPConfigError(f"devices = {type(devices).__name__}: {rule}")
+    chosen = []
+    for device in devices:
+        try:
+            chosen.append(torch.device(device if isinstance(device, torch.device) else str(device)))
+        except RuntimeError:
+            raise EPConfigError(f"devices = {devices!r}: {rule}") from None
+    if len(chosen) != cfg.world_size:
+        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
+    if all(device.type == "cuda" for device in chosen) and not torch.cuda.device_count():
+        raise EPConfigError(
+            f"devices = {[str(device) for device in chosen]}: torch finds no CUDA GPU here; for the reference backend "
+            f'give ["cpu"] * {cfg.world_size}'
+        )
+    return chosen
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | str | None = None,
+    alignment: int = 1,
+) -> None:
+    """Check one argument: a row-major contiguous tensor of the given extents, type and place, which does not require a
+    gradient while gradients are enabled.
+
+    Args:
+        name: how the caller calls it; begins the message.
+        shape: expected extents, None for any extent; None accepts any number of them.
+        dtype, device: what is expected; None accepts any, a tuple of types each of them.
+        alignment: bytes that the address of the first element must be a multiple of.
+
+    Raises:
+        EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
+    """
+    if not isinstance(tensor, Tensor):
+        raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
+    if shape is not None and (got := tensor.shape) != shape and not _has_shape(got, shape):
+        raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
+    if dtype is not None and (kind := tensor.dtype) != dtype and not (isinstance(dtype, tuple) and kind in dtype):
+        wanted = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
+        own = dtype == torch.float32 and kind.is_floating_point and not name.startswith("out")
+        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}{f'; use {name}.float()' if own else ''}")
+    if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
+        raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
+    if not tensor.is_contiguous():
+        more = "" if name.startswith("out") else f"; use {name}.contiguous()"
+        raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous{more}")
+    if alignment != 1 and tensor.data_ptr() % alignment:
+        raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
+    if tensor.requires_grad:
+        check_detached(name, tensor)
+
+
+def check_detached(name: str, tensor: torch.Tensor) -> None:
+    """EPInputError for an input that requires a gradient while gradients are enabled."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise EPInputError(
+            f"{name}.requires_grad = True: must be False while gradients are enabled, this call computes none; "
+            f"make the call under torch.no_grad(), or give {name}.detach()"
+        )
+
+
+def check_written(name: str, tensor: object) -> None:
+    """EPInputError for a tensor that a call may not overwrite: a Parameter, one that requires a gradient, or outside of
+    inference mode one that was made in it. What is no tensor passes."""
+    if not isinstance(tensor, Tensor):
+        return
+    if isinstance(tensor, torch.nn.Parameter):
+        raise EPInputError(f"{name} = Parameter: must be a tensor of its own, such as torch.empty_like({name}.data)")
+    if tensor.requires_grad:
+        raise EPInputError(f"{name}.requires_grad = True: must be False, the call overwrites it; give {name}.detach()")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise EPInputError(
+            f"{name}.is_inference() = True: must be False outside of torch.inference_mode(); allocate it outside, or "
+            "make the call inside"
+        )
+
+
+def _has_shape(got: Sequence[int], shape: Sequence[int | None]) -> bool:
+    """Whether each extent is the wanted one, if any is wanted."""
+    return len(got) == len(shape) and sum(map(ne, got, shape)) == shape.count(None)  # None differs from any extent
+
+
+def _shape_rule(name: str, got: Sequence[int], shape: Sequence[int | None]) -> str:
+    """The wanted extents, and how to come to them from a tensor with a batch and a sequence dimension."""
+    wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+    more = len(got) - len(shape)
+    if more <= 0 or len(shape) < 2 or shape[-1] not in (None, got[-1]):
+        return f"({wanted})"
+    return f"({wanted}); flatten the leading dimensions: {name}.flatten(0, {more})"
+
+
+def check_tokens(
+    cfg: EPConfig,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    router_weights: torch.Tensor | None,
+    device: torch.device | str | None = None,
+    scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+    weights_dtype: torch.dtype | None = torch.float32,
+) -> None:
+    """Check one rank's dispatch arguments against `cfg`; expert ids are not read.
+
+    Args:
+        x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank, 16-byte aligned; with `scales`, rows in the dispatch
+            format instead, as in `QuantizedRows.payload`.
+        topk_ids: [T, top_k] int32 or int64.
+        router_weights: [T, top_k] float32, or None.
+        device: where all of them must be; None: where `x` is.
+        scales, row_scales: as in `QuantizedRows`, of rows that are quantised already; in torch's own types, too.
+        weights_dtype: type of `router_weights`; None: any (a hook reads them).
+
+    Raises:
+        EPInputError: a tensor breaks its rule.
+    """
+    fmt, columns = cfg.format, cfg.hidden
+    dtype: torch.dtype | tuple[torch.dtype, ...] = torch.bfloat16
+    if scales is not None:
+        if not fmt.scale:
+            raise EPInputError(f"scales = {type(scales).__name__}: must be None, {fmt.name} has no scale factors")
+        columns, dtype = payload_columns(fmt, cfg.hidden), payload_types(fmt)
+    check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    tokens, place = x.shape[0], x.device
+    if scales is not None:
+        shape = (tokens, cfg.hidden // fmt.block)
+        check_tensor("scales", scales, shape=shape, dtype=scale_types(fmt), device=place)
+    if (row_scales is not None) != (scales is not None and fmt.row_scale):
+        given = "None" if row_scales is None else "tensor"
+        raise EPInputError(f"row_scales = {given}: must be given with quantised rows of formats that have them")
+    if row_scales is not None:
+        check_tensor("row_scales", row_scales, shape=(tokens,), dtype=torch.bfloat16, device=place)
+    if tokens > cfg.max_tokens_per_rank:
+        raise EPInputError(
+            f"x.shape[0] = {tokens}: must not exceed max_tokens_per_rank = {cfg.max_tokens_per_rank} tokens"
+        )
+    check_tensor("topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=ID_TYPES, device=place)
+    if router_weights is not None:
+        check_router_weights(cfg, router_weights, tokens, place, weights_dtype)
+
+
+def check_router_weights(
+    cfg: EPConfig,
+    router_weights: torch.Tensor,
+    tokens: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = torch.float32,
+) -> None:
+    """Check `router_weights`: [tokens, top_k] of a type (None: of any), else EPInputError."""
+    check_tensor("router_weights", router_weights, shape=(tokens, cfg.top_k), dtype=dtype, device=device)
+
+
+def check_input_scale(fmt: Format, input_scale: float | torch.Tensor | None, name: str = "input_scale") -> None:
+    """Check a global scale argument: None, a number in [2**-100, 2**100], or a float32 tensor of one element.
+
+    The value of a tensor is not read (`reference.quantize` does read it).
+
+    Raises:
+        EPInputError: `fmt` has no global scale but one was given, or the argument breaks the rule above.
+    """
+    if input_scale is None:
+        return
+    if not fmt.global_scale:
+        given = "tensor" if isinstance(input_scale, torch.Tensor) else repr(input_scale)
+        raise EPInputError(f"{name} = {given}: must be None, format {fmt.name} has no global scale")
+    if isinstance(input_scale, torch.Tensor):
+        if input_scale.numel() != 1 or input_scale.dtype != torch.float32:
+            raise EPInputError(
+                f"{name} = {input_scale.dtype} tensor of shape {tuple(input_scale.shape)}: "
+                "must have one float32 element"
+            )
+        check_detached(name, input_scale)
+        return
+    check_global_scale(input_scale, name)
+
+
+def check_global_scale(value: float, name: str = "global_scale") -> None:
+    """EPInputError unless `value` is a number in [2**-100, 2**100] (so positive and finite)."""
+    if not (is_number(value) and 1 / GLOBAL_SCALE_LIMIT <= value <= GLOBAL_SCALE_LIMIT):
+        raise EPInputError(f"{name} = {value!r}: must be a number in [2**-100, 2**100]")
+
+
+def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
+    """EPInputError when rows that are quantised already come with an input scale."""
+    if input_scale is not None:
+        given = "tensor" if isinstance(input_scale, torch.Tensor) else repr(input_scale)
+        raise EPInputError(f"input_scale = {given}: must be None, the rows are quantised already")
+
+
+def check_mode(mode: str) -> None:
+    """EPInputError unless `mode` is one of COMBINE_MODES."""
+    if mode not in COMBINE_MODES:
+        raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
+
+
+def check_batch(
+    cfg: EPConfig, rank: int, dispatched: Dispatched, device: torch.device | str, origin: Origin | None = None
+) -> None:
+    """EPInputError unless `dispatched` is a batch of the communicator with this origin, and its buffers still hold it.
+    Of a batch that was put together from tensors the shapes are compared: its origin is None."""
+    if not isinstance(dispatched, Dispatched):
+        raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
+    if dispatched.origin is not None:
+        if dispatched.origin is not origin:
+            raise EPInputError(
+                f"dispatched = batch of another communicator (its rank {dispatched.origin.rank}): must be what a "
+                f"dispatch of this communicator, rank {rank}, returned"
+            )
+        if dispatched.turn != dispatched.use.turn:
+            raise EPInputError(
+                "dispatched: is not the batch that its buffers hold: a later dispatch was given them as `out` (combine "
+                "before that, or give each batch in flight buffers of its own), or they are copies"
+            )
+    if dispatched.rank != rank:
+        raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
+    check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=(cfg.groups + 1,), device=device)
+    check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
+    headers = (cfg.peers, len(HeaderWord))
+    check_tensor("dispatched.headers", dispatched.headers, shape=headers, dtype=torch.int32, device=device)
+    if dispatched.weights is not None:
+        check_tensor(
+            "dispatched.weights", dispatched.weights, shape=routed_shape(cfg), dtype=torch.float32, device=device
+        )
+    ids = dispatched.topk_ids
+    check_tensor("dispatched.topk_ids", ids, shape=(None, cfg.top_k), dtype=ID_TYPES, device=device)
+    if ids.shape[0] > cfg.max_tokens_per_rank:
+        raise EPInputError(
+            f"dispatched.topk_ids.shape[0] = {ids.shape[0]}: must not exceed max_tokens_per_rank = "
+            f"{cfg.max_tokens_per_rank} tokens"
+        )
+
+
+def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> None:
+    """Check expert outputs: [N, hidden] bfloat16 beside `dispatched`, 16-byte aligned, else EPInputError.
+
+    N >= num_rows is the caller's promise: num_rows is on the device.
+    """
+    device = dispatched.row_map.device
+    check_tensor("rows", rows, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
+
+
+def combine_weights(
+    cfg: EPConfig,
+    mode: str,
+    router_weights: torch.Tensor | None,
+    dispatched: Dispatched,
+    weights_dtype: torch.dtype | None = torch.float32,
+    *,
+    checked: bool = False,
+) -> torch.Tensor | None:
+    """The [T, top_k] weights that a communicator's combine applies; None in unweighted mode.
+
+    Exact: the argument, else what dispatch was given. Partial: what dispatch was given, since the expert
+    ranks multiply and only dispatch carries weights to them.
+
+    Args:
+        checked: whether those of `dispatched` need no check.
+
+    Raises:
+        EPInputError: unknown mode, no weights at all, an argument in another mode than exact, a shared expert in
+            unweighted mode, or a wrong shape or type.
+    """
+    check_mode(mode)
+    if mode == "unweighted":
+        if router_weights is not None:
+            raise EPInputError("router_weights = tensor: must be None in unweighted mode")
+        if cfg.fused_shared_expert:
+            raise EPInputError("mode = 'unweighted': has no sum that a fused shared expert could be added to")
+        return None
+    if mode == "partial" and router_weights is not None:
+        raise EPInputError("router_weights = tensor: must be None in partial mode, give them to dispatch")
+    weights = dispatched.router_weights if router_weights is None else router_weights
+    if weights is None:
+        where = "dispatch" if mode == "partial" else "dispatch or combine"
+        raise EPInputError(f"router_weights = None: {mode} combine needs them, give them to {where}")
+    if router_weights is not None or not checked:
+        check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
+    elif weights.requires_grad:
+        check_detached("dispatched.router_weights", weights)
+    return weights
+
+
+OUTPUT_TYPES = {torch.bfloat16: OutputType.BF16, torch.float16: OutputType.FP16, torch.float32: OutputType.F32}
+"""Element types that combine can return."""
+
+
+def check_output(
+    cfg: EPConfig, mode: str, tokens: int, dtype: torch.dtype, out: torch.Tensor | None, device: torch.device | str
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """(shape, type) of combine's output: [T, hidden], unweighted [T, top_k, hidden]; `dtype`, unless there is an `out`.
+
+    Raises:
+        EPInputError: `out` does not have that shape, or the type is not in OUTPUT_TYPES.
+    """
+    shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
+    name = "dtype"
+    if out is not None:
+        if type(out) is not Tensor or out.requires_grad or out.is_inference():
+            check_written("out", out)
+        check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
+        name, dtype = "out.dtype", out.dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_TYPES:
+        raise EPInputError(f"{name} = {dtype}: must be one of {', '.join(map(str, OUTPUT_TYPES))}")
+    return shape, dtype
+
+
+def check_epilogue_data(
+    mode: str, epilogue: str | None, epilogue_data: torch.Tensor | None, device: torch.device | str
+) -> None:
+    """Check what the `epilogue` hook reads: None, or a 16-byte aligned tensor where a combine in `mode` has one, else
+    EPInputError."""
+    if epilogue_data is None:
+        return
+    if epilogue is None or mode == "unweighted":
+        raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
+    check_tensor("epilogue_data", epilogue_data, device=device, alignment=VECTOR_BYTES)
+
+
+MOVED_BY_VECTORS = ("tokens", "scales", "headers")
+"""Tensors of `DispatchBuffers` that kernels access 16 bytes at a time."""
+
+
+def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | str) -> None:
+    """Check caller-owned dispatch buffers; their capacity is `out.tokens.shape[0]` rows.
+
+    Raises:
+        EPInputError: a tensor has not the shape, type, device or alignment that `DispatchBuffers.allocate` gives it, or
+            the capacity is no multiple of the row alignment.
+    """
+    if not isinstance(out, DispatchBuffers):
+        raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
+    capacity = out.tokens.shape[0]
+    if capacity % cfg.alignment:
+        raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")
+    for name, want in buffer_shapes(cfg, capacity).items():
+        if want is not None:
+            alignment = VECTOR_BYTES if name in MOVED_BY_VECTORS else 1
+            shape, dtype = want
+            tensor = getattr(out, name)
+            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference():
+                check_written(f"out.{name}", tensor)
+            check_tensor(f"out.{name}", tensor, shape=shape, dtype=dtype, device=device, alignment=alignment)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory; one without any bytes does not."""
+    ahead = one.data_ptr() - other.data_ptr()
+    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0 < other.nbytes
+
+
+def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | None) -> None:
+    """EPInputError where a call would write `written` over memory that it reads. All are contiguous, on one device."""
+    for other, tensor in read.items():
+        if written is not None and tensor is not None and overlap(written, tensor):
+            raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")

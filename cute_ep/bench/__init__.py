@@ -1,0 +1,1 @@
+"""How times are taken and what they are compared with."""

@@ -1,0 +1,101 @@
+"""The search for launch shapes: one field of a table's entry after the other, each choice timed on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import geometric_mean
+
+from cute_ep.api.config import EPConfig
+from cute_ep.bench.measure import InputSets, measure
+from cute_ep.bench.timing import Runner
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.tuning.builtin import ONE_A_SM, segments_of
+from cute_ep.tuning.launch_shape import MANY, Entry, Shape, Tuning, pieces_for
+
+GRIDS = (32, 64, ONE_A_SM, MANY)
+SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
+MOST_SENDERS = {"dispatch": (28, 44, 64), "combine": (MANY,)}
+SAMPLES, FINAL_SAMPLES = 40, 120
+MARGIN = 0.02
+"""Part by which a shape must be faster than the built-in one to take its place."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `choose` has kept, and the medians of the built-in choice and of this one, measured one after the other."""
+
+    entry: Entry
+    default_us: float
+    us: float
+
+
+def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
+    """Values to try of each field of an Entry. Pieces are at most the segments of a row, rounded up."""
+    segments = segments_of(family, cfg)
+    pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count < 2 * segments)
+    packed = (False, True) if family == "dispatch" else (False,)
+    most, senders = MOST_SENDERS[family], SENDERS[family]
+    return {
+        "split_from": (Entry.split_from,),
+        "packed": packed,
+        "pieces": pieces,
+        "most_senders": most,
+        "senders": senders,
+        "grid": GRIDS,
+    }
+
+
+def choose(
+    default: Entry,
+    fields: Mapping[str, Sequence],
+    shape: Callable[[Entry], Shape],
+    time: Callable[[Entry, int], float],
+) -> Outcome:
+    """Try one field's values after the other's, beginning with the default and going on from the fastest so far.
+
+    Args:
+        default: the built-in choice, kept unless another one is faster by more than MARGIN, twice.
+        fields: values of each field, in the order in which they are tried.
+        shape: what an entry comes to; a shape is timed once.
+        time: microseconds of an entry, from so many samples.
+    """
+    best, times = default, {shape(default): time(default, SAMPLES)}
+    for name, values in fields.items():
+        for entry in [replace(best, **{name: value}) for value in values]:
+            if shape(entry) not in times:
+                times[shape(entry)] = time(entry, SAMPLES)
+                if times[shape(entry)] < times[shape(best)]:
+                    best = entry
+    before, after = times[shape(default)], times[shape(best)]
+    if after < (1 - MARGIN) * before:
+        before, after = time(default, FINAL_SAMPLES), time(best, FINAL_SAMPLES)
+        if after < (1 - MARGIN) * before:
+            return Outcome(best, before, after)
+    return Outcome(default, before, before)
+
+
+def tune_size(
+    communicators: Sequence[Communicator],
+    sets: InputSets,
+    family: str,
+    base: Tuning,
+    lanes: Runner,
+    operations: Sequence[str],
+) -> Outcome:
+    """`choose` for one number of tokens by the times of some of the family's operations, on all ranks."""
+
+    def with_entry(entry: Entry) -> Tuning:
+        return base.revised(family, {sets.tokens: entry})
+
+    def shape(entry: Entry) -> Shape:
+        return with_entry(entry).shape(family, sets.tokens, communicators[0].max_ctas)
+
+    def time(entry: Entry, samples: int) -> float:
+        for communicator in communicators:
+            communicator.tuning = with_entry(entry)
+        cases = measure(communicators, sets, operations, samples, lanes)
+        return geometric_mean(case["p50_us"] for case in cases)
+
+    default = replace(base.entry(family, sets.tokens), tokens=sets.tokens)
+    return choose(default, choices(family, sets.cfg, sets.tokens), shape, time)

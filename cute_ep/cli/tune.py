@@ -1,0 +1,158 @@
+"""Measure launch shapes on this machine and keep the fastest one of each operation, format and number of tokens in the
+user's cache, where later runs on such GPUs with as many SMs and such a model find it. Every shape gives the same
+bytes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.presets import format_names, token_counts
+from cute_ep.cli.common import (
+    add_budget_argument,
+    add_device_arguments,
+    add_shape_arguments,
+    chosen_shape,
+    config,
+    print_table,
+)
+from cute_ep.layouts.maps.formats import formats_of
+from cute_ep.tuning.builtin import built_in
+from cute_ep.tuning.file import Setting, find_tuning, read_tables, tuning_file, write_tables
+from cute_ep.tuning.launch_shape import Tuning
+
+if TYPE_CHECKING:
+    from cute_ep.bench.tune import Outcome
+
+LOG = logging.getLogger(__name__)
+OPERATIONS = {"dispatch": ("dispatch",), "combine": ("combine_exact", "combine_partial")}
+"""What is timed for a family's table; the geometric mean counts. Combine is timed with the first format only: rows come
+home in bfloat16 whatever they were dispatched in."""
+TOKENS, QUICK_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096", "1,16,64,128,256,512,1024,4096"
+"""The quick ones: one in each range of the built-in tables."""
+TIMEOUT_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `cute-ep tune`."""
+    add_device_arguments(parser)
+    add_shape_arguments(parser)
+    add_budget_argument(parser)
+    parser.add_argument("--tokens", metavar="T[,T]", help=f"tokens of every rank (default {TOKENS})")
+    parser.add_argument("--format", metavar="F[,F]", help="token formats (default all that hold the shape)")
+    parser.add_argument("--quick", action="store_true", help=f"fewer numbers of tokens: {QUICK_TOKENS}")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure, print and write, each format when it is done. Returns 0; EPConfigError where there is no GPU, the shape
+    breaks a rule, or the file with the tables is damaged."""
+    from cute_ep.bench.machine import describe_devices, parse_devices
+
+    model = chosen_shape(args)
+    sizes = sorted(set(token_counts(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))))
+    formats = format_names(args.format) if args.format else formats_of(model.hidden)
+    devices = parse_devices(args.devices, model.num_experts)
+    if devices[0] == "cpu":
+        raise EPConfigError("devices = 'cpu': tune measures GPUs")
+    configs = [config(model, len(devices), max(sizes), fmt, TIMEOUT_S) for fmt in formats]
+    read_tables()  # a damaged file is found now
+    console.print(
+        f"{model.name}: hidden {model.hidden}, {model.num_experts} experts, top-{model.top_k}; "
+        f"{describe_devices(devices, args.sms)}; into {tuning_file()}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = result_table()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(sizes) * (len(configs) + 1))
+        for cfg in configs:
+            families = tuple(OPERATIONS) if cfg is configs[0] else ("dispatch",)
+            tune_format(cfg, devices, args.sms, args.library, families, sizes, table, partial(progress.update, task))
+    print_table(console, table)
+    return 0
+
+
+def tune_format(
+    cfg: EPConfig,
+    devices: Sequence[str],
+    sms: int | None,
+    library: str | None,
+    families: Sequence[str],
+    sizes: Sequence[int],
+    table: Table,
+    step: Callable[..., None],
+) -> None:
+    """Measure the families with one set of communicators, write what was found, add it to the table.
+
+    `step` is `rich.progress.Progress.update` of a task with one step for each family and number of tokens.
+    """
+    import torch
+
+    from cute_ep.bench.measure import make_runner, make_sets
+    from cute_ep.bench.tune import tune_size
+    from cute_ep.runtime.connection import connected
+
+    found: dict[str, dict[int, Outcome]] = {family: {} for family in families}
+    with connected(cfg, devices, sms=sms, library=library) as communicators, make_runner(communicators) as lanes:
+        max_ctas = communicators[0].max_ctas
+        base = built_in(cfg, max_ctas)
+        for tokens in sizes:
+            sets = make_sets(cfg, devices, tokens)
+            for family in families:
+                LOG.info("tuning %s, %s, %d tokens per rank", family, cfg.dispatch_format, tokens)
+                step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
+                found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
+                step(advance=1)
+            del sets
+    name, gpus = torch.cuda.get_device_name(devices[0]), len(set(devices))
+    known, tables = find_tuning(cfg, name, gpus, max_ctas), {}
+    for family, outcomes in found.items():
+        entries = {tokens: outcome.entry for tokens, outcome in outcomes.items()}
+        tables[Setting.of(family, cfg, name, gpus, max_ctas)] = known.revised(family, entries).table(family)
+        add_results(table, family, cfg, base, outcomes, max_ctas)
+    write_tables(tables)
+
+
+def result_table() -> Table:
+    """An empty table for `add_results`."""
+    table = Table(title="fastest shapes: CTAs, those of them that send, pieces of a row; p50 of the slowest rank")
+    for name in ("operation", "format"):
+        table.add_column(name)
+    for name in ("tokens / rank", "built in", "p50 (us)", "best", "p50 (us)", "gain"):
+        table.add_column(name, justify="right")
+    return table
+
+
+def add_results(
+    table: Table, family: str, cfg: EPConfig, base: Tuning, outcomes: Mapping[int, Outcome], max_ctas: int
+) -> None:
+    """One row for each number of tokens."""
+
+    def text(tuning: Tuning, tokens: int) -> str:
+        shape = tuning.shape(family, tokens, max_ctas)
+        senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
+        return f"{shape.grid}, {senders}, {shape.pieces}"
+
+    for tokens, outcome in outcomes.items():
+        before, after = text(base, tokens), text(base.revised(family, {tokens: outcome.entry}), tokens)
+        table.add_row(
+            family,
+            cfg.dispatch_format if family == "dispatch" else "any",
+            str(tokens),
+            before,
+            f"{outcome.default_us:.1f}",
+            "the same" if after == before else after,
+            f"{outcome.us:.1f}",
+            f"{100 * (1 - outcome.us / outcome.default_us):.1f} %",
+        )
+    table.add_section()

@@ -1,0 +1,393 @@
+"""The communicator interface on the CPU, computed by `cute_ep.reference`.
+
+With all ranks in one process (`connect_reference`) their calls are made one after the other, so no call waits. A call
+returns buffers at once; they are filled when the last rank has made its call of the same round, as a GPU's are once its
+stream has been synchronised. Until then `num_rows` and `row_offsets` are UNKNOWN, so that no row is taken for a valid
+one, and sums are NaN. A rank combines rows that the host has seen, so all ranks dispatch before any of them combines.
+With one process per rank (`processes`) receiving halves wait until their results are in place.
+
+Rounds are matched by call order: a rank's n-th dispatch belongs to every other rank's n-th dispatch, and likewise for
+combine; with `skip_a2a` every rank has rounds of its own. What a call sends is copied during the call, so it may be
+overwritten afterwards, as on a stream; `topk_ids` and router weights are read by combine again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import torch
+
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout, raise_input_error
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
+from cute_ep.api.types import CombineMode
+from cute_ep.api.validate import (
+    check_apart,
+    check_batch,
+    check_buffers,
+    check_epilogue_data,
+    check_input_scale,
+    check_mode,
+    check_output,
+    check_rows,
+    check_tensor,
+    check_tokens,
+    check_unscaled,
+    combine_weights,
+)
+from cute_ep.layouts.maps.routing import BEYOND, Phase
+from cute_ep.reference.dispatch import Source
+from cute_ep.reference.results import (
+    OwnDispatched,
+    OwnPending,
+    ReadAgain,
+    add_up,
+    check_row_count,
+    copied,
+    fill,
+    give_back,
+    make_source,
+    read_scale,
+    withhold,
+    withhold_sums,
+)
+from cute_ep.reference.rounds import Collective, Exchange, Receiver
+
+DEVICE = "cpu"
+AHEAD = 64
+"""Rounds of one process that a rank may be ahead of a peer; its next call fails, as on a GPU after `timeout_s`."""
+
+
+def connect_reference(cfg: EPConfig) -> list[ReferenceCommunicator]:
+    """The communicators of all ranks of `cfg`, joined to each other."""
+    everyone = range(cfg.world_size)
+    joint = Exchange(everyone)
+    exchanges = [Exchange([rank]) if cfg.skip_a2a else joint for rank in everyone]
+    return [ReferenceCommunicator(cfg, rank, own, group=joint) for rank, own in enumerate(exchanges)]
+
+
+class ReferenceCommunicator(EPCommunicator):
+    """One rank of the reference backend (see `connect_reference`). All tensors are on the CPU.
+
+    After an EPTimeout every method but `close` raises it again. With all ranks in one process a call raises it when
+    AHEAD rounds wait for a peer, or one waits for a peer that has closed. A combine is refused while a peer has not
+    made its dispatch, and where its mode or its dispatch is another than a peer's of the same round. So is a dispatch
+    whose `input_scale` is a tensor with a value out of range: it is read during the call.
+    """
+
+    def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
+        self.cfg, self.rank, self.device = cfg, rank, torch.device("cpu")
+        self._exchange, self.group, self.origin = exchange, group, Origin(rank)
+        self._dispatches, self._combines = exchange.dispatch.order[rank], exchange.combine.order[rank]
+        self._failure: EPTimeout | None = None
+        self._wrong_input: dict[Phase, tuple[int, int, int]] = {}  # the latest that `synchronize` has not raised
+        self._closed = False
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise EPError(f"rank {self.rank}: the communicator is closed")
+        self._raise_failure()
+        for collective in (self._exchange.dispatch, self._exchange.combine):
+            collective.raise_error(self.rank)
+
+    def _raise_failure(self) -> None:
+        """The EPTimeout of this rank, if it has one: a new instance each time, without the frames of earlier calls."""
+        if self._failure is not None:
+            raise copy(self._failure)
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def close(self) -> None:
+        """End this rank's part; waits for nobody, and may be called again."""
+        if not self._closed:
+            self._closed = True
+            self._exchange.close(self.rank)
+
+    def synchronize(self) -> None:
+        """Check that the results of all calls so far are in their buffers.
+
+        Raises:
+            EPTimeout: at once, when a peer has not made its call of a round that this rank waits for.
+            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
+        """
+        self._check_usable()
+        for collective in (self._exchange.dispatch, self._exchange.combine):
+            self._failure = self._failure or collective.overdue(self.rank)
+        self._raise_failure()
+        wrong, self._wrong_input = self._wrong_input, {}
+        raise_input_error(self.rank, wrong)
+
+    def allocate(self, capacity: int | None = None) -> DispatchBuffers:
+        self._check_usable()
+        return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> Dispatched:
+        return self.plan_dispatch(
+            x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
+        ).launch()
+
+    def plan_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        out: DispatchBuffers | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> Plan[Dispatched]:
+        """All of `dispatch` but joining the round; arguments and errors are the same."""
+        self._check_usable()
+        self._dispatches.check_fused()
+        if out is not None:
+            check_buffers(self.cfg, out, DEVICE)
+        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        self._check_apart(
+            out, x=x, topk_ids=topk_ids, router_weights=router_weights, scales=scales, row_scales=row_scales
+        )
+
+        def launch() -> Dispatched:
+            self._check_usable()
+            self._dispatches.check_fused()
+            pending = self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+            return self.dispatch_wait(pending, out)
+
+        return Plan(launch)
+
+    def dispatch_async(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None = None,
+        input_scale: float | torch.Tensor | None = None,
+        *,
+        scales: torch.Tensor | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> PendingDispatch:
+        self._check_usable()
+        self._dispatches.check_send()
+        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+
+    def _check_sent(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
+    ) -> None:
+        """EPInputError unless a dispatch can send these arguments."""
+        check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
+        if scales is not None:
+            check_unscaled(input_scale)
+        check_input_scale(self.cfg.format, input_scale)
+        if isinstance(input_scale, torch.Tensor):
+            check_tensor("input_scale", input_scale.view(1), device=DEVICE)
+            read_scale(input_scale)
+
+    def _send(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        input_scale: float | torch.Tensor | None,
+        scales: torch.Tensor | None,
+        row_scales: torch.Tensor | None,
+    ) -> PendingDispatch:
+        """Join the next dispatch with copies of arguments that `_check_sent` has seen, as they are now."""
+        source = make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
+        if found := reference.find_wrong_id(self.cfg, source.topk_ids):
+            index, value = found
+            seen = value if -(2**31) <= value < 2**31 else BEYOND
+            self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
+        pending = OwnPending(topk_ids, router_weights, 0, ())
+        pending.read_again = ReadAgain(copied(topk_ids), copied(router_weights))
+        self._join(self._exchange.dispatch, pending, source)
+        return pending
+
+    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
+        self._check_usable()
+        sent: OwnPending = self._dispatches.oldest(pending, self.rank)
+        if out is None:
+            out = self.allocate()
+        check_buffers(self.cfg, out, DEVICE)
+        self._check_apart(out, topk_ids=sent.topk_ids, router_weights=sent.router_weights)
+        out.use.begin()
+        dispatched = OwnDispatched.inside(
+            out,
+            rank=self.rank,
+            topk_ids=sent.topk_ids,
+            router_weights=sent.router_weights,
+            return_pieces=sent.return_pieces,
+            origin=self.origin,
+            number=self._dispatches.received + 1,
+            read_again=sent.read_again,
+        )
+
+        def receive(sources: Mapping[int, Source]) -> None:
+            rows, capacity = fill(self.cfg, self.rank, sources, dispatched), dispatched.tokens.shape[0]
+            if rows > capacity:
+                self._wrong_input[Phase.ROW_CAPACITY] = 0, capacity, rows
+
+        if not self._receive(self._exchange.dispatch, receive):
+            withhold(dispatched)
+        return dispatched
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: CombineMode = "exact",
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.plan_combine(
+            rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
+        ).launch()
+
+    def plan_combine(
+        self,
+        rows: torch.Tensor,
+        dispatched: Dispatched,
+        router_weights: torch.Tensor | None = None,
+        mode: CombineMode = "exact",
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> Plan[torch.Tensor]:
+        """All of `combine` but joining the round; arguments and errors are the same."""
+        self._check_usable()
+        self._combines.check_fused()
+        self._check_return(rows, dispatched, mode)
+        self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
+        check_apart("out", out, rows=rows)
+
+        def launch() -> torch.Tensor:
+            self._check_usable()
+            self._combines.check_fused()
+            return self.combine_wait(self._return(rows, dispatched, mode), router_weights, out, dtype=dtype)
+
+        return Plan(launch)
+
+    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
+        self._check_usable()
+        self._combines.check_send()
+        self._check_return(rows, dispatched, mode)
+        if mode != "exact":
+            combine_weights(self.cfg, mode, None, dispatched)
+        return self._return(rows, dispatched, mode)
+
+    def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
+        """EPInputError unless a combine can give back these rows; the round of their dispatch."""
+        check_mode(mode)
+        check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
+        if isinstance(dispatched, OwnDispatched):
+            dispatched.read_again.check_ids(dispatched)
+        number = dispatched.number if isinstance(dispatched, OwnDispatched) else 0
+        if not self._exchange.dispatch.is_filled(self.rank, number):
+            missing = list(self._exchange.dispatch.missing(number))
+            raise EPInputError(
+                f"dispatched = round {number}: rank(s) {missing} must dispatch before rank {self.rank} combines"
+            )
+        check_rows(self.cfg, rows, dispatched)
+        check_row_count(rows, dispatched)
+        return number
+
+    def _return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> PendingCombine:
+        """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
+        mode or dispatch."""
+        number = self._check_return(rows, dispatched, mode)
+        given = give_back(self.cfg, rows, dispatched, mode, number)
+        given.check_agreement(self._exchange.combine.joined(self.rank))
+        pending = PendingCombine(dispatched, given.mode, rows)
+        self._join(self._exchange.combine, pending, given)
+        return pending
+
+    def combine_wait(
+        self,
+        pending: PendingCombine | None = None,
+        router_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        epilogue_data: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._check_usable()
+        pending = self._combines.oldest(pending, self.rank)
+        dispatched, mode = pending.dispatched, pending.mode
+        weights, shape, dtype = self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
+        if self.cfg.fused_shared_expert:
+            check_apart("out", out, rows=pending.rows)
+        result = torch.empty(shape, dtype=dtype, device=DEVICE) if out is None else out
+        if not self._receive(self._exchange.combine, lambda given: add_up(self.cfg, self.rank, given, weights, result)):
+            withhold_sums(result)
+        return result
+
+    def _prepare_sum(
+        self,
+        dispatched: Dispatched,
+        mode: str,
+        router_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        dtype: torch.dtype,
+        epilogue_data: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
+        """(weights as they are now, shape and type of the output) of a combine."""
+        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
+        check_epilogue_data(mode, None, epilogue_data, DEVICE)
+        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
+        check_apart("out", out, topk_ids=dispatched.topk_ids, router_weights=weights, row_map=dispatched.row_map)
+        if isinstance(dispatched, OwnDispatched):
+            dispatched.read_again.check_ids(dispatched)
+            if mode == "partial":  # the experts' ranks multiply by the weights that travelled
+                return dispatched.read_again.router_weights, shape, dtype
+            dispatched.read_again.check_weights(dispatched, weights)
+        return copied(weights), shape, dtype
+
+    def _join(self, collective: Collective, pending: object, arguments: Any) -> None:
+        """Send in the next round, unless too many wait for a peer."""
+        self._failure = collective.overdue(self.rank, AHEAD)
+        self._raise_failure()
+        try:
+            collective.send(self.rank, pending, arguments)
+        except EPTimeout as failure:
+            self._failure = copy(failure)
+            raise
+
+    def _check_apart(self, out: DispatchBuffers | None, **read: torch.Tensor | None) -> None:
+        for name, tensor in () if out is None else tensors_of(out).items():
+            check_apart(f"out.{name}", tensor, **read)
+
+    def _receive(self, collective: Collective, receiver: Receiver) -> bool:
+        """Receive the oldest round; whether its results are in place."""
+        try:
+            done = collective.receive(self.rank, receiver)
+        except EPTimeout as failure:
+            self._failure = copy(failure)
+            raise
+        collective.raise_error(self.rank)
+        return done

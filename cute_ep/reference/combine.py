@@ -1,0 +1,191 @@
+"""Bit-exact model of combine: every byte of every rank's sums, in plain torch, slow and obvious on purpose.
+
+Every multiplication and every addition is its own torch call, so products are rounded before they are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.modes import no_modes
+from cute_ep.api.validate import check_mode, check_output, check_router_weights, check_rows, combine_weights
+from cute_ep.reference.dispatch import lower_halves, per_rank
+from cute_ep.reference.formats import round_to, row_chunks
+
+Epilogue = Callable[[int, torch.Tensor], torch.Tensor]
+"""(rank, [T, hidden] float32 sums of its tokens) -> what is rounded instead."""
+Rows = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+"""Per rank [>= num_rows, hidden] bfloat16."""
+Batches = Sequence[Dispatched] | Mapping[int, Dispatched]
+"""Per rank what its dispatch received."""
+
+
+def chosen_weights(
+    cfg: EPConfig,
+    dispatched: Sequence[Dispatched],
+    router_weights: Sequence[torch.Tensor | None] | None,
+    mode: str,
+) -> list[torch.Tensor | None]:
+    """Per rank the weights that apply: the argument's, else those of dispatch; None in unweighted mode."""
+    given = per_rank("router_weights", router_weights, cfg.world_size)
+    if mode == "unweighted":
+        return [combine_weights(cfg, mode, None, batch) for batch in dispatched]
+    chosen = []
+    for rank, (batch, argument) in enumerate(zip(dispatched, given, strict=True)):
+        weights = batch.router_weights if argument is None else argument
+        if weights is None:
+            raise EPInputError(f"router_weights[{rank}] = None: must be given to dispatch or to combine")
+        check_router_weights(cfg, weights, batch.topk_ids.shape[0])
+        chosen.append(weights)
+    return chosen
+
+
+def check_combine(
+    cfg: EPConfig, rows: Sequence[torch.Tensor], dispatched: Sequence[Dispatched], mode: str, dtype: torch.dtype
+) -> None:
+    """EPInputError unless mode and type are known, both lists have an entry a rank, and `rows` covers `num_rows`."""
+    check_mode(mode)
+    per_rank("rows", rows, cfg.world_size)
+    per_rank("dispatched", dispatched, cfg.world_size)
+    for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
+        check_rows(cfg, outputs, batch)
+        check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
+        if outputs.shape[0] < (need := batch.num_rows.item()):
+            raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
+
+
+@no_modes()
+def combine(
+    cfg: EPConfig,
+    rows: Sequence[torch.Tensor],
+    dispatched: Sequence[Dispatched],
+    router_weights: Sequence[torch.Tensor | None] | None = None,
+    mode: str = "exact",
+    dtype: torch.dtype = torch.bfloat16,
+    epilogue: Epilogue | None = None,
+) -> list[torch.Tensor]:
+    """Expert outputs of every token, back in token order: their weighted sums, or the rows themselves.
+
+    All sums are float32, start at +0 and round after each multiplication and each addition:
+    exact: over the unmasked slots k ascending, acc += w[t, k] * f32(row).
+    partial: every rank sums the slots that it owns as above and casts to bfloat16; the source rank adds these
+    over the ranks that own any of the token's experts, ascending.
+    Then acc += f32(row) of the shared expert, for the tokens that it has (`EPConfig.shared_slice`); then the
+    epilogue; then one cast to `dtype`. A token without unmasked slots gives +0. A NaN result is the type's
+    `CANONICAL_NAN`.
+    unweighted: slot k's row, cast to `dtype`; +0 where the slot is masked. Only the cast to float16 makes NaNs
+    canonical: bfloat16 keeps a row's bits, float32 widens them with zeros.
+
+    With `skip_a2a` a rank adds its own rows only, and slots of other ranks' experts count as masked.
+
+    Args:
+        rows: per rank [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
+        dispatched: what `dispatch` returned (or a communicator's outputs of the same round).
+        router_weights: per rank [T_r, top_k] float32; None (list or entry): those that dispatch was given. Not read
+            in unweighted mode.
+        mode: one of COMBINE_MODES; "unweighted" not with a fused shared expert.
+        dtype: bfloat16, float16 or float32.
+        epilogue: not in unweighted mode.
+
+    Returns:
+        Per rank [T_r, hidden], unweighted [T_r, top_k, hidden], of `dtype`.
+
+    Raises:
+        EPInputError: unknown mode or type, a rank without weights, or a wrong shape, type or list length.
+    """
+    check_combine(cfg, rows, dispatched, mode, dtype)
+    chosen = chosen_weights(cfg, dispatched, router_weights, mode)
+    if mode == "unweighted":
+        if epilogue is not None:
+            raise EPInputError("epilogue = function: must be None in unweighted mode, which has no sum")
+        return [unweighted_source(cfg, source, rows, dispatched, dtype) for source in range(cfg.world_size)]
+    return [
+        combine_source(cfg, source, rows, dispatched, weights, mode, dtype, epilogue)
+        for source, weights in enumerate(chosen)
+    ]
+
+
+def returned_rows(
+    cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, part: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, at least
+    world_size where no row returns, and [n, top_k, hidden] bfloat16, zeros there."""
+    every, index = lower_halves(dispatched[source].topk_ids), 0 if cfg.skip_a2a else source
+    ids = every[part]
+    server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
+    if cfg.skip_a2a:
+        server[server != source] = cfg.world_size
+    returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
+    for rank in [source] if cfg.skip_a2a else range(cfg.world_size):
+        here = server == rank
+        row = dispatched[rank].row_map[index, : every.shape[0]][part]
+        returned[here] = rows[rank][row[here].long()]
+    return server, returned
+
+
+def shared_rows(cfg: EPConfig, source: int, rows: torch.Tensor, tokens: int) -> tuple[slice, torch.Tensor]:
+    """(tokens that the shared expert served, their rows) of one rank; both empty without a shared expert."""
+    first, count = cfg.shared_slice(tokens, source)
+    return slice(first, first + count), rows[:count]
+
+
+def exact_sums(served: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """[n, hidden] sums of [n, top_k, hidden] products where [n, top_k] bool `served`, slots ascending."""
+    total = torch.zeros_like(products[:, 0])
+    for slot in range(served.shape[1]):
+        total = torch.where(served[:, slot, None], total + products[:, slot], total)
+    return total
+
+
+def partial_sums(server: torch.Tensor, products: torch.Tensor, world_size: int) -> torch.Tensor:
+    """[n, hidden] sums over ranks, ascending, of their `exact_sums` as bfloat16; `server` as of `returned_rows`."""
+    order = server.argsort(dim=1, stable=True)  # rank by rank, slots ascending; those without a row last
+    server, products = server.gather(1, order), products.gather(1, order[:, :, None].expand_as(products))
+    total, partial = torch.zeros_like(products[:, 0]), torch.zeros_like(products[:, 0])
+    for step in range(order.shape[1]):
+        next_rank = (server[:, step] != server[:, max(step - 1, 0)])[:, None]
+        total = torch.where(next_rank, total + round_to(partial, torch.bfloat16).float(), total)
+        partial = torch.where(next_rank, 0, partial)
+        partial = torch.where(server[:, step, None] < world_size, partial + products[:, step], partial)
+    return total + round_to(partial, torch.bfloat16).float()
+
+
+@no_modes()
+def combine_source(
+    cfg: EPConfig,
+    source: int,
+    rows: Rows,
+    dispatched: Batches,
+    weights: torch.Tensor,
+    mode: str,
+    dtype: torch.dtype = torch.bfloat16,
+    epilogue: Epilogue | None = None,
+) -> torch.Tensor:
+    """`combine` for the tokens of rank `source` alone, with its [T, top_k] weights; checks nothing."""
+    tokens = weights.shape[0]
+    result = torch.zeros(tokens, cfg.hidden, dtype=torch.float32, device=weights.device)
+    for part in row_chunks(tokens, cfg.top_k * cfg.hidden):
+        server, returned = returned_rows(cfg, source, rows, dispatched, part)
+        products = weights[part][:, :, None] * returned.float()
+        if mode == "exact":
+            result[part] = exact_sums(server < cfg.world_size, products)
+        else:
+            result[part] = partial_sums(server, products, cfg.world_size)
+    shared, outputs = shared_rows(cfg, source, rows[source], tokens)
+    result[shared] = result[shared] + outputs.float()
+    return round_to(result if epilogue is None else epilogue(source, result), dtype)
+
+
+@no_modes()
+def unweighted_source(cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, dtype: torch.dtype) -> torch.Tensor:
+    """Unweighted `combine` for the tokens of rank `source` alone: [T, top_k, hidden]; checks nothing."""
+    _, result = returned_rows(cfg, source, rows, dispatched, slice(None))
+    if dtype == torch.bfloat16:
+        return result
+    widened = (result.view(torch.int16).int() << 16).view(torch.float32)
+    return widened if dtype == torch.float32 else round_to(widened, dtype)

@@ -1,0 +1,296 @@
+"""Bit-exact model of dispatch: every byte of every rank's output, in plain torch, slow and obvious on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched, QuantizedRows, as_own_types
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.modes import no_modes
+from cute_ep.api.validate import check_input_scale, check_tensor, check_tokens, check_unscaled
+from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
+from cute_ep.reference.formats import join_rows, quantize
+
+# ---- layouts of scale factors
+
+
+def _atom_offsets(row_counts: Sequence[int], columns: int, device: torch.device) -> tuple[torch.Tensor, int, int]:
+    """([rows, columns] int64 byte offsets of the expert-major scale factors, blocks, column tiles)."""
+    tiles, first_block, parts = -(-columns // 4), 0, [torch.empty(0, dtype=torch.int64)]
+    for count in row_counts:
+        row = torch.arange(count)
+        parts.append((first_block + row // 128) * tiles * 512 + row % 32 * 16 + row % 128 // 32 * 4)
+        first_block += -(-count // 128)
+    column = torch.arange(columns)
+    offsets = torch.cat(parts)[:, None] + (column // 4 * 512 + column % 4)[None, :]
+    return offsets.to(device), first_block, tiles
+
+
+@no_modes()
+def swizzle_scales(scales: torch.Tensor, row_counts: Sequence[int]) -> torch.Tensor:
+    """Row-major scale factors to the 128x4 atom layout; padding rows and padding columns are zero.
+
+    With tiles = ceil(columns / 4), scale factor c of row r of a group that begins at block B is at byte
+    ((B + r // 128) * tiles + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4;
+    a group of n rows owns ceil(n / 128) blocks.
+
+    Args:
+        scales: [rows, columns] uint8, grouped.
+        row_counts: rows of each group; their sum must be `rows`.
+
+    Returns:
+        [blocks, tiles, 32, 4, 4] uint8.
+
+    Raises:
+        EPInputError: shape or type is wrong.
+    """
+    check_tensor("scales", scales, shape=(sum(row_counts), None), dtype=torch.uint8)
+    offsets, blocks, tiles = _atom_offsets(row_counts, scales.shape[1], scales.device)
+    atoms = torch.zeros(blocks * tiles * 512, dtype=torch.uint8, device=scales.device)
+    atoms[offsets] = scales
+    return atoms.view(blocks, tiles, 32, 4, 4)
+
+
+@no_modes()
+def unswizzle_scales(atoms: torch.Tensor, row_counts: Sequence[int], columns: int) -> torch.Tensor:
+    """Inverse of `swizzle_scales`: [sum(row_counts), columns] uint8. Blocks beyond those needed are not read.
+
+    Raises:
+        EPInputError: shape or type is wrong, or there are too few blocks.
+    """
+    offsets, blocks, tiles = _atom_offsets(row_counts, columns, atoms.device)
+    check_tensor("atoms", atoms, shape=(None, tiles, 32, 4, 4), dtype=torch.uint8)
+    if atoms.shape[0] < blocks:
+        raise EPInputError(f"atoms.shape[0] = {atoms.shape[0]}: rows {list(row_counts)} need {blocks} blocks")
+    return atoms.flatten()[offsets]
+
+
+@no_modes()
+def arrange_scales(scales: torch.Tensor, layout: str, row_counts: Sequence[int]) -> torch.Tensor:
+    """Row-major scale factors [rows, columns], uint8 or float32, in a layout of `cute_ep.layouts.maps.scales`.
+
+    Args:
+        row_counts: rows of each group, padding included; their sum is `rows`.
+
+    Returns:
+        atom128x4: `swizzle_scales`. transposed: [columns, rows]. linear: [rows, columns], uint8 padded with zero
+        columns to a multiple of 4.
+    """
+    if layout == ATOM:
+        return swizzle_scales(scales, row_counts)
+    if layout == TRANSPOSED:
+        return scales.t().contiguous()
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] * scales.itemsize % 4))
+
+
+# ---- dispatch
+
+
+def lower_halves(topk_ids: torch.Tensor) -> torch.Tensor:
+    """What readers take ids for: int32, of int64 the lower half (`find_wrong_id` tells where that is not the id)."""
+    return topk_ids.to(torch.int32)
+
+
+def find_wrong_id(cfg: EPConfig, topk_ids: torch.Tensor) -> tuple[int, int] | None:
+    """(index, id) of the first of `topk_ids.flatten()` that is neither -1 (masked) nor in [0, num_experts)."""
+    flat = topk_ids.flatten()
+    wrong = ((flat < -1) | (flat >= cfg.num_experts)).nonzero().flatten()
+    return (int(wrong[0]), int(flat[wrong[0]])) if wrong.numel() else None
+
+
+def check_expert_ids(cfg: EPConfig, topk_ids: torch.Tensor) -> None:
+    """EPInputError unless every id is -1 (masked) or in [0, num_experts). Reads the tensor."""
+    if found := find_wrong_id(cfg, topk_ids):
+        index, value = found
+        token, slot = divmod(index, cfg.top_k)
+        raise EPInputError(f"topk_ids[{token}, {slot}] = {value}: must be -1 or in [0, {cfg.num_experts})")
+
+
+def per_rank(name: str, values: Sequence | None, ranks: int) -> list:
+    """`values` as a list of one entry a rank, None for None; EPInputError when it has another length."""
+    if values is None:
+        return [None] * ranks
+    if len(values) != ranks:
+        raise EPInputError(f"len({name}) = {len(values)}: must be world_size = {ranks}")
+    return list(values)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What one rank brings to a dispatch: its T encoded tokens, [T, top_k] ids and weights (or None)."""
+
+    rows: QuantizedRows
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return self.topk_ids.shape[0]
+
+
+@no_modes()
+def encode_source(
+    cfg: EPConfig,
+    x: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    input_scale: float | torch.Tensor | None = None,
+    router_weights: torch.Tensor | None = None,
+    prequantized: QuantizedRows | None = None,
+) -> Source:
+    """Check and encode the arguments of one rank; see `dispatch`. Ids are not read: one out of range is as -1."""
+    if prequantized is None:
+        check_tokens(cfg, x, topk_ids, router_weights)
+    else:
+        payload, scales, row_scales = prequantized
+        check_tokens(cfg, payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
+        check_unscaled(input_scale)
+    check_input_scale(cfg.format, input_scale)
+    return encode_checked(cfg, x, topk_ids, input_scale, router_weights, prequantized)
+
+
+def encode_checked(
+    cfg: EPConfig,
+    x: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    input_scale: float | torch.Tensor | None,
+    router_weights: torch.Tensor | None,
+    prequantized: QuantizedRows | None,
+) -> Source:
+    """As `encode_source`, of arguments that were checked."""
+    if prequantized is None:
+        prequantized = quantize(x, cfg.format, 1.0 if input_scale is None else input_scale)
+    return Source(as_own_types(prequantized, cfg.format), topk_ids, router_weights)
+
+
+@no_modes()
+def dispatch(
+    cfg: EPConfig,
+    xs: Sequence[torch.Tensor | None],
+    topk_ids: Sequence[torch.Tensor],
+    input_scales: Sequence[float | torch.Tensor | None] | None = None,
+    router_weights: Sequence[torch.Tensor | None] | None = None,
+    prequantized: Sequence[QuantizedRows | None] | None = None,
+) -> list[Dispatched]:
+    """What every rank receives, rows ordered by (group, source rank, token, slot).
+
+    Duplicate experts of a token make one row each. A masked slot (-1) makes none. With `skip_a2a` every rank is its
+    only source, and an expert of another rank makes no row. The rows that pad a group are zeros in every tensor, with
+    src_info (-1, -1).
+
+    Args:
+        xs: per rank [T_r, hidden] bfloat16, T_r <= max_tokens_per_rank.
+        topk_ids: per rank [T_r, top_k] int32 or int64, -1 or a global expert id.
+        input_scales: per rank the global scale of its own tokens (see `quantize`); None: 1.0 everywhere.
+        router_weights: per rank [T_r, top_k] float32 or None; None: no weights anywhere.
+        prequantized: per rank tokens that are encoded already, whose bytes travel as they are (then `xs` of this rank
+            is not read and may be None), or None; None: no rank's are.
+
+    Returns:
+        One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
+        `return_pieces` 0. `weights` is None when none of the rank's sources gave any, else 0 where this rank has no
+        row or the source gave none.
+
+    Raises:
+        EPInputError: an argument of some rank breaks its rule, or an expert id is out of range.
+    """
+    named = {
+        "xs": xs,
+        "topk_ids": topk_ids,
+        "input_scales": input_scales,
+        "router_weights": router_weights,
+        "prequantized": prequantized,
+    }
+    columns = [per_rank(name, values, cfg.world_size) for name, values in named.items()]
+    sources = {rank: encode_source(cfg, *row) for rank, row in enumerate(zip(*columns, strict=True))}
+    for source in sources.values():
+        check_expert_ids(cfg, source.topk_ids)
+    return [receive(cfg, rank, sources) for rank in range(cfg.world_size)]
+
+
+def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -> torch.Tensor:
+    """[rows, 4] int64 (group, index of the source, token, slot) of the rows of `rank`, in their order."""
+    device, shared = own.topk_ids.device, int(cfg.fused_shared_expert)
+    first, count = cfg.shared_slice(own.tokens, rank)
+    token = torch.arange(first, first + count, device=device)
+    own_index = torch.full_like(token, [source is own for source in sources].index(True))
+    parts = [torch.stack([torch.zeros_like(token), own_index, token, torch.full_like(token, cfg.top_k)], dim=1)]
+    for index, source in enumerate(sources):
+        ids = lower_halves(source.topk_ids)
+        mine = (ids >= 0) & (ids // cfg.local_experts == rank)
+        token, slot = mine.nonzero(as_tuple=True)  # token-major, slots ascending
+        group = ids[token, slot].long() - rank * cfg.local_experts + shared
+        parts.append(torch.stack([group, torch.full_like(token, index), token, slot], dim=1))
+    table = torch.cat(parts)
+    return table[table[:, 0].argsort(stable=True)]
+
+
+def _indexable(field: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every device can index."""
+    return field.view(torch.uint8) if field.dtype == torch.float8_e4m3fn else field
+
+
+@no_modes()
+def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatched:
+    """The output of `dispatch` of one rank, from every rank's source (with `skip_a2a` only its own is read)."""
+    own = sources[rank]
+    device = own.topk_ids.device
+    peers = [own] if cfg.skip_a2a else [sources[peer] for peer in range(cfg.world_size)]
+    group, source, token, slot = _entries(cfg, rank, peers, own).unbind(1)
+
+    counts = torch.bincount(group, minlength=cfg.groups)
+    padded = (counts + cfg.alignment - 1) // cfg.alignment * cfg.alignment
+    offsets = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    num_rows = int(offsets[-1])
+    in_group = torch.arange(group.numel(), device=device) - (counts.cumsum(0) - counts)[group]
+    row = offsets[group] + in_group
+
+    def padded_rows(field: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows of all sources, one field of them, in output order with zeros in between."""
+        if field is None:
+            return None
+        placed = torch.zeros(num_rows, *field.shape[1:], dtype=field.dtype, device=device)
+        _indexable(placed)[row] = _indexable(field)[first_token[source] + token]
+        return placed
+
+    first_token = torch.tensor([sum(one.tokens for one in peers[:index]) for index in range(len(peers))], device=device)
+    joined = join_rows([one.rows for one in peers])
+    scales, layout = padded_rows(joined.scales), cfg.scales_as
+    src_info = torch.full((num_rows, 2), -1, dtype=torch.int32, device=device)
+    src_info[row] = torch.stack([token, slot], dim=1).int()
+
+    routed = slot < cfg.top_k
+    row_map = torch.full((cfg.peers, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
+    row_map[source[routed], token[routed], slot[routed]] = row[routed].int()
+    weights = None
+    if any(one.router_weights is not None for one in peers):
+        weights = torch.zeros(row_map.shape, dtype=torch.float32, device=device)
+        for index, one in enumerate(peers):
+            if one.router_weights is not None:
+                here = row_map[index, : one.tokens] >= 0
+                weights[index, : one.tokens] = torch.where(here, one.router_weights, 0)
+
+    blocks = (padded + 127) // 128
+    first_block = blocks.cumsum(0) - blocks
+    header = [[one.tokens, 0, int(one.router_weights is not None), 0] for one in peers]
+    return Dispatched(
+        tokens=padded_rows(joined.payload),
+        scales=None if scales is None or layout is None else arrange_scales(scales, layout, padded.tolist()),
+        row_scales=padded_rows(joined.row_scales),
+        row_offsets=offsets.int(),
+        row_counts=counts.int(),
+        scales_offsets=(first_block - offsets[:-1] // 128).int() if layout == ATOM else None,
+        expert_ids=torch.arange(cfg.groups, dtype=torch.int32, device=device),
+        src_info=src_info,
+        num_rows=torch.tensor([num_rows], dtype=torch.int32, device=device),
+        row_map=row_map,
+        headers=torch.tensor(header, dtype=torch.int32, device=device),
+        weights=weights,
+        rank=rank,
+        topk_ids=own.topk_ids,
+        router_weights=own.router_weights,
+        return_pieces=0,
+    )

@@ -1,0 +1,188 @@
+"""What one rank of the reference backend sends, and what it writes when it has received: copies, by `reference`.
+
+All of it computes as kernels do, without the modes of torch in which the caller is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.modes import no_modes, writing_modes
+from cute_ep.api.rounds import PendingDispatch
+from cute_ep.api.validate import check_global_scale
+from cute_ep.layouts.maps.routing import LOST_ROW
+from cute_ep.layouts.maps.scales import TRANSPOSED
+from cute_ep.reference.dispatch import Source, encode_checked
+
+ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
+OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
+"""Tensors of `DispatchBuffers` that say which rows there are, and that hold them."""
+UNKNOWN = -(2**31)
+"""What `num_rows` and `row_offsets` hold before all ranks have dispatched."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadAgain:
+    """What combine reads again of a dispatch's arguments, as it was then."""
+
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor | None
+
+    def check_ids(self, dispatched: Dispatched) -> None:
+        """EPInputError unless the ids of the batch are the same still."""
+        _check_unchanged("topk_ids", self.topk_ids, dispatched.topk_ids)
+
+    def check_weights(self, dispatched: Dispatched, weights: torch.Tensor | None) -> None:
+        """EPInputError unless `weights` are others than those of the batch, or the same still."""
+        if weights is not None and weights is dispatched.router_weights:
+            _check_unchanged("router_weights", self.router_weights, weights)
+
+
+def _check_unchanged(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
+    if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
+        raise EPInputError(f"{name}: changed since dispatch; combine reads it again, so leave it until then")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnDispatched(Dispatched):
+    """A `Dispatched` that knows the round that it is of, and what combine reads again."""
+
+    number: int = 0
+    read_again: ReadAgain | None = None
+
+
+class OwnPending(PendingDispatch):
+    """A `PendingDispatch` that has what combine reads again."""
+
+    read_again: ReadAgain
+
+
+def read_scale(input_scale: float | torch.Tensor | None) -> float | None:
+    """A global scale as it is now. EPInputError: a tensor's is out of range."""
+    if not isinstance(input_scale, torch.Tensor):
+        return input_scale
+    value = input_scale.item()
+    check_global_scale(value, "input_scale")
+    return value
+
+
+def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy, None of None."""
+    with no_modes():
+        return None if tensor is None else tensor.clone()
+
+
+@no_modes()
+def make_source(
+    cfg: EPConfig,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    router_weights: torch.Tensor | None,
+    input_scale: float | torch.Tensor | None,
+    scales: torch.Tensor | None,
+    row_scales: torch.Tensor | None,
+) -> Source:
+    """What a rank sends in a dispatch, whose arguments these are, checked. EPInputError: as `read_scale`."""
+    x, topk_ids = x.clone(), topk_ids.clone()
+    ready = None if scales is None else QuantizedRows(x, copied(scales), copied(row_scales))
+    return encode_checked(cfg, x, topk_ids, read_scale(input_scale), copied(router_weights), ready)
+
+
+@writing_modes()
+def withhold(buffers: DispatchBuffers) -> None:
+    """Announce no rows, as it is not known how many there will be."""
+    buffers.num_rows.fill_(UNKNOWN)
+    buffers.row_offsets.fill_(UNKNOWN)
+
+
+@writing_modes()
+def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchBuffers) -> int:
+    """Write the output of rank `rank`'s dispatch into `out`; the rows that it takes, which are lost if there are more
+    than `out` holds."""
+    result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
+    rows = int(result.num_rows)
+    if rows > out.tokens.shape[0]:
+        result.row_map[result.row_map >= 0] = LOST_ROW
+        for name in ANNOUNCED:
+            if buffers[name] is not None:
+                getattr(result, name).zero_()
+        buffers = {name: buffer for name, buffer in buffers.items() if name not in OF_ROWS}
+    for name, buffer in buffers.items():
+        value = getattr(result, name)
+        if buffer is None:
+            continue
+        if value is None:  # weights, when no source gave any
+            buffer.zero_()
+        elif name == "scales" and cfg.scales_as == TRANSPOSED:
+            buffer[:, :rows] = value
+        else:
+            buffer[: value.shape[0]] = value
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a rank gives back in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
+    the round of its dispatch."""
+
+    rows: torch.Tensor
+    row_map: torch.Tensor
+    topk_ids: torch.Tensor
+    mode: str
+    dispatch: int
+
+    def check_agreement(self, others: Mapping[int, Returned]) -> None:
+        """EPInputError unless the others have this mode and give back rows of the same dispatch."""
+        for peer, other in others.items():
+            if (other.mode, other.dispatch) != (self.mode, self.dispatch):
+                raise EPInputError(
+                    f"mode = {self.mode!r} of dispatch round {self.dispatch}: must match rank {peer}'s combine, "
+                    f"{other.mode!r} of round {other.dispatch}"
+                )
+
+
+def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
+    """EPInputError when `rows` has fewer than the batch, whose `num_rows` is in place."""
+    need = int(dispatched.num_rows)
+    if rows.shape[0] < need:
+        raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
+
+
+@no_modes()
+def give_back(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
+    """What a rank sends in a combine; `rows` has enough of them, `number` is the round of its dispatch."""
+    need = int(dispatched.num_rows)
+    # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
+    _, shared = cfg.shared_slice(dispatched.topk_ids.shape[0], dispatched.rank)
+    held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
+    more = max(shared - held.shape[0], 0) + 1
+    lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan), torch.bfloat16)
+    row_map = dispatched.row_map.clamp(max=held.shape[0])
+    return Returned(torch.cat([held, lost]), row_map, dispatched.topk_ids.clone(), mode, number)
+
+
+@writing_modes()
+def add_up(cfg: EPConfig, rank: int, given: Mapping[int, Any], weights: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write the output of rank `rank`'s combine into `out`. `given`: the `Returned` of each rank; EPInputError unless
+    they agree."""
+    mode, rows = given[rank].mode, {peer: one.rows for peer, one in given.items()}
+    given[rank].check_agreement(given)
+    if weights is None:
+        made = reference.unweighted_source(cfg, rank, rows, given, out.dtype)
+    else:
+        made = reference.combine_source(cfg, rank, rows, given, weights, mode, out.dtype)
+    out.copy_(made)
+
+
+@writing_modes()
+def withhold_sums(out: torch.Tensor) -> None:
+    """NaN, as it is not known what the sums will be."""
+    out.fill_(torch.nan)

@@ -1,0 +1,1 @@
+"""The GPU backend: driver, communicator, how ranks connect, and operations on one GPU."""

@@ -1,0 +1,362 @@
+"""Making communicators: all ranks in this process, or one process a rank."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.aot.library import Library
+from cute_ep.api.config import EPConfig, check_config, is_integer
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.validate import check_devices
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, FREE_SMS
+from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
+from cute_ep.reference.backend import connect_reference
+from cute_ep.reference.processes import connect_processes
+from cute_ep.runtime.communicator import Communicator, load_kernels, unload_kernels
+from cute_ep.runtime.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
+from cute_ep.runtime.gpus import check_gpu, sm_budget
+from cute_ep.runtime.local_ops import load_local_kernels
+from cute_ep.runtime.meeting import Meeting
+from cute_ep.tuning.file import find_tuning
+from cute_ep.tuning.launch_shape import Tuning
+
+LOG = logging.getLogger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LEAST_PATIENCE_S = 10.0
+"""Least time that ranks wait for each other when they close, however short `timeout_s` is."""
+
+
+def connect_local(
+    cfg: EPConfig,
+    devices: Sequence[str | torch.device],
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    hooks: Hooks = NO_HOOKS,
+    tuning: Tuning | None = None,
+) -> list[EPCommunicator]:
+    """One communicator a rank, all in this process.
+
+    Args:
+        cfg: the group's configuration.
+        devices: one device a rank: several GPUs; one GPU named `world_size` times (virtual ranks, each on its own
+            stream with its share of the SMs); or "cpu" everywhere for the reference backend. "cuda" is the current one.
+        sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default: all,
+            with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one.
+        library: folder of compiled kernels to look in first.
+        hooks: functions compiled into the kernels (`cute_ep.kernels.hooks`); none on the reference backend.
+        tuning: launch shapes, which change times only; None: what `cute-ep tune` found on this machine, else the
+            built-in tables (`cute_ep.tuning.builtin`).
+
+    The reference backend checks `sms`, `library` and `tuning`, which it has no use for.
+
+    Raises:
+        EPConfigError: wrong number or mix of devices, GPUs without a peer path, an option that breaks its rule, or a
+            damaged file of `cute-ep tune`.
+        VariantMissing: a kernel is not in the library; the message says how to build it.
+    """
+    check_config(cfg)
+    chosen = check_devices(cfg, devices)
+    _check_options(sms, tuning, hooks)
+    if all(device.type == "cpu" for device in chosen):
+        _check_reference(library, hooks)
+        return list(connect_reference(cfg))
+    found = Library(library)
+    if any(device.type != "cuda" for device in chosen):
+        raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
+    here = torch.cuda.current_device()
+    chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
+    for device in chosen:
+        check_gpu("devices", device.index)
+    sharing = Counter(chosen)
+    ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
+    enable_all_peers(sharing)
+    name = torch.cuda.get_device_name(chosen[0])
+    shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
+    open_ranks: list[Communicator] = []
+    one_at_a_time, joined = Lock(), object()
+
+    def release(communicator: Communicator) -> None:
+        """Free everything once the last rank is closed: until then a peer's kernel may write to any arena."""
+        with one_at_a_time:
+            open_ranks.remove(communicator)
+            if open_ranks:
+                return
+        for device in sharing:
+            torch.cuda.synchronize(device)
+        if not any(member.failed for member in members):
+            everything.close()
+
+    with ExitStack() as undo:
+        kernels, arenas = [], []
+        for device in chosen:
+            kernels.append(_load_rank(cfg, device, found, hooks, undo))
+        load_local_kernels([device.index for device in sharing], found)
+        for rank, device in enumerate(chosen):
+            arenas.append(_make_arena(cfg, rank, device))
+            undo.callback(arenas[-1].free)
+        addresses = [arena.address for arena in arenas]
+        for rank, device in enumerate(chosen):
+            communicator = Communicator(
+                cfg,
+                rank,
+                device,
+                arenas[rank],
+                [addresses[rank]] if cfg.skip_a2a else addresses,
+                kernels=kernels[rank],
+                hooks=hooks,
+                max_ctas=ctas[device],
+                tuning=shapes[ctas[device]],
+                shared_device=sharing[device] > 1,
+                group=joined,
+                release=release,
+            )
+            undo.callback(communicator.free)
+            open_ranks.append(communicator)
+        everything = undo.pop_all()
+    members = tuple(open_ranks)
+    return list(members)
+
+
+@contextmanager
+def connected(cfg: EPConfig, devices: Sequence[str | torch.device], **options: Any) -> Iterator[list]:
+    """What `connect_local` returns, all of them closed at the end; arguments and errors are the same."""
+    communicators = connect_local(cfg, devices, **options)
+    try:
+        yield communicators
+    finally:
+        for communicator in communicators:
+            communicator.close()
+
+
+def connect(
+    cfg: EPConfig,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    hooks: Hooks = NO_HOOKS,
+    tuning: Tuning | None = None,
+) -> EPCommunicator:
+    """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
+
+    Memory is exchanged by CUDA IPC, so all ranks must be on one machine. Where no rank has a GPU it is the reference
+    backend, on the CPU (`cute_ep.reference.processes`), whose calls wait for their results.
+
+    Args:
+        cfg: the group's configuration; must be the same on every rank.
+        group: an initialised process group of `world_size` ranks; None: the default group.
+        sms, library, hooks, tuning: as in `connect_local`; ranks may have different `tuning`.
+
+    Raises:
+        EPConfigError: there is no process group, the group's size or another rank's configuration differs, two ranks
+            are on one GPU or on two machines, only some ranks have a GPU, an option breaks its rule, or a damaged file
+            of `cute-ep tune`.
+        VariantMissing: a kernel is not in the library.
+        EPError: another rank could not connect; says which and why.
+    """
+    check_config(cfg)
+    without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
+    if not dist.is_initialized():
+        raise EPConfigError(
+            f"group = {group}: must be initialised, call torch.distributed.init_process_group first ({without})"
+        )
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+
+    meeting = Meeting(group)
+    patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
+
+    def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
+        _check_options(sms, tuning, hooks)
+        if world != cfg.world_size:
+            raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
+        if not torch.cuda.device_count():
+            _check_reference(library, hooks)
+            return _Place(cfg, _machine(), None), None
+        device = torch.device("cuda", torch.cuda.current_device())
+        most = _max_ctas(device, sms, 1)
+        found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
+        return _Place.of(cfg, device), (device, most, found)
+
+    def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
+        with ExitStack() as undo:
+            found = Library(library)
+            kernels = _load_rank(cfg, device, found, hooks, undo)
+            load_local_kernels([device.index], found)
+            arena = _make_arena(cfg, rank, device)
+            undo.callback(arena.free)
+            return kernels, arena, undo.pop_all()
+
+    def map_peers() -> tuple[dict[int, int], ExitStack]:
+        with ExitStack() as undo:
+            mapped = {}
+            for peer, handle in peers.items():
+                mapped[peer] = open_handle(device, handle)
+                undo.callback(close_handle, device, mapped[peer])
+            return mapped, undo.pop_all()
+
+    def start() -> Communicator:
+        return Communicator(
+            cfg,
+            rank,
+            device,
+            arena,
+            addresses,
+            kernels=kernels,
+            hooks=hooks,
+            max_ctas=max_ctas,
+            tuning=shapes,
+            shared_device=False,
+            group=meeting,
+            release=release,
+        )
+
+    def release(communicator: Communicator) -> None:
+        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed, or it
+        does not come, or its device failed, whose error is raised once the others know."""
+        failure = None
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            failure = error
+        keep = any(meeting.gather(failure is not None or communicator.failed, patience))
+        if failure is not None:
+            raise failure
+        if not keep:
+            try:
+                mappings.close()
+            finally:
+                meeting.wait(patience)
+            communicator.free()
+            own.close()
+
+    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0])
+    _check_places(rank, places)
+    if gpu is None:
+        return connect_processes(cfg, rank, meeting.on_all_ranks)
+    device, max_ctas, shapes = gpu
+    (kernels, arena, own), handles = meeting.on_all_ranks(
+        prepare, lambda made: made[1].handle(), lambda made: made[2].close()
+    )
+    peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
+    layout = cfg.arena
+    try:
+        (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
+        theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
+        addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
+        try:
+            communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
+        except Exception:
+            mappings.close()
+            raise
+    except Exception:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
+        meeting.wait(patience)
+        own.close()
+        raise
+    return communicator
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What ranks of one group compare: their configurations, and where they run."""
+
+    cfg: EPConfig
+    machine: str
+    gpu: str | None
+
+    @classmethod
+    def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
+        """This process's."""
+        return cls(cfg, _machine(), str(torch.cuda.get_device_properties(device).uuid))
+
+
+def _machine() -> str:
+    """The identity of the running kernel, which containers on one machine share; its name where that is hidden."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _check_places(rank: int, places: Sequence[_Place]) -> None:
+    """EPConfigError unless all ranks have rank `rank`'s configuration and machine, and each a GPU of its own."""
+    own = places[rank]
+    for peer, place in enumerate(places):
+        if place.cfg != own.cfg:
+            raise EPConfigError(f"rank {peer} was configured with {place.cfg}, rank {rank} with {own.cfg}")
+        if place.machine != own.machine:
+            raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one")
+        if (place.gpu is None) != (own.gpu is None):
+            without, other = (peer, rank) if place.gpu is None else (rank, peer)
+            raise EPConfigError(f"rank {without} has no CUDA GPU, but rank {other} has: must be all ranks or none")
+    for peer, place in enumerate(places):
+        if place.gpu and (first := [other for other in range(peer) if places[other].gpu == place.gpu]):
+            raise EPConfigError(
+                f"rank {first[0]} and rank {peer} are both on GPU {place.gpu}: each must call torch.cuda.set_device "
+                "with a GPU of its own (several ranks on one GPU: connect_local)"
+            )
+
+
+def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
+    """A rank's arena as the first round must find it."""
+    arena = cfg.arena
+    blank = [(int(region.offset), int(region.nbytes)) for region in arena.blank]
+    return DeviceMemory(device, int(arena.allocation), blank, begin=0 if cfg.skip_a2a else arena.begin(rank))
+
+
+def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:
+    """EPConfigError for what is wrong on any device."""
+    if sms is not None and not (is_integer(sms) and sms > 0):
+        raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
+    if not isinstance(tuning, Tuning | None):
+        raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
+    if not isinstance(hooks, Hooks):
+        raise EPConfigError(f"hooks = {type(hooks).__name__}: must be Hooks, without arguments for none")
+
+
+def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
+    """What is wrong with options that the reference backend has no use for."""
+    Library(library)
+    if hooks != NO_HOOKS:
+        raise EPConfigError(f"hooks = {hooks}: must be Hooks(), there are none on the reference backend")
+
+
+def _load_rank(
+    cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, undo: ExitStack
+) -> dict[str, Kernel]:
+    """`load_kernels` for one rank, to be undone by `undo`."""
+    started = time.monotonic()
+    kernels = load_kernels(cfg, device, library, hooks)
+    undo.callback(unload_kernels, kernels, device)
+    LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
+    return kernels
+
+
+def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
+    """CTAs of one rank at most; those of all ranks on a device are sure to be resident together.
+
+    The hardware puts CTAs on idle SMs first, so up to as many as there are SMs have one each. An SM that holds a CTA
+    takes those of another kernel only if its split of shared memory and L1 fits them (H200, 2026-11-23: beside a
+    spinning dispatch_wait, kernels with 16 KB of shared memory do not start, `dispatch_async` among them). So ranks
+    that share a device leave SMs without any, or they would keep out what a peer has to run before it can answer.
+    """
+    budget = sm_budget(device, sms)
+    everything = resident_ctas(device.index)
+    have = everything // CTAS_PER_SM
+    if ranks_on_device > 1:
+        return max(1, min(budget, (have - FREE_SMS) // ranks_on_device))
+    return everything if budget == have else budget

@@ -1,0 +1,243 @@
+"""The CUDA driver calls that the runtime needs, through cuda-python: modules, launches, symmetric memory."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import cache
+from itertools import product, repeat
+from operator import itemgetter
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+from torch.autograd import _profiler_enabled  # 50 ns; a range takes 20 us
+from torch.autograd.profiler import record_function
+
+from cute_ep.aot.library import LibraryEntry
+from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
+
+
+def check(result: tuple) -> Any:
+    """Unwrap a driver call's (status, values...); EPError names the status."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EPError(f"CUDA driver: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def architecture(device: torch.device) -> str:
+    """Compilation target of a device, "sm_90a" for an H200."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}a"
+
+
+def current_stream(device: int) -> int:
+    """Raw handle of the caller's stream on a device, an ordinal: without the object that
+    `torch.cuda.current_stream` makes, which takes 2 us of a host's time."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+@cache
+def resident_ctas(device: int) -> int:
+    """CTAs of our kernels that fit a whole GPU, an ordinal, together."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM
+
+
+Choice = Callable[[Mapping[str, int]], Iterable[int]]
+"""What takes the values of some names from a mapping."""
+
+
+def _all_of(names: Sequence[str]) -> Choice:
+    """KeyError where a name is missing."""
+    return itemgetter(*names) if len(names) > 1 else _zeros_without(names)
+
+
+def _zeros_without(names: Sequence[str]) -> Choice:
+    """0 where a name is missing; takes twice as long."""
+    return lambda arguments: map(arguments.get, names, repeat(0))
+
+
+class Kernel:
+    """A loaded kernel of one device, the current one, with a parameter buffer of its own. While a profiler of torch is
+    on, its launches are ranges, named as "cute_ep.dispatch_bf16".
+
+    One launch fills the buffer that the next one reuses (the driver copies it at launch); threads take turns.
+    """
+
+    def __init__(self, entry: LibraryEntry) -> None:
+        self._context = check(driver.cuCtxGetCurrent())
+        library = check(driver.cuLibraryLoadData(entry.read(), None, None, 0, None, None, 0))
+        self._library = library
+        self._function = check(
+            driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode())))
+        )
+        largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
+        self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
+        self._names = dict.fromkeys(name for name, _ in entry.params)
+        self._constants: dict[str, int] = {}
+        self.bind({})
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        self._lock = threading.Lock()
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = THREADS, 1, 1
+        self._config.sharedMemBytes = entry.smem_bytes
+        self._config.attrs = [early]
+
+    def bind(self, constants: Mapping[str, int]) -> None:
+        """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
+        self._constants |= {name: value for name, value in constants.items() if name in self._names}
+        self._free = [name for name in self._names if name not in self._constants]
+        self._choose = _all_of(self._free)
+        self._pack = struct.Struct(f"{len(self._free)}q").pack_into  # they lie at the front, to be set at once
+        values = [0] * len(self._free) + list(self._constants.values())
+        self._values = (ctypes.c_int64 * len(values))(*values)  # a kernel reads as many bytes of one as it wants
+        first = ctypes.addressof(self._values)
+        places = {name: first + 8 * place for place, name in enumerate((*self._free, *self._constants))}
+        self._pointers = (ctypes.c_void_p * len(values))(*(places[name] for name in self._names))
+        self._pointers_at = ctypes.addressof(self._pointers)
+
+    def bound(self, constants: Mapping[str, int]) -> Kernel:
+        """This kernel, of the same module and so not to be unloaded, with further parameters bound."""
+        other = copy(self)
+        other._constants = dict(self._constants)
+        other.bind(constants)
+        return other
+
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
+        """Launch `grid` CTAs on a stream (a raw handle) of the current device.
+
+        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given.
+        `early`: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
+        (programmatic dependent launch).
+        """
+        config, pointers = self._config, self._pointers_at
+        with self._in_range() if _profiler_enabled() else self._lock:
+            try:
+                values = self._choose(arguments)
+            except KeyError:  # neither will later launches give them all
+                self._choose = _zeros_without(self._free)
+                values = self._choose(arguments)
+            self._pack(self._values, 0, *values)
+            config.gridDimX, config.hStream, config.numAttrs = grid, stream, int(early)
+            status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
+            if status[0] != driver.CUresult.CUDA_SUCCESS:
+                if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call
+                    check(driver.cuCtxSetCurrent(self._context))
+                    status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
+                check(status)
+
+    @contextmanager
+    def _in_range(self) -> Iterator[None]:
+        """The lock, in a range of the profiler that is on: an NVTX range under `torch.autograd.profiler.emit_nvtx`."""
+        with record_function(self._range), self._lock:
+            yield
+
+    def unload(self) -> None:
+        """Release the module; no launch may be running."""
+        check(driver.cuLibraryUnload(self._library))
+
+
+class DeviceMemory:
+    """A plain device allocation that peers may map, for what begins `begin` bytes into it, at `address`: zeros, and
+    ones in the (offset from there, bytes) of `ones`."""
+
+    def __init__(
+        self, device: torch.device, nbytes: int, ones: Sequence[tuple[int, int]] = (), *, begin: int = 0
+    ) -> None:
+        self.device, self.nbytes = device, nbytes
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+            self._allocation = int(check(driver.cuMemAlloc(nbytes)))
+            self.address = self._allocation + begin
+            try:
+                check(driver.cuMemsetD8(self._allocation, 0, nbytes))
+                for offset, count in ones:
+                    check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
+                torch.cuda.synchronize(device)
+            except BaseException:
+                self.free()
+                raise
+
+    def store(self, offset: int, words: Sequence[int]) -> None:
+        """Write 64-bit words `offset` bytes from `address`; done when the device is synchronised."""
+        content = struct.pack(f"{len(words)}Q", *words)
+        with torch.cuda.device(self.device):
+            check(driver.cuMemcpyHtoD(self.address + offset, content, len(content)))
+
+    def handle(self) -> bytes:
+        """Handle of the allocation for another process on this machine (CUDA IPC)."""
+        return bytes(check(driver.cuIpcGetMemHandle(self._allocation)).reserved)
+
+    def free(self) -> None:
+        """Release the memory; no peer may still be writing to it."""
+        with torch.cuda.device(self.device):
+            check(driver.cuMemFree(self._allocation))
+
+
+def open_handle(device: torch.device, handle: bytes) -> int:
+    """Map another process's memory into `device`'s context; returns its address here."""
+    native = driver.CUipcMemHandle()
+    native.reserved = handle
+    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    with torch.cuda.device(device):
+        return int(check(driver.cuIpcOpenMemHandle(native, flags)))
+
+
+def close_handle(device: torch.device, address: int) -> None:
+    """Unmap what `open_handle` mapped."""
+    with torch.cuda.device(device):
+        check(driver.cuIpcCloseMemHandle(address))
+
+
+class HostMemory:
+    """Page-locked host memory that kernels of any device can store to, seen by Python as `words`."""
+
+    def __init__(self, words: int) -> None:
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        self.address = int(check(driver.cuMemHostAlloc(4 * words, flags)))
+        self.words = (ctypes.c_uint32 * words).from_address(self.address)
+        ctypes.memset(self.address, 0, 4 * words)
+
+    def free(self) -> None:
+        """Release the memory; no kernel may still be running. `words` keep their last values."""
+        self.words = type(self.words)(*self.words)
+        check(driver.cuMemFreeHost(self.address))
+
+
+def enable_all_peers(devices: Iterable[torch.device]) -> None:
+    """`enable_peer_access` for every pair."""
+    ordinals = [device.index for device in devices]
+    for device, peer in product(ordinals, ordinals):
+        enable_peer_access(device, peer)
+
+
+@cache
+def enable_peer_access(device: int, peer: int) -> None:
+    """Let kernels of `device` use plain allocations of `peer` (both ordinals).
+
+    Raises:
+        EPConfigError: the two GPUs cannot reach each other's memory.
+    """
+    if device == peer:
+        return
+    if not torch.cuda.can_device_access_peer(device, peer):
+        raise EPConfigError(
+            f"devices: cuda:{device} cannot access the memory of cuda:{peer} (no NVLink or PCIe peer path)"
+        )
+    with torch.cuda.device(peer):
+        torch.cuda.current_stream(peer)
+        context = check(driver.cuCtxGetCurrent())
+    with torch.cuda.device(device):
+        status = driver.cuCtxEnablePeerAccess(context, 0)[0]
+    if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+        check((status,))

@@ -1,0 +1,22 @@
+"""The GPUs that are here, and how many SMs of one may be used."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_ep.api.errors import EPConfigError
+
+
+def check_gpu(argument: str, index: int) -> None:
+    """EPConfigError, which begins with `argument`, where this machine has no GPU of that number."""
+    gpus = torch.cuda.device_count()
+    if index >= gpus:
+        raise EPConfigError(f"{argument}: cuda:{index} is not here, the machine has {gpus} CUDA GPUs")
+
+
+def sm_budget(device: str | torch.device, sms: int | None) -> int:
+    """`sms`, or all that a GPU has; EPConfigError where it does not have so many."""
+    have = torch.cuda.get_device_properties(device).multi_processor_count
+    if sms is not None and not 1 <= sms <= have:
+        raise EPConfigError(f"sms = {sms}: must be in [1, {have}], the SMs of {device}")
+    return sms or have

@@ -1,0 +1,372 @@
+"""Kernels that involve one GPU only, as functions on tensors; tensors on the CPU go to the reference."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from functools import cache
+from typing import Literal, overload
+
+import torch
+
+from cute_ep import reference
+from cute_ep.aot.library import Library, LibraryEntry
+from cute_ep.api.config import MAX_HIDDEN
+from cute_ep.api.dispatched import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.modes import no_modes
+from cute_ep.api.types import FormatName, ScaledFormat, ScaleLayout, SwigluFormat
+from cute_ep.api.validate import check_global_scale, check_input_scale, check_tensor, check_written
+from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
+from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
+from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
+from cute_ep.layouts.maps.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
+from cute_ep.reference.local import check_offsets, fill_groups
+from cute_ep.runtime.arguments import address, scale_arguments
+from cute_ep.runtime.driver import Kernel, architecture, resident_ctas
+
+MAX_ROWS = 1 << 30
+SIGN_BIT = 1 << 31
+LOCAL_KERNELS = (QUANTIZE_KERNEL, *SWIGLU_KERNELS, COPY_KERNEL)
+"""Kernels of one GPU, which know of no rank."""
+
+
+@cache
+def _kernel(device: int, name: str, fmt: str | None, folder: str | None) -> Kernel:
+    return _load(device, Library(folder).find(name, architecture(torch.device("cuda", device)), fmt))
+
+
+@cache
+def _load(device: int, entry: LibraryEntry) -> Kernel:
+    with torch.cuda.device(device):
+        return Kernel(entry)
+
+
+def load_local_kernels(devices: Iterable[int], library: Library) -> None:
+    """Load what the functions here may launch on some devices (ordinals), from a library and from the default one: a
+    load that comes later could wait for a kernel that waits for a rank which this process has yet to launch."""
+    entries = [*library.entries.values(), *Library().entries.values()]
+    for device in devices:
+        arch = architecture(torch.device("cuda", device))
+        for entry in entries:
+            if entry.variant.arch == arch and entry.variant.kernel in LOCAL_KERNELS:
+                _load(device, entry)
+
+
+def quantize(
+    x: torch.Tensor, fmt: ScaledFormat, input_scale: torch.Tensor | None = None, *, library: str | None = None
+) -> QuantizedRows:
+    """Quantise rows as dispatch does, on the current stream. `cute_ep.dequantize` decodes them.
+
+    Args:
+        x: [T, hidden] bfloat16.
+        fmt: name of a format with scales.
+        input_scale: float32[1], the global scale G, for formats that have one; None: 1. Its value is checked on the
+            CPU only.
+        library: folder of compiled kernels to look in first.
+
+    Returns:
+        Payload, row-major scales and, where the format has them, row scales. Where a row has a number of one-byte
+        scales that is no multiple of 4, `scales` is a view of rows padded to one (so not contiguous).
+
+    Raises:
+        EPInputError: an argument breaks its rule. Nothing was launched.
+        VariantMissing: the kernel is not in the library.
+    """
+    record = _format(fmt)
+    if not record.scale:
+        raise EPInputError(f"fmt = {fmt!r}: must have scales, there is nothing to quantise")
+    rows, hidden = _check_rows(record, x, halves=1)
+    check_input_scale(record, input_scale)
+    if input_scale is not None:
+        check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
+    if not _on_gpu("x", x):
+        if input_scale is not None:
+            check_global_scale(input_scale.item(), "input_scale")
+        return reference.quantize(x, record, 1.0 if input_scale is None else input_scale)
+    payload = torch.empty(rows, payload_columns(record, hidden), dtype=payload_dtype(record), device=x.device)
+    padded = scale_shape(LINEAR, record.scale_bytes(hidden), record.scale_itemsize, rows, 1)
+    scales = torch.empty(padded, dtype=scale_dtype(record), device=x.device)
+    row_scales = torch.empty(rows, dtype=torch.bfloat16, device=x.device) if record.row_scale else None
+    arguments = scale_arguments(LINEAR, record.scale_bytes(hidden), scales, rows, 1) | {
+        "row_scales": address(row_scales),
+        "global_scales": address(input_scale),
+    }
+    _launch_rows(QUANTIZE_KERNEL, record, x, payload, hidden, arguments, library)
+    return QuantizedRows(payload, scales[:, : hidden // record.block], row_scales)
+
+
+@overload
+def fused_silu(
+    x: torch.Tensor,
+    row_offsets: torch.Tensor | None = None,
+    *,
+    fmt: Literal["bf16"] = "bf16",
+    interleaved: bool = False,
+    alpha: float | None = None,
+    limit: float | None = None,
+    out: torch.Tensor | None = None,
+    library: str | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def fused_silu(
+    x: torch.Tensor,
+    row_offsets: torch.Tensor | None = None,
+    *,
+    fmt: SwigluFormat,
+    interleaved: bool = False,
+    scale_layout: ScaleLayout | None = None,
+    scales_offsets: torch.Tensor | None = None,
+    input_scales: torch.Tensor | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    out: SwigluRows | None = None,
+    library: str | None = None,
+) -> SwigluRows: ...
+
+
+def fused_silu(
+    x: torch.Tensor,
+    row_offsets: torch.Tensor | None = None,
+    *,
+    fmt: FormatName = "bf16",
+    interleaved: bool = False,
+    scale_layout: ScaleLayout | None = None,
+    scales_offsets: torch.Tensor | None = None,
+    input_scales: torch.Tensor | None = None,
+    alpha: float | None = None,
+    limit: float | None = None,
+    out: torch.Tensor | SwigluRows | None = None,
+    library: str | None = None,
+) -> torch.Tensor | SwigluRows:
+    """SwiGLU of the rows between two grouped matmuls, quantised for the second, on the current stream.
+
+    y = silu(gate) * up, with `alpha` and `limit` the clamped form (docs/numerics.md), rounded to bfloat16 and then, for
+    a format with scales, quantised as `quantize` does.
+
+    Args:
+        x: [rows, 2 * D] bfloat16: gate columns and then up columns, or with `interleaved` gate 0, up 0,
+            gate 1, up 1, ...
+        row_offsets: [G + 1] int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
+            are read, and only theirs are written. None: all rows, one group. Their values are checked on the CPU only.
+        fmt: name of a format without row scales.
+        scale_layout: one of the format's; None: its default.
+        scales_offsets: [G] int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
+            rows that pad a group to a multiple of 128 are written as zeros.
+        input_scales: float32 [1] or [G], the global scale of all rows or of each group's; None: 1. Their values are
+            checked on the CPU only.
+        alpha, limit: both or neither; limit > 0.
+        out: what this function returned, or tensors like it, to be overwritten (CUDA graphs); None allocates them.
+        library: folder of compiled kernels to look in first.
+
+    Returns:
+        [rows, D] bfloat16, or for a format with scales their payload and scales.
+
+    Raises:
+        EPInputError: an argument breaks its rule. Nothing was launched.
+        VariantMissing: the kernel is not in the library.
+    """
+    record = _format(fmt)
+    if record.row_scale:
+        names = ", ".join(known.name for known in FORMATS.values() if not known.row_scale)
+        raise EPInputError(f"fmt = {fmt!r}: must be a format without row scales, one of {names}")
+    rows, width = _check_rows(record, x, halves=2)
+    groups = 1
+    if row_offsets is not None:
+        check_tensor("row_offsets", row_offsets, shape=(None,), dtype=torch.int32, device=x.device)
+        groups = row_offsets.shape[0] - 1
+        if groups < 1:
+            raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must have at least 2 elements")
+    layout = _scale_layout(record, scale_layout)
+    if (scales_offsets is not None) != (layout == ATOM and row_offsets is not None):
+        rule = f"with row_offsets and scales in layout {ATOM}"
+        if scales_offsets is not None:
+            raise EPInputError(f"scales_offsets = tensor: must be given {rule} only")
+        raise EPInputError(
+            f"scales_offsets = None: must be given {rule}; give those of the batch, or pass scale_layout='linear'"
+        )
+    if scales_offsets is not None:
+        check_tensor("scales_offsets", scales_offsets, shape=(groups,), dtype=torch.int32, device=x.device)
+    if input_scales is not None:
+        if not record.global_scale:
+            raise EPInputError(f"input_scales = tensor: must be None, format {fmt} has no global scale")
+        check_tensor("input_scales", input_scales, shape=(None,), dtype=torch.float32, device=x.device)
+        if input_scales.shape[0] not in (1, groups):
+            rule = "(1,)" if groups == 1 else f"(1,) or ({groups},)"
+            raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be {rule}")
+    if (alpha is None) != (limit is None):
+        raise EPInputError(f"alpha = {alpha!r}, limit = {limit!r}: must be given together, or neither")
+    clamp = {"alpha": _float_bits("alpha", alpha or 0.0), "limit": _float_bits("limit", limit or 0.0)}
+    if limit is not None and not 0 < clamp["limit"] < SIGN_BIT:
+        raise EPInputError(f"limit = {limit!r}: must be positive")
+    if out is not None:
+        payload, scales = _check_out(record, layout, x, width, groups, out)
+    on_gpu = _on_gpu("x", x)
+    if out is None:
+        payload, scales = _empty_output(record, layout, x, width, groups)
+    if not on_gpu:
+        bounds = [0, rows] if row_offsets is None else check_offsets(row_offsets.tolist(), rows)
+        with no_modes():
+            activated = reference.swiglu(x[: bounds[-1]], interleaved, alpha, limit)
+            values = reference.round_to(activated.float(), torch.bfloat16)
+        fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
+    else:
+        arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
+            "global_scales": address(input_scales),
+            "per_group": int(input_scales is not None and input_scales.shape[0] > 1),
+            "row_offsets": address(row_offsets),
+            "scales_offsets": address(scales_offsets),
+            "groups": groups,
+            **clamp,
+        }
+        _launch_rows(SWIGLU_KERNELS[interleaved], record, x, payload, width, arguments, library)
+    return payload if scales is None else SwigluRows(payload, scales)
+
+
+def _format(name: str) -> Format:
+    if not isinstance(name, str) or name not in FORMATS:
+        raise EPInputError(f"fmt = {name!r}: must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _check_rows(record: Format, x: torch.Tensor, halves: int) -> tuple[int, int]:
+    """(rows, elements of one output row) of a source tensor with `halves` elements for each."""
+    check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16, alignment=VECTOR_BYTES)
+    rows, columns = x.shape
+    if columns % halves:
+        raise EPInputError(f"x.shape[1] = {columns}: must be even, a gate and an up element for each output")
+    try:
+        record.check_hidden(columns // halves, "x.shape[1]" if halves == 1 else f"x.shape[1] / {halves}")
+    except ValueError as error:
+        raise EPInputError(str(error)) from None
+    if rows > MAX_ROWS or columns > halves * MAX_HIDDEN:
+        raise EPInputError(f"x.shape = {(rows, columns)}: must not exceed ({MAX_ROWS}, {halves * MAX_HIDDEN})")
+    return rows, columns // halves
+
+
+def _on_gpu(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on an NVIDIA GPU, not on the CPU; EPInputError when it is elsewhere."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU or the CPU")
+    return tensor.device.type == "cuda"
+
+
+def _scale_layout(record: Format, layout: str | None) -> str | None:
+    try:
+        return record.scale_layout(layout)
+    except ValueError as error:
+        raise EPInputError(str(error)) from None
+
+
+def _float_bits(name: str, value: float) -> int:
+    """The bits of a float32 argument."""
+    try:
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    except (struct.error, OverflowError):
+        bits = None
+    if bits is None or not math.isfinite(value):
+        raise EPInputError(f"{name} = {value!r}: must be a finite float32 number")
+    return bits
+
+
+def _output_shapes(
+    record: Format, layout: str | None, rows: int, width: int, groups: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Shapes of payload and scales (None without)."""
+    payload = (rows, payload_columns(record, width))
+    if layout is None:
+        return payload, None
+    return payload, scale_shape(layout, record.scale_bytes(width), record.scale_itemsize, rows, groups)
+
+
+def _empty_output(
+    record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    payload, scales = _output_shapes(record, layout, x.shape[0], width, groups)
+    return (
+        torch.empty(payload, dtype=payload_dtype(record), device=x.device),
+        None if scales is None else torch.empty(scales, dtype=scale_dtype(record), device=x.device),
+    )
+
+
+def _check_out(
+    record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int, out: torch.Tensor | SwigluRows
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The caller's payload and scales, checked."""
+    payload_shape, scales_shape = _output_shapes(record, layout, x.shape[0], width, groups)
+    payload, scales, name = out, None, "out"
+    if scales_shape is not None:
+        if not isinstance(out, tuple) or len(out) != len(SwigluRows._fields):
+            raise EPInputError(f"out = {type(out).__name__}: must be a SwigluRows")
+        (payload, scales), name = out, "out.payload"
+        alignment = VECTOR_BYTES if layout == ATOM else WORD_BYTES
+        check_written("out.scales", scales)
+        check_tensor(
+            "out.scales", scales, shape=scales_shape, dtype=scale_dtype(record), device=x.device, alignment=alignment
+        )
+    check_written(name, payload)
+    check_tensor(
+        name, payload, shape=payload_shape, dtype=payload_dtype(record), device=x.device, alignment=VECTOR_BYTES
+    )
+    return payload, scales
+
+
+def _launch_rows(
+    name: str,
+    record: Format,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    width: int,
+    arguments: dict[str, int],
+    library: str | None,
+) -> None:
+    """Launch a kernel of `cute_ep.kernels.swiglu` on the current stream.
+
+    A tile a warp, by CTAs that come one after the other, keeps the memory's pages together: BF16, 65,536 rows of 2048,
+    205 -> 188 us (H200, 2026-11-22). Where rows are encoded a CTA stays, or NVFP4 takes 187 us instead of 152.
+    """
+    rows, device = x.shape[0], x.device.index
+    kernel = _kernel(device, name, record.name, library)
+    if not rows:
+        return
+    tiles = 1 if record.row_scale else -(-width // TILE_ELEMENTS)
+    fixed = {"x": x.data_ptr(), "out": out.data_ptr(), "rows": rows, "width": width, "groups": 1}
+    grid = -(-rows * tiles // WARPS)
+    if record.bits < 16:  # what is not encoded needs no preparation
+        grid = min(resident_ctas(device), grid)
+    with torch.cuda.device(device):
+        kernel.launch(grid, fixed | arguments, torch.cuda.current_stream(device).cuda_stream)
+
+
+def copy_bytes(
+    destination: torch.Tensor, source: torch.Tensor, *, ctas: int | None = None, library: str | None = None
+) -> None:
+    """Copy `source` over `destination` with SM loads and stores, on the current stream of the source's device.
+
+    Args:
+        destination, source: contiguous, same number of bytes (a multiple of 16), 16-byte aligned. The destination
+            may be on a peer whose access `driver.enable_peer_access` has enabled.
+        ctas: CTAs to use; default all that are resident together.
+
+    Raises:
+        EPInputError: a tensor is not on a GPU, sizes differ or are no multiple of 16 bytes.
+    """
+    for name, tensor in (("source", source), ("destination", destination)):
+        if tensor.device.type != "cuda":
+            raise EPInputError(f"{name}.device = {tensor.device}: must be an NVIDIA GPU")
+    if source.nbytes != destination.nbytes or source.nbytes % VECTOR_BYTES:
+        raise EPInputError(
+            f"source.nbytes = {source.nbytes}, destination.nbytes = {destination.nbytes}: must be equal and a "
+            f"multiple of {VECTOR_BYTES}"
+        )
+    for name, tensor in (("source", source), ("destination", destination)):
+        if not tensor.is_contiguous() or tensor.data_ptr() % VECTOR_BYTES:
+            raise EPInputError(f"{name}: must be contiguous and aligned to {VECTOR_BYTES} bytes")
+    device = source.device.index or 0
+    arguments = {"source": source.data_ptr(), "destination": destination.data_ptr(), "num_bytes": source.nbytes}
+    kernel = _kernel(device, COPY_KERNEL, None, library)
+    with torch.cuda.device(device):
+        kernel.launch(ctas or resident_ctas(device), arguments, torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,1 @@
+"""Inputs, and the comparison of a communicator with the reference; also for users' machines (`cute-ep verify`)."""

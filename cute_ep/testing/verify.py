@@ -1,0 +1,216 @@
+"""Bit-exact check of one round on communicators against the reference.
+
+Used by the GPU tests and by `cute-ep verify`. Outputs are poisoned before the call, capacities leave a tail that must
+stay untouched, and so must memory behind every output; every byte that the contract defines is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.scales import TRANSPOSED
+from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison, assert_untouched_behind
+from cute_ep.testing.workloads import RankInputs
+
+POISON = 0xA5
+SPARE_ROWS = 37
+"""Rows of output capacity beyond what arrives, which no kernel may touch."""
+GUARD_BYTES = 1 << 16
+"""Memory behind every output, which no kernel may touch either."""
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill every byte of `tensor` with POISON."""
+    if tensor.numel():
+        tensor.view(torch.uint8).fill_(POISON)
+    return tensor
+
+
+def guarded(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor and, behind it in its allocation, GUARD_BYTES for `assert_untouched_behind`; all POISON."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = poison(torch.empty(nbytes + GUARD_BYTES, dtype=torch.uint8, device=device))
+    return memory[:nbytes].view(dtype).view(shape)
+
+
+def poisoned_buffers(communicator: Communicator, rows: int) -> DispatchBuffers:
+    """Output buffers for `rows` rows plus a tail, each tensor `guarded`, all bytes POISON."""
+    shapes = DispatchBuffers.allocate(communicator.cfg, torch.device("meta"), rows + SPARE_ROWS)
+    named = {name: getattr(shapes, name) for name in BUFFERS}
+    device = communicator.device
+    return DispatchBuffers(**{name: t if t is None else guarded(t.shape, t.dtype, device) for name, t in named.items()})
+
+
+def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, rank: int) -> None:
+    """Compare one rank's dispatch output with the reference, byte for byte.
+
+    Of the headers: tokens, of a source that has some whether it gave weights, and the pieces of this rank's own
+    returned rows. How many pieces others have is their choice, which the reference does not make: `check_headers`.
+    Memory behind each tensor must be untouched.
+
+    Raises:
+        AssertionError: names the field and the first differing coordinate.
+    """
+    where = f"rank {rank} "
+    for name in ("row_offsets", "row_counts", "scales_offsets", "expert_ids", "num_rows"):
+        if getattr(expected, name) is not None:
+            assert_bits(getattr(actual, name), getattr(expected, name), where + name)
+    for name in ("tokens", "src_info", "scales", "row_scales"):
+        got, want = getattr(actual, name), getattr(expected, name)
+        if want is not None:
+            if name == "scales" and cfg.scales_as == TRANSPOSED:
+                got, want = got.T, want.T
+            assert_prefix_and_poison(got, want, POISON, where + name)
+    for source in range(cfg.peers):
+        tokens = int(expected.headers[source, HeaderWord.TOKENS])
+        for word in (HeaderWord.TOKENS, HeaderWord.HAS_WEIGHTS)[: 2 if tokens else 1]:
+            header = f"{where}headers[{source}].{word.name.lower()}"
+            assert_bits(actual.headers[source, word], expected.headers[source, word], header)
+        assert_bits(actual.row_map[source, :tokens], expected.row_map[source, :tokens], f"{where}row_map[{source}]")
+        if expected.weights is not None:
+            mine = expected.row_map[source, :tokens] >= 0
+            got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
+            assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
+    own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_PIECES]
+    assert_bits(own, torch.tensor(actual.return_pieces, dtype=own.dtype), f"{where}headers.return_pieces")
+    for name in BUFFERS:
+        if getattr(actual, name) is not None:
+            assert_untouched_behind(getattr(actual, name), POISON, where + name)
+
+
+def check_headers(actual: Sequence[Dispatched], cfg: EPConfig) -> None:
+    """AssertionError unless every rank has of each source the header that the source itself has: of all ranks' batches
+    of one round. Ranks that exchange nothing have nothing to compare."""
+    if not cfg.skip_a2a:
+        device = actual[0].headers.device
+        own = torch.stack([batch.headers[source].to(device) for source, batch in enumerate(actual)])
+        for rank, batch in enumerate(actual):
+            assert_bits(batch.headers, own, f"rank {rank} headers, as their sources have them, ")
+
+
+def expert_rows(dispatched: Sequence[Dispatched], hidden: int, seed: int) -> list[torch.Tensor]:
+    """Made-up expert outputs: one random bfloat16 row a received row."""
+    made = []
+    for rank, one in enumerate(dispatched):
+        generator = torch.Generator(device=one.tokens.device).manual_seed(1000 * seed + rank)
+        shape = (int(one.num_rows), hidden)
+        made.append(torch.randn(shape, generator=generator, device=one.tokens.device).bfloat16())
+    return made
+
+
+@dataclass(frozen=True)
+class RoundOptions:
+    """What one checked round exercises besides its inputs.
+
+    Attributes:
+        split: use the async + wait halves.
+        modes: combine modes, one combine each; None: all that the configuration and the weights allow.
+        dtype: element type of combine's output.
+        input_scales: per rank the global scale; None: none given.
+        prequantized: quantise with the reference and dispatch the quantised rows.
+        weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine has them from
+            dispatch only.
+        seed: of the made-up expert outputs.
+    """
+
+    split: bool = False
+    modes: Sequence[CombineMode] | None = None
+    dtype: torch.dtype = torch.bfloat16
+    input_scales: Sequence[float] | None = None
+    prequantized: bool = False
+    weights_at: str = "dispatch"
+    seed: int = 0
+
+
+def check_round(
+    communicators: Sequence[Communicator],
+    inputs: Sequence[RankInputs],
+    options: RoundOptions = RoundOptions(),
+) -> None:
+    """Run one dispatch and one combine a mode on all ranks of this process and compare everything.
+
+    Args:
+        communicators: all ranks, in order.
+        inputs: per rank, on the CPU; with `skip_a2a` all the same.
+        options: what to exercise.
+
+    Raises:
+        AssertionError: some byte differs.
+        EPTimeout, EPInputError: as the kernels reported.
+    """
+    cfg = communicators[0].cfg
+    oracle = communicators[0].device
+    xs, ids, weights = (
+        [getattr(one, name).to(oracle) for one in inputs] for name in ("x", "topk_ids", "router_weights")
+    )
+    scales = options.input_scales
+    ready = None
+    if options.prequantized:
+        ready = [reference.quantize(x, cfg.format, 1.0 if scales is None else scales[r]) for r, x in enumerate(xs)]
+    late = options.weights_at == "combine"
+    early_weights: list[torch.Tensor | None] = [None] * len(weights) if late else weights
+    expected = reference.dispatch(cfg, xs, ids, None if ready else scales, early_weights, ready)
+    rows = expert_rows(expected, cfg.hidden, options.seed)
+    buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
+    arguments: list[dict] = []
+    for rank, communicator in enumerate(communicators):
+        given = {"x": xs[rank], "topk_ids": ids[rank], "router_weights": early_weights[rank]}
+        if ready is not None:
+            given |= {"x": ready[rank].payload, "scales": ready[rank].scales, "row_scales": ready[rank].row_scales}
+        elif scales is not None:
+            given["input_scale"] = torch.tensor([scales[rank]])
+        arguments.append({name: t if t is None else t.to(communicator.device) for name, t in given.items()})
+    returned = [
+        poison(torch.empty(int(want.num_rows) + SPARE_ROWS, cfg.hidden, dtype=torch.bfloat16, device=c.device))
+        for c, want in zip(communicators, expected, strict=True)
+    ]
+    for buffer, row in zip(returned, rows, strict=True):
+        buffer[: row.shape[0]].copy_(row)
+    _synchronize_devices(communicators)
+    if options.split:
+        pending = [c.dispatch_async(**args) for c, args in zip(communicators, arguments, strict=True)]
+        actual = [c.dispatch_wait(p, b) for c, p, b in zip(communicators, pending, buffers, strict=True)]
+    else:
+        actual = [c.dispatch(**args, out=b) for c, args, b in zip(communicators, arguments, buffers, strict=True)]
+    for communicator in communicators:
+        communicator.synchronize()
+    for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        check_dispatched(got, want, cfg, rank)
+    check_headers(actual, cfg)
+    never = {"partial": late, "unweighted": cfg.fused_shared_expert}
+    for mode in options.modes or [mode for mode in COMBINE_MODES if not never.get(mode)]:
+        given_weights = None if mode == "unweighted" else weights
+        sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
+        outs = [guarded(want.shape, want.dtype, c.device) for c, want in zip(communicators, sums, strict=True)]
+        late_weights = [
+            w.to(c.device) if late and mode == "exact" else None for c, w in zip(communicators, weights, strict=True)
+        ]
+        _synchronize_devices(communicators)
+        if options.split:
+            sent = [c.combine_async(r, d, mode) for c, r, d in zip(communicators, returned, actual, strict=True)]
+            for communicator, one, w, out in zip(communicators, sent, late_weights, outs, strict=True):
+                communicator.combine_wait(one, w, out)
+        else:
+            for communicator, r, d, w, out in zip(communicators, returned, actual, late_weights, outs, strict=True):
+                communicator.combine(r, d, w, mode, out)
+        for communicator in communicators:
+            communicator.synchronize()
+        for rank, (got, want) in enumerate(zip(outs, sums, strict=True)):
+            assert_bits(got, want, f"rank {rank} combine {mode}")
+            assert_untouched_behind(got, POISON, f"rank {rank} combine {mode}")
+
+
+def _synchronize_devices(communicators: Sequence[Communicator]) -> None:
+    for device in {communicator.device for communicator in communicators}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

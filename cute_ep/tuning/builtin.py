@@ -1,0 +1,170 @@
+"""The launch shapes that ship: measured tables, and which of them a configuration has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import log2
+from typing import TypeVar
+
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, EXPRESS_TOKENS, SEGMENT_BYTES, message_bytes
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+
+Found = TypeVar("Found")
+
+TABLE_CTAS, ONE_A_SM = 264, 132
+"""CTAs that the tables were measured with, and half of them: launches of so many fit side by side."""
+FEW = (Entry(2, 128, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
+FEW_LARGE = (Entry(2, 64, 1 / 8, 32), Entry(32, 128, 1 / 4, 8))
+FEW_OF_MANY = (Entry(2, 128, 1 / 8, 32), Entry(16, 128, 1 / 4, 8))
+UP_TO_64, UP_TO_128 = Entry(64, ONE_A_SM, 24 / 132, 4), Entry(128, ONE_A_SM, 32 / 132, 2)
+UP_TO_256_OF_TWO = (Entry(192, MANY, 1 / 4, 4, most_senders=32), Entry(256, MANY, 1 / 4, 2, most_senders=32))
+UP_TO_1024_OF_TWO = (
+    Entry(512, MANY, 3 / 8, 2, most_senders=64, split_from=130),
+    Entry(1024, MANY, 1 / 2, 1, most_senders=64, split_from=130),
+)
+SHORT = (
+    *FEW_OF_MANY,
+    UP_TO_64,
+    UP_TO_128,
+    Entry(256, ONE_A_SM, 32 / 132, 1),
+    Entry(512, MANY, 1 / 4, 1, most_senders=32),
+    Entry(1024, MANY, 1 / 4, 4, most_senders=32),
+    Entry(MANY, MANY, 3 / 8, 4, packed=True, most_senders=56),
+)
+MIDDLE = (
+    *FEW_OF_MANY,
+    UP_TO_64,
+    UP_TO_128,
+    Entry(256, MANY, 64 / 264, 2, packed=True),
+    Entry(768, MANY, 64 / 264, 1, packed=True),
+    Entry(1024, MANY, 48 / 264, 2, packed=True),
+)
+"""Dispatch of more than two ranks: messages below 5000 bytes but FP4's of 7168 elements, and, up to 1024 tokens, those
+up to 10000 bytes."""
+DISPATCH: dict[int, dict[int, tuple[Entry, ...]]] = {
+    2: {
+        3000: (
+            *FEW,
+            UP_TO_64,
+            Entry(256, ONE_A_SM, 32 / 132, 2),
+            *UP_TO_1024_OF_TWO,
+            Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+        ),
+        4095: (
+            *FEW,
+            UP_TO_64,
+            *UP_TO_256_OF_TWO,
+            *UP_TO_1024_OF_TWO,
+            Entry(MANY, MANY, 1 / 2, 1, most_senders=64, split_from=66),
+        ),
+        7000: (
+            *FEW,
+            Entry(128, ONE_A_SM, 24 / 132, 4),
+            Entry(256, ONE_A_SM, 32 / 132, 2),
+            *UP_TO_1024_OF_TWO,
+            Entry(MANY, MANY, 1 / 2, 2, most_senders=64, split_from=66),
+        ),
+        10000: (
+            *FEW,
+            UP_TO_64,
+            *UP_TO_256_OF_TWO,
+            Entry(1024, MANY, 1 / 4, 1, most_senders=48),
+            Entry(MANY, MANY, 1 / 3, 4, most_senders=64, split_from=34),
+        ),
+        MANY: (
+            *FEW_LARGE,
+            Entry(96, ONE_A_SM, 24 / 132, 8),
+            Entry(128, MANY, 48 / 264, 8),
+            Entry(1024, MANY, 48 / 264, 4),
+            Entry(MANY, MANY, 1 / 4, 4, most_senders=32),
+        ),
+    },
+    MANY: {
+        3000: SHORT,
+        4095: (
+            *FEW_OF_MANY,
+            UP_TO_64,
+            Entry(128, MANY, 1 / 4, 4, most_senders=32),
+            Entry(256, MANY, 1 / 4, 2, most_senders=32),
+            Entry(512, MANY, 1 / 4, 1, most_senders=32),
+            Entry(1024, MANY, 1 / 4, 4, most_senders=32),
+            Entry(MANY, MANY, 3 / 8, 2, most_senders=56),
+        ),
+        5000: SHORT,
+        8000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, most_senders=44)),
+        10000: (*MIDDLE, Entry(MANY, MANY, 1 / 3, 4, packed=True, most_senders=44)),
+        MANY: (
+            *FEW_LARGE,
+            UP_TO_64,
+            UP_TO_128,
+            Entry(256, MANY, 64 / 264, 2, packed=True),
+            Entry(1024, MANY, 1 / 4, 4, packed=True, most_senders=48),
+            Entry(MANY, MANY, 1 / 4, 4, most_senders=28),
+        ),
+    },
+}
+"""Tables for at most so many ranks, and of those for messages of at most so many bytes. H200s (264 CTAs), 2026-11-22:
+rows of 7168 elements, 256 experts, top-8 on two GPUs, for more ranks on four, up to 512 tokens as their traffic on two
+(`perf.mirror`); other messages so too, rows of 2048 to 6144 elements, 128 experts, top-8 and top-4. `split_from`: the
+same GPUs with 16, 32, 64 and 128 CTAs a rank."""
+RETURNS = (Entry(2, 64, 0, 32), Entry(32, ONE_A_SM, 0, 32))
+COMBINE: dict[int, tuple[Entry, ...]] = {
+    2: (
+        *RETURNS,
+        Entry(256, MANY, 0, 32),
+        Entry(1024, MANY, 2 / 3, 16, split_from=130),
+        Entry(MANY, MANY, 208 / 264, 4, split_from=130),
+    ),
+    MANY: (
+        *RETURNS,
+        Entry(64, ONE_A_SM, 0, 32),
+        Entry(128, MANY, 0, 32),
+        Entry(512, MANY, 1 / 2, 32, split_from=66),
+        Entry(1024, MANY, 1 / 2, 32, split_from=34),
+        Entry(MANY, MANY, 208 / 264, 4, split_from=66),
+    ),
+}
+"""Tables for at most so many ranks, measured as DISPATCH."""
+SEGMENTS_A_PIECE: dict[str, dict[int, float]] = {
+    "dispatch": {256: 1 / 2, MANY: 3 / 2},
+    "combine": {EXPRESS_TOKENS: 1 / 2, MANY: 3 / 2},
+}
+"""A row has more segments than this for each of its pieces, up to so many tokens; with half of one, pieces are as short
+as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH."""
+
+
+def built_in(cfg: EPConfig, ctas: int) -> Tuning:
+    """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS pieces are fewer in
+    proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Rows that
+    are too short for that many pieces (SEGMENTS_A_PIECE) have fewer.
+
+    4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both),
+    NVFP4 dispatch 242 -> 105.
+    """
+    dispatch = _first_of(_first_of(DISPATCH, cfg.peers), message_bytes(cfg.format, cfg.hidden))
+    combine = _first_of(COMBINE, cfg.peers)
+    return Tuning(_fitted("dispatch", dispatch, cfg, ctas), _fitted("combine", combine, cfg, ctas))
+
+
+def segments_of(family: str, cfg: EPConfig) -> int:
+    """Segments of a row that travels in pieces: of a message's payload, or of a returned row."""
+    row = cfg.format.payload_bytes(cfg.hidden) if family == "dispatch" else cfg.hidden * COMBINE_ITEMSIZE
+    return -(-row // SEGMENT_BYTES)
+
+
+def _fitted(family: str, table: tuple[Entry, ...], cfg: EPConfig, ctas: int) -> tuple[Entry, ...]:
+    segments, entries = segments_of(family, cfg), []
+    for entry in table:
+        share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
+        pieces = 1 << max(0, round(log2(entry.pieces * share)))
+        while pieces > 1 and pieces * _first_of(SEGMENTS_A_PIECE[family], entry.tokens) >= segments:
+            pieces //= 2
+        entries.append(replace(entry, pieces=pieces))
+    return tuple(entries)
+
+
+def _first_of(tables: Mapping[int, Found], number: int) -> Found:
+    """The first of the tables that is for at least `number`."""
+    return next(table for most, table in tables.items() if number <= most)

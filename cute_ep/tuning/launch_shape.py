@@ -1,0 +1,147 @@
+"""How a launch is shaped: CTAs, their roles, pieces of a row; every choice gives the same bytes, so ranks may choose
+differently.
+
+A communicator holds one `Tuning`: the one that it was given, else the one of `cute_ep.tuning.file.find_tuning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cute_ep.api.errors import EPConfigError
+from cute_ep.layouts.maps.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+
+MANY = 1 << 30
+"""More than any number of tokens or CTAs."""
+FAMILIES = ("dispatch", "combine")
+"""Operations that have a table; halves and modes share it."""
+
+
+def pieces_for(tokens: int) -> tuple[int, ...]:
+    """Numbers of pieces that a row may have in a call of `tokens` tokens: the arena has a flag for each of them."""
+    most = MAX_PIECES if tokens <= EXPRESS_TOKENS else MANY_PIECES
+    return tuple(1 << log2 for log2 in range(most.bit_length()))
+
+
+def log2_of(pieces: int) -> int:
+    """Base-2 logarithm of a number of pieces, as headers and kernels have it."""
+    return pieces.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was fastest up to a number of tokens a rank.
+
+    Attributes:
+        tokens: the entry holds up to this many.
+        grid: CTAs at most.
+        senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
+        pieces: pieces of a message (dispatch) or of a returned row (combine).
+        packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
+            links are busy (dispatch only).
+        most_senders: CTAs that send at most: more would not fill the links better, but be missing as receivers.
+        split_from: CTAs from which on some only send and the others only receive; of fewer, every one does both.
+
+    Raises:
+        EPConfigError: a field breaks its rule (the message has them).
+    """
+
+    tokens: int
+    grid: int
+    senders: float
+    pieces: int
+    packed: bool = False
+    most_senders: int = MANY
+    split_from: int = 4
+
+    def __post_init__(self) -> None:
+        counts = self.tokens, self.grid, self.pieces, self.most_senders, self.split_from
+        whole = all(isinstance(number, int) and number > 0 for number in counts)
+        if not whole or not 0 <= self.senders < 1 or self.pieces not in pieces_for(self.tokens):
+            raise EPConfigError(
+                f"{self}: must be positive integers, senders in [0, 1), pieces a power of two of at most {MAX_PIECES}, "
+                f"{MANY_PIECES} for more than {EXPRESS_TOKENS} tokens"
+            )
+
+
+class Shape(NamedTuple):
+    """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; pieces of each
+    message (dispatch), or of each row that is to come back (combine; decided and announced by the dispatch before);
+    `Entry.packed`."""
+
+    grid: int
+    send_ctas: int
+    receive_from: int
+    pieces: int
+    packed: bool = False
+
+    @property
+    def pieces_log2(self) -> int:
+        """`log2_of` the pieces."""
+        return log2_of(self.pieces)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The tables of one deployment.
+
+    Attributes:
+        dispatch, combine: entries with ascending tokens, the last one's at least MAX_TOKENS_PER_RANK (say, MANY);
+            EPConfigError otherwise.
+    """
+
+    dispatch: tuple[Entry, ...]
+    combine: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        for family in FAMILIES:
+            ends = [entry.tokens for entry in self.table(family)]
+            if not ends or ends != sorted(set(ends)) or ends[-1] < MAX_TOKENS_PER_RANK:
+                raise EPConfigError(f"tokens of {family} = {ends}: must ascend to at least {MAX_TOKENS_PER_RANK}")
+
+    def table(self, operation: str) -> tuple[Entry, ...]:
+        """The table of "dispatch", "dispatch_async", ..., "combine_wait" (mode and format do not matter)."""
+        return self.dispatch if operation.startswith("dispatch") else self.combine
+
+    def entry(self, operation: str, tokens: int) -> Entry:
+        """The entry for `tokens` tokens."""
+        for entry in self.table(operation):
+            if tokens <= entry.tokens:
+                return entry
+        raise AssertionError("unreachable")
+
+    def shape(self, operation: str, tokens: int, max_ctas: int, *, whole_rows: bool = False) -> Shape:
+        """Shape of one launch.
+
+        Args:
+            operation: as `table`.
+            tokens: this rank's tokens; the other ranks' numbers may differ.
+            max_ctas: CTAs that are resident together.
+            whole_rows: combine returns rows, not partial sums. There is more to add up: at most half of the CTAs send
+                (4 x H200, 2026-11-22, 4096 tokens: 1100 us, by 160 of 264 CTAs 1163).
+        """
+        entry = self.entry(operation, tokens)
+        grid = min(max_ctas, entry.grid)
+        if operation.endswith("_async"):
+            return Shape(grid, grid, grid, entry.pieces)
+        if operation.endswith("_wait"):
+            return Shape(grid, 0, 0, entry.pieces)
+        senders = min(round(grid * entry.senders), entry.most_senders, grid // 2 if whole_rows else grid - 1)
+        if not senders or grid < entry.split_from:
+            return Shape(grid, grid, 0, entry.pieces)
+        return Shape(grid, senders, senders, entry.pieces, entry.packed)
+
+    def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:
+        """This with what was found at some numbers of tokens. A finding holds up to its number, the one of the most
+        tokens in a range of the table up to the range's end; ranges without any stay as they are."""
+        table: list[Entry] = []
+        below = 0
+        for end in sorted({EXPRESS_TOKENS, *(entry.tokens for entry in self.table(family))}):
+            inside = sorted(tokens for tokens in found if below < tokens <= end)
+            entries = [found[tokens] for tokens in inside] or [self.entry(family, end)]
+            table += [replace(one, tokens=to) for one, to in zip(entries, [*inside[:-1], end], strict=True)]
+            below = end
+        return replace(self, **{family: tuple(table)})

@@ -1,0 +1,1 @@
+"""The vocabulary of device code: memory, synchronisation, work and arithmetic."""

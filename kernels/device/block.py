@@ -1,0 +1,104 @@
+"""CTA-wide building blocks: shared memory by name, prefix sums, flat copies."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint8, Uint32
+
+from cute_ep.kernels.device.divide import quotient
+from cute_ep.kernels.device.memory import vector_atom, vector_tensor
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
+from cute_ep.layouts.maps.record import Region
+
+
+def launch_config(grid, shared_bytes: int = 0) -> dict:
+    """Keyword arguments of a kernel's launch: `grid` CTAs of THREADS threads, compiled for CTAS_PER_SM residents."""
+    return {
+        "grid": [grid, 1, 1],
+        "block": [THREADS, 1, 1],
+        "smem": shared_bytes,
+        "min_blocks_per_mp": CTAS_PER_SM,
+        "preferred_smem_carveout": 50,
+    }
+
+
+def shared_array(region: Region, dtype):
+    """Tensor over a region of dynamic shared memory."""
+    base = cute.arch.get_dyn_smem(Uint8, alignment=VECTOR_BYTES)
+    pointer = cute.recast_ptr(base + region.offset, dtype=dtype)
+    return cute.make_tensor(pointer, cute.make_layout(region.shape, stride=region.stride))
+
+
+def swizzled(vector):
+    """Where shared memory holds a vector: eight lanes that write or read together meet all 32 banks, whether their
+    vectors are 1, 2 or 4 apart."""
+    return vector ^ ((vector >> 3) & 7)
+
+
+@cute.jit
+def warp_prefix_sum(value: Int32, lane: Int32) -> Int32:
+    """Inclusive prefix sum of `value` over the lanes of a warp."""
+    prefix = value
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(prefix, 1 << step, mask_and_clamp=0)
+        if lane >= (1 << step):
+            prefix += below
+    return prefix
+
+
+SCAN_RUN = 8
+"""Numbers that a lane loads together in a scan."""
+
+
+@cute.jit
+def warp_exclusive_scan(value: cutlass.Constexpr, sSums, count: Int32, lane: Int32, start: Int32) -> None:
+    """sSums[i] = start + value(0) + ... + value(i - 1) for i = 0 .. count; value(i) may be what sSums[i] was.
+
+    By one warp, whose lanes take a run of the numbers each; other warps see it after a CTA barrier.
+    """
+    run = quotient(count + 31, 32)
+    first = lane * run
+    last = cutlass.min(first + run, count)
+    rValue = cute.make_rmem_tensor(SCAN_RUN, Int32)
+    total = Int32(0)
+    for base in cutlass.range(first, last, SCAN_RUN, unroll=1):
+        for index in cutlass.range_constexpr(SCAN_RUN):
+            if base + index < last:
+                rValue[index] = value(base + index)
+                total += rValue[index]
+    before = start + warp_prefix_sum(total, lane) - total
+    for base in cutlass.range(first, last, SCAN_RUN, unroll=1):
+        if run > SCAN_RUN:  # else they are still there
+            for index in cutlass.range_constexpr(SCAN_RUN):
+                if base + index < last:
+                    rValue[index] = value(base + index)
+        for index in cutlass.range_constexpr(SCAN_RUN):
+            if base + index < last:
+                sSums[base + index] = before
+                before += rValue[index]
+    if lane == 31:
+        sSums[count] = before
+
+
+LOADS_IN_FLIGHT = 4
+"""16-byte loads that a thread issues before its first store."""
+
+
+@cute.jit
+def block_memcpy(destination, source, num_bytes, tid: Int32) -> None:
+    """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
+    vectors = Int32(quotient(num_bytes, VECTOR_BYTES))
+    gSource = vector_tensor(source, vectors, 1)
+    gDestination = vector_tensor(destination, vectors, 1)
+    rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+    for first in cutlass.range(tid, vectors, THREADS * LOADS_IN_FLIGHT, unroll=1):
+        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            vector = first + slot * THREADS
+            if vector < vectors:
+                cute.copy(vector_atom(), gSource[None, vector, 0], rX[None, slot])
+        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            vector = first + slot * THREADS
+            if vector < vectors:
+                cute.copy(vector_atom(), rX[None, slot], gDestination[None, vector, 0])

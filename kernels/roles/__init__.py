@@ -1,0 +1,1 @@
+"""What a kernel's CTAs do, one role a file."""

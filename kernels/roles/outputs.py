@@ -1,0 +1,140 @@
+"""Announce role: what a receiving rank knows once the routes are in: offsets, counts, and zeros in the padding."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint16, Uint32
+
+from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.divide import quotient, round_up
+from cute_ep.kernels.device.memory import array, item_coord, vector_atom, vector_tensor
+from cute_ep.kernels.device.scale_rows import zero_scale_rows
+from cute_ep.kernels.device.splits import first_item, item_stride
+from cute_ep.kernels.roles.row_tables import Tables
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import THREADS
+from cute_ep.layouts.maps.routing import Phase
+from cute_ep.layouts.maps.scales import ATOM_ROWS
+
+PADDING_JOBS = 16
+"""Pieces, a warp each, into which the zeroing of one group's padding is cut."""
+
+
+class Announce:
+    """Writes the small outputs from the tables."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+
+    @cute.jit
+    def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
+        """CTA `first` of `count` receiving CTAs. Jobs are dealt from the last warp down: those have the fewest rows."""
+        if self.tables.are_scattered(args) | (args.row_alignment != 1):
+            jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
+            last_first = item_stride(count) - 1 - first_item(first, count, group.warp)
+            for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
+                part, place = item_coord(job, PADDING_JOBS)
+                self._zero_group(group, args, place - args.shared_groups, part)
+
+    @cute.jit
+    def run(self, group, args) -> None:
+        """Offsets, counts and headers, by one CTA.
+
+        No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
+        """
+        sHeader = shared_array(self.tables.headers, Int32)
+        groups = group.local_experts + args.shared_groups
+        gRowOffset = array(args.row_offsets, Int32, groups + 1)
+        gRowCount = array(args.row_counts, Int32, groups)
+        gExpertId = array(args.expert_ids, Int32, groups)
+        gScaleOffset = array(args.scales_offsets, Int32, groups)
+        gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
+        gNumRows = array(args.num_rows, Int32, 1)
+        rows = self.tables.row_start(group, args, group.local_experts)
+        fits = rows <= args.capacity
+        if (group.tid == 0) & ~fits:
+            group.report_input(Phase.ROW_CAPACITY, Int32(0), args.capacity, rows)
+        for place in cutlass.range(group.tid, groups + 1, THREADS, unroll=1):
+            expert = place - args.shared_groups
+            start = Int32(0)
+            rows = args.shared_rows
+            scale_start = Int32(0)
+            if expert >= 0:
+                start = self.tables.row_start(group, args, expert)
+                rows = Int32(0)
+                if expert < group.local_experts:
+                    rows = self.tables.rows_of(group, expert)
+                    scale_start = self.tables.scale_start(group, args, expert)
+            if not fits:
+                start = Int32(0)
+                rows = Int32(0)
+                scale_start = Int32(0)
+            gRowOffset[place] = start
+            if expert < group.local_experts:
+                gRowCount[place] = rows
+                gExpertId[place] = place
+                if args.scales_offsets != Int64(0):
+                    gScaleOffset[place] = quotient(scale_start, ATOM_ROWS) - quotient(start, ATOM_ROWS)
+            else:
+                gNumRows[0] = start
+        for index in cutlass.range(group.tid, group.ranks * len(HeaderWord), THREADS, unroll=1):
+            word, source = item_coord(index, len(HeaderWord))
+            gHeader[source, word] = sHeader[source, word]
+
+    @cute.jit
+    def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
+        """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
+        start = Int32(0)
+        rows = args.shared_rows
+        scale_start = Int32(0)
+        if expert >= 0:
+            start = self.tables.row_start(group, args, expert)
+            rows = self.tables.rows_of(group, expert)
+            scale_start = self.tables.scale_start(group, args, expert)
+        end = start + round_up(rows, args.row_alignment)
+        if end <= args.capacity:
+            if self.tables.are_scattered(args):
+                scale_end = scale_start + round_up(rows, args.scale_alignment)
+                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.lane)
+            if start + rows < end:
+                self._zero_rows(group, args, start + rows, end, part)
+
+    @cute.jit
+    def _zero_rows(self, group, args, first: Int32, end: Int32, part: Int32) -> None:
+        """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
+        lane = group.lane
+        units = quotient(args.payload_bytes, VECTOR_BYTES)
+        vectors = (end - first) * units
+        gOut = vector_tensor(args.out_tokens + Int64(first) * args.payload_bytes, vectors, 1)
+        rZero = cute.make_rmem_tensor(4, Uint32)
+        rZero.fill(0)
+        for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_JOBS, unroll=1):
+            cute.copy(vector_atom(), rZero, gOut[None, vector, 0])
+        if part == 0:
+            gSource = array(args.src_info, Int32, args.capacity, 2)
+            gRowScale = array(args.out_row_scales, Uint16, args.capacity)
+            for row in cutlass.range(first + lane, end, 32, unroll=1):
+                gSource[row, 0] = Int32(-1)
+                gSource[row, 1] = Int32(-1)
+                if args.row_scale_bytes != 0:
+                    gRowScale[row] = Uint16(0)
+
+    @cute.jit
+    def withdraw(self, group, args) -> None:
+        """One thread, after a timeout: no rows, no tokens."""
+        groups = group.local_experts + args.shared_groups
+        gRowOffset = array(args.row_offsets, Int32, groups + 1)
+        gRowCount = array(args.row_counts, Int32, groups)
+        gHeader = array(args.headers, Int32, group.ranks * len(HeaderWord))
+        gNumRows = array(args.num_rows, Int32, 1)
+        gNumRows[0] = 0
+        gRowOffset[groups] = 0
+        # without `anew` the compiler makes these pointers at the kernel's start, and keeps them
+        for place in cutlass.range(anew(0), groups, unroll=1):
+            gRowOffset[place] = 0
+            gRowCount[place] = 0
+        for index in cutlass.range(anew(0), group.ranks * len(HeaderWord), unroll=1):
+            gHeader[index] = 0

@@ -1,0 +1,129 @@
+"""The tables of a receiving CTA: what every source has sent to this rank, and where its rows begin.
+
+Every receiving CTA scans the counts itself (at most MAX_EXPERTS numbers), so no CTA waits for another one's.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_ep.kernels.device.block import shared_array, warp_exclusive_scan
+from cute_ep.kernels.device.divide import round_up
+from cute_ep.kernels.device.lamport import is_express
+from cute_ep.kernels.device.splits import most_pieces
+from cute_ep.kernels.device.sync import block_all, wait_dated
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.launch import THREADS
+from cute_ep.layouts.maps.record import RegionMap
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, Phase
+from cute_ep.layouts.maps.scales import FEW_WORDS, SCATTERED_EXPRESS_WORDS, SCATTERED_WORDS
+
+
+class Tables:
+    """Shared memory that `read` fills.
+
+    bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e], scale_starts[e]: first row of local
+    expert e where rows, or scale rows, are aligned; [L]: all of them. items: ranks times the pieces of the source that
+    has most. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
+    """
+
+    def __init__(self, shared: RegionMap) -> None:
+        self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
+        self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
+        self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
+        self.items = shared.add("expand_items", 4, 1)
+        self.tiled = shared.add("scales_tiled", 4, 1)
+        self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
+
+    @cute.jit
+    def read(self, group, args, epoch: Int64) -> Boolean:
+        """Wait for every source's counts and header (`Route`) and fill the tables from them. False after a timeout."""
+        parity = epoch & 1
+        sBase = shared_array(self.bases, Int32)
+        sStart = shared_array(self.row_starts, Int32)
+        sScaleStart = shared_array(self.scale_starts, Int32)
+        sHeader = shared_array(self.headers, Int32)
+        alive = Boolean(True)
+        pairs = group.experts + group.ranks * len(HeaderWord)
+        for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
+            source, column = group.by_ranks.split(item)
+            word = group.base + group.arena.table.at(parity, source, column)
+            value, came = wait_dated(group.watch, word, epoch, source, Phase.ROUTE, column)
+            if column < len(HeaderWord):
+                sHeader[source, column] = value
+            else:
+                sBase[item - group.ranks * len(HeaderWord)] = value
+            alive = alive & came
+        alive = block_all(alive)
+        if alive:
+            self._place_rows(group, args, sBase, sStart, sScaleStart)
+        return alive
+
+    @cute.jit
+    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
+        """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
+        sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
+        sTiled = shared_array(self.tiled, Int32)
+        if group.warp == 0:
+            warp_exclusive_scan(lambda pair: sBase[pair], sBase, group.experts, group.lane, Int32(0))
+        if group.tid == 32:
+            sItems[0] = most_pieces(sHeader, group.ranks) * group.ranks
+        if group.tid == 64:
+            sTiled[0] = Int32(0)
+        cute.arch.sync_threads()
+        if (args.row_alignment != 1) | (args.scale_words != 0):
+            if group.warp == 0:
+                if args.row_alignment != 1:
+                    self._place_groups(group, sStart, args.shared_rows, args.row_alignment)
+            if group.warp == 1:
+                if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
+                    self._place_groups(group, sScaleStart, args.shared_rows, args.scale_alignment)
+            if group.warp == 2:
+                tokens = Int32(0)
+                if group.lane < group.ranks:
+                    tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
+                settled = cute.arch.vote_all_sync((tokens == 0) | ~is_express(tokens))
+                words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
+                scattered = cutlass.select_(settled, Int64(SCATTERED_WORDS), Int64(SCATTERED_EXPRESS_WORDS))
+                many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
+                if not settled:
+                    many = many & (words > FEW_WORDS)
+                sTiled[0] = Int32((args.has_tiles != 0) & many)
+            cute.arch.sync_threads()
+
+    def are_tiled(self) -> Boolean:
+        """Whether `ScaleTiles` writes the scale factors of this launch: with many of them, and a layout that has tiles.
+        The same in all receiving CTAs."""
+        return shared_array(self.tiled, Int32)[0] != 0
+
+    def are_scattered(self, args) -> Boolean:
+        """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
+        return (args.scale_words != 0) & ~self.are_tiled()
+
+    def row_start(self, group, args, expert) -> Int32:
+        """First output row of a local expert; for the number of these, all rows."""
+        plain = args.shared_rows + shared_array(self.bases, Int32)[expert * group.ranks]
+        return cutlass.select_(args.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[expert])
+
+    def scale_start(self, group, args, expert) -> Int32:
+        """First scale row of a local expert; for the number of these, all scale rows."""
+        start = self.row_start(group, args, expert)
+        scale_start = shared_array(self.scale_starts, Int32)[expert]
+        return cutlass.select_(args.scale_alignment == args.row_alignment, start, scale_start)
+
+    def rows_of(self, group, expert) -> Int32:
+        """Rows of a local expert, without padding."""
+        sBase = shared_array(self.bases, Int32)
+        return sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+
+    @cute.jit
+    def _place_groups(self, group, sStart, shared_rows: Int32, alignment: Int32) -> None:
+        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
+        warp."""
+
+        def rows_of(expert):
+            return round_up(self.rows_of(group, expert), alignment)
+
+        warp_exclusive_scan(rows_of, sStart, group.local_experts, group.lane, round_up(shared_rows, alignment))

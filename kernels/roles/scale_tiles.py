@@ -1,0 +1,164 @@
+"""Scale tiles role: scale factors of many rows, written when all messages are here, 128 rows at a time.
+
+In the layouts that matmuls read, the scale words of a row lie far apart, and the rows of one token lie anywhere. Stored
+with the payload, each word is a 4-byte store to a 32-byte sector of its own: more than half of the time of receiving
+4096 NVFP4 tokens a rank. But four rows of a tile have their words of one column side by side (`layouts.scales`). So a
+lane takes such four rows, a *line*: it reads 16 bytes of each, four columns, and stores them column by column, 16 bytes
+each, next to those of its neighbours.
+
+That takes every row of a tile, whichever CTA took its message: all receiving CTAs of the launch meet first. The words
+come from the messages in the arena, which stay until the next launch posts `consumed`; those of express messages were
+set aside before they were blanked. The token of a row stands in `src_info`, its source follows from its place among the
+rows of its expert. `Tables.are_tiled` says where this pays. Weak loads will do: the meeting orders them behind whatever
+any CTA has waited for or stored.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.divide import quotient, remainder
+from cute_ep.kernels.device.lamport import is_express
+from cute_ep.kernels.device.memory import WORDS, array, vector_at, vector_atom
+from cute_ep.kernels.device.scale_rows import scale_word_offset
+from cute_ep.kernels.device.splits import first_item, from_lane, item_stride
+from cute_ep.kernels.roles.row_tables import Tables
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES, tile_row
+
+CHUNK_WORDS = WORDS * WORDS
+"""Word columns that a warp takes: 64 bytes of a row, four lanes."""
+LINES = 16
+"""Lines, LANE_ROWS rows each, that a warp takes: half a tile."""
+SIDE_BY_SIDE = 32 // WORDS
+"""Lines that a warp takes at a time, neighbours: their words of a column are 128 bytes."""
+TURNS = LINES // SIDE_BY_SIDE
+FOUND_ROWS = LINES * LANE_ROWS // 32
+"""Rows of which a lane finds the messages."""
+
+
+class ScaleTiles:
+    """Writes the scale factors of all rows, and zeros where a group is padded."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+
+    @cute.jit
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
+        """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write.
+
+        Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
+        and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
+        """
+        rows = self.tables.scale_start(group, args, group.local_experts)
+        if self.tables.row_start(group, args, group.local_experts) > args.capacity:
+            rows = Int32(0)
+        halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
+        chunks = quotient(args.scale_words + (CHUNK_WORDS - 1), CHUNK_WORDS)
+        item = first_item(first, count, group.warp)
+        while item < halves * chunks:
+            half = Int32(Uint32(item) // Uint32(chunks))
+            self._write(group, args, epoch, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
+            item += item_stride(count)
+
+    def _row(self, args, line, part) -> Int32:
+        """Scale row `part` of a line; lines are counted through all tiles."""
+        in_tile = ATOM_ROWS // LANE_ROWS
+        is_atom = Int32(args.scale_middle == 1)
+        return quotient(line, in_tile) * ATOM_ROWS + tile_row(remainder(line, in_tile), part, is_atom)
+
+    @cute.jit
+    def _write(self, group, args, epoch: Int64, rows: Int32, first_line: Int32, column: Int32) -> None:
+        """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
+        lines i and SIDE_BY_SIDE + i."""
+        rWhere = self._find_messages(group, args, epoch, rows, first_line)
+        lane = anew(group.lane)
+        place = column + remainder(lane, WORDS) * WORDS
+        # no load depends on a condition: then all are on their way at once
+        inside = cutlass.min(place, quotient(args.scale_words - 1, WORDS) * WORDS) * WORD_BYTES
+        rX = cute.make_rmem_tensor((WORDS, LANE_ROWS), Uint32)
+        rLine = cute.make_rmem_tensor(LANE_ROWS, Uint32)
+        for turn in cutlass.range_constexpr(TURNS):
+            for part in cutlass.range_constexpr(LANE_ROWS):
+                where = self._from_finder(rWhere, lane, turn, part)
+                source = group.base + Int64(where) * VECTOR_BYTES + inside
+                cute.copy(vector_atom(), vector_at(source, 0), rX[None, part])
+            for part in cutlass.range_constexpr(LANE_ROWS):
+                if self._from_finder(rWhere, lane, turn, part) == Uint32(0):
+                    rX[None, part].fill(0)
+            row = self._row(args, first_line + turn * SIDE_BY_SIDE + quotient(lane, WORDS), 0)
+            if row < rows:
+                line = args.out_scales + WORD_BYTES * scale_word_offset(args, row, place)
+                for word in cutlass.range_constexpr(WORDS):
+                    if place + word < args.scale_words:
+                        for part in cutlass.range_constexpr(LANE_ROWS):
+                            rLine[part] = rX[word, part]
+                        cute.copy(vector_atom(), rLine, vector_at(line, 0))
+                    line += Int64(args.scale_step) * WORD_BYTES
+
+    def _from_finder(self, rWhere, lane, turn: int, part: int) -> Uint32:
+        """Where the row of a lane's turn and part is, from the lane that found it."""
+        finder = (part // FOUND_ROWS) * LINES + turn * SIDE_BY_SIDE + quotient(lane, WORDS)
+        return from_lane(rWhere[part % FOUND_ROWS], finder)
+
+    @cute.jit
+    def _find_messages(self, group, args, epoch: Int64, rows: Int32, first_line: Int32):
+        """Where the scale words of rows lie in the arena, in units of 16 bytes; 0 for padding. Lane (i, j) =
+        (lane % LINES, lane // LINES) finds FOUND_ROWS rows, from part j * FOUND_ROWS on, of line i."""
+        rWhere = cute.make_rmem_tensor(FOUND_ROWS, Uint32)
+        rWhere.fill(0)
+        lane = anew(group.lane)
+        line = first_line + remainder(lane, LINES)
+        part = FOUND_ROWS * quotient(lane, LINES)
+        row = self._row(args, line, part)
+        if row < rows:
+            expert = self._expert_of(group, args, row)
+            for index in cutlass.range_constexpr(FOUND_ROWS):
+                rWhere[index] = self._message_of(group, args, epoch, expert, self._row(args, line, part + index))
+        return rWhere
+
+    @cute.jit
+    def _expert_of(self, group, args, row: Int32) -> Int32:
+        """The local expert that a scale row belongs to; -1 for the shared one."""
+        low = Int32(0)
+        high = group.local_experts
+        while low < high:
+            middle = quotient(low + high, 2)
+            if self.tables.scale_start(group, args, middle) <= row:
+                low = middle + 1
+            else:
+                high = middle
+        return low - 1
+
+    @cute.jit
+    def _message_of(self, group, args, epoch: Int64, expert: Int32, row: Int32) -> Uint32:
+        """The same for one scale row of a local expert, or of the shared one (-1)."""
+        sBase = shared_array(self.tables.bases, Int32)
+        sHeader = shared_array(self.tables.headers, Int32)
+        start, first, count = Int32(0), Int32(0), args.shared_rows  # of the group: scale row, output row, rows
+        if expert >= 0:
+            start, first = self.tables.scale_start(group, args, expert), self.tables.row_start(group, args, expert)
+            count = self.tables.rows_of(group, expert)
+        place = row - start
+        known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap
+        token = array(args.src_info, Int32, args.capacity, 2)[known, 0]
+        source = group.rank
+        if expert >= 0:
+            source = Int32(0)
+            number = sBase[expert * group.ranks] + place
+            for other in cutlass.range(1, group.ranks, unroll=1):
+                source += Int32(sBase[expert * group.ranks + other] <= number)
+        where = Uint32(0)
+        if place < count:
+            tokens = sHeader[source, int(HeaderWord.TOKENS)]
+            if Uint32(token) < Uint32(tokens):
+                offset = group.arena.messages.at(anew(epoch & 1), source, token) + args.scales_at
+                if is_express(tokens):
+                    offset = group.arena.kept_scales.at(source, token)
+                where = Uint32(quotient(offset, VECTOR_BYTES))
+        return where

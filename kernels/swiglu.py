@@ -1,0 +1,335 @@
+"""Rows of bfloat16 in, rows of a format out: local quantisation, and SwiGLU between two grouped matmuls.
+
+A warp takes tiles of 1024 values of one row. Its lanes load the sources in memory order and make the values, bfloat16
+again; these pass through 2 KiB of the warp's own shared memory, because a lane encodes a whole unit (`codec/base.py`)
+and units lie across lanes:
+
+    global  -- lane l: the sources of vectors l, 32 + l, 64 + l, 96 + l, some of them a tile ahead -->  registers
+            -- SwiGLU -->  shared, vector v at swizzled(v)  -- lane l: the vectors of unit l -->  encode  -->  global
+
+The interleave of gate and up is a pair of layouts: of a row in memory, and of the two sources of one value vector:
+
+    | row                         | vector (half, v) of the row | number (element, half) of a lane's 16 |
+    | --------------------------- | --------------------------- | ------------------------------------- |
+    | [gate(D) | up(D)]           | (2, D/8) : (D/8, 1)         | (8, 2) : (1, 8)                       |
+    | [gate 0, up 0, gate 1, ...] | (2, D/8) : (1, 2)           | (8, 2) : (2, 1)                       |
+
+No tile depends on another: there is no CTA barrier, and the grid may have any size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
+
+from cute_ep.kernels.codec import Codec
+from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, halves, round_vector, unit_amax
+from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
+from cute_ep.kernels.device.divide import quotient, remainder, round_up
+from cute_ep.kernels.device.memory import array, item_coord, pointer, vector_atom, vector_tensor
+from cute_ep.kernels.device.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
+from cute_ep.kernels.device.splits import first_item, item_stride
+from cute_ep.layouts.algebra.layout import Layout
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
+from cute_ep.layouts.maps.record import RegionMap
+from cute_ep.layouts.maps.scales import ATOM_ROWS
+
+TILE_VECTORS = TILE_ELEMENTS // VECTOR_ELEMENTS
+SLOTS = TILE_VECTORS // 32
+"""Value vectors that a lane makes of one tile."""
+AHEAD = 3
+"""Slots of SwiGLU whose sources are on their way while a lane computes (4 spill on sm_90a); all without activation."""
+TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
+INTERLEAVED = "swiglu_interleaved"
+GATE_UP = {
+    "swiglu": Layout((VECTOR_ELEMENTS, 2), (1, VECTOR_ELEMENTS)),
+    INTERLEAVED: Layout((VECTOR_ELEMENTS, 2), (2, 1)),
+}
+"""(element, gate or up) of the numbers in two source vectors."""
+ZERO_PARTS = 4
+"""Pieces into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class RowsArgs(ScaleArgs):
+    """Run-time arguments; an address is 0 where there is nothing.
+
+    x [rows, D] bf16, or [rows, 2 D] with an activation; out [rows, payload bytes]; row_scales [rows] bf16;
+    global_scales f32[1], or f32[groups] when per_group is 1; row_offsets i32[groups + 1], ascending from 0, its last
+    element the number of valid rows (none given: all); scales_offsets i32[groups], for scales in the atom layout;
+    rows (capacity of all tensors); width D; alpha, limit: the clamped form where limit > 0.
+    """
+
+    x: Int64
+    out: Int64
+    row_scales: Int64
+    global_scales: Int64
+    row_offsets: Int64
+    scales_offsets: Int64
+    per_group: Int32
+    groups: Int32
+    rows: Int32
+    width: Int32
+    alpha: Float32
+    limit: Float32
+
+
+def sigmoid(value) -> Float32:
+    """1 / (1 + exp(-value)) with the hardware's approximate exponential and reciprocal."""
+    return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(value * Float32(-LOG2_E)))
+
+
+class Rows:
+    """One kernel.
+
+    Args:
+        codec: device code of the output's format.
+        activation: None (quantise), "swiglu" or "swiglu_interleaved"; None where the format has row scales.
+    """
+
+    args_type = RowsArgs
+
+    def __init__(self, codec: Codec, activation: str | None) -> None:
+        self.codec, self.fmt, self.activation = codec, codec.fmt, activation
+        self.sources = 1 if activation is None else 2
+        self.step = 2 if activation == INTERLEAVED else 1
+        self.ahead = SLOTS if activation is None else AHEAD
+        self.unit_vectors = source_vectors(codec.fmt)
+        self.segments = SLOTS // self.unit_vectors
+        shared = RegionMap(alignment=VECTOR_BYTES)
+        self.values = shared.add("values", 4, WARPS, TILE_VECTORS, 4)
+        self.shared_bytes = shared.nbytes
+
+    @cute.jit
+    def __call__(self, args: RowsArgs, grid: Int32):
+        self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
+
+    @cute.kernel
+    def kernel(self, args: RowsArgs):
+        valid = args.rows
+        if args.row_offsets != Int64(0):
+            valid = cutlass.min(self._row_offsets(args)[args.groups], args.rows)
+        if cutlass.const_expr(self.fmt.scale is not None):
+            if args.scale_alignment > 1:
+                self._zero_padding(args, valid)
+        self._convert(args, valid)
+
+    @cute.jit
+    def _convert(self, args, valid: Int32) -> None:
+        """Walk over (tile, row): all warps of the grid side by side, or with row scales each warp along its own row."""
+        tid = cute.arch.thread_idx()[0]
+        lane, warp = remainder(tid, 32), quotient(tid, 32)
+        first = cute.arch.block_idx()[0] * WARPS + warp
+        warps = cute.arch.grid_dim()[0] * WARPS
+        tiles = quotient(args.width + TILE_ELEMENTS - 1, TILE_ELEMENTS)
+        tile, row = item_coord(first, tiles)
+        tile_step, row_step = item_coord(warps, tiles)
+        row_carry = Int32(1)
+        if cutlass.const_expr(self.fmt.row_scale):
+            tile, row, tile_step, row_step, row_carry = Int32(0), first, Int32(1), Int32(0), warps
+        sValue = shared_array(self.values, Uint32)[warp, None, None]
+        rX = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
+        source, left = self._source(args, tile, row, valid, lane)
+        for slot in cutlass.range_constexpr(self.ahead):
+            self._load(args, source, left, rX, slot)
+        state = self.codec.state(self._global_scale(args, Int32(0)))
+        while row < valid:
+            next_tile = tile + tile_step
+            next_row = row + row_step
+            if next_tile >= tiles:
+                next_tile -= tiles
+                next_row += row_carry
+            next_source, next_left = self._source(args, next_tile, next_row, valid, lane)
+            scale_row = row
+            if cutlass.const_expr(self.fmt.scale is not None):
+                if args.row_offsets != Int64(0):
+                    group = self._group_of(args, row, lane)
+                    if args.scales_offsets != Int64(0):
+                        scale_row += self._first_scale_row(args, group) - self._row_offsets(args)[group]
+                    if cutlass.const_expr(self.fmt.global_scale):
+                        if args.per_group != 0:
+                            state = self.codec.state(self._global_scale(args, group))
+            if cutlass.const_expr(self.fmt.row_scale):
+                if tile == 0:
+                    state = self.codec.state(self._row_scale(args, source, left, row, tiles, lane))
+            for slot in cutlass.range_constexpr(SLOTS):
+                self._stage(args, rX[None, None, slot], sValue, slot * 32 + lane)
+                if cutlass.const_expr(slot + self.ahead < SLOTS):
+                    self._load(args, source, left, rX, slot + self.ahead)
+                else:
+                    self._load(args, next_source, next_left, rX, slot + self.ahead - SLOTS)
+            cute.arch.sync_warp()
+            self._encode(args, sValue, tile, row, scale_row, lane, state)
+            cute.arch.sync_warp()
+            tile, row, source, left = next_tile, next_row, next_source, next_left
+
+    @cute.jit
+    def _source(self, args, tile, row, valid, lane):
+        """Address of a lane's first source vector of a tile, and how far the end of the row lies behind its value
+        vector (not at all for a row that is not valid)."""
+        vectors = quotient(args.width, VECTOR_ELEMENTS)
+        place = tile * TILE_VECTORS + lane
+        address = args.x + (Int64(row) * (vectors * self.sources) + place * self.step) * VECTOR_BYTES
+        left = vectors - place
+        if row >= valid:
+            left = Int32(0)
+        return address, left
+
+    @cute.jit
+    def _load(self, args, source: Int64, left: Int32, rX, slot: cutlass.Constexpr) -> None:
+        """The source vectors of one slot, zeros beyond the end of the row."""
+        half = 4
+        if cutlass.const_expr(self.step == 1):
+            half = cute.assume(Int64(quotient(args.width, VECTOR_ELEMENTS)) * 4, divby=4)
+        layout = cute.make_layout((4, self.sources, SLOTS), stride=(1, half, 32 * 4 * self.step))
+        gX = cute.make_tensor(pointer(source, Uint32, align=VECTOR_BYTES), layout)
+        rX[None, None, slot].fill(0)
+        if left > 32 * slot:
+            for part in cutlass.range_constexpr(self.sources):
+                cute.copy(vector_atom(), gX[None, part, slot], rX[None, part, slot])
+
+    @cute.jit
+    def _stage(self, args, rX, sValue, vector) -> None:
+        """Make the values of one slot from its sources, for `_encode`."""
+        rValue = cute.make_rmem_tensor(4, Uint32)
+        if cutlass.const_expr(self.activation is None):
+            rValue.store(rX[None, 0].load())
+        else:
+            self._swiglu(args, rX, rValue)
+        cute.copy(vector_atom(), rValue, sValue[swizzled(vector), None])
+
+    @cute.jit
+    def _swiglu(self, args, rX, rValue) -> None:
+        """One value vector, rounded to bfloat16; docs/numerics.md has the formulas."""
+        rGate = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        rUp = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        rY = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
+            rGate[element] = self._number(rX, element, 0)
+            rUp[element] = self._number(rX, element, 1)
+        if args.limit > Float32(0.0):
+            for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
+                gate = cute.arch.fmin(rGate[element], args.limit, nan=True)
+                up = cute.arch.fmin(rUp[element], args.limit, nan=True)
+                up = cute.arch.fmax(up, -args.limit, nan=True)
+                rY[element] = gate * sigmoid(args.alpha * gate) * (up + Float32(1.0))
+        else:
+            for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
+                rY[element] = rGate[element] * sigmoid(rGate[element]) * rUp[element]
+        round_vector(rY, rValue, BFloat16)
+
+    def _number(self, rX, element: int, half: int) -> Float32:
+        """Gate (half 0) or up (half 1) of one element."""
+        index = GATE_UP[self.activation](element, half)
+        return halves(rX[index // 2 % 4, index // VECTOR_ELEMENTS])[index % 2]
+
+    @cute.jit
+    def _encode(self, args, sValue, tile, row, scale_row, lane, state) -> None:
+        """Lane l encodes unit l of each segment, 32 units, of the tile."""
+        units = quotient(args.width, VECTOR_ELEMENTS * self.unit_vectors)
+        first = tile * (32 * self.segments) + lane
+        gOut = vector_tensor(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
+        rX = cute.make_rmem_tensor(4 * self.unit_vectors, Uint32)
+        rQ = cute.make_rmem_tensor(4, Uint32)
+        for segment in cutlass.range_constexpr(self.segments):
+            for part in cutlass.range_constexpr(self.unit_vectors):
+                vector = (segment * 32 + lane) * self.unit_vectors + part
+                cute.copy(vector_atom(), sValue[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
+            bits = self.codec.encode(rX, rQ, state)
+            unit = first + segment * 32
+            if unit < units:
+                cute.copy(vector_atom(), rQ, gOut[None, segment * 32, 0])
+            else:
+                bits = Uint32(0)
+            if cutlass.const_expr(self.fmt.scale is not None):
+                self._store_scale_word(args, bits, scale_row, unit, unit < units)
+
+    @cute.jit
+    def _store_scale_word(self, args, bits: Uint32, scale_row, unit, inside: Boolean) -> None:
+        """Scale factors of neighbouring units, and zeros beyond the end of the row, as words."""
+        word = join_scale_word(self.fmt, bits)
+        lanes = word_lanes(self.fmt)
+        if inside & (remainder(unit, lanes) == 0) & (Uint32(scale_row) < Uint32(self._scale_rows(args))):
+            store_scale_word(args, Uint32(scale_row), quotient(Uint32(unit), lanes), word)
+
+    @cute.jit
+    def _global_scale(self, args, group) -> Float32:
+        """The scale that the caller gave for a group, or with `per_group` 0 for all rows; 1 without one."""
+        scale = Float32(1.0)
+        if cutlass.const_expr(self.fmt.global_scale):
+            if args.global_scales != Int64(0):
+                scale = array(args.global_scales, Float32, args.groups)[group * args.per_group]
+        return scale
+
+    @cute.jit
+    def _row_scale(self, args, source: Int64, left: Int32, row, tiles, lane) -> Float32:
+        """Find a row's scale and store it. Reads the last tile first: `_convert` begins with what L1 then has."""
+        rX = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
+        amax = Float32(0.0)
+        for turn in cutlass.range(tiles, unroll=1):
+            tile = tiles - 1 - turn
+            for slot in cutlass.range_constexpr(SLOTS):
+                self._load(args, source + tile * TILE_BYTES, left - tile * TILE_VECTORS, rX, slot)
+            amax = cute.arch.fmax(amax, unit_amax(rX, 4 * SLOTS))
+        scale = self.codec.row_scale(cute.arch.warp_reduction_max(amax))
+        if lane == 0:
+            gRowScale = array(args.row_scales, Uint16, args.rows)
+            gRowScale[row] = Uint16(scale.bitcast(Uint32) >> 16)
+        return scale
+
+    def _row_offsets(self, args):
+        return array(args.row_offsets, Int32, args.groups + 1)
+
+    @cute.jit
+    def _group_of(self, args, row, lane) -> Int32:
+        """The last group that starts at or before `row`: 32 probes a turn, one a lane."""
+        gRowOffset = self._row_offsets(args)
+        group = Int32(0)
+        count = args.groups
+        while count > 1:
+            step = quotient(count + 31, 32)
+            before = Boolean(False)
+            if lane * step < count:
+                before = gRowOffset[group + lane * step] <= row
+            probes = cute.arch.popc(cute.arch.vote_ballot_sync(before))
+            skipped = cutlass.max(Int32(probes) - 1, 0) * step
+            group += skipped
+            count = cutlass.min(step, count - skipped)
+        return group
+
+    def _scale_rows(self, args):
+        """Scale rows that the output has room for."""
+        return (args.rows + args.groups * (args.scale_alignment - 1)) & -args.scale_alignment
+
+    @cute.jit
+    def _first_scale_row(self, args, group) -> Int32:
+        block = quotient(Uint32(self._row_offsets(args)[group]), ATOM_ROWS)
+        return Int32((block + array(args.scales_offsets, Uint32, args.groups)[group]) * ATOM_ROWS)
+
+    @cute.jit
+    def _zero_padding(self, args, valid: Int32) -> None:
+        """Zero the scale rows between each group's last row and the next multiple of `scale_alignment`."""
+        tid = cute.arch.thread_idx()[0]
+        groups = Int32(1)
+        if args.scales_offsets != Int64(0):
+            groups = args.groups
+        ctas = cute.arch.grid_dim()[0]
+        start = first_item(cute.arch.block_idx()[0], ctas, quotient(tid, 32))
+        for job in cutlass.range(start, groups * ZERO_PARTS, item_stride(ctas), unroll=1):
+            part, group = item_coord(job, ZERO_PARTS)
+            count = valid
+            first = Int32(0)
+            if args.scales_offsets != Int64(0):
+                gRowOffset = self._row_offsets(args)
+                count = cutlass.min(gRowOffset[group + 1], valid) - gRowOffset[group]
+                first = self._first_scale_row(args, group)
+            end = first + round_up(count, args.scale_alignment)
+            if (count > 0) & (first >= 0) & (end <= self._scale_rows(args)):
+                zero_scale_rows(args, first + count, end, part, ZERO_PARTS, remainder(tid, 32))

@@ -1,0 +1,1 @@
+"""CuTe's layout algebra in plain Python."""

@@ -1,0 +1,266 @@
+"""The arena: one rank's symmetric memory, and who writes which part of it when.
+
+Every rank allocates one arena of the same layout; peers store into it through mapped addresses. `parity`
+is the round number (epoch) modulo 2. The third column names who writes a word; a flag or a dated word has one writer.
+
+| region            | axes                               | written by  | meaning                                     |
+| ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
+| state             | (StateWord)                        | owner       | epochs, exit and other counters, abort      |
+| peers             | (peer)                             | host        | address of each peer's arena, as mapped here|
+| combine_taken     | (parity, turn, counter, word)      | owner       | numbers that sending warps have taken       |
+| dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
+| combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
+| message_ready     | (source, flag)                     | source      | last epoch whose pieces of messages are here|
+| return_ready      | (peer, flag)                       | peer        | last epoch whose pieces of returns are here |
+| table             | (parity, source, HeaderWord, then  | source      | tokens, pieces of a row, weights?; then     |
+|                   | local expert)                      |             | rows that `source` sends to each expert   * |
+| entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`  * |
+| weights           | (parity, source, token, k)         | source      | router weights, float32                   * |
+| returns           | (parity, token, slot, byte)        | peer        | expert outputs; slot = k or peer rank, and  |
+|                   |                                    |             | then a token has a slot a rank              |
+| messages          | (parity, source, token, byte)      | source      | one encoded row a (source, token)           |
+| express_returns   | as returns                         | peer, owner | the same for at most EXPRESS_TOKENS      ** |
+| express_messages  | as messages                        | source,     | the same for at most EXPRESS_TOKENS      ** |
+|                   |                                    | owner       |                                             |
+| kept_scales       | (source, token, byte)              | owner       | scale factors taken from express_messages   |
+
+* Dated words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One store writes both, so
+whoever finds the epoch has the value, and no flag or fence is needed.
+
+** Express words: 32 bits each that are BLANK until they have arrived. Whoever finds another content has the value, and
+blanks the word again; only a row that holds a BLANK word itself needs its flag.
+
+A flag stands for CONVOY neighbouring pieces of a source (`convoy_of`), or for one piece where its rows are express.
+
+Why no write can overtake a read: `docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from types import SimpleNamespace
+
+from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.maps.launch import WARPS
+from cute_ep.layouts.maps.record import Int, Region, RegionMap, align_up
+from cute_ep.layouts.maps.scales import WORD_BYTES
+
+ARENA_ALIGNMENT = 256
+PARITIES = 2
+DATED_BYTES = 8
+"""Bytes of a dated word."""
+SEGMENT_BYTES = 32 * VECTOR_BYTES
+"""Payload bytes that a warp carries at a time."""
+MAX_PIECES = 32
+"""Most pieces into which an express row is cut, so that several warps may carry one token."""
+MANY_PIECES = 4
+"""Most pieces of a row that is not express."""
+CONVOY = WARPS
+"""Pieces that share a flag where rows are not express: one for each warp of a CTA."""
+EXPRESS_TOKENS = 1024
+"""Most tokens of a call whose rows travel through the express regions."""
+BLANK = 0xFFFFFFFF
+"""Content of an express word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
+COUNTERS = 4
+"""Counters that hand out one source's pieces, each to a part of every CTA's warps: an addition takes 2.6 ns (H200)."""
+COUNTER_WORDS = 32
+"""Words from one counter to the next, so that additions to one do not wait for those to another."""
+MAX_STRIDE = 1 << 31
+"""Kernels are given all strides but those of a region's first mode in 32 bits."""
+MAX_SCALED = 1 << 36
+"""Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte units in 32 bits."""
+APART_SHARE, LEAST_APART = 256, 1 << 16
+"""Each rank's arena begins further into its allocation than that of the rank before, by a power of two of at most
+1/APART_SHARE of an arena's bytes, but at least LEAST_APART."""
+PAGE_BYTES = 2 << 20
+"""Allocations are whole pages: one of at least 512 MiB then makes launches of 64 to 1024 tokens 0.2 to 0.35 us
+shorter (2 x H200, 2026-11-22), until a kernel uses memory that was mapped later; `perf/LOG.md` 139 says more."""
+PACKET_BYTES = 128
+"""Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
+COMBINE_ITEMSIZE = 2
+"""Bytes of one element of a returned row (bfloat16)."""
+
+
+class StateWord(IntEnum):
+    """Indices of the 64-bit words of the `state` region. An epoch word counts completed rounds."""
+
+    DISPATCH_SEND_EPOCH = 0
+    DISPATCH_RECV_EPOCH = 1
+    COMBINE_SEND_EPOCH = 2
+    COMBINE_RECV_EPOCH = 3
+    DISPATCH_SEND_DONE = 4
+    DISPATCH_RECV_DONE = 5
+    COMBINE_SEND_DONE = 6
+    COMBINE_RECV_DONE = 7
+    ABORT = 8
+    DISPATCH_MET = 9
+    DISPATCH_TAKEN = 10
+
+
+class HeaderWord(IntEnum):
+    """Indices of the words of one source's header. Pieces are given as their base-2 logarithms."""
+
+    TOKENS = 0
+    MESSAGE_PIECES = 1
+    HAS_WEIGHTS = 2
+    RETURN_PIECES = 3
+
+
+@dataclass(frozen=True)
+class Message:
+    """Byte map of one message: payload, scale factors, the row's own scale; each field padded to 16 bytes."""
+
+    payload: Region
+    scales: Region
+    row_scale: Region
+    nbytes: int
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one message to the next in an arena."""
+        return align_up(self.nbytes, PACKET_BYTES)
+
+
+def message_map(payload_bytes: int, scale_bytes: int, row_scale_bytes: int) -> Message:
+    """The message of rows with these sizes; 0: the row has none."""
+    fields = RegionMap(VECTOR_BYTES)
+    payload = fields.add("payload", 1, payload_bytes)
+    scales = fields.add("scales", 1, scale_bytes)
+    row_scale = fields.add("row_scale", 1, row_scale_bytes)
+    return Message(payload, scales, row_scale, fields.nbytes)
+
+
+def message_of(fmt: Format, hidden: int) -> Message:
+    """The message of a format's rows."""
+    return message_map(fmt.payload_bytes(hidden), fmt.scale_bytes(hidden), fmt.row_scale_bytes)
+
+
+def message_bytes(fmt: Format, hidden: int) -> int:
+    """Bytes of one message on the wire."""
+    return message_of(fmt, hidden).nbytes
+
+
+class Arena:
+    """Byte map of one rank's arena.
+
+    Args:
+        ranks: number of ranks.
+        local_experts: experts a rank owns.
+        top_k: experts a token chooses.
+        max_tokens: most tokens of one rank in one call.
+        message: byte map of one dispatched message (`message_of`).
+        hidden: elements of one returned row.
+        slots: return rows a token (`return_slots`).
+
+    Attributes:
+        blank: regions that are filled with BLANK words before the first round; all others are zero.
+        nbytes: bytes of the map.
+        allocation: bytes that every rank allocates, whole pages: its arena begins somewhere in them (`begin`).
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        local_experts: int,
+        top_k: int,
+        max_tokens: int,
+        message: Message,
+        hidden: int,
+        slots: int,
+    ) -> None:
+        few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
+        flags = few * MAX_PIECES  # more tokens need fewer: one a CONVOY pieces, of MANY_PIECES a token
+        row = hidden * COMBINE_ITEMSIZE
+        regions = RegionMap(ARENA_ALIGNMENT)
+        self.state = regions.add("state", 8, len(StateWord))
+        self.peers = regions.add("peers", 8, ranks)
+        self.combine_taken = regions.add("combine_taken", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
+        self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
+        self.combine_consumed = regions.add("combine_consumed", 8, ranks)
+        self.message_ready = regions.add("message_ready", 8, ranks, flags)
+        self.return_ready = regions.add("return_ready", 8, ranks, flags)
+        self.table = regions.add("table", DATED_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
+        self.entries = regions.add("entries", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
+        self.weights = regions.add("weights", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
+        self.returns = regions.add("returns", 1, PARITIES, many, slots, row)
+        self.messages = regions.add("messages", 1, PARITIES, ranks, many, message.pitch)
+        self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
+        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message.pitch)
+        self.kept_scales = regions.add("kept_scales", 1, ranks, few, align_up(message.scales.nbytes, VECTOR_BYTES))
+        self.blank = (self.express_returns, self.express_messages)
+        self.regions = regions.regions
+        self._partial = self.regions | {
+            one.name: replace(one, stride=(one.stride[0], ranks * row, *one.stride[2:]))
+            for one in (self.returns, self.express_returns)
+        }
+        self.nbytes = regions.nbytes
+        self.allocation = align_up(self.nbytes + self.begin(ranks - 1), PAGE_BYTES)
+
+    def begin(self, rank: int) -> int:
+        """Where in its allocation a rank's arena begins.
+
+        GPUs that have allocated alike would have their arenas at the same physical addresses, and so the copies of a
+        row for several peers, which are stored together. Apart they take 1 to 3 % less time (4 x H200, 2026-11-22).
+        """
+        share = max(self.nbytes // APART_SHARE, LEAST_APART)
+        return rank << (share.bit_length() - 1)
+
+    def arguments(self, *, partial: bool = False) -> dict[str, int]:
+        """The map as kernel arguments (`region_arguments`). Computed once here, the addresses of a kernel are a few
+        products. All but those that `is_wide` names are below MAX_STRIDE, if the messages of one rank are.
+
+        Args:
+            partial: for kernels of partial combine. A token's slots that they use, one a rank, lie side by side, where
+                exact combine may have top_k: fewer pages (2 x H200, 4096 tokens: 1 % less time, 2026-11-22).
+        """
+        return region_arguments((self._partial if partial else self.regions).values())
+
+
+def region_arguments(regions: Iterable[Region]) -> dict[str, int]:
+    """Where regions are, by argument: `<region>_at`, bytes from the arena's start, and for each mode but the last
+    `<region>_stride<mode>`, in bytes."""
+    found = {}
+    for region in regions:
+        found[f"{region.name}_at"] = int(region.offset)
+        for mode, stride in enumerate(region.stride[:-1]):
+            found[f"{region.name}_stride{mode}"] = int(stride) * region.itemsize
+    return found
+
+
+def is_wide(argument: str) -> bool:
+    """Whether one of `Arena.arguments` may reach MAX_STRIDE: offsets, and strides of the first mode."""
+    return not argument.endswith(("_stride1", "_stride2"))
+
+
+def segment_words(fmt: Format) -> int:
+    """Scale words that belong to one segment, 32 units of 16 payload bytes; 0 when the format has no scales."""
+    return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
+
+
+def convoy_of(piece: Int) -> Int:
+    """Number of the convoy, and so of the flag, that a piece belongs to where rows are not express."""
+    return piece >> (CONVOY.bit_length() - 1)
+
+
+def return_slots(ranks: int, top_k: int) -> int:
+    """Return rows a token: one per top-k slot (exact combine) or one per rank (partial combine)."""
+    return max(ranks, top_k)
+
+
+ANY_ARENA = Arena(
+    ranks=1, local_experts=1, top_k=1, max_tokens=1, message=message_map(VECTOR_BYTES, 0, 0), hidden=8, slots=1
+)
+"""An arena that tells which regions there are, and how many modes each has."""
+
+
+def arena_of(arguments, region_type: type[Region] = Region) -> SimpleNamespace:
+    """The regions, by name, from kernel arguments that are named as in `Arena.arguments`."""
+    regions = {}
+    for name, region in ANY_ARENA.regions.items():
+        modes = range(len(region.stride) - 1)
+        strides = (*(getattr(arguments, f"{name}_stride{mode}") for mode in modes), region.itemsize)
+        regions[name] = region_type(name, getattr(arguments, f"{name}_at"), 1, (), strides)
+    return SimpleNamespace(**regions)

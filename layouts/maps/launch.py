@@ -1,0 +1,15 @@
+"""What a CTA has and takes at a time: kernels are compiled for it, and the host counts CTAs by it."""
+
+from __future__ import annotations
+
+THREADS = 512
+"""Threads of every kernel's CTA (`reqntid` in the cubins)."""
+WARPS = THREADS // 32
+CTAS_PER_SM = 2
+"""Kernels are compiled to fit this many CTAs on one SM (at most 64 registers a thread)."""
+FREE_SMS = 8
+"""SMs without a CTA of ours where ranks share a GPU, for all that they have to run between their calls."""
+TILE_ELEMENTS = 1024
+"""Elements of one row that a warp converts at a time (`kernels/swiglu.py`)."""
+SLICE_BYTES = 32768
+"""Bytes that a CTA copies at a time (`kernels/copy.py`)."""

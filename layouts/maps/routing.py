@@ -1,0 +1,105 @@
+"""Routing facts that host, reference and kernels share: packed table entries, row order, capacities.
+
+Row order of a rank's output: local expert ascending, then source rank, then token, then k. The row of entry
+(source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier entries of the
+same source (tokens ascending, then k) that chose e, and  base[source, e]  is the exclusive prefix sum of counts in
+(e, source) order, each expert's rows rounded up to the row alignment.
+
+With a fused shared expert, group 0 of the output holds the rank's own tokens in order, and expert e is group e + 1.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from cute_ep.layouts.maps.record import Int, align_up
+
+MAX_RANKS = 32
+"""Ranks of one NVLink domain: a token's destinations are one 32-bit mask."""
+MAX_TOP_K = 32
+EXPERT_BITS = 10
+MAX_EXPERTS = 1 << EXPERT_BITS
+MAX_TOKENS_PER_RANK = 32768
+"""A position is below MAX_TOKENS_PER_RANK * MAX_TOP_K = 2^20, so a packed entry is a positive 32-bit number."""
+
+MASKED_ENTRY = -1
+NO_ROW = -1
+LOST_ROW = 2**31 - 1
+"""Row of every entry of a rank whose output could not hold all its rows: larger than any capacity."""
+
+
+def pack_entry(expert: Int, position: Int) -> Int:
+    """One 32-bit routing entry: the global expert id in the lowest EXPERT_BITS bits, the position above."""
+    return (position << EXPERT_BITS) | expert
+
+
+def entry_expert(entry: Int) -> Int:
+    """Global expert id of an entry that is not MASKED_ENTRY."""
+    return entry & (MAX_EXPERTS - 1)
+
+
+def entry_position(entry: Int) -> Int:
+    """Position of the entry among its source's entries for that expert; the entry is not MASKED_ENTRY."""
+    return entry >> EXPERT_BITS
+
+
+ROW_ALIGNMENTS = (1, 4, 8, 16, 64, 128)
+"""Multiples to which an expert's rows may be padded."""
+
+
+def max_rows(ranks: int, top_k: int, max_tokens: int, groups: int, alignment: int, shared_tokens: int) -> int:
+    """Most rows that one rank can have: every entry of every rank, its shared tokens, and each group's padding."""
+    rows = ranks * max_tokens * top_k + shared_tokens + groups * (alignment - 1)
+    return align_up(rows, alignment)
+
+
+def shared_slice(tokens: int, rank: int, world_size: int) -> tuple[int, int]:
+    """(first token, number of tokens) of rank `rank` when `world_size` ranks share out replicated tokens evenly."""
+    share, rest = divmod(tokens, world_size)
+    return rank * share + min(rank, rest), share + (rank < rest)
+
+
+class StatusWord(IntEnum):
+    """Indices of the 32-bit words of one host-visible status record: one record a peer, then one each of
+    INPUT_ERRORS."""
+
+    PHASE = 0
+    INDEX = 1
+    EXPECTED = 2
+    SEEN = 3
+
+
+def division_magic(extent: int) -> int:
+    """ceil(2^32 / extent), by which kernels divide (`kernels/device/divide.py`); 0 stands for extent 1."""
+    return -(-(1 << 32) // extent) % (1 << 32)
+
+
+class Phase(IntEnum):
+    """What a kernel was doing when it gave up; 0 means that it did not."""
+
+    NONE = 0
+    DISPATCH_CONSUMED = 1
+    ROUTE = 2
+    MESSAGE = 3
+    COMBINE_CONSUMED = 4
+    RETURN = 5
+    EXPERT_ID = 6
+    ROW_CAPACITY = 7
+    GRID = 8
+    ORDER = 9
+
+
+INPUT_ERRORS = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)
+"""What a kernel may find wrong with its rank's input; the round goes on."""
+
+
+BEYOND = -(1 << 31)
+"""What is reported of an expert id that does not fit 32 bits."""
+
+
+class OutputType(IntEnum):
+    """Element types of combine's output."""
+
+    BF16 = 0
+    FP16 = 1
+    F32 = 2

@@ -1,0 +1,131 @@
+"""Which kernels exist: one frozen key that names a kernel everywhere (compile, manifest, tests, measurements)."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from cute_ep.layouts.maps.formats import BF16, FORMATS
+
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+
+SEND_KERNELS = ("dispatch", "dispatch_async")
+"""Kernels that encode: one a format. Rows that need no encoding go through the BF16 ones, which copy bytes."""
+DISPATCH_WAIT_KERNEL = "dispatch_wait"
+DISPATCH_KERNELS = (*SEND_KERNELS, DISPATCH_WAIT_KERNEL)
+CombineMode = Literal["exact", "partial", "unweighted"]
+"""What combine brings home."""
+COMBINE_MODES: tuple[CombineMode, ...] = get_args(CombineMode)
+COMBINE_KERNELS = (
+    "combine_async_exact",
+    "combine_async_partial",
+    *(f"{name}_{mode}" for mode in COMBINE_MODES for name in ("combine", "combine_wait")),
+)
+"""An unweighted combine sends what an exact one sends."""
+QUANTIZE_KERNEL = "quantize"
+SWIGLU_KERNELS = ("swiglu", "swiglu_interleaved")
+COPY_KERNEL = "copy"
+HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
+"""Kernels that sum, and so call the epilogue."""
+WEIGHING_KERNELS = ("combine_exact", "combine_wait_exact")
+"""Those that multiply by the router weights of the caller: partial sums use the ones that travelled."""
+
+
+@dataclass(frozen=True, order=True)
+class Hooks:
+    """Functions compiled into the kernels, each "module:function" or None (`cute_ep.kernels.hooks` has examples).
+
+    Attributes:
+        epilogue: changes each output vector of combine before it is rounded and stored.
+        router_weights: reads one router weight, for weights that are not float32.
+        input_scale: reads the global scale of the tokens.
+
+    Raises:
+        ValueError: a hook has another form than "module:function".
+    """
+
+    epilogue: str | None = None
+    router_weights: str | None = None
+    input_scale: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            hook = getattr(self, field.name)
+            if hook is not None and not _names_function(hook):
+                raise ValueError(f'{field.name} = {hook!r}: must be "module:function" or None')
+
+    def of_kernel(self, kernel: str) -> Hooks:
+        """Those of the hooks that `kernel` calls."""
+        if kernel in SEND_KERNELS:
+            return Hooks(None, self.router_weights, self.input_scale)
+        weights = self.router_weights if kernel in WEIGHING_KERNELS else None
+        return Hooks(self.epilogue, weights) if kernel in HOOKED_KERNELS else NO_HOOKS
+
+    @property
+    def symbol(self) -> str:
+        """A name for this choice, empty without hooks: the functions' names and a digest that tells modules apart."""
+        chosen = [getattr(self, field.name) for field in fields(self)]
+        if not any(chosen):
+            return ""
+        digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]
+        return "_".join([*(name.rpartition(":")[2] for name in chosen if name), digest])
+
+
+def _names_function(hook: object) -> bool:
+    """Whether it has the form "module:function"; neither needs to exist."""
+    if not isinstance(hook, str):
+        return False
+    module, _, function = hook.partition(":")
+    return all(name.isidentifier() for name in (*module.split("."), function))
+
+
+NO_HOOKS = Hooks()
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One cubin. Shapes are run-time arguments of all of them.
+
+    Attributes:
+        kernel: name out of the kernel lists above.
+        arch: compilation target, out of ARCHITECTURES.
+        format: token format, None for kernels that do not depend on it.
+        hooks: functions compiled in.
+    """
+
+    kernel: str
+    arch: str
+    format: str | None = None
+    hooks: Hooks = NO_HOOKS
+
+    @property
+    def symbol(self) -> str:
+        """Kernel and file name: unique within one architecture."""
+        return "_".join(filter(None, (f"cute_ep_{self.kernel}", self.format, self.hooks.symbol)))
+
+
+def kernel_formats(kernel: str, formats: tuple[str, ...] = tuple(FORMATS)) -> list[str | None]:
+    """The formats of which `kernel` has a variant each; [None] for a kernel without formats."""
+    if kernel in SEND_KERNELS:
+        return list(formats)
+    if kernel == QUANTIZE_KERNEL:
+        return [fmt for fmt in formats if fmt != BF16.name]
+    if kernel in SWIGLU_KERNELS:
+        return [fmt for fmt in formats if not FORMATS[fmt].row_scale]
+    return [None]
+
+
+def variants(
+    archs: tuple[str, ...] = ARCHITECTURES, formats: tuple[str, ...] = tuple(FORMATS), hooks: Hooks = NO_HOOKS
+) -> list[Variant]:
+    """Every kernel for the given targets; with hooks, those that call them."""
+    kernels = (*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, *SWIGLU_KERNELS, COPY_KERNEL)
+    if hooks != NO_HOOKS:
+        kernels = tuple(kernel for kernel in kernels if hooks.of_kernel(kernel) != NO_HOOKS)
+    return [
+        Variant(kernel, arch, fmt, hooks.of_kernel(kernel))
+        for arch in archs
+        for kernel in kernels
+        for fmt in kernel_formats(kernel, formats)
+    ]

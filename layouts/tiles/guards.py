@@ -1,0 +1,160 @@
+"""What a tile, a vector, a distribution or a copy must satisfy, on the host and inside a kernel alike.
+
+Each function raises LayoutError naming the verb, the rule and the values. Extents and strides that are not
+Python ints are run-time values and go unchecked.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from cute_ep.layouts.algebra.guards import coalesced
+from cute_ep.layouts.algebra.layout import ENUMERATED_SIZE, Layout, LayoutError, Swizzle, is_injective, row_major
+
+
+def require_flat(verb: str, shape: tuple) -> None:
+    """Every mode is one leaf."""
+    if any(isinstance(extent, tuple) for extent in shape):
+        raise LayoutError(f"{verb} needs flat modes, not {shape}")
+
+
+def require_tiles(verb: str, shape: tuple, tile: tuple[int, ...]) -> None:
+    """`tile` has one positive int per mode of `shape` and divides it: nothing clipped, nothing left over."""
+    require_flat(verb, shape)
+    if len(tile) != len(shape) or any(not isinstance(size, int) or size < 1 for size in tile):
+        raise LayoutError(f"{verb}: {tile} must be one positive int per mode of {shape}")
+    for extent, size in zip(shape, tile, strict=True):
+        if isinstance(extent, int) and extent % size:
+            raise LayoutError(f"{verb}: {size} does not divide the extent {extent} of {shape}")
+
+
+def require_tile_coord(shape: tuple, tile: tuple[int, ...], coord: tuple) -> None:
+    """`coord` names a whole tile inside `shape`."""
+    if len(coord) != len(shape):
+        raise LayoutError(f"tile: coordinate {coord} does not fit {shape}")
+    for extent, size, position in zip(shape, tile, coord, strict=True):
+        if isinstance(position, int) and (position < 0 or (isinstance(extent, int) and position >= extent // size)):
+            raise LayoutError(f"tile: coordinate {coord} is outside {shape} in tiles of {tile}")
+
+
+def require_lanes(shape: tuple, stride: tuple, lanes: tuple[int, ...], base: int = 0) -> None:
+    """A block of `lanes` is contiguous in memory, and every block starts at a multiple of its size.
+
+    Mojo reads the contiguous scalars at the block's corner whatever its strides; a GPU faults on a vector
+    that is not aligned to its size.
+    """
+    require_tiles("vectorize", shape, lanes)
+    width = prod(lanes)
+    block = [(size, step) for size, step in zip(lanes, stride, strict=True) if size > 1]
+    if any(not isinstance(step, int) for _, step in block) or (block and coalesced(block) != [(width, 1)]):
+        raise LayoutError(f"vectorize: lanes {lanes} over strides {stride} are not {width} contiguous elements")
+    for extent, step, size in zip(shape, stride, lanes, strict=True):
+        if isinstance(step, int) and extent != size and step * size % width:
+            raise LayoutError(f"vectorize: a step of {step * size} elements misaligns vectors of {width}")
+    if isinstance(base, int) and base % width:
+        raise LayoutError(f"vectorize: base {base} misaligns vectors of {width}")
+
+
+def require_threads(shape: tuple, threads: Layout) -> None:
+    """`threads` is flat, numbers its coordinates 0..size-1 each once, and divides `shape`."""
+    require_flat("distribute", threads.shape if isinstance(threads.shape, tuple) else ())
+    if threads.cosize != threads.size or not is_injective(threads):
+        raise LayoutError(f"distribute: {threads} does not number its threads 0 to {threads.size - 1}")
+    require_tiles("distribute", shape, tuple(mode.size for mode in threads))
+
+
+def require_plain_swizzle(swizzle: Swizzle, shape: tuple, stride: tuple, threads: Layout, element_size: int) -> None:
+    """Swizzling a thread's base places its whole fragment as swizzling every offset would.
+
+    Mojo swizzles the base only. That is the swizzled layout when the fragment's steps leave the swizzle's
+    bits alone, and another permutation otherwise.
+    """
+    view = Layout(shape, stride)
+    if view.size > ENUMERATED_SIZE:
+        raise LayoutError(f"distribute: {view} is too large to check {swizzle}")
+    fragment = Layout(*fragment_modes(shape, stride, threads))
+    for tid in range(threads.size):
+        start = sum(c * d for c, d in zip(threads.offset2crd(tid), stride, strict=True))
+        for step in map(fragment, range(fragment.size)):
+            if start % element_size or step % element_size:
+                raise LayoutError(f"distribute: {swizzle} counts elements of {element_size}, {start}+{step} is none")
+            whole = swizzle((start + step) // element_size)
+            if whole != swizzle(start // element_size) + step // element_size:
+                raise LayoutError(f"distribute: steps of {fragment} touch the bits of {swizzle}, at thread {tid}")
+
+
+def require_same_shape(shape: tuple, other: tuple, element_size: int, other_element_size: int) -> None:
+    """Both views have the same extents and vector width; Mojo pairs other shapes in two different orders."""
+    if tuple(shape) != tuple(other) or element_size != other_element_size:
+        raise LayoutError(
+            f"copy_from: {tuple(shape)} of {element_size} lanes from {tuple(other)} of {other_element_size}"
+        )
+
+
+def require_bounds(bound, extent):
+    """(start, length) of a Python slice of step 1, negative ends wrapped; of an int, (start, None)."""
+    if not isinstance(bound, slice):
+        if isinstance(bound, int) and isinstance(extent, int) and not -extent <= bound < extent:
+            raise LayoutError(f"slice: {bound} is outside an extent of {extent}")
+        return (bound + extent if isinstance(bound, int) and bound < 0 else bound), None
+    start = 0 if bound.start is None else bound.start
+    stop = extent if bound.stop is None else bound.stop
+    if bound.step not in (None, 1) or not all(isinstance(end, int) for end in (start, stop, extent)):
+        raise LayoutError(f"slice: {bound} of an extent of {extent} needs step 1 and ends known at compile time")
+    start, stop = (end + extent if end < 0 else end for end in (start, stop))
+    if not 0 <= start < stop <= extent:
+        raise LayoutError(f"slice: {bound} is empty or outside an extent of {extent}")
+    return start, stop - start
+
+
+def require_row_major(layout: Layout, element_size: int, shape: tuple) -> Layout:
+    """`shape`, row-major in elements of `element_size`, if `layout` is row-major without gaps."""
+    relabelled = row_major(*shape)
+    if relabelled.size != layout.size:
+        raise LayoutError(f"reshape: {relabelled.shape} has not the {layout.size} elements of {layout.shape}")
+    for (extent, stride), (_, expected) in zip(layout.modes, row_major(layout.shape).modes, strict=True):
+        if extent > 1 and stride != expected * element_size:
+            raise LayoutError(f"reshape: {layout} is not row-major")
+    return Layout(relabelled.shape, _times(relabelled.stride, element_size))
+
+
+def require_inner_tiles(layout: Layout, shape: tuple) -> tuple[Layout, Layout]:
+    """(outer, inner) layouts of a parent whose modes are (outer, inner) leaves and whose tiles are `shape`.
+
+    Only what `row_major` and `col_major` build over nested modes counts, and not where the first leaves
+    alone are gapless, which is what a block-first layout looks like.
+    """
+    if any(not isinstance(extent, tuple) or len(extent) != 2 for extent in layout.shape) or layout.depth != 2:
+        raise LayoutError(
+            f"tile: {layout} has nested modes that are not all pairs of numbers (outer, inner): give a layout whose "
+            "modes are all such pairs, or all numbers"
+        )
+    outer, inner = (Layout(*zip(*layout.modes[which::2], strict=True)) for which in (0, 1))
+    strides = [stride for extent, stride in layout.modes if extent > 1]
+    orders = (row_major(layout.shape), Layout(layout.shape))
+    ordered = strides in ([stride for extent, stride in order.modes if extent > 1] for order in orders)
+    if not ordered or (outer.size > 1 and outer.cosize == outer.size and is_injective(outer)):
+        raise LayoutError(f"tile: the modes of {layout} are not (outer, inner), its blocks may come first")
+    if shape != inner.shape:
+        raise LayoutError(f"tile: the tiles of {layout} are {inner.shape}, not {shape}")
+    return outer, inner
+
+
+def part_bounds(extent: int, index: int, count: int, align: int) -> tuple[int, int]:
+    """(start, stop) of part `index` of `count`: ceil(extent / count) up to `align`, the last one shorter."""
+    part = -(-extent // (count * align)) * align
+    start, stop = index * part, min((index + 1) * part, extent)
+    if not 0 <= index < count or start >= stop:
+        raise LayoutError(f"split: part {index} of {count} of an extent of {extent} is empty")
+    return start, stop
+
+
+def _times(stride, factor):
+    return tuple(_times(item, factor) for item in stride) if isinstance(stride, tuple) else stride * factor
+
+
+def fragment_modes(shape: tuple, stride: tuple, threads: Layout) -> tuple[tuple, tuple]:
+    """Shape and stride of one thread's elements: every threads.shape-th one."""
+    counts = [mode.size for mode in threads]
+    rest = tuple(extent // count for extent, count in zip(shape, counts, strict=True))
+    return rest, tuple(step * count for step, count in zip(stride, counts, strict=True))
