@@ -56,7 +56,7 @@ sanitize: $(VENV)/package.stamp  ## compute-sanitizer (memory, races, barriers) 
 	for tool in memcheck racecheck synccheck; do \
 	    compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 $(PY) -m tests.gpu.small_case || exit 1; done
 
-perf: $(VENV)/package.stamp  ## measure everything on this machine's GPUs into perf/results (PERF=--quick: a minute)
+perf: $(VENV)/package.stamp  ## measure everything on this machine's GPUs into build/perf (PERF=--quick: a minute)
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
 	$(PY) -m perf.suite --library build/library $(PERF)
 

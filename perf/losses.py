@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from perf.cases import MAIN
 from perf.peers import CHAINED, PEER_SMS
-from perf.tables import by_point, count_text, exact_pairs, medians, ratio, swiglu_key
+from perf.values import by_point, exact_pairs, medians, ratio, swiglu_key
 
-WORST = 3
+WORST = 1
 """Operations farthest from their floor that the text names."""
 BYTES_TOKENS = 128
 """From this many tokens on a ratio to the floor says something about bytes; below, about latency."""
 
 
-def lost_to(
-    rows: Iterable[dict], operation: str, own: Mapping[tuple[int, str], float]
-) -> Iterator[tuple[str, str, int, str]]:
-    """(peer, format, tokens, both times) of an operation wherever another library's takes less than `own`."""
+@dataclass(frozen=True)
+class Loss:
+    """An operation in which another library is faster.
+
+    Attributes:
+        case: which one.
+        other: the library and its format.
+        points: (tokens per rank, its microseconds, ours) wherever it is faster.
+    """
+
+    case: str
+    other: str
+    points: tuple[tuple[int, float, float], ...]
+
+
+PARTIAL, EXACT = "partial pair", "exact pair"
+
+
+def lost_to(case: str, rows: Iterable[dict], operation: str, own: Mapping[tuple[int, str], float]) -> Iterator[Loss]:
+    """What is lost of an operation wherever another library's takes less than `own`, by library and format."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
         ours = own.get((row["tokens"], row["format"]))
         if row["operation"] == operation and ours is not None and row["p50_us"] < ours:
-            times = f"{row['p50_us']:.1f} us, here {ours:.1f} us"
-            yield row["peer"].replace("_", " "), row["format"], row["tokens"], times
+            name = f"{row['peer']} {row['format']}".replace("_", " ")
+            found.setdefault(name, []).append((row["tokens"], row["p50_us"], ours))
+    yield from (Loss(case, name, tuple(sorted(points))) for name, points in found.items())
 
 
 def queued(rows: Iterable[dict]) -> list[dict]:
@@ -31,21 +50,13 @@ def queued(rows: Iterable[dict]) -> list[dict]:
     return [row | {"p50_us": max(row["p50_us"], row["host_us"])} for row in known]
 
 
-def peers_lines(run: dict) -> Iterator[str]:
+def losses(run: dict) -> Iterator[Loss]:
     """Where another library is faster: pairs with either combine and without a graph, operations on at least as many
-    SMs as it takes."""
-    for mode, own in (("partial", medians(run, "pair")), ("exact (the default)", exact_pairs(run))):
-        lost: dict[str, dict[int, str]] = {}
-        for peer, fmt, tokens, times in lost_to(run["peers"], "pair", own):
-            lost.setdefault(f"{peer} {fmt}", {})[tokens] = times
-        for name, found in lost.items():
-            *others, last = found
-            also = f" (also at {', '.join(map(str, others))})" if others else ""
-            yield f"Pairs with {mode} combine: {name} at {count_text(last)}: {found[last]}{also}."
+    SMs as it takes, SwiGLU."""
+    yield from lost_to(PARTIAL, run["peers"], "pair", medians(run, "pair"))
+    yield from lost_to(EXACT, run["peers"], "pair", exact_pairs(run))
     own = medians({"cases": queued(run["cases"])}, CHAINED)
-    for peer, fmt, tokens, times in lost_to(queued(run["peers"]), CHAINED, own):
-        where = f"{peer} {fmt} at {count_text(tokens)}"
-        yield f"Pairs without a graph, the longer of the GPUs' and the host's time: {where}: {times}."
+    yield from lost_to("partial pair, no graph, longer of GPU and host time", queued(run["peers"]), CHAINED, own)
     for name, sms in PEER_SMS.items():
         theirs = [row for row in run["peers"] if row["peer"] == name]
         budget = min((case["sms"] for case in run["sweep"] if case["sms"] >= sms), default=sms)
@@ -55,31 +66,24 @@ def peers_lines(run: dict) -> Iterator[str]:
                 for case in run["sweep"]
                 if (case["sms"], case["operation"]) == (budget, ours)
             }
-            for peer, fmt, tokens, times in lost_to(theirs, operation, own):
-                where = f"{peer} {fmt} on {sms} SMs at {count_text(tokens)}"
-                yield f"Few SMs, {operation}: {where}: {times}, on {budget} SMs."
-
-
-def losses_text(run: dict) -> str:
-    """Where another library is faster, and which operations are farthest from their floors."""
-    lines = [f"- {line}" for line in peers_lines(run)]
+            yield from lost_to(f"{ours.replace('_', ' ')}, {sms} SMs (ours {budget})", theirs, operation, own)
     own = {swiglu_key(row): row["p50_us"] for row in run["swiglu"]}
-    for row in run.get("compiled", ()):
+    taken = " of another run" if {"swiglu", "compiled"} & set(run.get("taken_from", ())) else ""
+    for row in run["compiled"]:
         ours = own.get(swiglu_key(row))
         if ours is not None and row["p50_us"] < ours:
-            text = f"torch.compile of SwiGLU {row['format']} at {row['rows']} rows of {row['width']}"
-            lines.append(f"- {text}: {row['p50_us']:.0f} us, here {ours:.0f} us.")
-    for chosen in ("uniform", "zipf"):
-        far = sorted(
-            (ratio(case), tokens, fmt, name)
-            for (shape, routing, tokens, fmt), every in by_point(run["cases"]).items()
-            for name, case in every.items()
-            if (shape, routing) == (MAIN.text, chosen) and tokens >= BYTES_TOKENS and not name.startswith("pair")
-        )
-        worst = [
-            f"{name.replace('_', ' ')} {fmt} at {tokens} takes {times:.2f}" for times, tokens, fmt, name in far[-WORST:]
-        ]
-        if worst:
-            where = f"from {BYTES_TOKENS} tokens on, {chosen} routing"
-            lines.append(f"- Farthest from the floor, {where}: {'; '.join(reversed(worst))} times the floor.")
-    return "\n".join(lines)
+            about = f"SwiGLU, rows of {row['width']}, {'interleaved' if row['interleaved'] else 'plain'}"
+            other = f"torch.compile {row['format']}{taken}"
+            yield Loss(about, other, ((row["rows"], row["p50_us"], ours),))
+
+
+def farthest_text(run: dict, routing: str) -> str:
+    """Which operations are farthest from their floors."""
+    far = sorted(
+        (ratio(case), tokens, fmt, name)
+        for (shape, chosen, tokens, fmt), every in by_point(run["cases"]).items()
+        for name, case in every.items()
+        if (shape, chosen) == (MAIN.text, routing) and tokens >= BYTES_TOKENS and not name.startswith("pair")
+    )
+    worst = (f"{name.replace('_', ' ')} {fmt} {tokens}: {times:.2f}" for times, tokens, fmt, name in far[-WORST:])
+    return ", ".join(reversed(list(worst)))

@@ -15,7 +15,7 @@ routing.
 
 It is optimistic. Four H200s took 0.952 to 1.045 times as long as this did with the same kernels (7e010b7, driver
 580.159.04, 2026-11-22), 1.022 times on average over 81 cases; BF16 pairs 0.994 to 1.034 times, of 4096 tokens 1.032.
-`perf.report` prints every time beside what it is when multiplied by the factor of its case.
+`perf.tables` prints every time beside what it is when multiplied by the factor of its case.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RANKS = 4
 SETS = 4
 SAMPLES = 100
 CHECKED_TOKENS = (32, 2048)
-"""Rows that are express, and rows that are not."""
+"""Rows that are Lamport rows, and rows that are not."""
 OPERATIONS = ("dispatch", "combine_partial", "pair")
 """Exact combine is left out: its slots are numbered by experts, not by ranks."""
 SOURCE_MODE = {
@@ -61,9 +61,9 @@ SOURCE_MODE = {
     "weights": 1,
     "returns": 2,
     "messages": 1,
-    "express_returns": 2,
-    "express_messages": 1,
-    "kept_scales": 0,
+    "lamport_returns": 2,
+    "lamport_messages": 1,
+    "staged_scales": 0,
 }
 """Which mode of a region counts the ranks that write it; the others are the owner's, or `CONSUMED`."""
 CONSUMED = ("dispatch_consumed", "combine_consumed")
@@ -79,7 +79,7 @@ class Blocks:
         arguments: as `Arena.arguments`.
         nbytes: of a block.
         count: blocks, with room for stores that are shifted.
-        blank: (offset, bytes) in a block of what begins as BLANK words.
+        blank: (offset, bytes) in a block of what begins as SENTINEL words.
     """
 
     arguments: dict[str, int]
@@ -102,7 +102,7 @@ class Blocks:
                 stride.insert(SOURCE_MODE[name], nbytes // region.itemsize)
             regions.append(replace(region, stride=tuple(stride)))
         count = return_slots(cfg.world_size, cfg.top_k) + cfg.world_size
-        blank = (inside.regions[region.name] for region in cfg.arena.blank)
+        blank = (inside.regions[region.name] for region in cfg.arena.cleared)
         return cls(region_arguments(regions), nbytes, count, tuple((one.offset, one.nbytes) for one in blank))
 
     def allocate(self, device: torch.device, ranks: int) -> DeviceMemory:

@@ -8,26 +8,27 @@ one for each mode of combine, by least squares of relative errors over the main 
 given runs together. Ranks that share a GPU are another machine: their runs are fitted by themselves. A pair is the sum
 of its two launches; its errors, those of other shapes and of Zipf routing test the model and are not fitted.
 
-python -m perf.model perf/results/<run>...
+python -m perf.model [RUN ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
+from statistics import mean
 
 import torch
 
-from cute_ep.bench.ceilings import Ceilings, floors, latency_us, work_us
+from cute_ep.bench.ceilings import Ceilings, latency_us, work_us
 from cute_ep.bench.measure import CHAINED, CONDITIONS, PARTS
 from cute_ep.bench.traffic import LAUNCHES, count_routing, traffic
 from cute_ep.testing.workloads import ROUTINGS
 from perf.cases import MAIN
-from perf.tables import count_text, markdown
+from perf.runs import RUN_HELP, commit_of, read_kept, read_run, shares_gpus
+from perf.tables import markdown
 
 GOOD = 0.15
 """An error up to which a case counts as explained."""
@@ -100,16 +101,6 @@ def fit_model(runs: Sequence[dict]) -> dict[Key, Fit]:
     return {key: fit_constants(own) for key, own in points.items()}
 
 
-def shares_gpus(run: dict) -> bool:
-    """Whether several ranks of the run were on one GPU."""
-    return len(set(run["machine"]["devices"])) < len(run["machine"]["devices"])
-
-
-def commit_of(run: dict) -> str:
-    """Its commit, without what may be said of it behind."""
-    return str(run["machine"]["commit"]).split(maxsplit=1)[0]
-
-
 def fit_for(run: dict, runs: Iterable[dict]) -> dict[Key, Fit]:
     """The constants that hold for `run`, from all of `runs` that are of its kind and commit."""
     kind = shares_gpus(run), commit_of(run)
@@ -170,27 +161,39 @@ def is_fitted(case: dict) -> bool:
     return (case["shape"], case["routing"]) == (MAIN.text, "uniform") and case["operation"] in LAUNCHES
 
 
-def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
-    """How far off the model is, by shape and routing, for cases that it was fitted to and for those that it was not.
-    Left out are pairs without a graph (CHAINED) and those of CONDITIONS, of which the model knows nothing."""
+def errors(run: dict, fits: dict[Key, Fit]) -> Iterator[tuple[dict, float]]:
+    """(case, how far off the model is) of the cases that it knows something of: pairs without a graph (CHAINED) and
+    those of CONDITIONS are left out."""
     ceilings = Ceilings(**run["ceilings"])
-    errors: dict[tuple[str, str, str], list[float]] = {}
     for case in run["cases"]:
         predicted = predict(case, fits, ceilings)
         if predicted is not None and case["operation"] not in (CHAINED, *CONDITIONS):
-            where = case["shape"], case["routing"], "fitted" if is_fitted(case) else "not fitted"
-            errors.setdefault(where, []).append(abs(predicted / case["p50_us"] - 1))
+            yield case, abs(predicted / case["p50_us"] - 1)
+
+
+def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
+    """How far off the model is, by shape and routing, for cases that it was fitted to and for those that it was not."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for case, error in errors(run, fits):
+        where = case["shape"], case["routing"], "fitted" if is_fitted(case) else "not fitted"
+        found.setdefault(where, []).append(error)
     rows = [
-        (
-            *where,
-            str(len(own)),
-            str(sum(error <= GOOD for error in own)),
-            f"{sum(own) / len(own):.0%}",
-            f"{max(own):.0%}",
-        )
-        for where, own in errors.items()
+        (*where, str(len(own)), str(sum(error <= GOOD for error in own)), f"{mean(own):.0%}", f"{max(own):.0%}")
+        for where, own in found.items()
     ]
     return markdown(("shape", "routing", "constants", "cases", f"within {GOOD:.0%}", "mean error", "largest"), rows)
+
+
+def short_summary(run: dict, fits: dict[Key, Fit]) -> dict[str, str]:
+    """Of cases that were not fitted, by routing "58 of 60, mean 4%, largest 18%"."""
+    found: dict[str, list[float]] = {}
+    for case, error in errors(run, fits):
+        if not is_fitted(case):
+            found.setdefault(case["routing"], []).append(error)
+    return {
+        name: f"{sum(error <= GOOD for error in own)} of {len(own)}, mean {mean(own):.0%}, largest {max(own):.0%}"
+        for name, own in found.items()
+    }
 
 
 def errors_table(cases: Iterable[dict], fits: dict[Key, Fit], ceilings: Ceilings) -> str:
@@ -208,15 +211,22 @@ def errors_table(cases: Iterable[dict], fits: dict[Key, Fit], ceilings: Ceilings
 
 
 def elsewhere_table(fits: dict[Key, Fit], ceilings: Ceilings, gpu: str) -> str:
-    """Predictions for machines that were not measured, "" when this one's nominal rates are not known."""
-    rows = []
+    """Predictions of PREDICTED_TOKENS for machines that were not measured, of the operations that were fitted; "" when
+    this one's nominal rates are not known."""
+    rows, known = [], [one for one in PREDICTED if key_of(*one) in fits]
     for name, there, ranks in ELSEWHERE:
         scaled = ceilings_elsewhere(ceilings, gpu, there)
-        for operation, fmt in PREDICTED if scaled else ():
-            times = [predict(expected_case(operation, fmt, ranks, count), fits, scaled) for count in PREDICTED_TOKENS]
-            if None not in times:
-                rows.append((name, operation.replace("_", " "), fmt, *(f"{time:.0f}" for time in times)))
-    return markdown(("machine", "operation", "format", *(count_text(tokens) for tokens in PREDICTED_TOKENS)), rows)
+        if scaled is None:
+            return ""
+        cells = [
+            "/".join(
+                f"{predict(expected_case(operation, fmt, ranks, tokens), fits, scaled):.0f}"
+                for tokens in PREDICTED_TOKENS
+            )
+            for operation, fmt in known
+        ]
+        rows.append((name, *cells))
+    return markdown(("machine", *(f"{name.replace('_', ' ')} {fmt}" for name, fmt in known)), rows)
 
 
 def page(run: dict, runs: Sequence[dict]) -> str:
@@ -229,23 +239,13 @@ def page(run: dict, runs: Sequence[dict]) -> str:
     return "\n".join(filter(None, tables))
 
 
-def read_run(folder: Path) -> dict:
-    """A run's JSON, its floors computed anew from its bytes and ceilings, so that all runs' are by the same rule."""
-    run = json.loads((folder / "run.json").read_text())
-    if run["ceilings"]:
-        ceilings = Ceilings(**run["ceilings"])
-        run["cases"] = [case | floors(case["parts"], ceilings) for case in run["cases"]]
-    return run
-
-
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders with a run.json")
-    folders = parser.parse_args().folders
-    runs = [read_run(folder) for folder in folders]
-    for folder, run in zip(folders, runs, strict=True):
-        print(f"{folder}\n\n{page(run, runs)}")  # noqa: T201
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=f"{RUN_HELP} (default: all that are kept)")
+    runs = {str(path): read_run(path) for path in parser.parse_args().runs} or read_kept()
+    for name, run in runs.items():
+        print(f"{name}\n\n{page(run, list(runs.values()))}")  # noqa: T201
 
 
 if __name__ == "__main__":

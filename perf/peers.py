@@ -31,17 +31,16 @@ from perf.cases import MAIN, QUICK_TOKENS, Shape
 PEER_SMS = {"deepep_normal": 24}
 """SMs of those that take a number of them."""
 PEERS = {
-    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, without multicast, without symmetric "
-    "memory and with the registration of buffers in graphs switched off, which NCCL has on by default; the gather into "
-    "expert order and the weighted sum of a token's experts on a rank are not included",
-    "nccl_all_to_all": "NCCL all_to_all of one BF16 row per (token, expert), splits known beforehand; gather before "
-    "and weighted sum after are included, as torch operations that are not fused",
-    "deepep_low_latency": "low-latency kernels of DeepEP V1 (`Buffer`); FP8 is quantised in the kernel; rows end as "
-    "[local expert, slots, hidden], not in expert order without gaps",
-    "deepep_normal": f"normal kernels of DeepEP V1 on {PEER_SMS['deepep_normal']} SMs with its default chunk sizes, "
-    "not tuned to these GPUs, worst-case row count (so that no host synchronisation is needed); FP8 is quantised by "
-    "the caller and not timed; rows end in source order, not in expert order; the weighted sum of a token's experts on "
-    "a rank is not included",
+    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, without multicast, symmetric memory "
+    "and (against NCCL's default) registration of buffers in graphs; no gather into expert order, no weighted sum on a "
+    "rank",
+    "nccl_all_to_all": "NCCL all_to_all of a BF16 row per (token, expert), splits known beforehand; with gather and "
+    "weighted sum, as unfused torch operations",
+    "deepep_low_latency": "DeepEP V1, low-latency kernels; FP8 quantised inside; rows end as [local expert, "
+    "slots, hidden]",
+    "deepep_normal": f"DeepEP V1, normal kernels, {PEER_SMS['deepep_normal']} SMs, default chunk sizes, worst-case row "
+    "count (no host synchronisation); FP8 quantised by the caller, not timed; rows end in source order; no weighted "
+    "sum on a rank",
 }
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}

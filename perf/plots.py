@@ -1,18 +1,21 @@
-"""The plots of runs, where matplotlib is installed: `python -m perf.plots perf/results/<run>...`. The model in them has
-the constants that all given runs of a commit have together."""
+"""The plots of runs, where matplotlib is installed: `python -m perf.plots RUN ...`, beside run.json or, of a kept run,
+in build/perf/<its name>. The model in them has the constants that all given runs of a commit have together."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
 from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, MEASURED_FORMATS
-from perf.model import fit_for, predict, read_run
-from perf.tables import exact_pairs, peer_columns, ratio, swiglu_key
+from perf.model import fit_for, predict
+from perf.runs import ARTEFACTS, RUN_HELP, read_run
+from perf.tables import peer_columns
+from perf.values import exact_pairs, ratio, swiglu_key
 
 COLORS = dict(zip(MEASURED_FORMATS, ("#1f4e79", "#2e8b57", "#c0792a", "#8e44ad", "#c0392b"), strict=True))
 MARKERS = dict(zip(MEASURED_FORMATS, ("o", "s", "D", "^", "v"), strict=True))
@@ -200,24 +203,46 @@ PLOTS: dict[str, Callable] = {
 }
 
 
-def draw(run: dict, folder: Path, fits: dict | None = None) -> list[Path]:
-    """Write the plots that the run has data for as SVG files; none without matplotlib. `fits`: of the model; None:
-    those of this run alone."""
-    if importlib.util.find_spec("matplotlib") is None or not run["ceilings"]:
+def slim(svg: str) -> str:
+    """The same picture in fewer bytes: coordinates to 0.01, no indentation, comments, metadata and names of groups."""
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    return re.sub(r"\n\s*", "\n", re.sub(r"(\d\.\d\d)\d+", r"\1", svg))
+
+
+def have_matplotlib() -> bool:
+    """Whether plots can be drawn here."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(
+    run: dict, folder: Path, fits: dict | None = None, names: Collection[str] = tuple(PLOTS), prefix: str = ""
+) -> list[Path]:
+    """Write those plots of `names` that the run has data for as SVG files; none without matplotlib.
+
+    Args:
+        run: the run.
+        folder: where the files go.
+        fits: constants of the model; None: those of this run alone.
+        names: out of PLOTS.
+        prefix: of the files' names.
+    """
+    if not have_matplotlib() or not run["ceilings"]:
         return []
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "cute_ep", "svg.fonttype": "none"}
+    matplotlib.rcParams |= {"svg.hashsalt": "cute_ep", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
     from matplotlib import pyplot
 
     written = []
     latency = partial(draw_latency, fits=fit_for(run, [run]) if fits is None else fits)
     for name, make in (PLOTS | {"latency": latency}).items():
-        figure = make(pyplot, run)
+        figure = make(pyplot, run) if name in names else None
         if figure is not None:
-            written.append(folder / f"{name}.svg")
+            written.append(folder / f"{prefix}{name}.svg")
             figure.savefig(written[-1], metadata={"Date": None})
+            written[-1].write_text(slim(written[-1].read_text()))
             pyplot.close(figure)
     return written
 
@@ -225,9 +250,13 @@ def draw(run: dict, folder: Path, fits: dict | None = None) -> list[Path]:
 def main() -> int:
     """Run from the command line; 1 without matplotlib."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders with a run.json")
-    runs = {folder: read_run(folder) for folder in parser.parse_args().folders}
-    drawn = [draw(run, folder, fit_for(run, runs.values())) for folder, run in runs.items()]
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUN_HELP)
+    runs = {path: read_run(path) for path in parser.parse_args().runs}
+    drawn = []
+    for path, run in runs.items():
+        folder = path if path.is_dir() else ARTEFACTS / path.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn.append(draw(run, folder, fit_for(run, runs.values())))
     for paths in drawn:
         for path in paths:
             print(path)  # noqa: T201

@@ -1,7 +1,8 @@
 """The suite: ceilings, operations, SM budgets, SwiGLU and other libraries on this machine's GPUs, in one run.
 
 `python -m perf.suite` (`make perf`) writes run.json, tables.md and, where matplotlib is installed, plots to
-perf/results/<date>-<gpu>x<number>. Exit code 1 when something could not be measured; the notes in run.json say what.
+build/perf/<date>-<gpu>x<number>; `perf.report` keeps a run in perf/results. Exit code 1 when something could not be
+measured; the notes in run.json say what.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ from cute_ep.runtime.connection import connected
 from perf import peers, plots, tables
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
 from perf.mirror import GPUS, measure_mirror
+from perf.runs import ARTEFACTS, RUN
 from perf.sweep import measure_sweep
 from perf.swiglu import measure_swiglu
 
-RESULTS = Path(__file__).parent / "results"
-RUN = "run.json"
 TABLES = "tables.md"
 SECTIONS = ("cases", "sweep", "mirror", "swiglu", "compiled", "peers")
 QUICK_SECTIONS = ("cases", "swiglu")
@@ -195,7 +195,9 @@ def main() -> int:
     parser.add_argument("--devices", default="auto", metavar="LIST", help="as for cute-ep bench")
     parser.add_argument("--library", metavar="DIR", help="folder of compiled kernels to look in first")
     parser.add_argument("--commit", metavar="HASH", help="of these sources, where there is no checkout to ask")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the results (default build/perf/<date>-<machine>)"
+    )
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
     chosen = tuple(args.sections.split(",")) if args.sections else QUICK_SECTIONS if args.quick else SECTIONS
@@ -208,7 +210,7 @@ def main() -> int:
     except EPConfigError as error:
         parser.error(str(error))
     today = datetime.date.today().isoformat()
-    folder = args.out or RESULTS / f"{today}-{machine_name(devices)}"
+    folder = args.out or ARTEFACTS / f"{today}-{machine_name(devices)}"
     suite = Suite(devices, folder, args.library, args.quick, console, args.commit)
     suite.say(describe_devices(devices))
     start = time.perf_counter()
@@ -218,7 +220,7 @@ def main() -> int:
     drawn = plots.draw(suite.run, suite.folder)
     if not drawn:
         suite.say(f"no plots without matplotlib; elsewhere: python -m perf.plots {suite.folder}")
-    suite.say(f"{suite.folder} in {suite.run['seconds']['all']:.0f} s")
+    suite.say(f"{suite.folder} in {suite.run['seconds']['all']:.0f} s; keep it: python -m perf.report {suite.folder}")
     return int(suite.failed)
 
 

@@ -1,11 +1,16 @@
-"""A run as Markdown tables. Nothing here needs a GPU."""
+"""A run as Markdown tables: `python -m perf.tables perf/results/h200x4.json` prints all of them. Nothing here needs a
+GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import argparse
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 from perf.cases import MAIN, OTHERS, QUICK_FORMATS
 from perf.peers import CHAINED, PEERS
+from perf.runs import RUN_HELP, read_kept, read_run
+from perf.values import by_point, exact_pairs, medians, mirror_bias, ratio, swiglu_key
 
 COLUMNS = {
     "dispatch": "dispatch",
@@ -29,13 +34,14 @@ CONDITIONS_TEXT = (
     "as in a layer; its time is taken off. *Default buffers*: those of `ep.allocate()`."
 )
 FLOOR_TEXT = (
-    "Floor: for each launch the larger of its bytes over the busiest link at the fastest copy to a peer and its bytes "
-    "at the busiest memory at the fastest copy, plus one flag and one empty launch, all measured in the same run; with "
-    "few tokens, whose bytes stay in the L2 cache, less than that is possible"
+    "Floor of a launch: its bytes over the busiest link or at the busiest memory, whichever take longer at the fastest "
+    "copy of the run, plus one flag and one empty launch; with few tokens, whose bytes stay in L2, less is possible"
 )
+TAKEN = {"swiglu": "SwiGLU", "compiled": "SwiGLU through torch.compile"}
+"""Sections that may be of another run (`perf.runs.CARRIED`), as the text calls them."""
+PEERS_TEXT = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
+"""What each peer's times include."""
 FLOORS = ("dispatch", "combine_exact", "combine_partial", "pair")
-Bias = Mapping[tuple[str, str, int], float]
-"""(operation, format, tokens) -> what GPUs of their own took over what the mirror took, with the same kernels."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -43,21 +49,20 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if not lines:
         return ""
-    return "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) + "\n"
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines]) + "\n"
 
 
-def by_point(cases: Iterable[dict]) -> dict[tuple[str, str, int, str], dict[str, dict]]:
-    """(shape, routing, tokens, format) -> operation -> case, in the order of first appearance."""
-    found: dict[tuple[str, str, int, str], dict[str, dict]] = {}
-    for case in cases:
-        key = (case["shape"], case["routing"], case["tokens"], case["format"])
-        found.setdefault(key, {})[case["operation"]] = case
-    return found
+def time_cell(time: float | None) -> str:
+    """Microseconds in a cell, which is empty where nothing was measured."""
+    return "" if time is None else f"{time:.1f}"
 
 
-def ratio(case: dict) -> float:
-    """Median over the floor."""
-    return case["p50_us"] / case["floor_us"]
+def ceilings_row(ceilings: dict) -> dict[str, str]:
+    """The ceilings as cells, by column."""
+    names = {"ring": "SM stores, ring, GB/s", "all_to_all": "all to all", "copy_engine": "copy engine"}
+    names |= {"memory_sm": "memory, SMs", "memory_engine": "memory, cuMemcpyAsync"}
+    rates = {column: f"{ceilings[name] / 1e9:.0f}" for name, column in names.items()}
+    return rates | {f"{name}, us": f"{1e6 * ceilings[name]:.2f}" for name in ("flag", "launch")}
 
 
 def ceilings_text(ceilings: dict) -> str:
@@ -86,14 +91,21 @@ def cases_table(cases: Sequence[dict], shape: str, routing: str) -> str:
     return markdown(("tokens per rank", "format", *COLUMNS.values(), f"floor, {short}", f"times floor, {short}"), rows)
 
 
-def mirror_table(cases: Sequence[dict], bias: Bias | None = None) -> str:
-    """Medians of what `perf.mirror` measured, and in brackets times `bias`, where that is known."""
+def mirror_pairs(run: dict) -> list[tuple[dict, float | None]]:
+    """The cases of the mirror, each with what GPUs of their own would take: its time multiplied by the ratio that is
+    known for its operation, format and size; None where none is."""
+    ratios = {(one["operation"], one["format"], one["tokens"]): one["ratio"] for one in run.get("mirror_bias", ())}
+    found = ((case, ratios.get((case["operation"], case["format"], case["tokens"]))) for case in run.get("mirror", ()))
+    return [(case, known and known * case["p50_us"]) for case, known in found]
 
-    def cell(case: dict) -> str:
-        factor = (bias or {}).get((case["operation"], case["format"], case["tokens"]))
-        return f"{case['p50_us']:.1f}" + ("" if factor is None else f" ({factor * case['p50_us']:.1f})")
 
-    found = {(case["tokens"], case["operation"], case["format"]): cell(case) for case in cases}
+def mirror_table(run: dict) -> str:
+    """Medians of what `perf.mirror` measured, and in brackets what `mirror_pairs` makes of them."""
+    found = {
+        (case["tokens"], case["operation"], case["format"]): f"{case['p50_us']:.1f}"
+        + ("" if corrected is None else f" ({corrected:.1f})")
+        for case, corrected in mirror_pairs(run)
+    }
     measured = dict.fromkeys(key[1:] for key in found)
     columns = [column for operation in COLUMNS for column in measured if column[0] == operation]
     rows = [
@@ -103,18 +115,23 @@ def mirror_table(cases: Sequence[dict], bias: Bias | None = None) -> str:
     return markdown(("tokens per rank", *(f"{COLUMNS[operation]} {fmt}" for operation, fmt in columns)), rows)
 
 
-def mirror_bias(run: dict, real: dict) -> dict[tuple[str, str, int], float]:
-    """`Bias` of the mirror in `run`, from a run of the same kernels on as many GPUs as the mirror has ranks."""
-    return {
-        (case["operation"], case["format"], case["tokens"]): times[case["tokens"], case["format"]] / case["p50_us"]
-        for case in run.get("mirror", ())
-        if (case["tokens"], case["format"]) in (times := medians(real, case["operation"]))
-    }
-
-
-def mirror_title(cases: Sequence[dict]) -> str:
+def mirror_title(run: dict) -> str:
     """What `mirror_table` shows; "" without cases."""
+    cases = run.get("mirror")
     return f"With the traffic of {cases[0]['ranks']} ranks on these two GPUs" if cases else ""
+
+
+def mirror_text(run: dict) -> str:
+    """How far the mirror's times are off."""
+    bias = run.get("mirror_bias")
+    if not bias:
+        return "That is optimistic by an unknown amount"
+    ratios = [one["ratio"] for one in bias]
+    return (
+        f"That is optimistic: with the kernels of {short_commit(bias[0]['commit'])} ({bias[0]['date'][:10]}) "
+        f"{run['mirror'][0]['ranks']} GPUs took {min(ratios):.3f} to {max(ratios):.3f} times as long, "
+        f"{sum(ratios) / len(ratios):.3f} on average over {len(ratios)} cases; corrected: times the ratio of its case"
+    )
 
 
 def conditions_table(run: dict) -> str:
@@ -125,7 +142,7 @@ def conditions_table(run: dict) -> str:
     rows = []
     for tokens in sorted({key[0] for key in keys}):
         every = [times[name].get((tokens, fmt)) for fmt in formats for name in CONDITIONS]
-        rows.append((str(tokens), *("" if time is None else f"{time:.1f}" for time in every)))
+        rows.append((str(tokens), *map(time_cell, every)))
     head = (f"{fmt}, {column}" for fmt in formats for column in CONDITIONS.values())
     return markdown(("tokens per rank", *head), rows)
 
@@ -162,44 +179,20 @@ def swiglu_table(results: Sequence[dict], compiled: Sequence[dict] = ()) -> str:
     return markdown(("rows", "D", "format", *names, "torch.compile"), rows)
 
 
-def swiglu_key(row: dict) -> tuple:
-    """What a SwiGLU time is of: rows, width, format, groups, and whether gate and up are interleaved."""
-    return row["rows"], row["width"], row["format"], row.get("groups", 1), row["interleaved"]
-
-
 def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
     """(peer, format) of every column of a peer table, in the order of PEERS."""
     order = list(PEERS)
     return sorted({(row["peer"], row["format"]) for row in rows}, key=lambda pair: (order.index(pair[0]), pair[1]))
 
 
-def medians(run: dict, operation: str, of: str = "p50_us") -> dict[tuple[int, str], float]:
-    """(tokens, format) -> microseconds of an operation of the main shape, uniform routing."""
-    return {
-        (case["tokens"], case["format"]): case[of]
-        for case in run["cases"]
-        if (case["shape"], case["routing"], case["operation"]) == (MAIN.text, "uniform", operation) and of in case
-    }
-
-
-def exact_pairs(run: dict) -> dict[tuple[int, str], float]:
-    """`medians` of dispatch and exact combine: measured as pairs, or else the sums of two that were measured alone."""
-    dispatch, combine = medians(run, "dispatch"), medians(run, "combine_exact")
-    sums = {key: dispatch[key] + time for key, time in combine.items() if key in dispatch}
-    return sums | medians(run, "pair_exact")
-
-
 def exact_text(run: dict) -> str:
     """How `exact_pairs` of a run came about."""
     if medians(run, "pair_exact"):
-        return "*exact*: with the default mode, measured as a pair"
+        return "*exact* (the default mode): measured as a pair"
     dispatch, combine, pairs = (medians(run, name) for name in ("dispatch", "combine_partial", "pair"))
     off = [time / (dispatch[key] + combine[key]) - 1 for key, time in pairs.items() if key in combine]
     known = f"; partial pairs differ from such sums by {min(off):+.0%} to {max(off):+.0%}" if off else ""
-    return (
-        "*exact*: with the default mode, **not measured as a pair** but the sum of its halves, each measured behind "
-        f"itself, where a launch may overlap the one before{known}"
-    )
+    return f"*exact* (the default mode): **summed from dispatch and combine, not measured as a pair**{known}"
 
 
 def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection[int] | None = None) -> str:
@@ -224,18 +217,15 @@ def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection
             continue
         every = [times.get((tokens, fmt)) for fmt, times in here]
         every += [theirs.get((tokens, *column)) for column in columns]
-        rows.append((str(tokens), *("" if time is None else f"{time:.1f}" for time in every)))
+        rows.append((str(tokens), *map(time_cell, every)))
     names += [f"{peer} {fmt}".replace("_", " ") for peer, fmt in columns]
     return markdown(("tokens per rank", *names), rows)
 
 
-def peers_text(run: dict) -> str:
-    """What each peer's times include, and which versions they are of; "" without peers."""
-    if not run["peers"]:
-        return ""
-    included = "; ".join(f"*{name.replace('_', ' ')}*: {text}" for name, text in PEERS.items())
+def versions_text(run: dict) -> str:
+    """Which versions the peers are of; "" without peers."""
     versions = ", ".join(f"{name} {version}" for name, version in run.get("peer_versions", {}).items())
-    return f"{included}. Versions: {versions or 'not in this run.json; the README beside it names them'}."
+    return f"Other libraries: {versions or 'versions not recorded'}." if run["peers"] else ""
 
 
 def clocks_text(run: dict) -> str:
@@ -297,8 +287,17 @@ def provenance_text(run: dict) -> str:
     kernels = ""
     if own is not None:
         kernels = f"Kernels of sources {own['sources']}, cubins {own['cubins']}, DSL {', '.join(own['dsl'])}. "
-    text = kernels + clocks_text(run)
-    return f"{text.strip()}\n\n" if text else ""
+    text = f"{kernels}{clocks_text(run)} {taken_text(run)}"
+    text = text.strip()
+    return f"{text}\n\n" if text else ""
+
+
+def taken_text(run: dict) -> str:
+    """Which sections are of another run; "" where none is."""
+    return " ".join(
+        f"{TAKEN[name]} is of {own['date'][:10]}, commit {short_commit(own['commit'])}."
+        for name, own in run.get("taken_from", {}).items()
+    )
 
 
 def page(run: dict) -> str:
@@ -326,12 +325,26 @@ def page(run: dict) -> str:
         host = peers_table(run, CHAINED, "host_us")
         about = "What a thread takes to queue a pair without a graph, at best, on the rank where it takes longest.\n\n"
         section("Beside other libraries: host time", host and about + host)
-        parts.append(f"{exact_text(run)}. {peers_text(run)}\n")
+        parts.append(f"{exact_text(run)}. {PEERS_TEXT}. {versions_text(run)}\n")
     conditions = conditions_table(run)
     section("Pairs under other conditions", conditions and f"{CONDITIONS_TEXT}\n\n{conditions}")
-    mirror = run.get("mirror", ())
-    section(mirror_title(mirror), mirror_table(mirror))
+    mirrored = mirror_table(run)
+    section(mirror_title(run), mirrored and f"{mirror_text(run)}. In brackets: the corrected times.\n\n{mirrored}")
     section("SM budgets", sweep_table(run["sweep"]))
     section("SwiGLU and quantise", swiglu_table(run["swiglu"], run.get("compiled", ())))
     section("Notes", "".join(f"- {note}\n" for note in run["notes"]))
     return "\n".join(parts)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description="All tables of runs, as Markdown.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=RUN_HELP)
+    for path in parser.parse_args().runs:
+        run = read_run(path)
+        run["mirror_bias"] = mirror_bias(run, read_kept().values())
+        print(page(run))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

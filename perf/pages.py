@@ -1,0 +1,310 @@
+"""The documents on speed as text: the README's headline and section, docs/performance.md, a table of kept runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cute_ep.bench.ceilings import Ceilings
+from perf.cases import MAIN, QUICK_FORMATS
+from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
+from perf.model import GOOD, PREDICTED_TOKENS, elsewhere_table, fit_for, short_summary
+from perf.peers import CHAINED, PEERS
+from perf.tables import (
+    CONDITIONS,
+    FLOOR_TEXT,
+    PEERS_TEXT,
+    ceilings_row,
+    exact_text,
+    machine_text,
+    markdown,
+    mirror_pairs,
+    mirror_text,
+    mirror_title,
+    peers_table,
+    provenance_text,
+    taken_text,
+    time_cell,
+    versions_text,
+)
+from perf.values import exact_pairs, medians
+
+PLOTS = {
+    "peers": "Pairs by tokens beside NCCL and DeepEP",
+    "latency": "Dispatch, partial combine and pair by tokens: measured, model, floor",
+}
+"""Plot -> what it shows, for those who do not see it. The first is of every run that has other libraries, the second
+of the main one."""
+README_TOKENS = (1, 16, 128, 1024, 4096)
+HEADLINE_TOKENS = (1, 128, 4096)
+TIMES_TEXT = "Dispatch and then combine, p50 in microseconds of CUDA-graph replay, slowest GPU, all SMs"
+STANDING_TEXT = (
+    "Rounds follow one another at once in a graph, so with few tokens a launch takes its SMs while the one before ends "
+    "(in a layer matmuls stand between). Caches are warm: four input sets alternate (all libraries), and small ones "
+    "stay in L2. Our output buffers have room for exactly the rows that arrive."
+)
+
+
+class Places(NamedTuple):
+    """Where things are in a project."""
+
+    results: Path
+    catalogue: Path
+    readme: Path
+    more: Path
+    lessons: Path
+
+    @classmethod
+    def of(cls, root: Path) -> Places:
+        """Those of the project in a folder."""
+        results, docs = root / "perf" / "results", root / "docs"
+        return cls(results, results / "README.md", root / "README.md", docs / "performance.md", docs / "lessons.md")
+
+
+def fastest(run: dict, family: str, point: tuple[int, str]) -> float | None:
+    """Microseconds of the fastest pair of a family of libraries; None where none was measured."""
+    pairs = [row for row in run["peers"] if row["operation"] == "pair" and row["peer"].startswith(family)]
+    return min((row["p50_us"] for row in pairs if (row["tokens"], row["format"]) == point), default=None)
+
+
+def headline(run: dict) -> str:
+    """How much faster than what, in a few sentences; "" without pairs or peers."""
+    partial, exact = medians(run, "pair"), exact_pairs(run)
+    points = [(tokens, "bf16") for tokens in HEADLINE_TOKENS if (tokens, "bf16") in partial]
+    if not points or not run["peers"]:
+        return ""
+
+    def times(own: Mapping[tuple[int, str], float]) -> str:
+        return " / ".join(f"{own[point]:.{1 if own[point] < 100 else 0}f}" for point in points)
+
+    def faster(own: Mapping[tuple[int, str], float], family: str) -> str:
+        theirs = ((fastest(run, family, point), own[point]) for point in points)
+        return " / ".join("-" if time is None else f"{time / ours:.1f}" for time, ours in theirs)
+
+    gpus = list(run["machine"]["gpus"].values())
+    sizes = " / ".join(str(tokens) for tokens, _ in points)
+    note = "" if medians(run, "pair_exact") else " (here a dispatch and a combine timed separately and added)"
+    largest = points[-1]
+    theirs = {name: fastest(run, name.lower(), largest) for name in ("NCCL", "DeepEP")}
+    lost = [name for name, time in theirs.items() if time is not None and time < exact[largest]]
+    warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
+    return (
+        f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
+        f'tokens per rank) a dispatch and a combine take {times(partial)} us with `mode="partial"`: '
+        f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives measured beside them, "
+        f"{faster(partial, 'deepep')} times as fast as DeepEP V1. The default mode, `exact`{note}, takes "
+        f"{times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as fast{warning}. "
+        "[Speed](#speed) says how this was measured."
+    )
+
+
+def commas(times: Iterable[float]) -> str:
+    """Microseconds as they stand in a sentence or a cell."""
+    return ", ".join(f"{time:.1f}" for time in times)
+
+
+def conditions_text(run: dict) -> str:
+    """BF16 pairs under other conditions; "" where none were measured."""
+    times = {operation: medians(run, operation) for operation in CONDITIONS}
+    found = sorted(key for key in set.intersection(*map(set, times.values())) if key[1] == "bf16")
+    if not found:
+        return ""
+    words = {"pair": "as above", "pair_apart": "with another kernel before each launch, its time taken off,"}
+    words["pair_roomy"] = "with output buffers of the default size"
+    cells = (f"{words[name]} {commas(own[key] for key in found)}" for name, own in times.items())
+    return f"BF16 partial pairs of {', '.join(str(key[0]) for key in found)} tokens: {'; '.join(cells)} us."
+
+
+def predictions_text(run: dict, fits: dict) -> str:
+    """What the model says of machines that were not measured; "" when it knows no rates for this one."""
+    table = elsewhere_table(fits, Ceilings(**run["ceilings"]), next(iter(run["machine"]["gpus"].values())))
+    sizes = "/".join(map(str, PREDICTED_TOKENS))
+    words = f"Predicted, not measured, with Hopper's overheads, flags and arithmetic: us of {sizes} tokens:"
+    return f"{words}\n\n{table}" if table else ""
+
+
+def host_text(run: dict, catalogue: str) -> str:
+    """What queueing a pair takes of the host, in a line; "" where it was not measured."""
+    own = [time for (_, fmt), time in medians(run, CHAINED, "host_us").items() if fmt in QUICK_FORMATS]
+    rows = [row for row in run["peers"] if row["operation"] == CHAINED and "host_us" in row]
+    if not own or not rows:
+        return ""
+    theirs = {name: [row["host_us"] for row in rows if row["peer"] == name] for name in PEERS}
+    beside = (f"{name.replace('_', ' ')} {min(all_):.0f} to {max(all_):.0f}" for name, all_ in theirs.items() if all_)
+    return (
+        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, nearly the same work at "
+        f"every size, so the spread is the CPU's ([remarks]({catalogue})); {', '.join(beside)}."
+    )
+
+
+def mirror_line(run: dict) -> str:
+    """What `perf.mirror` found on the run's machine, and what that is worth; "" where it was not run."""
+    pairs = {
+        case["tokens"]: (case["p50_us"], corrected)
+        for case, corrected in mirror_pairs(run)
+        if (case["operation"], case["format"]) == ("pair", "bf16") and case["tokens"] in HEADLINE_TOKENS
+    }
+    if not pairs:
+        return ""
+    known = [corrected for _, corrected in pairs.values() if corrected is not None]
+    corrected = f", corrected {commas(known)}" if len(known) == len(pairs) else ""
+    return (
+        f"{mirror_title(run)} BF16 partial pairs of {', '.join(map(str, pairs))} tokens take "
+        f"{commas(time for time, _ in pairs.values())} us{corrected}. {mirror_text(run)}."
+    )
+
+
+def paragraphs(parts: Iterable[str]) -> str:
+    """Those of the parts that are not empty, an empty line between them."""
+    return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+def link(target: Path, page: Path) -> str:
+    """`target` as a link of `page` names it."""
+    return Path(os.path.relpath(target, page.parent)).as_posix()
+
+
+def plots_of(name: str, runs: Mapping[str, dict]) -> Sequence[str]:
+    """Which plots of a run are shown."""
+    return tuple(PLOTS) if name == next(iter(runs)) else tuple(PLOTS)[:1]
+
+
+def plots_text(name: str, results: Path, page: Path, shown: Collection[str]) -> str:
+    """The plots of a run that are there, as `page` shows them."""
+    files = {plot: results / f"{name}-{plot}.svg" for plot in shown}
+    return "\n".join(f"![{PLOTS[plot]}]({link(path, page)})" for plot, path in files.items() if path.exists())
+
+
+def times_text(run: dict, more: str) -> str:
+    """What the numbers of a table of pairs are."""
+    theirs = (
+        "no other library here leaves rows in expert order without gaps, none was tuned to these GPUs (shown: the "
+        "fastest of each)"
+    )
+    included = f"; theirs [differ]({more}): {theirs}" if run["peers"] else ""
+    return (
+        f'{TIMES_TEXT}. *partial*: `mode="partial"`; {exact_text(run)}. Ours include routing, quantisation and '
+        f"expansion to expert-major rows{included}."
+    )
+
+
+def fastest_table(run: dict) -> str:
+    """Our pairs beside the fastest ones of each family of libraries, at README_TOKENS."""
+    partial, exact = medians(run, "pair"), exact_pairs(run)
+    columns: dict[str, list[float | None]] = {}
+    for fmt in QUICK_FORMATS:
+        points = [(tokens, fmt) for tokens in README_TOKENS]
+        columns[f"partial {fmt}"] = [partial.get(point) for point in points]
+        if fmt == "bf16":
+            columns[f"exact {fmt} (default)"] = [exact.get(point) for point in points]
+    for family in ("NCCL", "DeepEP"):
+        for fmt in QUICK_FORMATS:
+            columns[f"{family} {fmt}"] = [fastest(run, family.lower(), (tokens, fmt)) for tokens in README_TOKENS]
+    shown = {name: own for name, own in columns.items() if any(own)}
+    rows = zip(map(str, README_TOKENS), *(map(time_cell, own) for own in shown.values()), strict=True)
+    return markdown(("tokens", *shown), [row for row in rows if any(row[1:])])
+
+
+def loss_line(loss: Loss) -> str:
+    """A loss in a line, with both times at the largest size."""
+    sizes, theirs, ours = zip(*loss.points, strict=True)
+    return f"{loss.case}: {loss.other} at {', '.join(map(str, sizes))} ({theirs[-1]:.1f}, ours {ours[-1]:.1f})"
+
+
+def losses_text(run: dict) -> str:
+    """Where other libraries are faster, with all times; "" where none is."""
+    lines = []
+    for loss in losses(run):
+        sizes, theirs, ours = zip(*loss.points, strict=True)
+        lines.append(
+            f"- {loss.case}: {loss.other} at {', '.join(map(str, sizes))}: {commas(theirs)}; ours {commas(ours)}"
+        )
+    return "\n".join(["Others were faster:\n", *lines]) if lines else ""
+
+
+def section(runs: Mapping[str, dict], places: Places) -> str:
+    """The README's text: of the main run, and where partial pairs lose with other numbers of GPUs."""
+    (name, run), *others = runs.items()
+    page, more = places.readme, link(places.more, places.readme)
+    lines = [loss_line(loss) for loss in losses(run)]
+    elsewhere = [(other_name, loss) for other_name, other in others for loss in losses(other)]
+    lines += [f"{other_name}, {loss_line(loss)}" for other_name, loss in elsewhere if loss.case == PARTIAL]
+    often = any(loss.case != PARTIAL for _, loss in elsewhere)
+    left_out = f"; of other runs only partial pairs, they lose more: [{more}]({more})" if often else ""
+    known = "\n".join(f"- {line}" for line in lines)
+    shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
+    parts = [
+        f"{machine_text(run)}; {shape}.",
+        plots_text(name, places.results, page, tuple(PLOTS)[:1]),
+        times_text(run, more),
+        fastest_table(run),
+        f"{STANDING_TEXT} {conditions_text(run)}",
+        f"Where another library was faster, by tokens per rank (times: at the last{left_out}):\n\n{known}"
+        if known
+        else "",
+        f"[{more}]({more}) has all libraries, other numbers of GPUs, the model, [perf/results]"
+        f"({link(places.catalogue, page)}) the data. `make perf` measures your machine. What was tried: "
+        f"[docs/lessons.md]({link(places.lessons, page)}).",
+    ]
+    return paragraphs(parts)
+
+
+def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
+    """What the page says of one run."""
+    run, page = runs[name], places.more
+    data = f"[Data]({link(places.results / f'{name}.json', page)})"
+    return [
+        f"## {name}: {machine_text(run)}",
+        f"{data}. {exact_text(run)}. {versions_text(run)} {provenance_text(run)}",
+        plots_text(name, places.results, page, plots_of(name, runs)),
+        peers_table(run, "pair", sizes=README_TOKENS),
+        conditions_text(run),
+        host_text(run, link(places.catalogue, page)),
+        mirror_line(run),
+        losses_text(run),
+    ]
+
+
+def more_page(runs: Mapping[str, dict], places: Places) -> str:
+    """The page beside the README. The model's constants come from all runs of a commit."""
+    page, every = places.more, list(runs.values())
+    fits = {name: fit_for(run, every) for name, run in runs.items()}
+    main = every[0]
+    ceilings = {name: ceilings_row(run["ceilings"]) for name, run in runs.items()}
+    floors = ("uniform", "zipf")
+    far = [
+        (name, *cells.values(), *(farthest_text(runs[name], one) for one in floors)) for name, cells in ceilings.items()
+    ]
+    explained = {name: short_summary(run, fits[name]) for name, run in runs.items()}
+    groups = list(dict.fromkeys(group for own in explained.values() for group in own))
+    file = link(places.results / f"{next(iter(runs))}.json", places.readme)
+    parts = [
+        "# Speed in detail",
+        f"Written by `python -m perf.report` from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; hidden "
+        f"{MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
+        f"`python -m perf.tables {file}` prints all: more sizes, tails, other shapes, Zipf routing, SM "
+        "budgets, SwiGLU. Losses are by tokens per rank, of SwiGLU by rows.",
+        f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
+    ]
+    for name in runs:
+        parts += run_text(name, runs, places)
+    parts += [
+        f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on.",
+        markdown(("run", *next(iter(ceilings.values())), "farthest, uniform", "farthest, Zipf"), far),
+        f"## The model\n\nCases within {GOOD:.0%} of what `python -m perf.model` says, by routing, without those that "
+        "its constants are fitted to (dispatch and combines, main shape, uniform routing):",
+        markdown(("run", *groups), [(name, *(own.get(one, "") for one in groups)) for name, own in explained.items()]),
+        predictions_text(main, fits[next(iter(runs))]),
+    ]
+    return f"{paragraphs(parts)}\n"
+
+
+def catalogue_table(runs: Mapping[str, dict]) -> str:
+    """What the kept runs are."""
+    rows = [
+        (f"[{name}.json]({name}.json)", machine_text(run), f"`{run['machine']['command']}`", taken_text(run))
+        for name, run in runs.items()
+    ]
+    return markdown(("run", "machine, date and commit", "command", "from another run"), rows)
