@@ -25,7 +25,7 @@ SEGMENTS = {"sm_90a": 2}
 targets."""
 
 SMALL_SHARED = ("sm_120a",)
-"""Targets whose SMs have 100 KB of shared memory, too little for the tiles of `Source`."""
+"""Targets whose SMs have 100 KB of shared memory, too little for the tiles of `Prefetch`."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
     expert rank d                                   source rank s
     -------------                                   -------------
     wait combine_consumed[all] >= m-2
-    give back pieces of tokens of s           --->  arena.returns[m & 1][token][slot]
-    post return_ready[d][convoy] = m          --->  wait return_ready[owners][convoy] >= m, sum, write out
-                                              <---  post combine_consumed[s] = m  (start of s's next launch)
+    send slices of tokens of s                --->  arena.returns[m & 1][token][slot]
+    signal return_ready[d][chunk] = m         --->  wait return_ready[owners][chunk] >= m, sum, write out
+                                              <---  signal combine_consumed[s] = m  (start of s's next launch)
 
-While a source has few tokens its returns take arena.express_returns and need no post: see `express`.
+While a source has few tokens its returns take arena.lamport_returns and need no signal: see `lamport`.
 
 Three modes, chosen at compile time:
 
@@ -32,11 +32,11 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
-from cute_ep.kernels.device.splits import spare_cta
-from cute_ep.kernels.device.sync import block_all, count_out
+from cute_ep.kernels.device.slices import control_cta
+from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.kernels.roles.combine_recv import Reduce
-from cute_ep.kernels.roles.combine_send import GiveBack
+from cute_ep.kernels.roles.combine_recv import CombineRecv
+from cute_ep.kernels.roles.combine_send import CombineSend
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW, Phase
@@ -48,7 +48,7 @@ class CombineArgs(GroupArgs, IdArgs, SharedExpertArgs):
 
     Send: rows [capacity, hidden] bf16; row_map, headers, weights of the dispatch output; CTAs below send_ctas send.
     Receive: out [T, hidden] (unweighted [T, K, hidden]) of out_type (`OutputType`), the own router_weights, tokens T,
-    log2 of the pieces of a returned row, as dispatched, rows for the shared expert; CTAs from receive_from receive.
+    log2 of the slices of a returned row, as dispatched, rows for the shared expert; CTAs from receive_from receive.
     """
 
     rows: Int64
@@ -62,7 +62,7 @@ class CombineArgs(GroupArgs, IdArgs, SharedExpertArgs):
     epilogue_data: Int64
     out_type: Int32
     tokens: Int32
-    return_pieces: Int32
+    return_slices: Int32
     receive_from: Int32
 
 
@@ -72,7 +72,7 @@ class Combine:
     Args:
         mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
-        segments: of `GiveBack` and `Reduce`.
+        segments: of `CombineSend` and `CombineRecv`.
         router_weights, epilogue: the user's hooks, or None.
     """
 
@@ -85,8 +85,8 @@ class Combine:
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         self.epoch = shared.add("epoch", 8, 1)
-        self.give_back_role = GiveBack(mode == "partial", segments, self.epoch, shared)
-        self.reduce_role = Reduce(mode, segments, WeightReader(router_weights), epilogue, shared)
+        self.send_role = CombineSend(mode == "partial", segments, self.epoch, shared)
+        self.recv_role = CombineRecv(mode, segments, WeightReader(router_weights), epilogue, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -103,34 +103,34 @@ class Combine:
         sEpoch = shared_array(self.epoch, Int64)  # for what needs it seldom: registers are short
         if group.tid == 0:
             sEpoch[0] = epoch
-        spare = spare_cta(args.send_ctas if self.send else group.ctas)
-        group.acknowledge(group.arena.combine_consumed, received, spare)
+        control = control_cta(args.send_ctas if self.send else group.ctas)
+        group.acknowledge(group.arena.combine_consumed, received, control)
         if cutlass.const_expr(self.send):
-            self.give_back_role.returns.clear_counters(group, epoch + 1, spare)
-        self.reduce_role.numbers.open(group.tid)
-        alive, uneven = Boolean(True), Boolean(False)
+            self.send_role.schedule.clear_counters(group, epoch + 1, control)
+        self.recv_role.tickets.open(group.tid)
+        alive, staggered = Boolean(True), Boolean(False)
         if cutlass.const_expr(not self.send):
-            alive = block_all(group.is_healthy())  # express rows have no wait that begins with this
+            alive = block_all(group.not_aborted())  # Lamport rows have no wait that begins with this
         if cutlass.const_expr(self.send):
             row, weight = Int32(NO_ROW), Float32(0.0)
             if group.cta < args.send_ctas:
-                row, weight = self.give_back_role.prepare(group, args)
+                row, weight = self.send_role.prepare(group, args)
             word = StateWord.COMBINE_SEND_EPOCH
             alive = group.wait_all_ranks(group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
             if group.cta < args.send_ctas and alive:
-                self.give_back_role.run(group, args, row, weight)
-                uneven = self.give_back_role.returns.are_uneven(args)
+                self.send_role.run(group, args, row, weight)
+                staggered = self.send_role.schedule.are_staggered(args)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first, count = group.cta - args.receive_from, group.ctas - args.receive_from
-                alive = self.reduce_role.run(group, args, epoch, first, count, uneven)
+                alive = self.recv_role.run(group, args, epoch, first, count, staggered)
         self._leave(group, alive)
 
     @cute.jit
     def _leave(self, group: GroupView, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, unless a wait timed out."""
         counter = StateWord.COMBINE_SEND_DONE if self.send else StateWord.COMBINE_RECV_DONE
-        last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), Boolean(False), group.tid)
+        last, complete = count_exit(group.state_word(counter), group.ctas, block_all(alive), Boolean(False), group.tid)
         sEpoch = shared_array(self.epoch, Int64)
         if last and complete:
             if cutlass.const_expr(self.send):

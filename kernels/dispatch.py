@@ -3,17 +3,18 @@
     source rank s                                   expert rank d
     -------------                                   -------------
     wait dispatch_consumed[all] >= n-2
-    route:  entries, weights, counts, header  --->  arena.entries/weights/table[n & 1][s], dated n:
+    route:  entries, weights, counts, header  --->  arena.entries/weights/table[n & 1][s], tagged n:
                                                     wait for each word, scan counts to row bases
-    send:   encode pieces of tokens           --->  arena.messages[n & 1][s][token]
-            post message_ready[s][convoy] = n --->  wait message_ready[s][convoy] >= n, copy to expert rows
-                                              <---  post dispatch_consumed[d] = n  (start of d's next launch)
+    send:   encode slices of tokens           --->  arena.messages[n & 1][s][token]
+            signal message_ready[s][chunk] = n --->  wait message_ready[s][chunk] >= n, copy to expert rows
+                                              <---  signal dispatch_consumed[d] = n  (start of d's next launch)
 
-While a source has few tokens its messages take arena.express_messages and need no post: see `express`.
+While a source has few tokens its messages take arena.lamport_messages and need no signal: see `lamport`.
 
-Ordering: a post follows a CTA barrier that follows the stores of a convoy of pieces, so the stores are visible
-to whoever sees the flag; routing words carry their own epoch, express words are their own flags. Nothing of round n + 2
-can land on round n because its stores wait for dispatch_consumed. `docs/protocol.md` has the full argument.
+Ordering: a signal follows a CTA barrier that follows the stores of a chunk of slices, so the stores are visible
+to whoever sees the flag; routing words carry their own epoch, Lamport words are their own flags. Nothing of round n + 2
+can land on round n because its stores wait for dispatch_consumed. `docs/protocol.md` and `docs/memory_model.md` have
+the full argument.
 
 The output's row order needs no atomics: see `layouts/maps/routing.py`. One CTA writes offsets and `num_rows`; when any
 wait of the launch timed out, the last CTA out overwrites them with zeros.
@@ -31,11 +32,11 @@ from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
 from cute_ep.kernels.device.scale_rows import ScaleArgs
-from cute_ep.kernels.device.splits import spare_cta
-from cute_ep.kernels.device.sync import begin_again, block_all, count_out
+from cute_ep.kernels.device.slices import control_cta
+from cute_ep.kernels.device.sync import block_all, count_exit, reset_counter
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.kernels.roles.dispatch_recv import Expand
-from cute_ep.kernels.roles.dispatch_send import Send
+from cute_ep.kernels.roles.dispatch_recv import DispatchRecv
+from cute_ep.kernels.roles.dispatch_send import DispatchSend
 from cute_ep.kernels.roles.route import Route
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.record import RegionMap
@@ -49,7 +50,7 @@ class DispatchArgs(GroupArgs, IdArgs, SharedExpertArgs, ScaleArgs):
     are at scales_at, the row's own scale at row_scale_at.
     Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
     bf16; router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
-    pieces of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send), packed (of
+    slices of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send), packed (of
     `open_group`).
     Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
     receive_from (CTAs from it receive), has_tiles (`layouts.scales.has_tiles` of out_scales).
@@ -66,8 +67,8 @@ class DispatchArgs(GroupArgs, IdArgs, SharedExpertArgs, ScaleArgs):
     router_weights: Int64
     global_scale: Int64
     tokens: Int32
-    message_pieces: Int32
-    return_pieces: Int32
+    message_slices: Int32
+    return_slices: Int32
     segment_words: Int32
     send_ctas: Int32
     packed: Int32
@@ -94,7 +95,7 @@ class Dispatch:
     Args:
         codec: device code of the wire format; None for a kernel that only receives.
         receive: whether this kernel runs the receiving half.
-        ahead: of `Source`.
+        ahead: of `Prefetch`.
         router_weights, input_scale: the user's hooks, or None.
     """
 
@@ -108,8 +109,8 @@ class Dispatch:
         self.peers = peer_table(shared)
         if codec is not None:
             self.route_role = Route(WeightReader(router_weights), shared)
-            self.send_role = Send(codec, input_scale, ahead, shared)
-        self.expand_role = Expand(shared)
+            self.send_role = DispatchSend(codec, input_scale, ahead, shared)
+        self.recv_role = DispatchRecv(shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -123,15 +124,15 @@ class Dispatch:
         epoch = received + 1
         if cutlass.const_expr(not self.receive):
             epoch, sent = sent + 1, None
-        spare = spare_cta(args.send_ctas if self.send else group.ctas)
-        group.acknowledge(group.arena.dispatch_consumed, received, spare)
+        control = control_cta(args.send_ctas if self.send else group.ctas)
+        group.acknowledge(group.arena.dispatch_consumed, received, control)
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
             alive = self._send_half(group, args, epoch, sent)
         if cutlass.const_expr(self.receive):
             if group.cta >= args.receive_from and alive:
                 first = group.cta - args.receive_from
-                alive = self.expand_role.run(group, args, epoch, first, group.ctas - args.receive_from)
+                alive = self.recv_role.run(group, args, epoch, first, group.ctas - args.receive_from)
         self._leave(group, args, epoch, alive)
 
     @cute.jit
@@ -145,17 +146,17 @@ class Dispatch:
 
     @cute.jit
     def _leave(self, group: GroupView, args: DispatchArgs, epoch: Int64, alive: Boolean) -> None:
-        """Last CTA out: count the round as completed, or withdraw the announcement after a timeout."""
+        """Last CTA out: count the round as completed, or retract the publication after a timeout."""
         counter = StateWord.DISPATCH_SEND_DONE if self.send else StateWord.DISPATCH_RECV_DONE
-        announces = Boolean(False)
+        publishes = Boolean(False)
         if cutlass.const_expr(self.receive):
-            announces = group.cta - args.receive_from == spare_cta(group.ctas - args.receive_from)
-        last, complete = count_out(group.state_word(counter), group.ctas, block_all(alive), announces, group.tid)
+            publishes = group.cta - args.receive_from == control_cta(group.ctas - args.receive_from)
+        last, complete = count_exit(group.state_word(counter), group.ctas, block_all(alive), publishes, group.tid)
         if last:
             if cutlass.const_expr(self.send):
-                begin_again(group.state_word(StateWord.DISPATCH_TAKEN))
+                reset_counter(group.state_word(StateWord.DISPATCH_TICKETS))
             if cutlass.const_expr(self.receive):
-                begin_again(group.state_word(StateWord.DISPATCH_MET))
+                reset_counter(group.state_word(StateWord.DISPATCH_BARRIER))
             if complete:
                 if cutlass.const_expr(self.send):
                     group.complete(StateWord.DISPATCH_SEND_EPOCH, epoch)
@@ -163,4 +164,4 @@ class Dispatch:
                     group.complete(StateWord.DISPATCH_RECV_EPOCH, epoch)
             else:
                 if cutlass.const_expr(self.receive):
-                    self.expand_role.announce.withdraw(group, args)
+                    self.recv_role.publish.retract(group, args)

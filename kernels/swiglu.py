@@ -33,7 +33,7 @@ from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.device.divide import quotient, remainder, round_up
 from cute_ep.kernels.device.memory import array, item_coord, pointer, vector_atom, vector_tensor
 from cute_ep.kernels.device.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
-from cute_ep.kernels.device.splits import first_item, item_stride
+from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.layouts.algebra.layout import Layout
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
@@ -53,7 +53,7 @@ GATE_UP = {
 }
 """(element, gate or up) of the numbers in two source vectors."""
 ZERO_PARTS = 4
-"""Pieces into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
+"""Slices into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
 LOG2_E = math.log2(math.e)
 
 

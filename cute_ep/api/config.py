@@ -189,7 +189,7 @@ def check_config(cfg: object) -> None:
 def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
-    The sum of the regions of `layouts.arena.Arena`, which docs/memory.md writes out as a formula.
+    The sum of the regions of `layouts.arena.Arena`, which docs/reference.md writes out as a formula.
 
     Raises:
         EPConfigError: `cfg` is no EPConfig.

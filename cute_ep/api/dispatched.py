@@ -230,7 +230,7 @@ class Dispatched(DispatchBuffers):
         rank: whose share it is.
         topk_ids: this rank's own [T, K] int32 or int64 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.
-        return_pieces: base-2 logarithm of the pieces in which returned rows travel; the same number in this rank's
+        return_slices: base-2 logarithm of the slices in which returned rows travel; the same number in this rank's
             header.
         origin: the communicator's whose dispatch made it, None for a batch that was put together from tensors.
         turn: which batch in its buffers it is (`Use`).
@@ -239,7 +239,7 @@ class Dispatched(DispatchBuffers):
     rank: int
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
-    return_pieces: int
+    return_slices: int
     origin: Origin | None = None
     turn: int = 0
     as_made: ClassVar[bool] = False  # True, as an attribute, in what `inside` returns; `dataclasses.replace` drops it

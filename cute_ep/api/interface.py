@@ -103,7 +103,7 @@ class EPCommunicator(ABC):
         Returns:
             The rows for this rank's experts; valid once the stream has run, on the CPU once all ranks have made the
             call. Rows and scale blocks behind the last keep what they held. More rows than `out` holds are lost: none
-            is written or announced, combine returns NaN for each of them, and `synchronize` says so.
+            is written or published, combine returns NaN for each of them, and `synchronize` says so.
 
         Raises:
             EPInputError: an argument breaks its contract. Nothing was launched.

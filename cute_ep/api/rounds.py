@@ -20,7 +20,7 @@ class PendingDispatch(NamedTuple):
 
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
-    return_pieces: int
+    return_slices: int
     keep_alive: tuple[torch.Tensor | None, ...]
 
 

@@ -11,7 +11,7 @@ from cute_ep.bench.measure import InputSets, measure
 from cute_ep.bench.timing import Runner
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.tuning.builtin import ONE_A_SM, segments_of
-from cute_ep.tuning.launch_shape import MANY, Entry, Shape, Tuning, pieces_for
+from cute_ep.tuning.launch_shape import MANY, Entry, Shape, Tuning, slices_for
 
 GRIDS = (32, 64, ONE_A_SM, MANY)
 SENDERS = {"dispatch": (0, 1 / 8, 1 / 4, 3 / 8, 1 / 2), "combine": (0, 1 / 2, 2 / 3, 208 / 264)}
@@ -31,15 +31,15 @@ class Outcome:
 
 
 def choices(family: str, cfg: EPConfig, tokens: int) -> dict[str, tuple]:
-    """Values to try of each field of an Entry. Pieces are at most the segments of a row, rounded up."""
+    """Values to try of each field of an Entry. Slices are at most the segments of a row, rounded up."""
     segments = segments_of(family, cfg)
-    pieces = tuple(count for count in pieces_for(tokens) if count == 1 or count < 2 * segments)
+    slices = tuple(count for count in slices_for(tokens) if count == 1 or count < 2 * segments)
     packed = (False, True) if family == "dispatch" else (False,)
     most, senders = MOST_SENDERS[family], SENDERS[family]
     return {
         "split_from": (Entry.split_from,),
         "packed": packed,
-        "pieces": pieces,
+        "slices": slices,
         "most_senders": most,
         "senders": senders,
         "grid": GRIDS,

@@ -93,7 +93,7 @@ def config(shape: Preset, ranks: int, tokens: int, fmt: str, timeout_s: float = 
 
 def message_regions(cfg: EPConfig) -> tuple[Region, Region]:
     """Where messages arrive in an arena, two rounds of them: of calls with few tokens, and of calls with many."""
-    return cfg.arena.express_messages, cfg.arena.messages
+    return cfg.arena.lamport_messages, cfg.arena.messages
 
 
 def print_table(console: Console, table: Table) -> None:

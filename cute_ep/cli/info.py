@@ -23,18 +23,18 @@ from cute_ep.cli.common import (
     seconds_text,
     write_json,
 )
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.variants import ARCHITECTURES
 
 RANK_COUNTS = (1, 2, 4, 8)
 DEFAULT_TOKENS = 4096
-FEW = f"calls of up to {EXPRESS_TOKENS} tokens"
+FEW = f"calls of up to {LAMPORT_TOKENS} tokens"
 PARTS = {
-    f"tokens received, {FEW}": ("express_messages",),
+    f"tokens received, {FEW}": ("lamport_messages",),
     "tokens received, larger calls": ("messages",),
-    f"experts' outputs received, {FEW}": ("express_returns",),
+    f"experts' outputs received, {FEW}": ("lamport_returns",),
     "experts' outputs received, larger calls": ("returns",),
-    "scale factors, set aside to be laid out": ("kept_scales",),
+    "scale factors, set aside to be laid out": ("staged_scales",),
     "routing: counts, experts, router weights": ("table", "entries", "weights"),
 }
 """What the regions of an arena hold; all others hold flags and counters."""

@@ -125,7 +125,7 @@ def tune_format(
 
 def result_table() -> Table:
     """An empty table for `add_results`."""
-    table = Table(title="fastest shapes: CTAs, those of them that send, pieces of a row; p50 of the slowest rank")
+    table = Table(title="fastest shapes: CTAs, those of them that send, slices of a row; p50 of the slowest rank")
     for name in ("operation", "format"):
         table.add_column(name)
     for name in ("tokens / rank", "built in", "p50 (us)", "best", "p50 (us)", "gain"):
@@ -141,7 +141,7 @@ def add_results(
     def text(tuning: Tuning, tokens: int) -> str:
         shape = tuning.shape(family, tokens, max_ctas)
         senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
-        return f"{shape.grid}, {senders}, {shape.pieces}"
+        return f"{shape.grid}, {senders}, {shape.slices}"
 
     for tokens, outcome in outcomes.items():
         before, after = text(base, tokens), text(base.revised(family, {tokens: outcome.entry}), tokens)

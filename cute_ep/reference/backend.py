@@ -48,9 +48,9 @@ from cute_ep.reference.results import (
     ReadAgain,
     add_up,
     check_row_count,
+    combine_send,
     copied,
     fill,
-    give_back,
     make_source,
     read_scale,
     withhold,
@@ -238,7 +238,7 @@ class ReferenceCommunicator(EPCommunicator):
             rank=self.rank,
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
-            return_pieces=sent.return_pieces,
+            return_slices=sent.return_slices,
             origin=self.origin,
             number=self._dispatches.received + 1,
             read_again=sent.read_again,
@@ -321,7 +321,7 @@ class ReferenceCommunicator(EPCommunicator):
         """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
         mode or dispatch."""
         number = self._check_return(rows, dispatched, mode)
-        given = give_back(self.cfg, rows, dispatched, mode, number)
+        given = combine_send(self.cfg, rows, dispatched, mode, number)
         given.check_agreement(self._exchange.combine.joined(self.rank))
         pending = PendingCombine(dispatched, given.mode, rows)
         self._join(self._exchange.combine, pending, given)

@@ -191,7 +191,7 @@ def dispatch(
 
     Returns:
         One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
-        `return_pieces` 0. `weights` is None when none of the rank's sources gave any, else 0 where this rank has no
+        `return_slices` 0. `weights` is None when none of the rank's sources gave any, else 0 where this rank has no
         row or the source gave none.
 
     Raises:
@@ -292,5 +292,5 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         rank=rank,
         topk_ids=own.topk_ids,
         router_weights=own.router_weights,
-        return_pieces=0,
+        return_slices=0,
     )

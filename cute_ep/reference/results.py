@@ -157,7 +157,7 @@ def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
 
 
 @no_modes()
-def give_back(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
+def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
     """What a rank sends in a combine; `rows` has enough of them, `number` is the round of its dispatch."""
     need = int(dispatched.num_rows)
     # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit

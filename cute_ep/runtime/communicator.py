@@ -88,21 +88,22 @@ class _Shaped(NamedTuple):
     """A launch shape as launches need it.
 
     Attributes:
-        chained: whether two such launches fit side by side: then the next may start early (`docs/protocol.md` 7).
+        chained: whether two such launches fit side by side: then the next may start early (`docs/protocol.md`,
+            Resident CTAs).
         arguments: kernel arguments that follow from the shape, to be left as they are.
     """
 
     grid: int
-    pieces_log2: int
+    slices_log2: int
     packed: int
-    chained: bool
+    pdl: bool
     arguments: dict[str, int]
 
     @classmethod
     def of(cls, shape: Shape, max_ctas: int) -> _Shaped:
-        chained = 2 * shape.grid <= max_ctas
-        roles = {"send_ctas": shape.send_ctas, "receive_from": shape.receive_from, "chained": int(chained)}
-        return cls(shape.grid, shape.pieces_log2, int(shape.packed), chained, roles)
+        pdl = 2 * shape.grid <= max_ctas
+        roles = {"send_ctas": shape.send_ctas, "receive_from": shape.receive_from, "pdl": int(pdl)}
+        return cls(shape.grid, shape.slices_log2, int(shape.packed), pdl, roles)
 
 
 class Communicator(EPCommunicator):
@@ -146,7 +147,7 @@ class Communicator(EPCommunicator):
         self._release = release
         self._closed = False
         self._interrupted = False
-        self._chained = False  # whether the last launch lets the next one start early
+        self._pdl = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()  # bound to buffers
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
@@ -467,7 +468,7 @@ class Communicator(EPCommunicator):
             input_scale = self._scale_tensor(input_scale)
         tokens = x.shape[0]
         shaped = self._shape(operation, tokens)
-        return_pieces = self._shape("combine", tokens).pieces_log2
+        return_slices = self._shape("combine", tokens).slices_log2
         arguments = {
             **shaped.arguments,
             "x": x.data_ptr(),
@@ -478,13 +479,13 @@ class Communicator(EPCommunicator):
             "router_weights": address(router_weights),
             "global_scale": address(input_scale),
             "tokens": tokens,
-            "message_pieces": shaped.pieces_log2,
+            "message_slices": shaped.slices_log2,
             "packed": shaped.packed,
-            "return_pieces": return_pieces,
+            "return_slices": return_slices,
             **self._shared_arguments(tokens),
         }
         keep_alive = (x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return PendingDispatch(topk_ids, router_weights, return_pieces, keep_alive), shaped, arguments
+        return PendingDispatch(topk_ids, router_weights, return_slices, keep_alive), shaped, arguments
 
     def _scale_tensor(self, input_scale: float | torch.Tensor) -> torch.Tensor:
         """An input scale on the device."""
@@ -551,7 +552,7 @@ class Communicator(EPCommunicator):
             rank=self.rank,
             topk_ids=sent.topk_ids,
             router_weights=sent.router_weights,
-            return_pieces=sent.return_pieces,
+            return_slices=sent.return_slices,
             origin=self.origin,
         )
 
@@ -597,7 +598,7 @@ class Communicator(EPCommunicator):
             "router_weights": address(weights),
             "epilogue_data": address(epilogue_data),
             "tokens": tokens,
-            "return_pieces": dispatched.return_pieces,
+            "return_slices": dispatched.return_slices,
             **self._shared_arguments(tokens),
         }
 
@@ -661,7 +662,7 @@ class Communicator(EPCommunicator):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
             stream = self.stream.cuda_stream
-        early, self._chained = shaped.chained and self._chained, shaped.chained
+        early, self._pdl = shaped.pdl and self._pdl, shaped.pdl
         self._streams.add(stream)
         if buffers is not None:
             buffers.use.begin()

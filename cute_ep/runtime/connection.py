@@ -314,8 +314,8 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
 def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     """A rank's arena as the first round must find it."""
     arena = cfg.arena
-    blank = [(int(region.offset), int(region.nbytes)) for region in arena.blank]
-    return DeviceMemory(device, int(arena.allocation), blank, begin=0 if cfg.skip_a2a else arena.begin(rank))
+    cleared = [(int(region.offset), int(region.nbytes)) for region in arena.cleared]
+    return DeviceMemory(device, int(arena.allocation), cleared, begin=0 if cfg.skip_a2a else arena.begin(rank))
 
 
 def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:

@@ -54,8 +54,8 @@ def poisoned_buffers(communicator: Communicator, rows: int) -> DispatchBuffers:
 def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, rank: int) -> None:
     """Compare one rank's dispatch output with the reference, byte for byte.
 
-    Of the headers: tokens, of a source that has some whether it gave weights, and the pieces of this rank's own
-    returned rows. How many pieces others have is their choice, which the reference does not make: `check_headers`.
+    Of the headers: tokens, of a source that has some whether it gave weights, and the slices of this rank's own
+    returned rows. How many slices others have is their choice, which the reference does not make: `check_headers`.
     Memory behind each tensor must be untouched.
 
     Raises:
@@ -81,8 +81,8 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
             mine = expected.row_map[source, :tokens] >= 0
             got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
             assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
-    own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_PIECES]
-    assert_bits(own, torch.tensor(actual.return_pieces, dtype=own.dtype), f"{where}headers.return_pieces")
+    own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_SLICES]
+    assert_bits(own, torch.tensor(actual.return_slices, dtype=own.dtype), f"{where}headers.return_slices")
     for name in BUFFERS:
         if getattr(actual, name) is not None:
             assert_untouched_behind(getattr(actual, name), POISON, where + name)

@@ -8,7 +8,7 @@ from math import log2
 from typing import TypeVar
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, EXPRESS_TOKENS, SEGMENT_BYTES, message_bytes
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, LAMPORT_TOKENS, SEGMENT_BYTES, message_bytes
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 Found = TypeVar("Found")
@@ -127,18 +127,18 @@ COMBINE: dict[int, tuple[Entry, ...]] = {
     ),
 }
 """Tables for at most so many ranks, measured as DISPATCH."""
-SEGMENTS_A_PIECE: dict[str, dict[int, float]] = {
+SEGMENTS_PER_SLICE: dict[str, dict[int, float]] = {
     "dispatch": {256: 1 / 2, MANY: 3 / 2},
-    "combine": {EXPRESS_TOKENS: 1 / 2, MANY: 3 / 2},
+    "combine": {LAMPORT_TOKENS: 1 / 2, MANY: 3 / 2},
 }
-"""A row has more segments than this for each of its pieces, up to so many tokens; with half of one, pieces are as short
+"""A row has more segments than this for each of its slices, up to so many tokens; with half of one, slices are as short
 as they can be. Rows of 2048 to 6144 elements, otherwise measured as DISPATCH."""
 
 
 def built_in(cfg: EPConfig, ctas: int) -> Tuning:
-    """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS pieces are fewer in
+    """The tables that ship, for ranks with so many CTAs and such rows. With fewer than TABLE_CTAS slices are fewer in
     proportion, so that a warp has as many; where an entry takes part of the CTAs, from half of its grid down. Rows that
-    are too short for that many pieces (SEGMENTS_A_PIECE) have fewer.
+    are too short for that many slices (SEGMENTS_PER_SLICE) have fewer.
 
     4 x H200, 2026-11-22, 16 SMs a rank: partial combine of 1024 tokens 623 -> 315 us (284 where every CTA does both),
     NVFP4 dispatch 242 -> 105.
@@ -149,7 +149,7 @@ def built_in(cfg: EPConfig, ctas: int) -> Tuning:
 
 
 def segments_of(family: str, cfg: EPConfig) -> int:
-    """Segments of a row that travels in pieces: of a message's payload, or of a returned row."""
+    """Segments of a row that travels in slices: of a message's payload, or of a returned row."""
     row = cfg.format.payload_bytes(cfg.hidden) if family == "dispatch" else cfg.hidden * COMBINE_ITEMSIZE
     return -(-row // SEGMENT_BYTES)
 
@@ -158,10 +158,10 @@ def _fitted(family: str, table: tuple[Entry, ...], cfg: EPConfig, ctas: int) -> 
     segments, entries = segments_of(family, cfg), []
     for entry in table:
         share = min(1, ctas / (TABLE_CTAS if entry.grid >= TABLE_CTAS else entry.grid / 2))
-        pieces = 1 << max(0, round(log2(entry.pieces * share)))
-        while pieces > 1 and pieces * _first_of(SEGMENTS_A_PIECE[family], entry.tokens) >= segments:
-            pieces //= 2
-        entries.append(replace(entry, pieces=pieces))
+        slices = 1 << max(0, round(log2(entry.slices * share)))
+        while slices > 1 and slices * _first_of(SEGMENTS_PER_SLICE[family], entry.tokens) >= segments:
+            slices //= 2
+        entries.append(replace(entry, slices=slices))
     return tuple(entries)
 
 

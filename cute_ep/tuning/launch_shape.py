@@ -1,4 +1,4 @@
-"""How a launch is shaped: CTAs, their roles, pieces of a row; every choice gives the same bytes, so ranks may choose
+"""How a launch is shaped: CTAs, their roles, slices of a row; every choice gives the same bytes, so ranks may choose
 differently.
 
 A communicator holds one `Tuning`: the one that it was given, else the one of `cute_ep.tuning.file.find_tuning`.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS, MANY_PIECES, MAX_PIECES
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 MANY = 1 << 30
@@ -20,15 +20,15 @@ FAMILIES = ("dispatch", "combine")
 """Operations that have a table; halves and modes share it."""
 
 
-def pieces_for(tokens: int) -> tuple[int, ...]:
-    """Numbers of pieces that a row may have in a call of `tokens` tokens: the arena has a flag for each of them."""
-    most = MAX_PIECES if tokens <= EXPRESS_TOKENS else MANY_PIECES
+def slices_for(tokens: int) -> tuple[int, ...]:
+    """Numbers of slices that a row may have in a call of `tokens` tokens: the arena has a flag for each of them."""
+    most = MAX_SLICES if tokens <= LAMPORT_TOKENS else MANY_SLICES
     return tuple(1 << log2 for log2 in range(most.bit_length()))
 
 
-def log2_of(pieces: int) -> int:
-    """Base-2 logarithm of a number of pieces, as headers and kernels have it."""
-    return pieces.bit_length() - 1
+def log2_of(slices: int) -> int:
+    """Base-2 logarithm of a number of slices, as headers and kernels have it."""
+    return slices.bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Entry:
         tokens: the entry holds up to this many.
         grid: CTAs at most.
         senders: share of the CTAs that only send while the others only receive; 0: every CTA does both.
-        pieces: pieces of a message (dispatch) or of a returned row (combine).
+        slices: slices of a message (dispatch) or of a returned row (combine).
         packed: whether senders share SMs with each other instead of with receivers, which their stores hold up while
             links are busy (dispatch only).
         most_senders: CTAs that send at most: more would not fill the links better, but be missing as receivers.
@@ -52,36 +52,36 @@ class Entry:
     tokens: int
     grid: int
     senders: float
-    pieces: int
+    slices: int
     packed: bool = False
     most_senders: int = MANY
     split_from: int = 4
 
     def __post_init__(self) -> None:
-        counts = self.tokens, self.grid, self.pieces, self.most_senders, self.split_from
+        counts = self.tokens, self.grid, self.slices, self.most_senders, self.split_from
         whole = all(isinstance(number, int) and number > 0 for number in counts)
-        if not whole or not 0 <= self.senders < 1 or self.pieces not in pieces_for(self.tokens):
+        if not whole or not 0 <= self.senders < 1 or self.slices not in slices_for(self.tokens):
             raise EPConfigError(
-                f"{self}: must be positive integers, senders in [0, 1), pieces a power of two of at most {MAX_PIECES}, "
-                f"{MANY_PIECES} for more than {EXPRESS_TOKENS} tokens"
+                f"{self}: must be positive integers, senders in [0, 1), slices a power of two of at most {MAX_SLICES}, "
+                f"{MANY_SLICES} for more than {LAMPORT_TOKENS} tokens"
             )
 
 
 class Shape(NamedTuple):
-    """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; pieces of each
-    message (dispatch), or of each row that is to come back (combine; decided and announced by the dispatch before);
+    """The choice for one call: grid, CTAs below `send_ctas` send, CTAs from `receive_from` receive; slices of each
+    message (dispatch), or of each row that is to come back (combine; decided and published by the dispatch before);
     `Entry.packed`."""
 
     grid: int
     send_ctas: int
     receive_from: int
-    pieces: int
+    slices: int
     packed: bool = False
 
     @property
-    def pieces_log2(self) -> int:
-        """`log2_of` the pieces."""
-        return log2_of(self.pieces)
+    def slices_log2(self) -> int:
+        """`log2_of` the slices."""
+        return log2_of(self.slices)
 
 
 @dataclass(frozen=True)
@@ -126,20 +126,20 @@ class Tuning:
         entry = self.entry(operation, tokens)
         grid = min(max_ctas, entry.grid)
         if operation.endswith("_async"):
-            return Shape(grid, grid, grid, entry.pieces)
+            return Shape(grid, grid, grid, entry.slices)
         if operation.endswith("_wait"):
-            return Shape(grid, 0, 0, entry.pieces)
+            return Shape(grid, 0, 0, entry.slices)
         senders = min(round(grid * entry.senders), entry.most_senders, grid // 2 if whole_rows else grid - 1)
         if not senders or grid < entry.split_from:
-            return Shape(grid, grid, 0, entry.pieces)
-        return Shape(grid, senders, senders, entry.pieces, entry.packed)
+            return Shape(grid, grid, 0, entry.slices)
+        return Shape(grid, senders, senders, entry.slices, entry.packed)
 
     def revised(self, family: str, found: Mapping[int, Entry]) -> Tuning:
         """This with what was found at some numbers of tokens. A finding holds up to its number, the one of the most
         tokens in a range of the table up to the range's end; ranges without any stay as they are."""
         table: list[Entry] = []
         below = 0
-        for end in sorted({EXPRESS_TOKENS, *(entry.tokens for entry in self.table(family))}):
+        for end in sorted({LAMPORT_TOKENS, *(entry.tokens for entry in self.table(family))}):
             inside = sorted(tokens for tokens in found if below < tokens <= end)
             entries = [found[tokens] for tokens in inside] or [self.entry(family, end)]
             table += [replace(one, tokens=to) for one, to in zip(entries, [*inside[:-1], end], strict=True)]

@@ -8,8 +8,8 @@ Both are IEEE divisions, done by multiplications: with h near 1 / s and l = (1 -
     x / s = x * h + x * l,    computed as fma(x, h, x * l)
 
 is off by less than 2**-40 of itself before its one rounding. There are only 18095 numbers s and 7 bits of x, so
-`tests/test_codec.py` compares e4m3 of this with e4m3 of the division for all of them; the same for amax / 448, where
-(h, l) are constants. One multiplication by 1 / s is not enough: 26 of 128 mantissas of s give wrong ties.
+`tests/kernels/test_codec.py` compares e4m3 of this with e4m3 of the division for all of them; the same for amax / 448,
+where (h, l) are constants. One multiplication by 1 / s is not enough: 26 of 128 mantissas of s give wrong ties.
 An infinite x, whose block has s = 0x7F7F / 448, must give 448: h is taken too small, so l > 0 and nothing cancels.
 """
 

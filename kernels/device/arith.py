@@ -14,7 +14,7 @@ LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 """The largest finite bfloat16, 0x7F7F."""
 
 
-def anew(value):
+def opaque(value):
     """The same 32-bit integer, opaque to the compiler: what follows from it is computed where it stands, instead of
     being kept in registers from where it was computed before."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(value)])

@@ -12,8 +12,8 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import DeviceRegion, array, pointer
-from cute_ep.kernels.device.splits import packed_cta
-from cute_ep.kernels.device.sync import Watch, block_all, is_healthy, post, report, wait_at_least
+from cute_ep.kernels.device.slices import packed_cta
+from cute_ep.kernels.device.sync import WaitContext, block_all, not_aborted, report, signal, wait_signal
 from cute_ep.layouts.maps.arena import ANY_ARENA, StateWord, arena_of, is_wide
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
@@ -31,7 +31,7 @@ class GroupArgs(ArenaArgs):  # type: ignore[valid-type, misc]
     arena: this rank's arena. status: host-visible records, (R + len(INPUT_ERRORS)) x 16 bytes. *_magic: the
     `division_magic` of the count before it.
 
-    chained: 1 where the next launch may start while this one runs, to wait for its end.
+    pdl: 1 where the next launch may start while this one runs, to wait for its end.
 
     experts: those that the group's ranks own together, ids first_expert .. first_expert + experts - 1 out of
     all_experts. They are all of them, except with `skip_a2a`, where each rank is a group of its own.
@@ -52,7 +52,7 @@ class GroupArgs(ArenaArgs):  # type: ignore[valid-type, misc]
     top_k_magic: Uint32
     max_tokens: Int32
     hidden: Int32
-    chained: Int32
+    pdl: Int32
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ class GroupView:
         return quotient(self.tid, 32)
 
     @property
-    def watch(self) -> Watch:
+    def wait_context(self) -> WaitContext:
         """For the waits of `sync`. Made where it is needed: it takes no registers elsewhere."""
         state = replace(self.arena.state, offset=self.base + self.arena.state.offset)  # by address
-        return Watch(self.timeout_ns, self.status, state.at(int(StateWord.ABORT)))
+        return WaitContext(self.timeout_ns, self.status, state.at(int(StateWord.ABORT)))
 
     def expert_of(self, given: Int32) -> Int32:
         """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
@@ -168,37 +168,37 @@ class GroupView:
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
             flag = self.base + flags.at(tid)
-            alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))
+            alive = wait_signal(self.wait_context, flag, epoch, tid, phase, Int32(0))
             if cutlass.const_expr(sent is not None):
                 if alive & (sent != epoch + 1):  # behind a timeout the counts may well differ: that was told
-                    report(self.watch, self.rank, Phase.ORDER, Int32(int(word)), epoch + 1, sent)
+                    report(self.wait_context, self.rank, Phase.ORDER, Int32(int(word)), epoch + 1, sent)
                     alive = Boolean(False)
             sPeers[tid] = self.peer_base
         return block_all(alive)
 
-    def has_posted(self, flag: Int64, epoch: Int64) -> Boolean:
+    def has_signaled(self, flag: Int64, epoch: Int64) -> Boolean:
         """One look at a flag; orders it before all that happens after."""
         return cute.arch.load(pointer(flag, Int64), Int64, sem="acquire", scope="sys") >= epoch
 
-    def is_healthy(self) -> Boolean:
+    def not_aborted(self) -> Boolean:
         """Whether no wait of this rank has failed."""
-        return is_healthy(self.watch.abort)
+        return not_aborted(self.wait_context.abort)
 
     def report_input(self, phase: Phase, index, expected, seen) -> None:
         """Tell the host which of INPUT_ERRORS this rank's input has; the round goes on."""
-        report(self.watch, self.ranks + INPUT_ERRORS.index(phase), phase, index, expected, seen)
+        report(self.wait_context, self.ranks + INPUT_ERRORS.index(phase), phase, index, expected, seen)
 
     @cute.jit
     def acknowledge(self, consumed: Region, received: Int64, cta) -> None:
-        """Let the peers overwrite what this rank has read: post the rounds that it had completed at launch.
+        """Let the peers overwrite what this rank has read: signal the rounds that it had completed at launch.
 
         Comes before any wait of the launch, since a peer may wait for it. Earlier launches have ended, so their reads
-        have; the release orders their blanking of express words. By one CTA, away from those that carry the first
+        have; the release orders their clearing of Lamport words. By one CTA, away from those that carry the first
         messages.
         """
         tid = self.tid
         if self.cta == cta and tid < self.ranks:
-            post(self.peer_base + consumed.at(self.rank), received)
+            signal(self.peer_base + consumed.at(self.rank), received)
 
 
 @cute.jit
@@ -218,7 +218,7 @@ def open_group(args: GroupArgs, peers: Region, packed: Int32) -> GroupView:
         peer_base = gPeers[tid]
     cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
     cute.arch.griddepcontrol_wait()
-    if args.chained != 0:
+    if args.pdl != 0:
         cute.arch.griddepcontrol_launch_dependents()
     return GroupView(
         tid=tid,

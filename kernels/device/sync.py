@@ -1,25 +1,25 @@
-"""The vocabulary of synchronisation: every post, wait and kernel exit in this package is one of these (the last two,
-with their waits, are in `express`).
+"""The vocabulary of synchronisation: every signal, wait and kernel exit in this package is one of these (the last two,
+with their waits, are in `lamport`).
 
-Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. Dated
-words carry a 32-bit value below the low 32 bits of its epoch, in one 64-bit store: the value needs no ordering. (A word
-that no round has written for exactly 2^32 rounds would pass for a new one.)
+Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. LL
+words (the name is NCCL's) carry a 32-bit value below the low 32 bits of its epoch, in one 64-bit store: the value needs
+no ordering. (A word that no round has written for exactly 2^32 rounds would pass for a new one.)
 
-| word                | PTX                                          | orders                                          |
-| ------------------- | -------------------------------------------- | ----------------------------------------------- |
-| `post`              | st.release.sys                               | all that happens before it -> the flag          |
-| `wait_at_least`     | ld.acquire.sys loop                          | the flag -> all that happens after it           |
-| `post_dated`        | st.relaxed.sys                               | nothing: the value is in the word               |
-| `wait_dated`        | ld.relaxed.sys loop                          | nothing: the value is in the word               |
-| `block_all`         | barrier.cta.red.and.aligned                  | one thread's wait -> the whole CTA, and verdict |
-| `warp_all`          | vote, bar.warp.sync                          | one lane's wait -> the whole warp, and verdict  |
-| `count_out`         | atom.relaxed                                 | announcement -> withdrawal, if a wait failed    |
-| `meet`              | atom.release.gpu, ld.acquire.sys loop        | all of every CTA before it -> all after it      |
-| `take`              | atom.relaxed.gpu                             | nothing: a number goes to one CTA               |
-| `send_vector`       | st.relaxed.sys.v4.b32                        | nothing: a word that is not BLANK has arrived   |
-| `look_at_vector`    | ld.relaxed.sys.v4.b32                        | nothing: the value is in the word               |
+| word           | PTX                                   | orders                                           |
+| -------------- | ------------------------------------- | ------------------------------------------------ |
+| `signal`       | st.release.sys                        | all that happens before it -> the flag           |
+| `wait_signal`  | ld.acquire.sys loop                   | the flag -> all that happens after it            |
+| `store_ll`     | st.relaxed.sys                        | nothing: the value is in the word                |
+| `wait_ll`      | ld.relaxed.sys loop                   | nothing: the value is in the word                |
+| `block_all`    | barrier.cta.red.and.aligned           | one thread's wait -> the whole CTA, and verdict  |
+| `warp_all`     | vote, bar.warp.sync                   | one lane's wait -> the whole warp, and verdict   |
+| `count_exit`   | atom.relaxed                          | publication -> retraction, if a wait failed      |
+| `grid_barrier` | atom.release.gpu, ld.acquire.sys loop | all of every CTA before it -> all after it       |
+| `take_ticket`  | atom.relaxed.gpu                      | nothing: a ticket goes to one CTA                |
+| `send_vector`  | st.relaxed.sys.v4.b32                 | nothing: a word that is not SENTINEL has arrived |
+| `poll_vector`  | ld.relaxed.sys.v4.b32                 | nothing: the value is in the word                |
 
-`post` covers stores of other lanes of the warp, or threads of the CTA, when a warp or CTA barrier stands between
+`signal` covers stores of other lanes of the warp, or threads of the CTA, when a warp or CTA barrier stands between
 (causality order is transitive).
 None of these is a proxy fence: data moved by the async proxy needs its own.
 """
@@ -33,18 +33,18 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass._mlir.dialects import nvvm
 
-from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.memory import pointer, vector_tensor
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord
 
 
-def post(flag: Int64, epoch: Int64) -> None:
+def signal(flag: Int64, epoch: Int64) -> None:
     """Publish `epoch` at address `flag` (own or peer memory), after everything that happened before."""
     cute.arch.store(pointer(flag, Int64), epoch, sem="release", scope="sys")
 
 
-def post_dated(word: Int64, value, epoch: Int64) -> None:
+def store_ll(word: Int64, value, epoch: Int64) -> None:
     """Publish a 32-bit value of round `epoch` at address `word` (own or peer memory)."""
     content = (epoch << 32) | Int64(Uint32(value))
     cute.arch.store(pointer(word, Int64), content, sem="relaxed", scope="sys")
@@ -56,7 +56,7 @@ def now_ns() -> Int64:
 
 
 @dataclass(frozen=True)
-class Watch:
+class WaitContext:
     """What bounded waits and reports need: the longest time, the host-visible records, this rank's abort word."""
 
     timeout_ns: Int64
@@ -64,13 +64,13 @@ class Watch:
     abort: Int64
 
 
-def is_healthy(abort: Int64) -> Boolean:
+def not_aborted(abort: Int64) -> Boolean:
     """Whether no wait of the rank with this abort word has failed."""
     return cute.arch.load(pointer(abort, Int64), Int64, sem="relaxed", scope="gpu") == 0
 
 
 @cute.jit
-def report(watch: Watch, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
+def report(wait_context: WaitContext, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
     """Write one host-visible status record in a single 16-byte store, and unless it is about input, raise this rank's
     abort word."""
     words = cute.make_rmem_tensor(len(StatusWord), Uint32)
@@ -78,11 +78,11 @@ def report(watch: Watch, record: Int32, phase: cutlass.Constexpr, index: Int32, 
     words[StatusWord.INDEX] = Uint32(index)
     words[StatusWord.EXPECTED] = Uint32(expected)
     words[StatusWord.SEEN] = Uint32(seen)
-    records = vector_tensor(watch.status, 1, Int32(1 << 30))
+    records = vector_tensor(wait_context.status, 1, Int32(1 << 30))
     cute.autovec_copy(words, records[None, 0, record])
     cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(phase not in INPUT_ERRORS):
-        cute.arch.store(pointer(watch.abort, Int64), Int64(1), sem="relaxed", scope="gpu")
+        cute.arch.store(pointer(wait_context.abort, Int64), Int64(1), sem="relaxed", scope="gpu")
 
 
 POLLS_PER_TIME_CHECK = 64
@@ -90,73 +90,81 @@ POLLS_PER_TIME_CHECK = 64
 
 
 @cute.jit
-def wait_at_least(watch: Watch, flag: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index) -> Boolean:
-    """One thread polls `flag`, which `peer` posts, until it holds at least `epoch`.
+def wait_signal(
+    wait_context: WaitContext, flag: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
+) -> Boolean:
+    """One thread polls `flag`, which `peer` signals, until it holds at least `epoch`.
 
     False after the watch's time, and then the status record of the peer says what was missing; False without a record
     when another wait of this rank has failed, now or in an earlier launch.
     """
-    _, arrived = _poll(watch, flag, epoch, peer, phase, index, False)
+    _, arrived = _poll(wait_context, flag, epoch, peer, phase, index, False)
     return arrived
 
 
 @cute.jit
-def wait_dated(watch: Watch, word: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
-    """One thread polls a dated word, which `peer` posts, until it is of round `epoch`: (value, whether it is).
+def wait_ll(wait_context: WaitContext, word: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
+    """One thread polls an LL word, which `peer` signals, until it is of round `epoch`: (value, whether it is).
 
-    Fails as `wait_at_least` does.
+    Fails as `wait_signal` does.
     """
-    content, arrived = _poll(watch, word, epoch, peer, phase, index, True)
+    content, arrived = _poll(wait_context, word, epoch, peer, phase, index, True)
     return Int32(content), arrived
 
 
 @cute.jit
-def wait_two_dated(
-    watch: Watch, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
+def wait_two_ll(
+    wait_context: WaitContext, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
 ):
-    """`wait_dated` for two words, whose latencies overlap: (value, value, whether both arrived)."""
+    """`wait_ll` for two words, whose latencies overlap: (value, value, whether both arrived)."""
     one = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
     other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
     came = _has_arrived(one, epoch, True)
     if not came:
-        one, came = _poll(watch, first, epoch, peer, phase, index, True)
+        one, came = _poll(wait_context, first, epoch, peer, phase, index, True)
     if came and not _has_arrived(other, epoch, True):
-        other, came = _poll(watch, second, epoch, peer, phase, index, True)
+        other, came = _poll(wait_context, second, epoch, peer, phase, index, True)
     return Int32(one), Int32(other), came
 
 
-def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:
-    return Uint32(seen >> 32) == Uint32(epoch) if dated else seen >= epoch
+def _has_arrived(seen: Int64, epoch: Int64, tagged: bool) -> Boolean:
+    return Uint32(seen >> 32) == Uint32(epoch) if tagged else seen >= epoch
 
 
 @cute.jit
 def _poll(
-    watch: Watch, word: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index, dated: cutlass.Constexpr
+    wait_context: WaitContext,
+    word: Int64,
+    epoch: Int64,
+    peer: Int32,
+    phase: cutlass.Constexpr,
+    index,
+    tagged: cutlass.Constexpr,
 ):
     """(last content seen, whether it is what was waited for and this rank is healthy)."""
-    order = "relaxed" if cutlass.const_expr(dated) else "acquire"
+    order = "relaxed" if cutlass.const_expr(tagged) else "acquire"
     where = pointer(word, Int64)
-    healthy = is_healthy(watch.abort)
+    running = not_aborted(wait_context.abort)
     seen = cute.arch.load(where, Int64, sem=order, scope="sys")
-    arrived = _has_arrived(seen, epoch, dated)
+    arrived = _has_arrived(seen, epoch, tagged)
     if not arrived:
-        limit = now_ns() + watch.timeout_ns
+        limit = now_ns() + wait_context.timeout_ns
         in_time = Boolean(True)
-        while not arrived and healthy and in_time:
+        while not arrived and running and in_time:
             polls = Int32(0)
             while not arrived and polls < POLLS_PER_TIME_CHECK:
                 seen = cute.arch.load(where, Int64, sem=order, scope="sys")
-                arrived = _has_arrived(seen, epoch, dated)
+                arrived = _has_arrived(seen, epoch, tagged)
                 polls += 1
             if not arrived:
-                healthy = is_healthy(watch.abort)
+                running = not_aborted(wait_context.abort)
                 in_time = now_ns() < limit
-        if not arrived and healthy:
+        if not arrived and running:
             epoch_seen = seen
-            if cutlass.const_expr(dated):
+            if cutlass.const_expr(tagged):
                 epoch_seen = seen >> 32
-            report(watch, peer, phase, Int32(index), epoch, epoch_seen)
-    return seen, arrived & healthy
+            report(wait_context, peer, phase, Int32(index), epoch, epoch_seen)
+    return seen, arrived & running
 
 
 def block_all(verdict: Boolean) -> Boolean:
@@ -164,7 +172,7 @@ def block_all(verdict: Boolean) -> Boolean:
     result = nvvm.barrier(  # `cute.arch.barrier` has no reduction
         reduction_op=nvvm.BarrierReduction.AND, reduction_predicate=Int32(verdict).ir_value(), results=[Int32.mlir_type]
     )
-    return anew(result) != 0  # a number: a predicate that lives long is spilled
+    return opaque(result) != 0  # a number: a predicate that lives long is spilled
 
 
 def warp_all(verdict: Boolean) -> Boolean:
@@ -179,7 +187,9 @@ PATIENCE = 8
 
 
 @cute.jit
-def meet(watch: Watch, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean, tid: Int32) -> Boolean:
+def grid_barrier(
+    wait_context: WaitContext, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean, tid: Int32
+) -> Boolean:
     """Barrier of `ctas` CTAs of a launch, which must be resident together; `counter` begins at 0.
 
     False, in every thread, if this CTA is not alive, or when another one is not: that has raised the abort word.
@@ -188,19 +198,19 @@ def meet(watch: Watch, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean,
     if alive:
         if tid == 0:
             cute.arch.atomic_add(pointer(counter, Int64), Int64(1), sem="release", scope="gpu")
-            patient = Watch(watch.timeout_ns * PATIENCE, watch.status, watch.abort)
-            alive = wait_at_least(patient, counter, Int64(ctas), rank, Phase.GRID, Int32(0))
+            patient = WaitContext(wait_context.timeout_ns * PATIENCE, wait_context.status, wait_context.abort)
+            alive = wait_signal(patient, counter, Int64(ctas), rank, Phase.GRID, Int32(0))
         alive = block_all(alive)
     return alive
 
 
-def take(counter: Int64) -> Int32:
-    """The next of the numbers 0, 1, ...; `counter` begins a launch at 0."""
+def take_ticket(counter: Int64) -> Int32:
+    """The next of the tickets 0, 1, ...; `counter` begins a launch at 0."""
     return cute.arch.atomic_add(pointer(counter, Int32), Int32(1), sem="relaxed", scope="gpu")
 
 
-def begin_again(counter: Int64) -> None:
-    """Set a counter of `meet` or `take` to 0, which nobody of this launch uses, or uses any more."""
+def reset_counter(counter: Int64) -> None:
+    """Set a counter of `grid_barrier` or `take_ticket` to 0, which nobody of this launch uses, or uses any more."""
     cute.arch.store(pointer(counter, Int64), Int64(0), sem="relaxed", scope="gpu")
 
 
@@ -209,18 +219,18 @@ FAILED = 1 << 16
 
 
 @cute.jit
-def count_out(counter: Int64, ctas: Int32, alive: Boolean, announces: Boolean, tid: Int32):
+def count_exit(counter: Int64, ctas: Int32, alive: Boolean, publishes: Boolean, tid: Int32):
     """Count this CTA out of the launch; thread 0 of the last one gets (True, whether every CTA was alive).
 
     Comes after a CTA barrier. Orders nothing in a round that succeeds: the end of the launch does that for whatever
     comes after it on the stream, and the epoch words are read before (their values were used) and written after, by the
-    last CTA only. In a round where some CTA failed, the stores of the CTA that `announces` outputs happen before the
-    last one's withdrawal: that CTA fences before it counts itself out, the last one after.
+    last CTA only. In a round where some CTA failed, the stores of the CTA that `publishes` outputs happen before the
+    last one's retraction: that CTA fences before it counts itself out, the last one after.
     """
     last = Boolean(False)
     complete = Boolean(False)
     if tid == 0:
-        if announces:
+        if publishes:
             cute.arch.fence_acq_rel_gpu()
         word = pointer(counter, Int32)
         mine = cutlass.select_(alive, Int32(1), Int32(1 + FAILED))

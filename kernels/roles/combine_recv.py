@@ -1,6 +1,6 @@
-"""Reduce role: a source rank waits for what comes home of each of its tokens and sums it.
+"""combine_recv: a source rank waits for what comes home of each of its tokens and sums it.
 
-Each warp takes pieces (`pieces`). A token's slots that hold data are one bit mask from its own top-k ids: bit k where
+Each warp takes slices (`slices`). A token's slots that hold data are one bit mask from its own top-k ids: bit k where
 every expert row came home, bit d where rank d sent a sum. Slots are added in ascending order, then the shared expert's
 row, so the result does not depend on arrival. The sum is float32; the epilogue sees it before it is rounded, once, to
 the type of the output.
@@ -14,16 +14,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, anew, halves, round_vector
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque, round_vector
 from cute_ep.kernels.device.group import given_id, owns_shared
-from cute_ep.kernels.device.lamport import blank_vector, has_blank, home_of, is_express, look_at_vector, wait_whole
+from cute_ep.kernels.device.lamport import clear_vector, has_sentinel, home_of, is_lamport, poll_vector, wait_lamport
 from cute_ep.kernels.device.memory import vector_at, vector_atom, vector_tensor
-from cute_ep.kernels.device.splits import SEGMENT, Numbers, are_many, first_item, from_lane, has_bit, lowest, piece_of
-from cute_ep.kernels.device.sync import wait_at_least, warp_all
+from cute_ep.kernels.device.slices import SEGMENT, Tickets, are_many, first_item, from_lane, has_bit, lowest, slice_of
+from cute_ep.kernels.device.sync import wait_signal, warp_all
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.roles.combine_schedule import row_units
 from cute_ep.kernels.roles.combine_send import LOST
-from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, convoy_of
+from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -33,7 +33,7 @@ SLOTS_IN_FLIGHT = 4
 """Loads of 16 bytes that a thread issues before the first addition."""
 
 
-class Reduce:
+class CombineRecv:
     """Sums returned rows into the output, or (mode "unweighted") hands them out slot by slot.
 
     segments: neighbouring segments, 1 or 2, of a partial sum that a warp takes at a time when they have arrived.
@@ -42,32 +42,32 @@ class Reduce:
     def __init__(self, mode: str, segments: int, weights: WeightReader, epilogue, shared: RegionMap) -> None:
         self.mode, self.weights, self.epilogue = mode, weights, epilogue
         self.segments = segments if mode == "partial" else 1
-        self.numbers = Numbers("reduce_numbers", shared)
+        self.tickets = Tickets("reduce_tickets", shared)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32, uneven: Boolean) -> Boolean:
-        """CTA `first` of `count` receiving CTAs, `uneven`: whose warps do not come together. False after a timeout."""
+    def run(self, group, args, epoch: Int64, first: Int32, count: Int32, staggered: Boolean) -> Boolean:
+        """By CTA `first` of `count` receiving CTAs; `staggered`: its warps come at different times. False: timeout."""
         alive = Boolean(True)
-        items = args.tokens << args.return_pieces
-        numbered = uneven | are_many(items, count)
+        items = args.tokens << args.return_slices
+        numbered = staggered | are_many(items, count)
         number = WARPS - 1 - group.warp  # with few tokens the last warps have nothing to send before
         if numbered:
-            number = self.numbers.take(group.lane)
+            number = self.tickets.draw(group.lane)
         item = first_item(first, count, number)
         while alive and item < items:
-            piece = piece_of(item, args.return_pieces, row_units(group))
-            if piece.first < piece.last:
-                alive = self._take(group, args, epoch, piece)
+            row_slice = slice_of(item, args.return_slices, row_units(group))
+            if row_slice.first < row_slice.last:
+                alive = self._take(group, args, epoch, row_slice)
             item = items
             if numbered:
-                item = first_item(first, count, self.numbers.take(group.lane))
+                item = first_item(first, count, self.tickets.draw(group.lane))
         return alive
 
     @cute.jit
-    def _take(self, group, args, epoch: Int64, piece) -> Boolean:
+    def _take(self, group, args, epoch: Int64, row_slice) -> Boolean:
         """Wait for the ranks that own experts of the token, then sum. False after a timeout."""
         lane = group.lane
-        index = piece.token * group.top_k + lane
+        index = row_slice.token * group.top_k + lane
         expert = Int32(MASKED_ENTRY)
         weight = Float32(0.0)
         if lane < group.top_k:
@@ -85,83 +85,83 @@ class Reduce:
                 bit = Uint32(1) << Uint32(lane)
         filled = Uint32(cute.arch.warp_redux_sync(bit, "or"))
         alive = Boolean(True)
-        if not is_express(args.tokens):
+        if not is_lamport(args.tokens):
             arrived = Boolean(True)
             if has_bit(filled, lane):
-                # from GiveBack on `owner`
-                flag = group.base + group.arena.return_ready.at(owner, convoy_of(piece.index))
-                arrived = wait_at_least(group.watch, flag, epoch, owner, Phase.RETURN, piece.index)
+                # signaled by CombineSend on `owner`
+                flag = group.base + group.arena.return_ready.at(owner, chunk_of(row_slice.index))
+                arrived = wait_signal(group.wait_context, flag, epoch, owner, Phase.RETURN, row_slice.index)
             alive = warp_all(arrived)
         if alive:
             if cutlass.const_expr(self.mode == "unweighted"):
-                alive = self._hand_out(group, args, epoch, piece, filled, owner)
+                alive = self._write_slots(group, args, epoch, row_slice, filled, owner)
             else:
-                alive = self._sum(group, args, epoch, piece, filled, owner, weight)
+                alive = self._sum(group, args, epoch, row_slice, filled, owner, weight)
         return alive
 
     @cute.jit
-    def _wait_whole(self, group, args, epoch: Int64, piece, filled: Uint32, owner, look) -> Boolean:
-        """Look at words of the piece until they are there; rows that are not express have been waited for."""
-        settled = Uint32(cutlass.select_(is_express(args.tokens), Uint32(0), filled))
-        check = partial(self._has_posted, group, epoch, piece, filled, owner)
-        return wait_whole(group, look, check, settled, epoch, owner, Phase.RETURN, piece.index)
+    def _wait_lamport(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, poll) -> Boolean:
+        """Poll words of the slice until they are there; rows that are not Lamport rows have been waited for."""
+        flagged = Uint32(cutlass.select_(is_lamport(args.tokens), Uint32(0), filled))
+        check = partial(self._has_signaled, group, epoch, row_slice, filled, owner)
+        return wait_lamport(group, poll, check, flagged, epoch, owner, Phase.RETURN, row_slice.index)
 
     @cute.jit
-    def _has_posted(self, group, epoch: Int64, piece, filled: Uint32, owner) -> Uint32:
-        """The filled slots whose owners have posted the piece's flag."""
-        posted = Boolean(False)
+    def _has_signaled(self, group, epoch: Int64, row_slice, filled: Uint32, owner) -> Uint32:
+        """The filled slots whose owners have signaled the slice's flag."""
+        signaled = Boolean(False)
         if has_bit(filled, group.lane):
-            flag = group.base + group.arena.return_ready.at(anew(owner), anew(piece.index))
-            posted = group.has_posted(flag, epoch)
-        slots = Uint32(cute.arch.vote_ballot_sync(posted))
+            flag = group.base + group.arena.return_ready.at(opaque(owner), opaque(row_slice.index))
+            signaled = group.has_signaled(flag, epoch)
+        slots = Uint32(cute.arch.vote_ballot_sync(signaled))
         cute.arch.sync_warp()  # one lane's acquire, for the looks of all
         return slots
 
-    def _home(self, group, args, epoch: Int64, piece) -> Int64:
+    def _home(self, group, args, epoch: Int64, row_slice) -> Int64:
         """Address of slot 0 of the token."""
-        regions = group.arena.express_returns, group.arena.returns
-        return group.base + home_of(is_express(args.tokens), *regions, epoch & 1, anew(piece.token))
+        regions = group.arena.lamport_returns, group.arena.returns
+        return group.base + home_of(is_lamport(args.tokens), *regions, epoch & 1, opaque(row_slice.token))
 
     @cute.jit
-    def _sum(self, group, args, epoch: Int64, piece, filled: Uint32, owner, weight: Float32) -> Boolean:
+    def _sum(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
         """out[token] = the sum of its slots. False after a timeout."""
         alive = Boolean(True)
         if cutlass.const_expr(self.segments == 1):
-            alive = self._sum_slots(group, args, epoch, piece, filled, owner, weight)
+            alive = self._sum_slots(group, args, epoch, row_slice, filled, owner, weight)
         else:
-            if is_express(args.tokens):
-                alive = self._sum_slots(group, args, epoch, piece, filled, owner, weight)
+            if is_lamport(args.tokens):
+                alive = self._sum_slots(group, args, epoch, row_slice, filled, owner, weight)
             else:
-                self._sum_segments(group, args, epoch, piece, filled)
+                self._sum_segments(group, args, epoch, row_slice, filled)
         return alive
 
     @cute.jit
-    def _sum_slots(self, group, args, epoch: Int64, piece, filled: Uint32, owner, weight: Float32) -> Boolean:
+    def _sum_slots(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
         """`_sum` with as many slots on their way as there are, up to SLOTS_IN_FLIGHT."""
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         add = partial(self._add, rSum, weight)
         alive = Boolean(True)
-        segment = piece.first
-        while alive and segment < piece.last:
+        segment = row_slice.first
+        while alive and segment < row_slice.last:
             unit = segment * SEGMENT + group.lane
             rSum.fill(0.0)
-            alive = self._take_slots(group, args, epoch, piece, filled, owner, unit, add)
+            alive = self._take_slots(group, args, epoch, row_slice, filled, owner, unit, add)
             if alive & (unit < row_units(group)):
-                self._finish(group, args, piece.token, unit, rSum)
+                self._finish(group, args, row_slice.token, unit, rSum)
             segment += 1
         return alive
 
     @cute.jit
-    def _sum_segments(self, group, args, epoch: Int64, piece, filled: Uint32) -> None:
-        """`_sum` of a piece that has arrived, with `segments` segments of fewer slots on their way."""
+    def _sum_segments(self, group, args, epoch: Int64, row_slice, filled: Uint32) -> None:
+        """`_sum` of a slice that has arrived, with `segments` segments of fewer slots on their way."""
         pitch = group.arena.returns.stride[2]
         slots = SLOTS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, self.segments, slots), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, self.segments), Float32)
-        for segment in cutlass.range(piece.first, piece.last, self.segments, unroll=1):
-            unit = segment * SEGMENT + anew(group.lane)
-            end = cutlass.min(row_units(group), piece.last * SEGMENT)
-            home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
+        for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
+            unit = segment * SEGMENT + opaque(group.lane)
+            end = cutlass.min(row_units(group), row_slice.last * SEGMENT)
+            home = self._home(group, args, epoch, row_slice) + Int64(unit) * VECTOR_BYTES
             rSum.fill(0.0)
             left = filled
             while left != Uint32(0):
@@ -182,7 +182,7 @@ class Reduce:
                             accumulate(rSum[None, part], rX[None, part, turn], None)
             for part in cutlass.range_constexpr(self.segments):
                 if unit + part * SEGMENT < end:
-                    self._finish(group, args, piece.token, unit + part * SEGMENT, rSum[None, part])
+                    self._finish(group, args, row_slice.token, unit + part * SEGMENT, rSum[None, part])
 
     @cute.jit
     def _finish(self, group, args, token, unit, rSum) -> None:
@@ -200,30 +200,30 @@ class Reduce:
 
     @cute.jit
     def _take_slots(
-        self, group, args, epoch: Int64, piece, filled: Uint32, owner, unit, take: cutlass.Constexpr
+        self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, unit, use: cutlass.Constexpr
     ) -> Boolean:
-        """Wait for one unit of the filled slots and call take(rX, slot) for each, in ascending order; blank what is
-        express. False after a timeout."""
+        """Wait for one unit of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
+        words. False after a timeout."""
         valid = unit < row_units(group)
         pitch = group.arena.returns.stride[2]
-        home = self._home(group, args, epoch, piece) + Int64(unit) * VECTOR_BYTES
+        home = self._home(group, args, epoch, row_slice) + Int64(unit) * VECTOR_BYTES
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         left = filled
         while alive and left != Uint32(0):
-            look = partial(self._look, rX, home, pitch, valid, left)
-            alive = self._wait_whole(group, args, epoch, piece, filled, owner, look)
+            poll = partial(self._poll, rX, home, pitch, valid, left)
+            alive = self._wait_lamport(group, args, epoch, row_slice, filled, owner, poll)
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
                     slot = lowest(left)
                     left = left & (left - Uint32(1))
-                    take(rX[None, turn], slot)
-                    if is_express(args.tokens) & valid:
-                        blank_vector(home + Int64(slot * pitch))
+                    use(rX[None, turn], slot)
+                    if is_lamport(args.tokens) & valid:
+                        clear_vector(home + Int64(slot * pitch))
         return alive
 
     @cute.jit
-    def _look(self, rX, home: Int64, pitch: Int32, valid: Boolean, left: Uint32, settled: Uint32) -> Uint32:
+    def _poll(self, rX, home: Int64, pitch: Int32, valid: Boolean, left: Uint32, flagged: Uint32) -> Uint32:
         """One unit of the lowest slots of `left` into rX."""
         missing = Uint32(0)
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
@@ -231,10 +231,10 @@ class Reduce:
                 slot = lowest(left)
                 left = left & (left - Uint32(1))
                 if valid:
-                    look_at_vector(rX[None, turn], home + Int64(slot * pitch))
-                    if has_blank(rX[None, turn]):
+                    poll_vector(rX[None, turn], home + Int64(slot * pitch))
+                    if has_sentinel(rX[None, turn]):
                         missing = missing | (Uint32(1) << Uint32(slot))
-        return missing & ~settled
+        return missing & ~flagged
 
     @cute.jit
     def _add_shared(self, group, args, token, vector, rSum) -> None:
@@ -250,16 +250,16 @@ class Reduce:
             accumulate(rSum, rX, None)
 
     @cute.jit
-    def _hand_out(self, group, args, epoch: Int64, piece, filled: Uint32, owner) -> Boolean:
+    def _write_slots(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner) -> Boolean:
         """out[token, k] = the row of slot k, zeros where it is masked. False after a timeout."""
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
         alive = Boolean(True)
-        segment = piece.first
-        while alive and segment < piece.last:
+        segment = row_slice.first
+        while alive and segment < row_slice.last:
             unit = segment * SEGMENT + group.lane
-            store = partial(self._store_row, group, args, anew(piece.token), unit)
-            alive = self._take_slots(group, args, epoch, piece, filled, owner, unit, store)
+            store = partial(self._store_row, group, args, opaque(row_slice.token), unit)
+            alive = self._take_slots(group, args, epoch, row_slice, filled, owner, unit, store)
             for slot in cutlass.range(group.top_k, unroll=1):
                 if not has_bit(filled, slot):
                     store(rZero, slot)

@@ -1,4 +1,4 @@
-"""Announce role: what a receiving rank knows once the routes are in: offsets, counts, and zeros in the padding."""
+"""Outputs: what a receiving rank knows once the routes are in: offsets, counts, and zeros in the padding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 
-from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, round_up
 from cute_ep.kernels.device.memory import array, item_coord, vector_atom, vector_tensor
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
-from cute_ep.kernels.device.splits import first_item, item_stride
+from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -20,10 +20,10 @@ from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.scales import ATOM_ROWS
 
 PADDING_JOBS = 16
-"""Pieces, a warp each, into which the zeroing of one group's padding is cut."""
+"""Slices, a warp each, into which the zeroing of one group's padding is cut."""
 
 
-class Announce:
+class Outputs:
     """Writes the small outputs from the tables."""
 
     def __init__(self, tables: Tables) -> None:
@@ -31,7 +31,7 @@ class Announce:
 
     @cute.jit
     def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
-        """CTA `first` of `count` receiving CTAs. Jobs are dealt from the last warp down: those have the fewest rows."""
+        """CTA `first` of `count` receiving CTAs. Jobs go from the last warp down: those have the fewest rows."""
         if self.tables.are_scattered(args) | (args.row_alignment != 1):
             jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
             last_first = item_stride(count) - 1 - first_item(first, count, group.warp)
@@ -43,7 +43,7 @@ class Announce:
     def run(self, group, args) -> None:
         """Offsets, counts and headers, by one CTA.
 
-        No rows are announced when they do not all fit: a consumer must not be led past the end of the buffers.
+        No rows are published when they do not all fit: a consumer must not be led past the end of the buffers.
         """
         sHeader = shared_array(self.tables.headers, Int32)
         groups = group.local_experts + args.shared_groups
@@ -123,7 +123,7 @@ class Announce:
                     gRowScale[row] = Uint16(0)
 
     @cute.jit
-    def withdraw(self, group, args) -> None:
+    def retract(self, group, args) -> None:
         """One thread, after a timeout: no rows, no tokens."""
         groups = group.local_experts + args.shared_groups
         gRowOffset = array(args.row_offsets, Int32, groups + 1)
@@ -132,9 +132,9 @@ class Announce:
         gNumRows = array(args.num_rows, Int32, 1)
         gNumRows[0] = 0
         gRowOffset[groups] = 0
-        # without `anew` the compiler makes these pointers at the kernel's start, and keeps them
-        for place in cutlass.range(anew(0), groups, unroll=1):
+        # without `opaque` the compiler makes these pointers at the kernel's start, and keeps them
+        for place in cutlass.range(opaque(0), groups, unroll=1):
             gRowOffset[place] = 0
             gRowCount[place] = 0
-        for index in cutlass.range(anew(0), group.ranks * len(HeaderWord), unroll=1):
+        for index in cutlass.range(opaque(0), group.ranks * len(HeaderWord), unroll=1):
             gHeader[index] = 0

@@ -1,7 +1,7 @@
-"""Source of a sending warp: its rows on their way into shared memory, a tile before they are needed.
+"""Prefetch for a sending warp: its rows on their way into shared memory, a tile before they are needed.
 
-A tile is what a warp encodes at a time: up to TILE_VECTORS vectors of 16 bytes, of one piece. While it does, the next
-one, of this piece or of the warp's next, is copied asynchronously, which takes no registers. Loads are coalesced; the
+A tile is what a warp encodes at a time: up to TILE_VECTORS vectors of 16 bytes, of one slice. While it does, the next
+one, of this slice or of the warp's next, is copied asynchronously, which takes no registers. Loads are coalesced; the
 vectors of a unit are neighbours, and `swizzled` spreads them over the banks.
 
 Without it 64 CTAs took 66 us for 4096 rows of 7168 as NVFP4, and 57 with it, now for their instructions (H200,
@@ -14,10 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
 from cute_ep.kernels.device.memory import vector_at, vector_atom
-from cute_ep.kernels.device.splits import SEGMENT, units_of
+from cute_ep.kernels.device.slices import SEGMENT, units_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -27,7 +27,7 @@ STAGES = 2
 TILE_VECTORS = SEGMENT * LOADS_IN_FLIGHT
 
 
-class Source:
+class Prefetch:
     """The rows that a CTA sends.
 
     Args:
@@ -63,7 +63,7 @@ class Source:
         if cutlass.const_expr(self.ahead):
             cute.arch.sync_warp()  # by all lanes
             if base < last:
-                lane = anew(group.lane)  # or the places in shared memory would be kept in registers
+                lane = opaque(group.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
                 left = cutlass.min(last * (SEGMENT * self.vectors), self._row_vectors(args)) - first
                 source = self._row(args, token) + Int64(first) * VECTOR_BYTES
@@ -84,9 +84,9 @@ class Source:
             cute.arch.sync_warp()
 
     @cute.jit
-    def take(self, group, args, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
+    def take_ticket(self, group, args, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
         """The lane's unit of segment base + slot, from the tile that begins with `base`."""
-        lane = anew(group.lane)
+        lane = opaque(group.lane)
         if cutlass.const_expr(self.ahead):
             sTile = self._tile(group, stage)
             for part in cutlass.range_constexpr(self.vectors):

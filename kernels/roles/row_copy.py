@@ -1,7 +1,7 @@
-"""Copy role of a receiving warp: one piece of a message to the token's rows, with its scale factors.
+"""Copy role of a receiving warp: one slice of a message to the token's rows, with its scale factors.
 
-Words of express rows are looked at until they have arrived, and blanked; other rows have been waited for by the flag of
-their convoy. What a warp copies, it holds in registers in between, so a row of several experts is read once.
+Words of Lamport rows are looked at until they have arrived, and cleared; other rows have been waited for by the flag of
+their chunk. What a warp copies, it holds in registers in between, so a row of several experts is read once.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
-from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.lamport import (
-    blank_vector,
-    blank_word,
-    has_blank,
+    clear_vector,
+    clear_word,
+    has_sentinel,
     home_of,
-    is_express,
-    look_at_vector,
-    look_at_word,
-    wait_whole,
+    is_lamport,
+    poll_vector,
+    poll_word,
+    wait_lamport,
 )
 from cute_ep.kernels.device.memory import array, pointer, vector_at, vector_atom
 from cute_ep.kernels.device.scale_rows import scale_word_offset
-from cute_ep.kernels.device.splits import SEGMENT, from_lane, lowest, own_units, units_of
-from cute_ep.kernels.device.sync import wait_at_least, warp_all
+from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, own_units, units_of
+from cute_ep.kernels.device.sync import wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
-from cute_ep.layouts.maps.arena import BLANK, SEGMENT_BYTES, HeaderWord, convoy_of
+from cute_ep.layouts.maps.arena import SEGMENT_BYTES, SENTINEL, HeaderWord, chunk_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.scales import WORD_BYTES
@@ -38,88 +38,88 @@ SCALES_IN_FLIGHT = 2
 """Scale words that a lane loads before it stores the first."""
 
 
-class CopyPiece:
-    """Waits for a piece and copies it. Knows sizes of rows, not formats."""
+class RowCopy:
+    """Waits for a slice and copies it. Knows sizes of rows, not formats."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, source, piece, row, scale_row, shared_row) -> Boolean:
+    def run(self, group, args, epoch: Int64, source, row_slice, row, scale_row, shared_row) -> Boolean:
         """By one warp: lane k holds output and scale row of entry k, all lanes the shared expert's row; NO_ROW where
         there is none. False after a timeout."""
         alive = Boolean(True)
-        express = is_express(self._tokens(source))
-        if not express:
-            alive = self._wait_piece(group, epoch, source, piece)
+        lamport = is_lamport(self._tokens(source))
+        if not lamport:
+            alive = self._wait_slice(group, epoch, source, row_slice)
         if alive:
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
-            rWord.fill(BLANK)
-            alive = self._copy_payload(group, args, epoch, source, piece, row, wanted, shared_row, rWord)
-            if alive & (args.scale_words != 0) & (express | ~self.tables.are_tiled()):
-                alive = self._copy_scales(group, args, epoch, source, piece, scale_row, wanted, shared_row, rWord)
-            if alive & (args.row_scale_bytes != 0) & (piece.first == 0):
-                alive = self._copy_row_scale(group, args, epoch, source, piece, row, shared_row)
+            rWord.fill(SENTINEL)
+            alive = self._copy_payload(group, args, epoch, source, row_slice, row, wanted, shared_row, rWord)
+            if alive & (args.scale_words != 0) & (lamport | ~self.tables.are_tiled()):
+                alive = self._copy_scales(group, args, epoch, source, row_slice, scale_row, wanted, shared_row, rWord)
+            if alive & (args.row_scale_bytes != 0) & (row_slice.first == 0):
+                alive = self._copy_row_scale(group, args, epoch, source, row_slice, row, shared_row)
         return alive
 
     def _tokens(self, source) -> Int32:
         """Tokens of a source, from its header."""
         return shared_array(self.tables.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
-    def _message(self, group, epoch: Int64, source, piece) -> Int64:
-        """Address of the message that the piece belongs to."""
-        regions = group.arena.express_messages, group.arena.messages
-        coord = epoch & 1, anew(source), anew(piece.token)
-        return group.base + home_of(is_express(self._tokens(source)), *regions, *coord)
+    def _message(self, group, epoch: Int64, source, row_slice) -> Int64:
+        """Address of the message that the slice belongs to."""
+        regions = group.arena.lamport_messages, group.arena.messages
+        coord = epoch & 1, opaque(source), opaque(row_slice.token)
+        return group.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
 
     @cute.jit
-    def _wait_whole(self, group, epoch: Int64, source, piece, look) -> Boolean:
-        """Look at words of the piece until they are there; rows that are not express have been waited for."""
-        settled = Uint32(~is_express(self._tokens(source)))
-        check = partial(self._has_posted, group, epoch, source, piece)
-        return wait_whole(group, look, check, settled, epoch, source, Phase.MESSAGE, piece.index)
+    def _wait_lamport(self, group, epoch: Int64, source, row_slice, poll) -> Boolean:
+        """Look at words of the slice until they are there; rows that are not Lamport rows have been waited for."""
+        flagged = Uint32(~is_lamport(self._tokens(source)))
+        check = partial(self._has_signaled, group, epoch, source, row_slice)
+        return wait_lamport(group, poll, check, flagged, epoch, source, Phase.MESSAGE, row_slice.index)
 
-    def _has_posted(self, group, epoch: Int64, source, piece) -> Uint32:
-        """Whether the source has posted the piece's flag."""
-        flag = group.base + group.arena.message_ready.at(anew(source), anew(piece.index))
-        return Uint32(group.has_posted(flag, epoch))
+    def _has_signaled(self, group, epoch: Int64, source, row_slice) -> Uint32:
+        """Whether the source has signaled the slice's flag."""
+        flag = group.base + group.arena.message_ready.at(opaque(source), opaque(row_slice.index))
+        return Uint32(group.has_signaled(flag, epoch))
 
     @cute.jit
-    def _wait_piece(self, group, epoch: Int64, source, piece) -> Boolean:
-        """Warp-wide wait for message_ready[source][convoy], posted by `Send.run` on `source`."""
+    def _wait_slice(self, group, epoch: Int64, source, row_slice) -> Boolean:
+        """Warp-wide wait for message_ready[source][chunk], signaled by `DispatchSend.run` on `source`."""
         arrived = Boolean(True)
         if group.lane == 0:
-            flag = group.base + group.arena.message_ready.at(source, convoy_of(piece.index))
-            arrived = wait_at_least(group.watch, flag, epoch, source, Phase.MESSAGE, piece.index)
+            flag = group.base + group.arena.message_ready.at(source, chunk_of(row_slice.index))
+            arrived = wait_signal(group.wait_context, flag, epoch, source, Phase.MESSAGE, row_slice.index)
         return warp_all(arrived)
 
     @cute.jit
     def _copy_payload(
-        self, group, args, epoch: Int64, source, piece, row, wanted: Uint32, shared_row, rWord
+        self, group, args, epoch: Int64, source, row_slice, row, wanted: Uint32, shared_row, rWord
     ) -> Boolean:
-        """The piece's payload to all its rows; rWord is a first look at its scale words, whose latency the stores hide.
+        """The slice's payload to all its rows; rWord is a first look at its scale words, whose latency the stores hide.
         False after a timeout."""
         lane = group.lane
-        units = units_of(anew(args.payload_bytes))
+        units = units_of(opaque(args.payload_bytes))
         home = args.out_tokens + Int64(row) * args.payload_bytes
         shared_home = args.out_tokens + Int64(shared_row) * args.payload_bytes
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
-        base = piece.first
-        while alive and base < piece.last:
+        base = row_slice.first
+        while alive and base < row_slice.last:
             # the first unit of the lane's; its others are SEGMENT units apart
-            message = self._message(group, epoch, source, piece) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
-            count = own_units(base, piece.last, units, lane)
-            look = partial(self._look_at_units, rQ, message, count)
-            alive = self._wait_whole(group, epoch, source, piece, look)
-            if is_express(self._tokens(source)):
+            message = self._message(group, epoch, source, row_slice) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
+            count = own_units(base, row_slice.last, units, lane)
+            poll = partial(self._poll_units, rQ, message, count)
+            alive = self._wait_lamport(group, epoch, source, row_slice, poll)
+            if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
-                        blank_vector(message + slot * SEGMENT_BYTES)
-            if (args.scale_words != 0) & is_express(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= piece.last):
-                words = self._scale_count(args, piece) - lane
-                self._look_at_scales(rWord, self._first_scale(group, args, epoch, source, piece), words, Uint32(0))
+                        clear_vector(message + slot * SEGMENT_BYTES)
+            if (args.scale_words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
+                words = self._scale_count(args, row_slice) - lane
+                self._poll_scales(rWord, self._first_scale(group, args, epoch, source, row_slice), words, Uint32(0))
             store = partial(self._store_units, rQ, count, Int64(base * SEGMENT + lane) * VECTOR_BYTES)
             self._to_each(home, wanted, shared_home, shared_row, store)
             base += LOADS_IN_FLIGHT
@@ -127,7 +127,7 @@ class CopyPiece:
 
     @cute.jit
     def _to_each(self, home: Int64, wanted: Uint32, shared_home: Int64, shared_row, store: cutlass.Constexpr) -> None:
-        """Call store(address) for each row that a piece is copied to: those of lanes `wanted`, then the shared
+        """Call store(address) for each row that a slice is copied to: those of lanes `wanted`, then the shared
         expert's."""
         copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
         left = wanted
@@ -146,48 +146,48 @@ class CopyPiece:
                 cute.copy(vector_atom(), rQ[None, slot], vector_at(home + first, slot * SEGMENT))
 
     @cute.jit
-    def _look_at_units(self, rQ, message: Int64, count, settled: Uint32) -> Uint32:
-        blank = Boolean(False)
+    def _poll_units(self, rQ, message: Int64, count, flagged: Uint32) -> Uint32:
+        collided = Boolean(False)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
-                look_at_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
-                blank = blank | has_blank(rQ[None, slot])
-        return Uint32(blank) & ~settled
+                poll_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
+                collided = collided | has_sentinel(rQ[None, slot])
+        return Uint32(collided) & ~flagged
 
-    def _first_scale(self, group, args, epoch: Int64, source, piece) -> Int64:
-        """Address of the lane's first scale word of a piece."""
-        word = piece.first * args.segment_words + group.lane
-        return self._message(group, epoch, source, piece) + args.scales_at + Int64(word) * WORD_BYTES
+    def _first_scale(self, group, args, epoch: Int64, source, row_slice) -> Int64:
+        """Address of the lane's first scale word of a slice."""
+        word = row_slice.first * args.segment_words + group.lane
+        return self._message(group, epoch, source, row_slice) + args.scales_at + Int64(word) * WORD_BYTES
 
-    def _scale_count(self, args, piece) -> Int32:
-        """Scale words of a piece."""
-        return cutlass.min(piece.last * args.segment_words, args.scale_words) - piece.first * args.segment_words
+    def _scale_count(self, args, row_slice) -> Int32:
+        """Scale words of a slice."""
+        return cutlass.min(row_slice.last * args.segment_words, args.scale_words) - row_slice.first * args.segment_words
 
     @cute.jit
     def _copy_scales(
-        self, group, args, epoch: Int64, source, piece, scale_row, wanted: Uint32, shared_row, rWord
+        self, group, args, epoch: Int64, source, row_slice, scale_row, wanted: Uint32, shared_row, rWord
     ) -> Boolean:
-        """The words of the piece's segments, to all its rows or aside for `ScaleTiles`; rWord is what a look at the
+        """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a look at the
         first of them has seen. False after a timeout."""
-        count = self._scale_count(args, piece)
+        count = self._scale_count(args, row_slice)
         alive = Boolean(True)
         base = Int32(0)
         while alive and base < count:
-            scales = self._first_scale(group, args, epoch, source, piece) + Int64(base) * WORD_BYTES
+            scales = self._first_scale(group, args, epoch, source, row_slice) + Int64(base) * WORD_BYTES
             words = count - base - group.lane
             missing = Boolean(base != 0)
             for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(BLANK)))
+                missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(SENTINEL)))
             if cute.arch.vote_any_sync(missing):
-                look = partial(self._look_at_scales, rWord, scales, words)
-                alive = self._wait_whole(group, epoch, source, piece, look)
-            if is_express(self._tokens(source)):
+                poll = partial(self._poll_scales, rWord, scales, words)
+                alive = self._wait_lamport(group, epoch, source, row_slice, poll)
+            if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
-                        blank_word(scales + slot * (32 * WORD_BYTES))
-            word = piece.first * args.segment_words + base + group.lane
+                        clear_word(scales + slot * (32 * WORD_BYTES))
+            word = row_slice.first * args.segment_words + base + group.lane
             if self.tables.are_tiled():
-                kept = group.base + group.arena.kept_scales.at(anew(source), anew(piece.token))
+                kept = group.base + group.arena.staged_scales.at(opaque(source), opaque(row_slice.token))
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
                         place = kept + Int64(word + 32 * slot) * WORD_BYTES
@@ -202,28 +202,28 @@ class CopyPiece:
 
     @cute.jit
     def _store_words(self, args, rWord, word, words, home: Int64) -> None:
-        """The words of `_look_at_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
+        """The words of `_poll_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
                 place = home + Int64(word + 32 * slot) * Int64(args.scale_step * WORD_BYTES)
                 cute.arch.store(pointer(place, Uint32), rWord[slot])
 
     @cute.jit
-    def _look_at_scales(self, rWord, scales: Int64, words, settled: Uint32) -> Uint32:
+    def _poll_scales(self, rWord, scales: Int64, words, flagged: Uint32) -> Uint32:
         """Words 0, 32, 64, ... of the `words` that follow an address."""
-        blank = Boolean(False)
+        collided = Boolean(False)
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
-                rWord[slot] = look_at_word(scales + slot * (32 * WORD_BYTES))
-                blank = blank | (rWord[slot] == Uint32(BLANK))
-        return Uint32(blank) & ~settled
+                rWord[slot] = poll_word(scales + slot * (32 * WORD_BYTES))
+                collided = collided | (rWord[slot] == Uint32(SENTINEL))
+        return Uint32(collided) & ~flagged
 
     @cute.jit
-    def _copy_row_scale(self, group, args, epoch: Int64, source, piece, row, shared_row) -> Boolean:
-        at = self._message(group, epoch, source, piece) + args.row_scale_at
+    def _copy_row_scale(self, group, args, epoch: Int64, source, row_slice, row, shared_row) -> Boolean:
+        at = self._message(group, epoch, source, row_slice) + args.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
-        look = partial(self._look_at_scales, rWord, at, Int32(1))
-        alive = self._wait_whole(group, epoch, source, piece, look)
+        poll = partial(self._poll_scales, rWord, at, Int32(1))
+        alive = self._wait_lamport(group, epoch, source, row_slice, poll)
         scale = Uint16(rWord[0])
         gRowScale = array(args.out_row_scales, Uint16, args.capacity)
         if row >= 0:
@@ -231,6 +231,6 @@ class CopyPiece:
         if group.lane == 0:
             if shared_row >= 0:
                 gRowScale[shared_row] = scale
-            if is_express(self._tokens(source)):
-                blank_word(at)
+            if is_lamport(self._tokens(source)):
+                clear_word(at)
         return alive

@@ -11,21 +11,21 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.block import shared_array, warp_exclusive_scan
 from cute_ep.kernels.device.divide import round_up
-from cute_ep.kernels.device.lamport import is_express
-from cute_ep.kernels.device.splits import most_pieces
-from cute_ep.kernels.device.sync import block_all, wait_dated
+from cute_ep.kernels.device.lamport import is_lamport
+from cute_ep.kernels.device.slices import most_slices
+from cute_ep.kernels.device.sync import block_all, wait_ll
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, Phase
-from cute_ep.layouts.maps.scales import FEW_WORDS, SCATTERED_EXPRESS_WORDS, SCATTERED_WORDS
+from cute_ep.layouts.maps.scales import FEW_WORDS, SCATTERED_LAMPORT_WORDS, SCATTERED_WORDS
 
 
 class Tables:
     """Shared memory that `read` fills.
 
     bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e], scale_starts[e]: first row of local
-    expert e where rows, or scale rows, are aligned; [L]: all of them. items: ranks times the pieces of the source that
+    expert e where rows, or scale rows, are aligned; [L]: all of them. items: ranks times the slices of the source that
     has most. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
     """
 
@@ -50,7 +50,7 @@ class Tables:
         for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
             source, column = group.by_ranks.split(item)
             word = group.base + group.arena.table.at(parity, source, column)
-            value, came = wait_dated(group.watch, word, epoch, source, Phase.ROUTE, column)
+            value, came = wait_ll(group.wait_context, word, epoch, source, Phase.ROUTE, column)
             if column < len(HeaderWord):
                 sHeader[source, column] = value
             else:
@@ -69,7 +69,7 @@ class Tables:
         if group.warp == 0:
             warp_exclusive_scan(lambda pair: sBase[pair], sBase, group.experts, group.lane, Int32(0))
         if group.tid == 32:
-            sItems[0] = most_pieces(sHeader, group.ranks) * group.ranks
+            sItems[0] = most_slices(sHeader, group.ranks) * group.ranks
         if group.tid == 64:
             sTiled[0] = Int32(0)
         cute.arch.sync_threads()
@@ -84,11 +84,11 @@ class Tables:
                 tokens = Int32(0)
                 if group.lane < group.ranks:
                     tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
-                settled = cute.arch.vote_all_sync((tokens == 0) | ~is_express(tokens))
+                flagged = cute.arch.vote_all_sync((tokens == 0) | ~is_lamport(tokens))
                 words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
-                scattered = cutlass.select_(settled, Int64(SCATTERED_WORDS), Int64(SCATTERED_EXPRESS_WORDS))
+                scattered = cutlass.select_(flagged, Int64(SCATTERED_WORDS), Int64(SCATTERED_LAMPORT_WORDS))
                 many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
-                if not settled:
+                if not flagged:
                     many = many & (words > FEW_WORDS)
                 sTiled[0] = Int32((args.has_tiles != 0) & many)
             cute.arch.sync_threads()

@@ -6,11 +6,11 @@ with the payload, each word is a 4-byte store to a 32-byte sector of its own: mo
 lane takes such four rows, a *line*: it reads 16 bytes of each, four columns, and stores them column by column, 16 bytes
 each, next to those of its neighbours.
 
-That takes every row of a tile, whichever CTA took its message: all receiving CTAs of the launch meet first. The words
-come from the messages in the arena, which stay until the next launch posts `consumed`; those of express messages were
-set aside before they were blanked. The token of a row stands in `src_info`, its source follows from its place among the
-rows of its expert. `Tables.are_tiled` says where this pays. Weak loads will do: the meeting orders them behind whatever
-any CTA has waited for or stored.
+That takes every row of a tile, whichever CTA took its message, so a grid barrier of all receiving CTAs comes first. The
+words come from the messages in the arena, which stay until the next launch signals `consumed`; those of Lamport
+messages were staged before they were cleared. The token of a row stands in `src_info`, its source follows from its
+place among the rows of its expert. `Tables.are_tiled` says where this pays. Weak loads will do: the barrier orders them
+behind whatever any CTA has waited for or stored.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from cute_ep.kernels.device.arith import anew
+from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.lamport import is_express
+from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import WORDS, array, vector_at, vector_atom
 from cute_ep.kernels.device.scale_rows import scale_word_offset
-from cute_ep.kernels.device.splits import first_item, from_lane, item_stride
+from cute_ep.kernels.device.slices import first_item, from_lane, item_stride
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -50,7 +50,7 @@ class ScaleTiles:
 
     @cute.jit
     def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
-        """By the warps of CTA `first` of `count`, after all of these have met. Lost rows leave nothing to write.
+        """By the warps of CTA `first` of `count`, behind their grid barrier. Lost rows leave nothing to write.
 
         Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
         and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
@@ -77,7 +77,7 @@ class ScaleTiles:
         """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
         lines i and SIDE_BY_SIDE + i."""
         rWhere = self._find_messages(group, args, epoch, rows, first_line)
-        lane = anew(group.lane)
+        lane = opaque(group.lane)
         place = column + remainder(lane, WORDS) * WORDS
         # no load depends on a condition: then all are on their way at once
         inside = cutlass.min(place, quotient(args.scale_words - 1, WORDS) * WORDS) * WORD_BYTES
@@ -112,7 +112,7 @@ class ScaleTiles:
         (lane % LINES, lane // LINES) finds FOUND_ROWS rows, from part j * FOUND_ROWS on, of line i."""
         rWhere = cute.make_rmem_tensor(FOUND_ROWS, Uint32)
         rWhere.fill(0)
-        lane = anew(group.lane)
+        lane = opaque(group.lane)
         line = first_line + remainder(lane, LINES)
         part = FOUND_ROWS * quotient(lane, LINES)
         row = self._row(args, line, part)
@@ -157,8 +157,8 @@ class ScaleTiles:
         if place < count:
             tokens = sHeader[source, int(HeaderWord.TOKENS)]
             if Uint32(token) < Uint32(tokens):
-                offset = group.arena.messages.at(anew(epoch & 1), source, token) + args.scales_at
-                if is_express(tokens):
-                    offset = group.arena.kept_scales.at(source, token)
+                offset = group.arena.messages.at(opaque(epoch & 1), source, token) + args.scales_at
+                if is_lamport(tokens):
+                    offset = group.arena.staged_scales.at(source, token)
                 where = Uint32(quotient(offset, VECTOR_BYTES))
         return where

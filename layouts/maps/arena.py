@@ -1,38 +1,38 @@
 """The arena: one rank's symmetric memory, and who writes which part of it when.
 
 Every rank allocates one arena of the same layout; peers store into it through mapped addresses. `parity`
-is the round number (epoch) modulo 2. The third column names who writes a word; a flag or a dated word has one writer.
+is the round number (epoch) modulo 2. The third column names who writes a word; a flag or an LL word has one writer.
 
 | region            | axes                               | written by  | meaning                                     |
 | ----------------- | ---------------------------------- | ----------- | ------------------------------------------- |
 | state             | (StateWord)                        | owner       | epochs, exit and other counters, abort      |
 | peers             | (peer)                             | host        | address of each peer's arena, as mapped here|
-| combine_taken     | (parity, turn, counter, word)      | owner       | numbers that sending warps have taken       |
+| combine_tickets   | (parity, turn, counter, word)      | owner       | tickets that sending warps have drawn       |
 | dispatch_consumed | (peer)                             | peer        | last epoch whose messages `peer` has read   |
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
-| message_ready     | (source, flag)                     | source      | last epoch whose pieces of messages are here|
-| return_ready      | (peer, flag)                       | peer        | last epoch whose pieces of returns are here |
-| table             | (parity, source, HeaderWord, then  | source      | tokens, pieces of a row, weights?; then     |
+| message_ready     | (source, flag)                     | source      | last epoch whose slices of messages are here|
+| return_ready      | (peer, flag)                       | peer        | last epoch whose slices of returns are here |
+| table             | (parity, source, HeaderWord, then  | source      | tokens, slices of a row, weights?; then     |
 |                   | local expert)                      |             | rows that `source` sends to each expert   * |
 | entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`  * |
 | weights           | (parity, source, token, k)         | source      | router weights, float32                   * |
 | returns           | (parity, token, slot, byte)        | peer        | expert outputs; slot = k or peer rank, and  |
 |                   |                                    |             | then a token has a slot a rank              |
 | messages          | (parity, source, token, byte)      | source      | one encoded row a (source, token)           |
-| express_returns   | as returns                         | peer, owner | the same for at most EXPRESS_TOKENS      ** |
-| express_messages  | as messages                        | source,     | the same for at most EXPRESS_TOKENS      ** |
+| lamport_returns   | as returns                         | peer, owner | the same for at most LAMPORT_TOKENS      ** |
+| lamport_messages  | as messages                        | source,     | the same for at most LAMPORT_TOKENS      ** |
 |                   |                                    | owner       |                                             |
-| kept_scales       | (source, token, byte)              | owner       | scale factors taken from express_messages   |
+| staged_scales     | (source, token, byte)              | owner       | scale factors taken from lamport_messages   |
 
-* Dated words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One store writes both, so
+* LL words: 64 bits that hold a 32-bit value and, above it, the low 32 bits of its epoch. One store writes both, so
 whoever finds the epoch has the value, and no flag or fence is needed.
 
-** Express words: 32 bits each that are BLANK until they have arrived. Whoever finds another content has the value, and
-blanks the word again; only a row that holds a BLANK word itself needs its flag.
+** Lamport words: 32 bits each that are SENTINEL until they have arrived. Whoever finds another content has the value,
+and clears the word again; only a row that contains SENTINEL itself needs its flag.
 
-A flag stands for CONVOY neighbouring pieces of a source (`convoy_of`), or for one piece where its rows are express.
+A flag stands for CHUNK neighbouring slices of a source (`chunk_of`), or for one slice where its rows are Lamport rows.
 
-Why no write can overtake a read: `docs/protocol.md`.
+Why no write can overtake a read: `docs/protocol.md`, `docs/memory_model.md`.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from cute_ep.layouts.maps.scales import WORD_BYTES
 
 ARENA_ALIGNMENT = 256
 PARITIES = 2
-DATED_BYTES = 8
-"""Bytes of a dated word."""
+LL_BYTES = 8
+"""Bytes of an LL word."""
 SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
-MAX_PIECES = 32
-"""Most pieces into which an express row is cut, so that several warps may carry one token."""
-MANY_PIECES = 4
-"""Most pieces of a row that is not express."""
-CONVOY = WARPS
-"""Pieces that share a flag where rows are not express: one for each warp of a CTA."""
-EXPRESS_TOKENS = 1024
-"""Most tokens of a call whose rows travel through the express regions."""
-BLANK = 0xFFFFFFFF
-"""Content of an express word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
+MAX_SLICES = 32
+"""Most slices into which a Lamport row is cut, so that several warps may carry one token."""
+MANY_SLICES = 4
+"""Most slices of a row that is not a Lamport row."""
+CHUNK = WARPS
+"""Slices that share a flag where rows are not Lamport rows: one for each warp of a CTA."""
+LAMPORT_TOKENS = 1024
+"""Most tokens of a call whose rows travel through the Lamport regions."""
+SENTINEL = 0xFFFFFFFF
+"""Content of a Lamport word that has not arrived: as bfloat16 or e4m3 a NaN that no arithmetic makes."""
 COUNTERS = 4
-"""Counters that hand out one source's pieces, each to a part of every CTA's warps: an addition takes 2.6 ns (H200)."""
+"""Counters that hand out one source's slices, each to a part of every CTA's warps: an addition takes 2.6 ns (H200)."""
 COUNTER_WORDS = 32
 """Words from one counter to the next, so that additions to one do not wait for those to another."""
 MAX_STRIDE = 1 << 31
@@ -76,7 +76,8 @@ APART_SHARE, LEAST_APART = 256, 1 << 16
 1/APART_SHARE of an arena's bytes, but at least LEAST_APART."""
 PAGE_BYTES = 2 << 20
 """Allocations are whole pages: one of at least 512 MiB then makes launches of 64 to 1024 tokens 0.2 to 0.35 us
-shorter (2 x H200, 2026-11-22), until a kernel uses memory that was mapped later; `perf/LOG.md` 139 says more."""
+shorter (2 x H200, 2026-11-22), until a kernel uses memory that was mapped later (`docs/lessons.md`, "Allocations
+elsewhere change times")."""
 PACKET_BYTES = 128
 """Bytes that a link carries at a time: messages begin at a multiple, so that no warp's store spans one packet more."""
 COMBINE_ITEMSIZE = 2
@@ -95,17 +96,17 @@ class StateWord(IntEnum):
     COMBINE_SEND_DONE = 6
     COMBINE_RECV_DONE = 7
     ABORT = 8
-    DISPATCH_MET = 9
-    DISPATCH_TAKEN = 10
+    DISPATCH_BARRIER = 9
+    DISPATCH_TICKETS = 10
 
 
 class HeaderWord(IntEnum):
-    """Indices of the words of one source's header. Pieces are given as their base-2 logarithms."""
+    """Indices of the words of one source's header. Slices are given as their base-2 logarithms."""
 
     TOKENS = 0
-    MESSAGE_PIECES = 1
+    MESSAGE_SLICES = 1
     HAS_WEIGHTS = 2
-    RETURN_PIECES = 3
+    RETURN_SLICES = 3
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Arena:
         slots: return rows a token (`return_slots`).
 
     Attributes:
-        blank: regions that are filled with BLANK words before the first round; all others are zero.
+        cleared: regions that are filled with SENTINEL words before the first round; all others are zero.
         nbytes: bytes of the map.
         allocation: bytes that every rank allocates, whole pages: its arena begins somewhere in them (`begin`).
     """
@@ -171,30 +172,30 @@ class Arena:
         hidden: int,
         slots: int,
     ) -> None:
-        few, many = min(max_tokens, EXPRESS_TOKENS), max_tokens if max_tokens > EXPRESS_TOKENS else 0
-        flags = few * MAX_PIECES  # more tokens need fewer: one a CONVOY pieces, of MANY_PIECES a token
+        few, many = min(max_tokens, LAMPORT_TOKENS), max_tokens if max_tokens > LAMPORT_TOKENS else 0
+        flags = few * MAX_SLICES  # more tokens need fewer: one a CHUNK slices, of MANY_SLICES a token
         row = hidden * COMBINE_ITEMSIZE
         regions = RegionMap(ARENA_ALIGNMENT)
         self.state = regions.add("state", 8, len(StateWord))
         self.peers = regions.add("peers", 8, ranks)
-        self.combine_taken = regions.add("combine_taken", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
+        self.combine_tickets = regions.add("combine_tickets", 8, PARITIES, ranks, COUNTERS, COUNTER_WORDS)
         self.dispatch_consumed = regions.add("dispatch_consumed", 8, ranks)
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
         self.message_ready = regions.add("message_ready", 8, ranks, flags)
         self.return_ready = regions.add("return_ready", 8, ranks, flags)
-        self.table = regions.add("table", DATED_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
-        self.entries = regions.add("entries", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
-        self.weights = regions.add("weights", DATED_BYTES, PARITIES, ranks, max_tokens, top_k)
+        self.table = regions.add("table", LL_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
+        self.entries = regions.add("entries", LL_BYTES, PARITIES, ranks, max_tokens, top_k)
+        self.weights = regions.add("weights", LL_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.returns = regions.add("returns", 1, PARITIES, many, slots, row)
         self.messages = regions.add("messages", 1, PARITIES, ranks, many, message.pitch)
-        self.express_returns = regions.add("express_returns", 1, PARITIES, few, slots, row)
-        self.express_messages = regions.add("express_messages", 1, PARITIES, ranks, few, message.pitch)
-        self.kept_scales = regions.add("kept_scales", 1, ranks, few, align_up(message.scales.nbytes, VECTOR_BYTES))
-        self.blank = (self.express_returns, self.express_messages)
+        self.lamport_returns = regions.add("lamport_returns", 1, PARITIES, few, slots, row)
+        self.lamport_messages = regions.add("lamport_messages", 1, PARITIES, ranks, few, message.pitch)
+        self.staged_scales = regions.add("staged_scales", 1, ranks, few, align_up(message.scales.nbytes, VECTOR_BYTES))
+        self.cleared = (self.lamport_returns, self.lamport_messages)
         self.regions = regions.regions
         self._partial = self.regions | {
             one.name: replace(one, stride=(one.stride[0], ranks * row, *one.stride[2:]))
-            for one in (self.returns, self.express_returns)
+            for one in (self.returns, self.lamport_returns)
         }
         self.nbytes = regions.nbytes
         self.allocation = align_up(self.nbytes + self.begin(ranks - 1), PAGE_BYTES)
@@ -240,9 +241,9 @@ def segment_words(fmt: Format) -> int:
     return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
 
 
-def convoy_of(piece: Int) -> Int:
-    """Number of the convoy, and so of the flag, that a piece belongs to where rows are not express."""
-    return piece >> (CONVOY.bit_length() - 1)
+def chunk_of(index: Int) -> Int:
+    """Number of the chunk, and so of the flag, that a slice belongs to where rows are not Lamport rows."""
+    return index >> (CHUNK.bit_length() - 1)
 
 
 def return_slots(ranks: int, top_k: int) -> int:

@@ -32,11 +32,12 @@ LANE_ROWS = 4
 """Rows whose words of one column are 16 contiguous bytes, where `has_tiles`."""
 SCATTERED_WORDS = 160
 """Scale words that a rank stores for each token that some rank sends, beyond which it stores them by tiles: fewer hide
-behind the link, one by one. Measured on 4 x H200 with 4096 tokens (`perf/LOG.md` 25)."""
-SCATTERED_EXPRESS_WORDS = 320
-"""The same where some source's rows are express: those words are set aside first."""
+behind the link, one by one. 4 x H200, 2026-11-21, 4096 tokens: NVFP4 201 -> 184 us by tiles, FP8 276 -> 281
+(`docs/lessons.md`, "Write many scale words in a second pass, behind a grid barrier")."""
+SCATTERED_LAMPORT_WORDS = 320
+"""The same where some source's rows are Lamport rows: those words are set aside first."""
 FEW_WORDS = 1 << 18
-"""Scale words that a rank stores one by one in any case where some source's rows are express."""
+"""Scale words that a rank stores one by one in any case where some source's rows are Lamport rows."""
 ATOM = "atom128x4"
 LINEAR = "linear"
 TRANSPOSED = "transposed"

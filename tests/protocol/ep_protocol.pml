@@ -1,5 +1,5 @@
 /*
- * Promela model of the dispatch / combine protocol (docs/protocol.md).
+ * Promela model of the dispatch / combine protocol (docs/protocol.md, docs/memory_model.md).
  *
  * Default: N ranks, ROUNDS dispatch and combine rounds, for spin's exhaustive search.
  * -DGRID:  the second half of this file instead, the CTAs of one rank around its state words.
@@ -10,21 +10,21 @@
  *   (c) nobody dies: no deadlock; no timeout is modelled, so none was needed
  *   (d) a rank dies: every other rank terminates, and completes no round of which an item is missing
  *   (f) no round is sent twice; with -DMISTAKE nobody completes the round of the launch that finds one outstanding
- *       (docs/protocol.md has (e), of -DGRID)
+ *       (docs/memory_model.md has (e), of -DGRID)
  *
- *   -DN=2|3 -DROUNDS=3 -DPIECES=1|2       size; with two pieces, round SHORT (2) is a shorter round of one piece
+ *   -DN=2|3 -DROUNDS=3 -DSLICES=1|2       size; with two slices, round SHORT (2) is a shorter round of one slice
  *   -DORDER=SPLIT|STREAMS|ROLES|FUSED|MIXED   the launches of one rank, see below
- *   -DROUTING=ONE|SWING|ALL|SELF          which ranks have rows of a piece: one, which changes from a round to the next
- *                                         of its parity, or to the next; all; of the pieces of rank 0 only rank 0, of
+ *   -DROUTING=ONE|SWING|ALL|SELF          which ranks have rows of a slice: one, which changes from a round to the next
+ *                                         of its parity, or to the next; all; of the slices of rank 0 only rank 0, of
  *                                         the others' all
  *   -DEMPTY                               rank 0 has no tokens: it sends a table and no messages, and its combine
  *                                         receives nothing and so waits for nobody
  *   -DDATES=256                           number of different dates; 256 are more than there are rounds
- *   -DEXPRESS=ALL|SOME                    rounds whose rows travel as express words: all; those of some ranks
- *   -DESCAPE                              some express words are BLANK by content, so their piece has a flag
- *   -DCONVOY                              a rank's pieces that are not express share one flag, posted behind the last
- *   -DUNEVEN                              in combine each express piece has a flag, BLANK or not, as in convoys
- *   -DFINE                                words posted, and pieces read, one at a time in any order
+ *   -DLAMPORT=ALL|SOME                    rounds whose rows travel as Lamport words: all; those of some ranks
+ *   -DFALLBACK                              some Lamport words are SENTINEL by content, so their slice has a flag
+ *   -DCHUNK                               a rank's slices that are not Lamport rows share one flag, signaled behind the last
+ *   -DSTAGGERED                              in combine each Lamport slice has a flag, SENTINEL or not, as in chunks
+ *   -DFINE                                words signaled, and slices read, one at a time in any order
  *   -DDEATH, -DDOOMED=0                   that rank stops for ever at some point; a wait for a word of a rank that is
  *                                         dead, or that has given up, may time out
  *   -DMISTAKE=ONE|ALL                     rank 0, or every rank, makes a fused launch while its round 2 is sent and
@@ -35,38 +35,38 @@
  *
  * What is modelled, and why it is enough
  * --------------------------------------
- * Every launch of a rank consists of up to three tasks: ACK (the CTA that posts "consumed"), SEND (the sending CTAs)
+ * Every launch of a rank consists of up to three tasks: ACK (the CTA that signals "consumed"), SEND (the sending CTAs)
  * and RECEIVE (the receiving CTAs). A process for each runs beside the others, because the CTAs of a launch are not
  * ordered. A launch begins when the one before it on its stream has ended, and it has ended when its tasks have. The
  * epoch words move in that last step: no CTA reads them between the last CTA's store and the end of the launch.
  *
- * Payload. A payload cell (a piece of messages; a piece of what returns, in a slot that another rank may fill in
+ * Payload. A payload cell (a slice of messages; a slice of what returns, in a slot that another rank may fill in
  * another round) holds the epoch whose data it holds, or TORN while stores to it may be on their way. Stores are not
  * ordered among themselves, only before the flag that follows them (st.release.sys): they arrive at any moment between
  * the wait that precedes them and that flag, never after it. So the cells of ALL peers turn TORN in the step that
- * passes the wait (the earliest moment a store can arrive), and a cell turns to n in the step that posts its flag (the
+ * passes the wait (the earliest moment a store can arrive), and a cell turns to n in the step that signals its flag (the
  * latest). Every real arrival lies between, and a reader that looks in between fails an assertion. A slower warp
- * of the same sender passes the same wait later, which only shortens the interval. A convoy has one piece, or with
- * -DCONVOY all of a rank; a warp that has stored its piece takes a step of its own, the last one's posts the flag.
+ * of the same sender passes the same wait later, which only shortens the interval. A chunk has one slice, or with
+ * -DCHUNK all of a rank; a warp that has stored its slice takes a step of its own, the last one's signals the flag.
  *
- * Dated words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
- * CTA) and one for the entries of each piece. A word holds the epoch of its value; a reader sees no more than the date,
+ * LL words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
+ * CTA) and one for the entries of each slice. A word holds the epoch of its value; a reader sees no more than the date,
  * the epoch modulo DATES, waits until it is equal to its own, and must then have the value of its own epoch. One store
  * writes both, so a word is never torn.
  *
- * Express words. A piece has two, each of which holds BLANK or the epoch of its data. A store is one step, at any
- * moment between the wait and the end of the launch. A reader takes the piece when neither word is BLANK, or when the
+ * Lamport words. A slice has two, each of which holds SENTINEL or the epoch of its data. A store is one step, at any
+ * moment between the wait and the end of the launch. A reader takes the slice when neither word is SENTINEL, or when the
  * flag is there, and then both must be what was sent. (It needs both, so without -DFINE words 0 are stored before
- * words 1.) Blanking is a weak store: it lands at any moment between the read and the release that posts the round as
+ * words 1.) Clearing is a weak store: it lands at any moment between the read and the release that signals the round as
  * consumed. So a word that was taken is FADING until that step. The own rank's later looks find it blank (stream
- * order); the step in which a peer passes its wait, the earliest moment of a store, asserts that the words are BLANK.
+ * order); the step in which a peer passes its wait, the earliest moment of a store, asserts that the words are SENTINEL.
  *
  * Flags. A flag has one writer and one reading rank, only grows, and is only compared; a word changes only after its
- * reader has said that it may. Hence a post that arrives late cannot be told from a reader that polls late, and a rank
- * may post one item to all its peers in one step: the readers' own steps supply every delay. The exception is a writer
- * that stops between two posts, so the rank that dies may stop after posting an item to any subset of its peers. -DFINE
- * does without this reduction. The flag of a convoy is posted at every rank, and waited for only where a piece of it has
- * rows. Express pieces have one only where they have rows and a word is BLANK by content; a reader may, but need not,
+ * reader has said that it may. Hence a signal that arrives late cannot be told from a reader that polls late, and a rank
+ * may signal one item to all its peers in one step: the readers' own steps supply every delay. The exception is a writer
+ * that stops between two signals, so the rank that dies may stop after signaling an item to any subset of its peers. -DFINE
+ * does without this reduction. The flag of a chunk is signaled at every rank, and waited for only where a slice of it has
+ * rows. Lamport slices have one only where they have rows and a word is SENTINEL by content; a reader may, but need not,
  * look at it before it takes them.
  *
  * Reads. A wait is followed by one check of the cell (the earliest read); one more check of all cells comes in the step
@@ -75,7 +75,7 @@
  * pass of a dispatch receive needs no step here: it reads, once more, what was whole. Its meeting is in -DGRID.
  *
  * Timeouts. Warps decide one by one: when one gives up, the others of its task may give up too or go on, and then drop
- * the items of those that gave up; of an express piece word 0 may have been taken by then. A launch that begins after a
+ * the items of those that gave up; of a Lamport slice word 0 may have been taken by then. A launch that begins after a
  * timeout passes no wait.
  *
  * Termination. Every step advances a process or a word and nothing goes back, so the state graph has no cycle:
@@ -88,8 +88,8 @@
 #ifndef ROUNDS
 #define ROUNDS 3
 #endif
-#ifndef PIECES
-#define PIECES 1
+#ifndef SLICES
+#define SLICES 1
 #endif
 #ifndef SHORT
 #define SHORT 2
@@ -139,10 +139,10 @@
 #define NONE 0
 #define NO_CONSUMED_WAIT 1   /* senders do not wait before they overwrite */
 #define ONE_PARITY 2         /* every round uses the same slots */
-#define FLAG_FIRST 3         /* the flag is posted before the payload has arrived */
-#define ACK_OWN_ROUND 4      /* a receiving launch posts its own round as consumed, not the last completed one */
-#define ACK_AFTER_WAIT 5     /* a sending launch posts "consumed" after its wait for "consumed" */
-#define ACK_ON_RECEIVE 6     /* only launches that receive post "consumed" */
+#define FLAG_FIRST 3         /* the flag is signaled before the payload has arrived */
+#define ACK_OWN_ROUND 4      /* a receiving launch signals its own round as consumed, not the last completed one */
+#define ACK_AFTER_WAIT 5     /* a sending launch signals "consumed" after its wait for "consumed" */
+#define ACK_ON_RECEIVE 6     /* only launches that receive signal "consumed" */
 #define EQUAL 7              /* receivers wait for flag == n, not flag >= n */
 #define WAIT_PREVIOUS 8      /* senders wait for n-1, not n-2 */
 #define ARENA_HEADER 9       /* combine reads the header from the arena, not from the handle */
@@ -150,25 +150,25 @@
 #define STALE_OUTPUT 11      /* GRID: CTAs that find the abort word set leave without being counted */
 #define HALF_COUNTER 12      /* GRID: the sending CTAs have an exit counter, and a last CTA, of their own */
 #define UNORDERED 13         /* GRID: the announcing CTA counts itself out without a fence */
-#define LATE_FENCE 14        /* GRID: the last CTA out withdraws without a fence after its add */
+#define LATE_FENCE 14        /* GRID: the last CTA out retracts without a fence after its add */
 #define UNDATED 15           /* receivers take what a word of the routing table holds, whatever its date */
 #define TWO_STORES 16        /* a date is stored before its value */
-#define WAIT_FOR_ALL 17      /* receivers wait for flags of pieces of which there are no rows */
-#define SILENT_OWNER 18      /* expert ranks post what returns only of the first piece */
-#define NO_BLANK 19          /* readers leave express words as they are */
-#define WEAK_ACK 20          /* "consumed" does not order the blanking before it */
-#define BLANK_IS_DATA 21     /* readers take a piece of which one word has arrived */
-#define SILENT_ESCAPE 22     /* a piece with a BLANK word has no flag */
-#define PASS_OVER 23         /* rank 1 does not take a piece, of round 1, that it has no room for */
-#define FLAG_ALWAYS 24       /* readers of express words wait for flags */
-#define HEEDLESS 25          /* a combine that only receives takes express words that are there, also after a timeout */
+#define WAIT_FOR_ALL 17      /* receivers wait for flags of slices of which there are no rows */
+#define SILENT_OWNER 18      /* expert ranks signal what returns only of the first slice */
+#define NO_CLEAR 19          /* readers leave Lamport words as they are */
+#define WEAK_ACK 20          /* "consumed" does not order the clearing before it */
+#define SENTINEL_IS_DATA 21     /* readers take a slice of which one word has arrived */
+#define SILENT_FALLBACK 22     /* a slice with a SENTINEL word has no flag */
+#define PASS_OVER 23         /* rank 1 does not take a slice, of round 1, that it has no room for */
+#define FLAG_ALWAYS 24       /* readers of Lamport words wait for flags */
+#define HEEDLESS 25          /* a combine that only receives takes Lamport words that are there, also after a timeout */
 #define NO_RESET 26          /* GRID: nobody resets the counters of meeting and messages */
-#define EARLY_RESET 27       /* GRID: the announcing CTA resets the meeting's when it leaves, the posting one that of
+#define EARLY_RESET 27       /* GRID: the announcing CTA resets the grid barrier counter when it leaves, the signaling one that of
                                 messages, not the last one out; TURNS: a launch clears the numbers of its own round */
 #define SILENT_FAILURE 28    /* GRID: a CTA whose wait failed does not raise the abort word */
 #define FAILED_JOINS 29      /* GRID: a CTA whose wait failed comes to the meeting all the same */
 #define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
-#define EARLY_FLAG 31        /* the flag of a convoy is posted behind its first piece */
+#define EARLY_FLAG 31        /* the flag of a chunk is signaled behind its first slice */
 #define UNCHECKED 32         /* a fused launch does not compare the rounds sent with those received */
 #ifndef MUTANT
 #define MUTANT NONE
@@ -181,10 +181,10 @@
 #ifndef GRID
 
 #define TORN 255
-#define FADING 254           /* an express word that was taken, until its blanking is sure to be over */
-#define BLANK 0
-#define TABLE 0              /* a word's item: header and counts; c: the entries of piece c */
-#define WORDS (PIECES + 1)
+#define FADING 254           /* a Lamport word that was taken, until its clearing is sure to be over */
+#define SENTINEL 0
+#define TABLE 0              /* a word's item: header and counts; c: the entries of slice c */
+#define WORDS (SLICES + 1)
 #if ORDER == STREAMS
 #define QUEUES 2
 #else
@@ -198,11 +198,11 @@
 #define parity(n) ((n) & 1)
 #endif
 
-/* Pieces of the tokens of rank s in round n, and whether rank d has rows of piece c of them. */
+/* Slices of the tokens of rank s in round n, and whether rank d has rows of slice c of them. */
 #ifdef EMPTY
-#define pieces(n, s) ((s) == 0 -> 0 : PIECES - ((PIECES > 1) && ((n) == SHORT)))
+#define slices(n, s) ((s) == 0 -> 0 : SLICES - ((SLICES > 1) && ((n) == SHORT)))
 #else
-#define pieces(n, s) (PIECES - ((PIECES > 1) && ((n) == SHORT)))
+#define slices(n, s) (SLICES - ((SLICES > 1) && ((n) == SHORT)))
 #endif
 #if ROUTING == ONE
 #define has_rows(n, s, c, d) (((s) + (c) + (n) / 2) % N == (d))     /* rounds 1 and 3, of one parity, differ */
@@ -218,64 +218,64 @@
 #define slot(d) (d)
 #endif
 
-/* Express rounds of rank s; its pieces whose word 1 is BLANK by content. Both change between rounds of one parity. */
-#if defined(EXPRESS) && EXPRESS == ALL
+/* Lamport rounds of rank s; its slices whose word 1 is SENTINEL by content. Both change between rounds of one parity. */
+#if defined(LAMPORT) && LAMPORT == ALL
 #define express(n, s) true
-#elif defined(EXPRESS)
+#elif defined(LAMPORT)
 #define express(n, s) (((n) / 2 + (s)) % 2 == 0)
 #else
 #define express(n, s) false
 #endif
-#ifdef ESCAPE
-#define content(n, s, c, w) ((w) && ((n) / 2 + (s) + (c)) % 2 -> BLANK : (n))
+#ifdef FALLBACK
+#define content(n, s, c, w) ((w) && ((n) / 2 + (s) + (c)) % 2 -> SENTINEL : (n))
 #else
 #define content(n, s, c, w) (n)
 #endif
 
-/* The number of a piece's flag; whether it may be posted at peer p now. Flag 1 means other pieces in other rounds. */
-#ifdef CONVOY
+/* The number of a slice's flag; whether it may be signaled at peer p now. Flag 1 means other slices in other rounds. */
+#ifdef CHUNK
 #define flag_of(phase, owner, writer, item) (by_words(phase, owner, writer) -> (item) : 1)
 #else
 #define flag_of(phase, owner, writer, item) (item)
 #endif
-#if defined(CONVOY) && MUTANT != EARLY_FLAG
-#define behind_convoy(p) !(todo & (1 << ((PIECES + 1) * N + (p)) | 1 << (2 * PIECES * N + (p))))
+#if defined(CHUNK) && MUTANT != EARLY_FLAG
+#define behind_convoy(p) !(todo & (1 << ((SLICES + 1) * N + (p)) | 1 << (2 * SLICES * N + (p))))
 #else
 #define behind_convoy(p) true
 #endif
-#ifdef UNEVEN
-#define flagged(phase, owner, writer, item) ((phase) == C || sent_word(phase, owner, writer, item, 1) == BLANK)
+#ifdef STAGGERED
+#define flagged(phase, owner, writer, item) ((phase) == C || sent_word(phase, owner, writer, item, 1) == SENTINEL)
 #else
-#define flagged(phase, owner, writer, item) (sent_word(phase, owner, writer, item, 1) == BLANK)
+#define flagged(phase, owner, writer, item) (sent_word(phase, owner, writer, item, 1) == SENTINEL)
 #endif
 
 /* Arena words. D or C, then the rank that owns the memory, then the rank that writes. */
 #define D 0
 #define C 1
 #define source(phase, owner, writer) ((phase) == D -> (writer) : (owner))     /* whose tokens they are */
-#define items(phase, owner, writer) pieces(n, source(phase, owner, writer))
+#define items(phase, owner, writer) slices(n, source(phase, owner, writer))
 #define by_words(phase, owner, writer) express(n, source(phase, owner, writer))
 #define sent_word(phase, owner, writer, item, w) content(n, source(phase, owner, writer), item, w)
 #define travels(phase, owner, writer, item) \
     ((phase) == D -> has_rows(n, writer, item, owner) : has_rows(n, owner, item, writer))
 #define place(phase, owner, n, writer, item) \
-    (((((phase) * N + (owner)) * 2 + parity(n)) * N + ((phase) == D -> (writer) : slot(writer))) * PIECES + (item) - 1)
+    (((((phase) * N + (owner)) * 2 + parity(n)) * N + ((phase) == D -> (writer) : slot(writer))) * SLICES + (item) - 1)
 #define CELL(phase, owner, n, writer, item) cell[place(phase, owner, n, writer, item)]
-#ifdef EXPRESS
+#ifdef LAMPORT
 #define XWORD(phase, owner, n, writer, item, w) xword[2 * place(phase, owner, n, writer, item) + (w)]
 #else
-#define XWORD(phase, owner, n, writer, item, w) BLANK
+#define XWORD(phase, owner, n, writer, item, w) SENTINEL
 #endif
 #define FLAG(phase, owner, writer, item) \
-    flag[(((phase) * N + (owner)) * N + (writer)) * PIECES + flag_of(phase, owner, writer, item) - 1]
+    flag[(((phase) * N + (owner)) * N + (writer)) * SLICES + flag_of(phase, owner, writer, item) - 1]
 #define WORD(owner, n, writer, item) word[(((owner) * 2 + parity(n)) * N + (writer)) * WORDS + (item)]
 #define CONSUMED(phase, owner, writer) consumed[((phase) * N + (owner)) * N + (writer)]
 
-byte cell[2 * N * 2 * N * PIECES];   /* messages, returns; by parity */
-#ifdef EXPRESS
-byte xword[2 * 2 * N * 2 * N * PIECES];   /* express_messages, express_returns: two words a piece */
+byte cell[2 * N * 2 * N * SLICES];   /* messages, returns; by parity */
+#ifdef LAMPORT
+byte xword[2 * 2 * N * 2 * N * SLICES];   /* lamport_messages, lamport_returns: two words a slice */
 #endif
-byte flag[2 * N * N * PIECES];       /* message_ready, return_ready */
+byte flag[2 * N * N * SLICES];       /* message_ready, return_ready */
 byte word[N * 2 * N * WORDS];        /* header + counts, entries + weights, by parity: the epoch of the value */
 byte consumed[2 * N * N];            /* dispatch_consumed, combine_consumed */
 #if MUTANT == TWO_STORES
@@ -358,9 +358,9 @@ bool dead;
 #endif
 
 #if MUTANT == UNDATED
-#define dated(word) true
+#define ll_arrived(word) true
 #else
-#define dated(word) ((word) % DATES == n % DATES)
+#define ll_arrived(word) ((word) % DATES == n % DATES)
 #endif
 #if MUTANT == WAIT_FOR_ALL
 #define awaited(phase, owner, writer, item) true
@@ -368,18 +368,18 @@ bool dead;
 #define awaited(phase, owner, writer, item) taken(phase, owner, writer, item)
 #endif
 
-/* Express words that have arrived. The own rank's blanking is over for its own later looks. */
-#define blank(word) ((word) == BLANK || (word) == FADING)
-#if MUTANT == BLANK_IS_DATA
+/* Lamport words that have arrived. The own rank's clearing is over for its own later looks. */
+#define is_sentinel(word) ((word) == SENTINEL || (word) == FADING)
+#if MUTANT == SENTINEL_IS_DATA
 #define whole(phase, owner, writer, item) \
-    !(blank(XWORD(phase, owner, n, writer, item, 0)) && blank(XWORD(phase, owner, n, writer, item, 1)))
+    !(is_sentinel(XWORD(phase, owner, n, writer, item, 0)) && is_sentinel(XWORD(phase, owner, n, writer, item, 1)))
 #elif MUTANT == FLAG_ALWAYS
 #define whole(phase, owner, writer, item) false
 #else
 #define whole(phase, owner, writer, item) \
-    !(blank(XWORD(phase, owner, n, writer, item, 0)) || blank(XWORD(phase, owner, n, writer, item, 1)))
+    !(is_sentinel(XWORD(phase, owner, n, writer, item, 0)) || is_sentinel(XWORD(phase, owner, n, writer, item, 1)))
 #endif
-#if MUTANT == NO_BLANK
+#if MUTANT == NO_CLEAR
 #define after_taking(word) (word)
 #else
 #define after_taking(word) FADING
@@ -393,7 +393,7 @@ bool dead;
 
 #define writable(p) free_again(CONSUMED(PHASE, r, p))
 #define unwritable(p) (!writable(p) && gone(p))
-#define routed(p) dated(WORD(r, n, p, TABLE))
+#define routed(p) ll_arrived(WORD(r, n, p, TABLE))
 #define unrouted(p) (!routed(p) && gone(p))
 
 /* ---- launches ------------------------------------------------------------------------------------------------- */
@@ -468,7 +468,7 @@ inline check(phase) {
     i = 0; p = 0
 }
 
-/* ---- ACK: post the rounds that were completed when the launch began -------------------------------------------- */
+/* ---- ACK: signal the rounds that were completed when the launch began -------------------------------------------- */
 
 #if MUTANT == ACK_AFTER_WAIT
 #define may_post (!(KIND & SEND) || every(writable))
@@ -476,9 +476,9 @@ inline check(phase) {
 #define may_post true
 #endif
 #if MUTANT == ACK_ON_RECEIVE
-#define posts (KIND & RECEIVE)
+#define signals (KIND & RECEIVE)
 #else
-#define posts true
+#define signals true
 #endif
 #if MUTANT == ACK_OWN_ROUND
 #define reads_done (received[PHASE * N + r] + ((KIND & RECEIVE) -> 1 : 0))
@@ -486,15 +486,15 @@ inline check(phase) {
 #define reads_done received[PHASE * N + r]
 #endif
 
-/* A release: the blanking of the launches before this one is over. */
-#if defined(EXPRESS) && MUTANT != WEAK_ACK
+/* A release: the clearing of the launches before this one is over. */
+#if defined(LAMPORT) && MUTANT != WEAK_ACK
 inline end_blanking() {
     i = 0;
     do
-    :: i < 2 * N * PIECES ->
+    :: i < 2 * N * SLICES ->
         if
         :: xword[2 * place(PHASE, r, received[PHASE * N + r], 0, 1) + i] == FADING ->
-            xword[2 * place(PHASE, r, received[PHASE * N + r], 0, 1) + i] = BLANK
+            xword[2 * place(PHASE, r, received[PHASE * N + r], 0, 1) + i] = SENTINEL
         :: else
         fi;
         i++
@@ -526,12 +526,12 @@ proctype Ack(byte r; byte q) {
         end_blanking();
         p = 0;
         do
-        :: p < N && posts -> CONSUMED(PHASE, p, r) = reads_done; p++
+        :: p < N && signals -> CONSUMED(PHASE, p, r) = reads_done; p++
         :: else -> p = 0; break
         od;
         end_task(ACK) }
 #ifdef DEATH
-    :: atomic { r == DOOMED && begun(ACK) && !dead ->      /* posts to some and stops */
+    :: atomic { r == DOOMED && begun(ACK) && !dead ->      /* signals to some and stops */
         end_blanking();
         do
         :: p < N -> p++
@@ -547,8 +547,8 @@ out: skip
 
 /* ---- SEND ------------------------------------------------------------------------------------------------------ */
 
-/* Posts of one launch, as bits of `todo`: word i to peer p is bit i * N + p, the flag of piece i (PIECES + i) * N + p. Of
- * an express piece that is word 0; word 1 is (2 * PIECES + i) * N + p, and its flag (3 * PIECES + i) * N + p, which is
+/* Signals of one launch, as bits of `todo`: word i to peer p is bit i * N + p, the flag of slice i (SLICES + i) * N + p. Of
+ * a Lamport slice that is word 0; word 1 is (2 * SLICES + i) * N + p, and its flag (3 * SLICES + i) * N + p, which is
  * added to `todo` when the warp has stored all words.
  *
  * The step that passes the wait: from now on stores of round n may arrive, at any peer, in any order.
@@ -573,11 +573,11 @@ inline overwrite(phase) {
             fi;
             if
             :: i > 0 && travels(phase, p, r, i) && by_words(phase, p, r) ->
-                assert(XWORD(phase, p, n, r, i, 0) == BLANK && XWORD(phase, p, n, r, i, 1) == BLANK);
+                assert(XWORD(phase, p, n, r, i, 0) == SENTINEL && XWORD(phase, p, n, r, i, 1) == SENTINEL);
 #if MUTANT == FLAG_FIRST
                 FLAG(phase, p, r, i) = n;
 #endif
-                todo = todo | (1 << ((PIECES + i) * N + p)) | (1 << ((2 * PIECES + i) * N + p))
+                todo = todo | (1 << ((SLICES + i) * N + p)) | (1 << ((2 * SLICES + i) * N + p))
             :: i > 0 && !by_words(phase, p, r) ->
                 if
                 :: travels(phase, p, r, i) ->
@@ -590,11 +590,11 @@ inline overwrite(phase) {
 #endif
 #if MUTANT == SILENT_OWNER
                 if
-                :: phase == D || i == 1 -> todo = todo | (1 << ((PIECES + i) * N + p))
+                :: phase == D || i == 1 -> todo = todo | (1 << ((SLICES + i) * N + p))
                 :: else
                 fi
 #else
-                todo = todo | (1 << ((PIECES + i) * N + p))
+                todo = todo | (1 << ((SLICES + i) * N + p))
 #endif
             :: else
             fi;
@@ -607,22 +607,22 @@ inline overwrite(phase) {
     i = 0; p = 0
 }
 
-/* The flags of express piece c at the peers that the warp which has stored to d stores to, when it has stored all words
- * and the piece has one. */
+/* The flags of Lamport slice c at the peers that the warp which has stored to d stores to, when it has stored all words
+ * and the slice has one. */
 inline add_flags(c, d) {
     if
     :: PHASE == D -> peers = (1 << N) - 1
     :: else -> peers = 1 << (d)
     fi;
     if
-    :: todo & ((peers << ((PIECES + (c)) * N)) | (peers << ((2 * PIECES + (c)) * N)))
+    :: todo & ((peers << ((SLICES + (c)) * N)) | (peers << ((2 * SLICES + (c)) * N)))
     :: else ->
         peer = 0;
         do
         :: peer < N ->
             if
             :: (peers & (1 << peer)) && travels(PHASE, peer, r, c) && flagged(PHASE, peer, r, c) ->
-                todo = todo | (1 << ((3 * PIECES + (c)) * N + peer))
+                todo = todo | (1 << ((3 * SLICES + (c)) * N + peer))
             :: else
             fi;
             peer++
@@ -639,44 +639,44 @@ inline arrive(d, item) {
     fi
 }
 
-/* Bit b, at peer b % N: a dated word, an express word, or payload has arrived and its flag follows. */
-inline post(b) {
+/* Bit b, at peer b % N: an LL word, a Lamport word, or payload has arrived and its flag follows. */
+inline signal(b) {
     if
-    :: (b) / N <= PIECES ->
+    :: (b) / N <= SLICES ->
         WORD((b) % N, n, r, (b) / N) = n;
 #if MUTANT == TWO_STORES
         VALUE((b) % N, n, r, (b) / N) = n;
 #endif
         todo = todo & ~(1 << (b))
-    :: (b) / N > PIECES && !by_words(PHASE, (b) % N, r) ->
+    :: (b) / N > SLICES && !by_words(PHASE, (b) % N, r) ->
         todo = todo & ~(1 << (b));
         if
         :: behind_convoy((b) % N) ->
-#if defined(CONVOY) && MUTANT != EARLY_FLAG
+#if defined(CHUNK) && MUTANT != EARLY_FLAG
             arrive((b) % N, 1);
-            arrive((b) % N, PIECES);
+            arrive((b) % N, SLICES);
 #else
-            arrive((b) % N, (b) / N - PIECES);
+            arrive((b) % N, (b) / N - SLICES);
 #endif
-            FLAG(PHASE, (b) % N, r, (b) / N - PIECES) = n
+            FLAG(PHASE, (b) % N, r, (b) / N - SLICES) = n
         :: else
         fi
-#ifdef EXPRESS
-    :: (b) / N > PIECES && (b) / N <= 3 * PIECES && by_words(PHASE, (b) % N, r) ->
-        XWORD(PHASE, (b) % N, n, r, ((b) / N - 1) % PIECES + 1, ((b) / N > 2 * PIECES)) =
-            sent_word(PHASE, (b) % N, r, ((b) / N - 1) % PIECES + 1, ((b) / N > 2 * PIECES));
+#ifdef LAMPORT
+    :: (b) / N > SLICES && (b) / N <= 3 * SLICES && by_words(PHASE, (b) % N, r) ->
+        XWORD(PHASE, (b) % N, n, r, ((b) / N - 1) % SLICES + 1, ((b) / N > 2 * SLICES)) =
+            sent_word(PHASE, (b) % N, r, ((b) / N - 1) % SLICES + 1, ((b) / N > 2 * SLICES));
         todo = todo & ~(1 << (b));
-#if MUTANT != SILENT_ESCAPE
-        add_flags(((b) / N - 1) % PIECES + 1, (b) % N)
+#if MUTANT != SILENT_FALLBACK
+        add_flags(((b) / N - 1) % SLICES + 1, (b) % N)
 #endif
-    :: (b) / N > 3 * PIECES ->
-        FLAG(PHASE, (b) % N, r, (b) / N - 3 * PIECES) = n;
+    :: (b) / N > 3 * SLICES ->
+        FLAG(PHASE, (b) % N, r, (b) / N - 3 * SLICES) = n;
         todo = todo & ~(1 << (b))
 #endif
     fi
 }
 
-/* The rank that dies posts item i to some of its peers and then nothing more, for ever. */
+/* The rank that dies signals item i to some of its peers and then nothing more, for ever. */
 inline stop_half_way() {
     do
     :: todo & (((1 << N) - 1) << i) -> break
@@ -684,14 +684,14 @@ inline stop_half_way() {
     od;
     do
     :: p < N -> p++
-    :: p < N && (todo & (1 << (i + p))) -> post(i + p); p++
+    :: p < N && (todo & (1 << (i + p))) -> signal(i + p); p++
     :: p == N -> break
     od;
     i = 0; p = 0; todo = 0;
     dead -> goto out
 }
 
-/* Posts all of `todo`: item by item to all peers at once or, -DFINE, one word at a time in any order. */
+/* Signals all of `todo`: item by item to all peers at once or, -DFINE, one word at a time in any order. */
 inline post_all() {
     do
     :: d_step { todo == 0 && !dead_rank(r) -> end_task(SEND) } break
@@ -705,7 +705,7 @@ inline post_all() {
         :: (todo & (1 << i)) -> break
         :: (todo >> (i + 1)) != 0 -> i++
         od;
-        post(i);
+        signal(i);
         i = 0 }
 #else
     :: d_step { todo != 0 && !dead_rank(r) ->
@@ -715,7 +715,7 @@ inline post_all() {
         od;
         p = i + N;
         do
-        :: i < p && (todo & (1 << i)) -> post(i); i++
+        :: i < p && (todo & (1 << i)) -> signal(i); i++
         :: i < p && !(todo & (1 << i)) -> i++
         :: else -> break
         od;
@@ -729,7 +729,7 @@ inline post_all() {
 
 proctype Send(byte r; byte q) {
     byte n, p, i;
-#ifdef EXPRESS
+#ifdef LAMPORT
     byte peer, peers;
     int todo;
 #else
@@ -765,8 +765,8 @@ out: skip
 
 /* ---- RECEIVE --------------------------------------------------------------------------------------------------- */
 
-/* Takes the items (peer b % N, piece b / N + 1), in order, or with -DFINE in any order. In dispatch the entries of the
- * piece come first, a dated word; whether it has rows here, and so a flag, follows from them. In combine it follows from
+/* Takes the items (peer b % N, slice b / N + 1), in order, or with -DFINE in any order. In dispatch the entries of the
+ * slice come first, an LL word; whether it has rows here, and so a flag, follows from them. In combine it follows from
  * the rank's own ids. An item whose source is gone is lost, and the warps of the other items go on. */
 #ifdef FINE
 #define next(b) (todo & (1 << (b)))
@@ -775,7 +775,7 @@ out: skip
 #define others(b) 0
 #define next(b) ((todo & ((2 << (b)) - 1)) == (1 << (b)))
 #endif
-#define listed(b) (PHASE == C || dated(WORD(r, n, (b) % N, (b) / N + 1)))
+#define listed(b) (PHASE == C || ll_arrived(WORD(r, n, (b) % N, (b) / N + 1)))
 #define here(b) \
     (listed(b) && (!awaited(PHASE, r, (b) % N, (b) / N + 1) || arrived(FLAG(PHASE, r, (b) % N, (b) / N + 1)) || \
         by_words(PHASE, r, (b) % N) && whole(PHASE, r, (b) % N, (b) / N + 1)))
@@ -785,10 +785,10 @@ out: skip
 #define heeds(b) (!stale[q])
 #endif
 #ifdef TIMEOUTS
-#if defined(EXPRESS)                   /* a warp that has taken word 0 when it gives up */
+#if defined(LAMPORT)                   /* a warp that has taken word 0 when it gives up */
 #define DROP_HALF(b) \
     :: d_step { next(b) && !dead_rank(r) && heeds(b) && by_words(PHASE, r, (b) % N) && listed(b) && \
-        taken(PHASE, r, (b) % N, (b) / N + 1) && !blank(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, 0)) && \
+        taken(PHASE, r, (b) % N, (b) / N + 1) && !is_sentinel(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, 0)) && \
         (aborted[r] || !here(b) && gone((b) % N)) -> \
         TAKE_WORD(b, 0); \
         aborted[r] = true; failed[q] = true; lost[q] = true; todo = others(b) }
@@ -802,7 +802,7 @@ out: skip
 #else
 #define DROP(b)
 #endif
-#ifdef EXPRESS
+#ifdef LAMPORT
 #define TAKE_WORD(b, w) \
     assert(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, w) == sent_word(PHASE, r, (b) % N, (b) / N + 1, w)); \
     XWORD(PHASE, r, n, (b) % N, (b) / N + 1, w) = after_taking(XWORD(PHASE, r, n, (b) % N, (b) / N + 1, w))
@@ -829,13 +829,13 @@ inline take_all() {
     DEAD
     TAKE(0)
     TAKE(1)
-#if N * PIECES > 2
+#if N * SLICES > 2
     TAKE(2)
 #endif
-#if N * PIECES > 3
+#if N * SLICES > 3
     TAKE(3)
 #endif
-#if N * PIECES > 4
+#if N * SLICES > 4
     TAKE(4)
     TAKE(5)
 #endif
@@ -874,7 +874,7 @@ proctype Receive(byte r; byte q) {
         do
         :: d_step { !dead_rank(r) && may_read && (!stale[q] || OPERATION == C * 4 + RECEIVE) ->
             if
-            :: PHASE == D ->                  /* counts give the row bases, headers the pieces */
+            :: PHASE == D ->                  /* counts give the row bases, headers the slices */
                 do
                 :: p < N -> assert(VALUE(r, n, p, TABLE) == n); p++
                 :: else -> break
@@ -978,7 +978,7 @@ init {
  *   ORDER=ROLES  fused; the lower half of the CTAs sends, the upper half receives
  *   ORDER=FUSED  fused; every CTA sends and then receives
  *   ORDER=SPLIT  async, async, wait, async, wait, wait; every CTA sends or receives
- *   ROUTERS      the CTAs with the highest indices, which push the routing table, a dated word each
+ *   ROUTERS      the CTAs with the highest indices, which push the routing table, an LL word each
  *   MEET         some of the receives, by their tables, are tiled: their CTAs meet before a second pass
  *   PATIENT      with -DSLOW: the wait for the others of the meeting never times out
  *   TAKE         two messages more than sending CTAs: each has one dealt to it, and takes the others by number
@@ -991,7 +991,7 @@ init {
  *   a CTA in its second pass finds that every receiving CTA has ended its first one, of the same round
  *   no message is sent twice in a round (and none is left out, or its receiver waits for ever)
  *
- * The announcement is a weak store. Until the launch has ended it may land after the withdrawal, another CTA's store to
+ * The publication is a weak store. Until the launch has ended it may land after the retraction, another CTA's store to
  * the same word, unless the announcing CTA fences before its add on the exit counter and the last one after its own.
  */
 #ifndef CTAS
@@ -1044,7 +1044,7 @@ bool tiled;                                 /* the tables of the launch say so, 
 byte first_pass[CTAS];                      /* ghost: the last round of which a CTA has ended its first pass */
 #endif
 byte consumed;                              /* dispatch_consumed of the own rank */
-byte num_rows, in_flight;                   /* the announcement; 0, or what may still land on it */
+byte num_rows, in_flight;                   /* the publication; 0, or what may still land on it */
 bool fenced;                                /* the announcing CTA has counted itself out after a fence */
 byte table[2 * CTAS];                       /* the word of each CTA, by parity */
 byte message[2 * MESSAGES];                 /* by parity */
@@ -1136,7 +1136,7 @@ inline leave(counter, ctas, ends) {
         fi;
         if
         :: whole && ((ends) & RECEIVE) -> receive_epoch = received + 1
-        :: !whole && ((ends) & RECEIVE) -> num_rows = 0              /* withdraw */
+        :: !whole && ((ends) & RECEIVE) -> num_rows = 0              /* retract */
         :: else
         fi
     :: else

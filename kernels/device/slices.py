@@ -1,0 +1,177 @@
+"""Which warp carries what: a row is cut into slices, a slice into segments of 32 units of 16 bytes.
+
+A warp carries a slice by itself. While tokens are few a row has several slices, so that many warps carry it, on as many
+SMs as there are. Where rows are not Lamport rows, the warps of a CTA carry CHUNK neighbouring slices side by side,
+which share a flag: a flag costs a link as much as 128 bytes of rows, and its fence holds a warp until its stores have
+arrived.
+
+The first items are scheduled statically. Further ones may be scheduled dynamically: a warp draws a ticket when it is
+ready, from a counter of its CTA (`Tickets`) or, where each warp has many items, from one that CTAs share (`item_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+
+from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.divide import quotient, round_up
+from cute_ep.layouts.maps.arena import CHUNK, HeaderWord
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import WARPS
+from cute_ep.layouts.maps.record import RegionMap
+
+SEGMENT = 32
+"""Units that a warp takes at a time, one a lane."""
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """One slice of one row: `index` counts the source's slices; segments first .. last - 1 of the row."""
+
+    index: Int32
+    token: Int32
+    first: Int32
+    last: Int32
+
+
+def slice_of(index: Int32, slices_log2: Int32, units: Int32, count=1) -> RowSlice:
+    """The slice with an index, in a source whose rows of `units` units have 2^slices_log2 slices, or `count`
+    neighbouring slices of one row as one. The last slices of a short row are empty (first >= last): nobody sends them,
+    nobody waits for them."""
+    token = index >> slices_log2
+    segments = segments_of(units)
+    share = (segments + (Int32(1) << slices_log2) - 1) >> slices_log2
+    first = (index - (token << slices_log2)) * share
+    return RowSlice(index, token, first, cutlass.min(first + count * share, segments))
+
+
+def segments_of(units: Int32) -> Int32:
+    """Segments of a row, the last one maybe in part."""
+    return quotient(units + (SEGMENT - 1), SEGMENT)
+
+
+def own_units(base: Int32, last: Int32, units: Int32, lane: Int32) -> Int32:
+    """How many of segments base .. last - 1 of a row of `units` units have one for the lane."""
+    return cutlass.min(last - base, quotient(units - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
+
+
+@cute.jit
+def most_slices(sHeader, ranks: Int32) -> Int32:
+    """Message slices of the source that has most, from the headers."""
+    most = Int32(0)
+    for source in cutlass.range(ranks, unroll=1):
+        most = cutlass.max(
+            most, sHeader[source, int(HeaderWord.TOKENS)] << sHeader[source, int(HeaderWord.MESSAGE_SLICES)]
+        )
+    return most
+
+
+def units_of(row_bytes) -> Int32:
+    """16-byte units of a row."""
+    return Int32(quotient(row_bytes, VECTOR_BYTES))
+
+
+def first_item(cta: Int32, ctas: Int32, warp: Int32) -> Int32:
+    """A warp's first item: neighbouring items go to different CTAs."""
+    return warp * ctas + cta
+
+
+def item_stride(ctas: Int32) -> Int32:
+    """Warps of `ctas` CTAs."""
+    return ctas * WARPS
+
+
+def packed_cta(block: Int32, blocks: Int32) -> Int32:
+    """A number for each block, such that 2 i and 2 i + 1 belong to blocks that share an SM where two fit: the GPU hands
+    out one block an SM before it hands out the second ones. It is free not to, and then times change, and no byte."""
+    first = (blocks + 1) >> 1
+    return 2 * block - cutlass.select_(block < first, Int32(0), 2 * first - 1)
+
+
+def control_cta(ctas):
+    """Which of `ctas` CTAs carries no items while the others have warps enough: it has other work."""
+    return quotient(ctas, 2)
+
+
+def static_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, chunks=False) -> Int32:
+    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where it has none.
+
+    With `chunks`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
+    `items` is a multiple of CHUNK.
+    """
+    control, working = control_cta(ctas), _working_ctas(items, ctas)
+    place = cta - cutlass.select_(cta > control, ctas - working, Int32(0))
+    first = cutlass.select_(Boolean(chunks), place * CHUNK + warp, first_item(place, working, warp))
+    return cutlass.select_((working != ctas) & (cta == control), items, first)
+
+
+def are_many(items: Int32, ctas: Int32) -> Boolean:
+    """Whether there are more items than warps in `ctas` CTAs; then no CTA is left out."""
+    return items > item_stride(ctas)
+
+
+class Tickets:
+    """Tickets 0, 1, ..., each of which one warp of a CTA draws: a warp that is held up draws fewer."""
+
+    def __init__(self, name: str, shared: RegionMap) -> None:
+        self.next = shared.add(name, 4, 1)
+
+    @cute.jit
+    def open(self, tid: Int32) -> None:
+        """A CTA barrier must follow before `draw`."""
+        sNext = shared_array(self.next, Int32)
+        if tid == 0:
+            sNext[0] = Int32(0)
+
+    @cute.jit
+    def draw(self, lane: Int32) -> Int32:
+        """The warp's next ticket, in all lanes."""
+        sNext = shared_array(self.next, Int32)
+        ticket = Int32(0)
+        if lane == 0:
+            ticket = cute.arch.inline_ptx(
+                "atom.shared.inc.u32 {$w0}, [{$r0}], 0x7fffffff;",
+                write_only_types=[Int32],
+                read_only_args=[sNext.iterator.toint()],
+            )
+        return from_lane(ticket, 0)
+
+
+def whole_chunks(slices: Int32) -> Int32:
+    """`slices` and as many that nobody has as fill their last chunk."""
+    return round_up(slices, CHUNK)
+
+
+def static_stride(items: Int32, ctas: Int32) -> Int32:
+    """From an item of a warp to its next one. Computed at each item, it takes no register."""
+    return item_stride(_working_ctas(items, ctas))
+
+
+def _working_ctas(items: Int32, ctas: Int32) -> Int32:
+    return ctas - Int32(items <= (ctas - 1) * WARPS)
+
+
+def item_of(static: Int32, ticket: Int32, turns=1, turn=0) -> Int32:
+    """The item, or chunk, of a ticket that a CTA has drawn (`sync.take_ticket`): the first `static` ones are scheduled
+    statically, and of the others each of `turns` counters has every turns-th, from the one of its `turn` on. CTAs with
+    the same work are not equally fast, since they share their SM or not: this gives each what it can carry."""
+    return static + ticket * turns + turn
+
+
+def has_bit(bits: Uint32, index) -> Boolean:
+    """Whether a bit is set."""
+    return (bits >> Uint32(index)) & Uint32(1) != Uint32(0)
+
+
+def lowest(bits: Uint32) -> Int32:
+    """Number of the lowest set bit."""
+    return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
+
+
+def from_lane(value, lane):
+    """`value` of one lane, in all lanes."""
+    return cute.arch.shuffle_sync(value, lane)

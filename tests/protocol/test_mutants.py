@@ -1,0 +1,44 @@
+"""Every mistake that the GPU tests must find still is one change of the sources."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import mutants
+from tests.gpu.mistakes import MUTANTS, UNCHANGED
+from tests.gpu.schedules import CASES
+
+MODEL = mutants.ROOT / "tests" / "protocol" / "ep_protocol.pml"
+PROTOCOL = mutants.ROOT / "docs" / "protocol.md"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_differs_where_it_says(name: str, tmp_path: Path) -> None:
+    for one in (name, UNCHANGED):
+        (tmp_path / one).mkdir()
+        mutants.make_tree(one, tmp_path / one)
+    edited = {edit.file for edit in MUTANTS[name].edits}
+    changed = {
+        path.relative_to(tmp_path / name / "cute_ep").as_posix()
+        for path in (tmp_path / name).rglob("*.py")
+        if path.read_bytes() != (tmp_path / UNCHANGED / path.relative_to(tmp_path / name)).read_bytes()
+    }
+    assert changed == edited
+    for file in edited:
+        source = (tmp_path / name / "cute_ep" / file).read_text()
+        compile(source, file, "exec")
+
+
+def test_mutants_are_those_of_the_model() -> None:
+    names = set(re.findall(r"#define (\w+) \d+ +/\*", MODEL.read_text()))
+    assert MUTANTS.keys() <= names
+    assert {mutant.schedule for mutant in MUTANTS.values()} <= CASES.keys()
+
+
+def test_the_document_lists_them() -> None:
+    section = PROTOCOL.read_text().partition("## Mutants")[2]
+    listed = dict(re.findall(r"^\| `(\w+)` \|.*\| `([\w ]+)` \|", section, re.MULTILINE))
+    assert listed == {name: mutant.schedule for name, mutant in MUTANTS.items()}
