@@ -138,9 +138,9 @@ def is_released(code: list[str], index: int) -> bool:
 def posts(code: list[str]) -> tuple[int, int, list[str]]:
     """(releases, relaxed posts, those of either kind that follow a store of payload with no system fence between).
 
-    A post is a strong system store of 64 bits, a release one with a fence directly before. Relaxed ones, dated words,
+    A post is a strong system store of 64 bits, a release one with a fence directly before. Relaxed ones, LL words,
     publish no other store, so in the order of the code none lies between payload and flag. Payload are weak stores and
-    express words, whose strength orders nothing.
+    Lamport words, whose strength orders nothing.
     """
     releases, relaxed, bad = 0, 0, []
     for index, line in enumerate(code):
@@ -158,8 +158,8 @@ def waits(code: list[str]) -> tuple[int, int, list[str]]:
     """(acquiring polls, relaxed polls, relaxed ones that a load of payload follows with no acquiring poll between).
 
     A poll is a strong system load of 64 bits, an acquiring one with `CCTL.IVALL` directly after, which drops what the
-    L1 holds. Relaxed ones read dated words: what they found is the value itself, and nothing is known about any
-    payload. Looks at express words count as loads of payload here: the same code reads rows that have a flag.
+    L1 holds. Relaxed ones read LL words: what they found is the value itself, and nothing is known about any
+    payload. Looks at Lamport words count as loads of payload here: the same code reads rows that have a flag.
     """
     polls = [index for index, line in enumerate(code) if FLAG_LOAD.search(line)]
     acquiring = {index for index in polls if stops_at(code[index + 1 :], ACQUIRE, ANY_LOAD)}
@@ -191,20 +191,18 @@ def halves(variant: Variant) -> tuple[bool, bool, bool]:
 
 @GROUP
 def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
-    """Flags are released and acquired; relaxed are the routing table's dated words where it is sent or read."""
+    """Flags are released and acquired; relaxed are the routing table's LL words where it is sent or read."""
     dispatches, sends, receives = halves(variant)
     releases, relaxed_posts, bad_posts = posts(sass(variant))
     acquiring, relaxed_polls, bad_waits = waits(sass(variant))
     assert not bad_posts and not bad_waits
-    escapes = dispatches or not variant.kernel.endswith("partial")  # no word of a partial sum is BLANK
-    assert releases == 1 + sends * (1 + escapes), (
-        "consumed; message_ready or return_ready, of convoys, of a blank piece"
-    )
+    escapes = dispatches or not variant.kernel.endswith("partial")  # no word of a partial sum is SENTINEL
+    assert releases == 1 + sends * (1 + escapes), "consumed; message_ready or return_ready, of chunks, of a blank slice"
     assert relaxed_posts >= 4 if dispatches and sends else relaxed_posts == 0
     looks = receives * (3 if dispatches else 1)
     meets = dispatches and receives
     assert acquiring == 2 * (sends + receives + meets) + looks, (
-        "consumed, a piece, CTAs that meet: once before the loop and once in it; behind payload, scales or row scale "
+        "consumed, a slice, CTAs that meet: once before the loop and once in it; behind payload, scales or row scale "
         "that are blank"
     )
     assert relaxed_polls >= 4 if dispatches and receives else relaxed_polls == 0, "words of the table, of an entry"
@@ -221,8 +219,8 @@ def test_convoys_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) 
 
 @GROUP
 def test_words_are_whole(sass: Sass, variant: Variant) -> None:
-    """One 64-bit access holds value and epoch of a dated word: the compiler is free to narrow a relaxed load of which
-    it sees only half used. Express words are moved 128 bits at a time, scale factors that were not made here 32."""
+    """One 64-bit access holds value and epoch of an LL word: the compiler is free to narrow a relaxed load of which
+    it sees only half used. Lamport words are moved 128 bits at a time, scale factors that were not made here 32."""
     dispatches, sends, receives = halves(variant)
     widths: dict[str, Counter] = {"LD": Counter(), "ST": Counter()}
     for line in sass(variant):
@@ -270,9 +268,9 @@ def exit_fences(code: list[str]) -> tuple[bool, bool]:
 
 @GROUP
 def test_announcement_is_ordered_before_its_withdrawal(sass: Sass, variant: Variant) -> None:
-    """Kernels that announce fence before they count themselves out, the others do not pay for it."""
-    announces = variant.kernel in ("dispatch", "dispatch_wait")
-    assert exit_fences(sass(variant)) == (announces, True)
+    """Kernels that publish fence before they count themselves out, the others do not pay for it."""
+    publishes = variant.kernel in ("dispatch", "dispatch_wait")
+    assert exit_fences(sass(variant)) == (publishes, True)
 
 
 def test_the_checks_see_a_missing_fence() -> None:

@@ -77,7 +77,7 @@ def source(library: dict[Variant, LibraryEntry], tmp_path_factory: pytest.TempPa
         shutil.copy(ROOT / name, folder)
     ignore = shutil.ignore_patterns("__pycache__", "library")
     for name in ("cute_ep", "kernels", "layouts", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     shutil.copytree(FOLDER, folder / "build" / "library")
     (folder / "build" / "library" / library[COPY].path.relative_to(FOLDER)).unlink()
     left = folder / "build" / "lib" / "cute_ep" / "left_by_an_earlier_wheel.py"

@@ -41,10 +41,10 @@ class Mutant:
 
 
 _ACKNOWLEDGE = {
-    "kernels/dispatch.py": "group.acknowledge(group.arena.dispatch_consumed, received, spare)",
-    "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, spare)",
+    "kernels/dispatch.py": "group.acknowledge(group.arena.dispatch_consumed, received, control)",
+    "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, control)",
 }
-_AWAITED = "alive = wait_at_least(self.watch, flag, epoch, tid, phase, Int32(0))"
+_AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, tid, phase, Int32(0))"
 _AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
 
 
@@ -55,8 +55,8 @@ def _wait_for(epoch: str) -> tuple[Edit, ...]:
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
     return tuple(
-        Edit(file, post, f"if cutlass.const_expr({condition}):\n            {post}")
-        for file, post in _ACKNOWLEDGE.items()
+        Edit(file, signal, f"if cutlass.const_expr({condition}):\n            {signal}")
+        for file, signal in _ACKNOWLEDGE.items()
     )
 
 
@@ -67,8 +67,8 @@ MUTANTS = {
     "ACK_OWN_ROUND": Mutant(
         "combines",
         tuple(
-            Edit(file, post, post.replace("received", "received + int(self.receive)"))
-            for file, post in _ACKNOWLEDGE.items()
+            Edit(file, signal, signal.replace("received", "received + int(self.receive)"))
+            for file, signal in _ACKNOWLEDGE.items()
         ),
     ),
     # a sending launch posts "consumed" after its wait for "consumed"
@@ -81,16 +81,17 @@ MUTANTS = {
                 "        alive = self.route_role.run(group, args, epoch, sent)\n",
                 "        alive = self.route_role.run(group, args, epoch, sent)\n"
                 "        _, received = group.sent_and_received(StateWord.DISPATCH_SEND_EPOCH)\n"
-                "        group.acknowledge(group.arena.dispatch_consumed, received, spare_cta(args.send_ctas))\n",
+                "        group.acknowledge(group.arena.dispatch_consumed, received, control_cta(args.send_ctas))\n",
             ),
             Edit(
                 "kernels/combine.py",
                 _AFTER_COMBINE_WAIT,
-                _AFTER_COMBINE_WAIT + "            group.acknowledge(group.arena.combine_consumed, received, spare)\n",
+                _AFTER_COMBINE_WAIT
+                + "            group.acknowledge(group.arena.combine_consumed, received, control)\n",
             ),
         ),
     ),
-    # only launches that receive post "consumed"
+    # only launches that receive signal "consumed"
     "ACK_ON_RECEIVE": Mutant("split", _acknowledge_if("self.receive")),
     # receivers wait for flag == n, not flag >= n
     "EQUAL": Mutant(
@@ -98,20 +99,20 @@ MUTANTS = {
         (
             Edit(
                 "kernels/device/sync.py",
-                "def _has_arrived(seen: Int64, epoch: Int64, dated: bool) -> Boolean:\n",
-                "def _has_arrived(seen: Int64, epoch: Int64, dated: bool, phase=None) -> Boolean:\n"
+                "def _has_arrived(seen: Int64, epoch: Int64, tagged: bool) -> Boolean:\n",
+                "def _has_arrived(seen: Int64, epoch: Int64, tagged: bool, phase=None) -> Boolean:\n"
                 "    if phase in (Phase.MESSAGE, Phase.RETURN):\n"
                 "        return seen == epoch\n",
             ),
             Edit(
                 "kernels/device/sync.py",
-                "    arrived = _has_arrived(seen, epoch, dated)\n    if not arrived:",
-                "    arrived = _has_arrived(seen, epoch, dated, phase)\n    if not arrived:",
+                "    arrived = _has_arrived(seen, epoch, tagged)\n    if not arrived:",
+                "    arrived = _has_arrived(seen, epoch, tagged, phase)\n    if not arrived:",
             ),
             Edit(
                 "kernels/device/sync.py",
-                "arrived = _has_arrived(seen, epoch, dated)\n                polls += 1",
-                "arrived = _has_arrived(seen, epoch, dated, phase)\n                polls += 1",
+                "arrived = _has_arrived(seen, epoch, tagged)\n                polls += 1",
+                "arrived = _has_arrived(seen, epoch, tagged, phase)\n                polls += 1",
             ),
         ),
     ),
@@ -127,13 +128,13 @@ MUTANTS = {
                 "            epoch = group.sent_and_received(StateWord.COMBINE_SEND_EPOCH)[0] + 1\n"
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
                 "                at = group.base + group.arena.table.at(epoch & 1, group.lane, word)\n"
-                '                dated = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
-                "                rHeader[word] = Uint32(dated)\n",
+                '                LL = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
+                "                rHeader[word] = Uint32(LL)\n",
             ),
             Edit(
                 "kernels/roles/combine_schedule.py",
-                "COUNTERS, HeaderWord, convoy_of",
-                "COUNTERS, HeaderWord, StateWord, convoy_of",
+                "COUNTERS, HeaderWord, chunk_of",
+                "COUNTERS, HeaderWord, StateWord, chunk_of",
             ),
             Edit(
                 "kernels/roles/combine_schedule.py",
@@ -151,35 +152,35 @@ MUTANTS = {
                 "return region_arguments((self._partial if partial else self.regions).values())",
                 "found = region_arguments((self._partial if partial else self.regions).values())\n"
                 "        regions = self.table, self.entries, self.weights, self.messages, self.returns\n"
-                "        regions += self.express_messages, self.express_returns\n"
+                "        regions += self.lamport_messages, self.lamport_returns\n"
                 '        return found | {f"{region.name}_stride0": 0 for region in regions}',
             ),
         ),
     ),
-    # readers leave express words as they are
-    "NO_BLANK": Mutant(
+    # readers leave lamport words as they are
+    "NO_CLEAR": Mutant(
         "turns",
         (
             Edit(
                 "kernels/device/lamport.py",
-                "    words.fill(BLANK)\n    cute.copy(vector_atom(), words, vector_at(address, 0))\n",
-                "    words.fill(BLANK)\n",
+                "    words.fill(SENTINEL)\n    cute.copy(vector_atom(), words, vector_at(address, 0))\n",
+                "    words.fill(SENTINEL)\n",
             ),
             Edit(
                 "kernels/device/lamport.py",
-                '    """Blank 4 bytes that this rank has taken."""\n'
-                "    cute.arch.store(pointer(address, Uint32), Uint32(BLANK))\n",
-                '    """Blank 4 bytes that this rank has taken."""\n',
+                '    """Clear 4 bytes that this rank has taken."""\n'
+                "    cute.arch.store(pointer(address, Uint32), Uint32(SENTINEL))\n",
+                '    """Clear 4 bytes that this rank has taken."""\n',
             ),
         ),
     ),
-    # "consumed" does not order the blanking before it
+    # "consumed" does not order the clearing before it
     "WEAK_ACK": Mutant(
         "combines of few",
         (
             Edit(
                 "kernels/device/group.py",
-                "post(self.peer_base + consumed.at(self.rank), received)",
+                "signal(self.peer_base + consumed.at(self.rank), received)",
                 "word = pointer(self.peer_base + consumed.at(self.rank), Int64)\n"
                 '            cute.arch.store(word, received, sem="relaxed", scope="sys")',
             ),

@@ -16,7 +16,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.compare import assert_bits, assert_untouched_behind
 from cute_ep.testing.verify import POISON, check_dispatched, check_headers, guarded, poisoned_buffers
@@ -86,7 +86,7 @@ class Batch:
         return self._sums[turn, mode]
 
 
-ONE_CTA = Tuning(*[(Entry(EXPRESS_TOKENS, 1, 0, 1), Entry(MANY, 1, 0, 1))] * 2)
+ONE_CTA = Tuning(*[(Entry(LAMPORT_TOKENS, 1, 0, 1), Entry(MANY, 1, 0, 1))] * 2)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Schedules: what every rank enqueues, and in which order; `runs` runs them.
 
 A schedule is data: calls of one rank, the same on all. D, A, W are dispatch, dispatch_async and dispatch_wait of a
-batch, c, a, w combine, combine_async and combine_wait (`docs/protocol.md`, section 11, has the same letters).
+batch, c, a, w combine, combine_async and combine_wait (`docs/memory_model.md` has the same letters).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 
-FEW, MANY = EXPRESS_TOKENS, EXPRESS_TOKENS + 1
-"""The most tokens whose rows travel through the express regions, and the fewest whose rows do not."""
+FEW, MANY = LAMPORT_TOKENS, LAMPORT_TOKENS + 1
+"""The most tokens whose rows travel through the Lamport regions, and the fewest whose rows do not."""
 TOKENS = {
     "few": (17, FEW, 1, 200, 0, 96, 333),
     "many": (MANY, MANY + 60, MANY + 33, MANY + 80, MANY + 7, MANY + 71, MANY + 20),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
@@ -18,7 +18,7 @@ from .conftest import connected
 
 def main() -> None:
     for fmt in FORMATS:
-        most = EXPRESS_TOKENS + 1
+        most = LAMPORT_TOKENS + 1
         cfg = EPConfig(2048, 16, 2, most, 1, fmt, timeout_s=100, row_alignment=16, fused_shared_expert=True)
         with connected(cfg, ["cuda:0"], sms=4) as communicators:
             for tokens, split in ((20, False), (20, True), (most, False)):

@@ -17,7 +17,7 @@ from cute_ep.distributed import (
     DistributedEPDispatchMXFP4,
     DistributedEPDispatchNVFP4,
 )
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
 from cute_ep.testing.verify import RoundOptions, check_dispatched, check_round, poisoned_buffers
@@ -26,7 +26,7 @@ from cute_ep.testing.workloads import make_inputs
 from .conftest import connected
 
 HIDDEN = (2048, 2880, 4096, 7168)
-MANY = EXPRESS_TOKENS + 1
+MANY = LAMPORT_TOKENS + 1
 TOKENS = ((0, "uniform"), (1, "zipf"), (7, "masked"), (128, "repeated"), (300, "one_expert"), (MANY, "zipf"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

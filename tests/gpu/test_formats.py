@@ -114,7 +114,7 @@ def test_dispatch_quantises_like_the_local_kernel(fmt: str) -> None:
 
 
 def test_quantize_refuses_bad_input() -> None:
-    """What the host checks is in tests/test_local_ops.py."""
+    """What the host checks is in tests/runtime/test_local_ops.py."""
     with pytest.raises(EPInputError, match=r"input_scale\.device"):
         x = torch.zeros(2, 32, dtype=torch.bfloat16, device="cuda")
         quantize(x, "nvfp4", torch.ones(1), library=str(LIBRARY))

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.testing.compare import assert_bits
 
 from .conftest import connected
 from .layers import Network, fp8_experts, plain_experts
 
 ROOT = Path(__file__).parents[2]
-MANY = EXPRESS_TOKENS + 1
+MANY = LAMPORT_TOKENS + 1
 DEPTH = 4
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.api.config import EPConfig
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS, MAX_PIECES
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MAX_SLICES
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, pieces_for
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, slices_for
 
 from .conftest import connected
 
@@ -61,7 +61,7 @@ def test_bit_exact(devices: list[str], fmt: str, hidden: int, experts: int, top_
 
 @pytest.mark.parametrize("sms", [1, 3, 16])
 def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
-    most = max(EXPRESS_TOKENS, 1000) + 76
+    most = max(LAMPORT_TOKENS, 1000) + 76
     cfg = EPConfig(2048, 128, 8, most, len(devices), "nvfp4", timeout_s=20)
     with connected(cfg, devices, sms=sms) as communicators:
         assert all(communicator.max_ctas <= sms for communicator in communicators)
@@ -70,18 +70,18 @@ def test_sm_budget_does_not_change_bytes(devices: list[str], sms: int) -> None:
             check_round(communicators, make_inputs(cfg, counts, "zipf", seed), RoundOptions(split, seed=seed))
 
 
-ODD_SHAPES = ((1, 0, MAX_PIECES), (7, 0.9, 1), (33, 0.01, 2), (5, 0.3, 16), (MANY, 0.5, 4))
-"""(CTAs at most, share of senders, pieces while tokens are few); senders of every other table are packed."""
+ODD_SHAPES = ((1, 0, MAX_SLICES), (7, 0.9, 1), (33, 0.01, 2), (5, 0.3, 16), (MANY, 0.5, 4))
+"""(CTAs at most, share of senders, slices while tokens are few); senders of every other table are packed."""
 
 
 def odd_tuning(number: int) -> Tuning:
     """Unlike tables for both families, and unlike those of the next number."""
     tables = []
     for turn in (number, number + 2):
-        grid, senders, pieces = ODD_SHAPES[turn % len(ODD_SHAPES)]
-        fewer = min(pieces, max(pieces_for(MANY)))
+        grid, senders, slices = ODD_SHAPES[turn % len(ODD_SHAPES)]
+        fewer = min(slices, max(slices_for(MANY)))
         packed = turn % 2 == 1
-        few = Entry(EXPRESS_TOKENS, grid, senders, pieces, packed)
+        few = Entry(LAMPORT_TOKENS, grid, senders, slices, packed)
         tables.append((few, Entry(MANY, grid, senders, fewer, packed)))
     return Tuning(*tables)
 
@@ -89,7 +89,7 @@ def odd_tuning(number: int) -> Tuning:
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4", "nvfp4_row"])
 def test_launch_shapes_do_not_change_bytes(devices: list[str], fmt: str) -> None:
     """Every rank has its own, and another one in the next round."""
-    sizes = (1, 16, 512, EXPRESS_TOKENS, EXPRESS_TOKENS + 1)
+    sizes = (1, 16, 512, LAMPORT_TOKENS, LAMPORT_TOKENS + 1)
     cfg = EPConfig(2880, 16 * len(devices), 4, max(sizes), len(devices), fmt, timeout_s=20)
     with connected(cfg, devices, tuning=odd_tuning(0)) as communicators:
         for turn, tokens in enumerate(sizes):

@@ -10,12 +10,12 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.scales import (
     ATOM,
     FEW_WORDS,
-    SCATTERED_EXPRESS_WORDS,
+    SCATTERED_LAMPORT_WORDS,
     SCATTERED_WORDS,
     TRANSPOSED,
     has_tiles,
@@ -26,7 +26,7 @@ from cute_ep.testing.workloads import RankInputs, make_inputs
 
 from .conftest import connected
 
-MANY = EXPRESS_TOKENS + 1
+MANY = LAMPORT_TOKENS + 1
 HIDDEN = 4096
 CASES = [
     (name, layout)
@@ -55,8 +55,8 @@ def words_of(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> int:
 def check_tiled(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> None:
     """That a rank has words enough: otherwise these tests would test something else."""
     counts = [one.topk_ids.shape[0] for one in inputs]
-    express = any(0 < tokens <= EXPRESS_TOKENS for tokens in counts)
-    scattered = SCATTERED_EXPRESS_WORDS if express else SCATTERED_WORDS
+    express = any(0 < tokens <= LAMPORT_TOKENS for tokens in counts)
+    scattered = SCATTERED_LAMPORT_WORDS if express else SCATTERED_WORDS
     assert has_tiles(cfg.scales_as, cfg.alignment, cfg.alignment)
     assert words_of(cfg, inputs, rank) > max(scattered * sum(counts), FEW_WORDS if express else 0)
 
@@ -84,10 +84,10 @@ def test_padded_groups_and_shared_expert(devices: list[str], fmt: str, layout: s
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_row"])
-def test_express_sources(devices: list[str], fmt: str) -> None:
+def test_lamport_sources(devices: list[str], fmt: str) -> None:
     """Of ranks with few tokens, all or some; rows that are their own flags and rows that hold words of all ones."""
     cfg = replace(config(len(devices), fmt, ATOM), hidden=7168)
-    few = [EXPRESS_TOKENS - 100 * (rank % 2) for rank in range(len(devices))]
+    few = [LAMPORT_TOKENS - 100 * (rank % 2) for rank in range(len(devices))]
     mixed = [tokens if rank % 2 else MANY + rank for rank, tokens in enumerate(few)]
     with connected(cfg, devices) as communicators:
         for turn, (counts, split, given) in enumerate(product((few, mixed, few), (False, True), (False, True))):
@@ -110,7 +110,7 @@ def test_turns_with_rows_that_are_not_tiled(devices: list[str]) -> None:
 
 
 def test_rows_that_do_not_fit(devices: list[str]) -> None:
-    """A tiled receive without room announces nothing, writes no scale factors, and the next one is whole."""
+    """A tiled receive without room publishes nothing, writes no scale factors, and the next one is whole."""
     cfg = config(len(devices), "nvfp4", ATOM)
     last = len(devices) - 1
     inputs = make_inputs(cfg, counts_of(len(devices), 0), "one_rank", 0)

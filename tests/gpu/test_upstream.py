@@ -1,4 +1,4 @@
-"""Cases of upstream's own tests (`docs/protocol.md`, section 10) that no other file has."""
+"""Cases of the tests of Modular MAX's `ep_comm` that no other file has."""
 
 from __future__ import annotations
 

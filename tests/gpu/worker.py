@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.runtime.connection import connect
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_dispatched, expert_rows, poison, poisoned_buffers
@@ -25,7 +25,7 @@ ROUNDS = 20
 def check_rounds(fmt: str, hidden: int) -> None:
     """ROUNDS rounds with different routing, bit for bit; a rank starts late in some of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    many = max(EXPRESS_TOKENS + 1, 256)
+    many = max(LAMPORT_TOKENS + 1, 256)
     cfg = EPConfig(hidden, 128, 8, many, world, fmt, timeout_s=60)
     with connect(cfg, library=LIBRARY) as communicator:
         for number in range(ROUNDS):

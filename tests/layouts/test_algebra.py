@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from cute_ep.layouts.algebra import eager
 from cute_ep.layouts.algebra.algebra import (
     Layout,
     LayoutError,
@@ -14,7 +15,6 @@ from cute_ep.layouts.algebra.algebra import (
     col_major,
     complement,
     composition,
-    eager,
     flat_divide,
     idx2crd,
     is_injective,

@@ -3,7 +3,7 @@
 import pycute
 import pytest
 
-from cute_ep.layouts.algebra.algebra import algebra
+from cute_ep.layouts.algebra import algebra
 
 
 def test_default_strides_are_products_even_for_extent_1():

@@ -60,7 +60,7 @@ def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) ->
             assert not got.weights.any()
         else:
             assert getattr(got, one.name) is None
-    assert got.return_pieces == want.return_pieces
+    assert got.return_slices == want.return_slices
 
 
 def rows_for(batches: list[Dispatched], cfg: EPConfig, seed: int = 0) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """An input set on the devices: arguments, places for all outputs, and every byte that must be there afterwards.
 
-What is compared together lies in one piece of memory with guards in between, so that a comparison is a few launches
+What is compared together lies in one slice of memory with guards in between, so that a comparison is a few launches
 however many tensors there are. Every byte is POISON before it is written; bytes that no call may touch must stay so.
 """
 
@@ -126,7 +126,7 @@ class Batch:
         self.late_weights: dict[int, torch.Tensor | None] = {}
         self.segments: dict[int, dict[str, Segment]] = {}
         self.buffers: dict[int, DispatchBuffers] = {}
-        self._pieces: dict[int, torch.Tensor] = {}
+        self._slices: dict[int, torch.Tensor] = {}
         for rank, device in devices.items():
             arguments = {"x": xs[rank], "topk_ids": ids[rank], "router_weights": early[rank]}
             if ready is not None:
@@ -144,7 +144,7 @@ class Batch:
             tensors |= {name: segment.view(segment.actual, name) for name in segment.shapes}
             self.buffers[rank] = DispatchBuffers(**tensors)
             own = 0 if cfg.skip_a2a else rank
-            self._pieces[rank] = segment.view(segment.expected, "headers")[own, HeaderWord.RETURN_PIECES]
+            self._slices[rank] = segment.view(segment.expected, "headers")[own, HeaderWord.RETURN_SLICES]
             self.segments[rank] = {"dispatch": segment}
             for mode, made in sums.items():
                 out = Segment({mode: (tuple(made[rank].shape), made[rank].dtype)}, device)
@@ -157,16 +157,16 @@ class Batch:
         return segment.view(segment.actual, mode)
 
     def compare(
-        self, rank: int, modes: Iterable[str], pieces: int, scratch: torch.Tensor, counter: torch.Tensor
+        self, rank: int, modes: Iterable[str], slices: int, scratch: torch.Tensor, counter: torch.Tensor
     ) -> None:
         """Enqueue on the current stream the comparison of a dispatch and of combines, and poison what they wrote.
 
         Args:
-            pieces: what dispatch returned as `return_pieces`.
+            slices: what dispatch returned as `return_slices`.
             scratch: [>= `scratch_bytes`] uint8, overwritten.
             counter: wrong bytes are added to it.
         """
-        self._pieces[rank].fill_(pieces)
+        self._slices[rank].fill_(slices)
         for name in ("dispatch", *modes):
             self.segments[rank][name].compare(scratch, counter)
 
@@ -219,5 +219,5 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
             at = (source, *(index.to(device) for index in mine))
             define("weights", at, want.weights[source, :tokens][mine])
     own = 0 if cfg.skip_a2a else rank
-    segment.view(segment.mask, "headers").view(torch.int32)[own, HeaderWord.RETURN_PIECES] = -1
+    segment.view(segment.mask, "headers").view(torch.int32)[own, HeaderWord.RETURN_SLICES] = -1
     return segment

@@ -12,11 +12,11 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.bench.machine import parse_devices
-from cute_ep.layouts.maps.arena import EXPRESS_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
 from cute_ep.testing.workloads import ROUTINGS
-from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, pieces_for
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, slices_for
 
 SMS_OF_WAITERS = 96
 """SMs of one GPU that all kernels which wait for each other may hold together. The rest is for kernels that stand
@@ -90,7 +90,7 @@ class Deployment:
             "shared expert": cfg.fused_shared_expert,
             "skip_a2a": cfg.skip_a2a,
             "two streams": self.streams,
-            "few and many tokens": cfg.max_tokens_per_rank > EXPRESS_TOKENS,
+            "few and many tokens": cfg.max_tokens_per_rank > LAMPORT_TOKENS,
         }
         return found + [name for name, has in options.items() if has]
 
@@ -132,13 +132,13 @@ def draw_tuning(random: Random) -> Tuning:
             tokens,
             random.choice((1, 2, 3, 8, 33, 128, MANY)),
             random.choice((0, 1 / 8, 1 / 4, 1 / 2, 7 / 8)),
-            random.choice(pieces_for(tokens)),
+            random.choice(slices_for(tokens)),
             random.random() < 0.3,
             random.choice((1, 8, MANY)),
             random.choice((2, 4, 34)),
         )
 
-    few = sorted({random.choice((1, 16, 64, 256)), EXPRESS_TOKENS})
+    few = sorted({random.choice((1, 16, 64, 256)), LAMPORT_TOKENS})
     tables = [tuple(entry(tokens) for tokens in (*few, MANY)) for _ in range(2)]
     return Tuning(*tables)
 
@@ -148,7 +148,7 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
     fmt = FORMATS[random.choice(sorted(FORMATS))]
     local = random.choice((1, 2, 3, 4, 8, 16, 32))
     top_k = min(local * ranks, random.choice((1, 2, 2, 3, 4, 4, 6, 8, 8, 17, 32)))
-    least = random.choice((1, 1, 65, 300, EXPRESS_TOKENS, EXPRESS_TOKENS + 1))
+    least = random.choice((1, 1, 65, 300, LAMPORT_TOKENS, LAMPORT_TOKENS + 1))
     unit = lcm(fmt.block, VECTOR_BYTES * 8 // fmt.bits)
     room = row_bytes // (2 * ranks * top_k)  # tokens x elements
     widths = [unit * random.choice((1, 2, 3, 5, 11)), *(width for width in WIDTHS if not width % unit)]
@@ -176,7 +176,7 @@ def _inputs(random: Random, cfg: EPConfig) -> InputSet:
     most = cfg.max_tokens_per_rank
 
     def count() -> int:
-        return random.choice((0, 1, most, most, min(most, EXPRESS_TOKENS), random.randint(0, most)))
+        return random.choice((0, 1, most, most, min(most, LAMPORT_TOKENS), random.randint(0, most)))
 
     tokens = [count()] * cfg.world_size if cfg.skip_a2a else [count() for _ in range(cfg.world_size)]
     weights_at = random.choice(("dispatch", "dispatch", "dispatch", "combine", "nowhere"))

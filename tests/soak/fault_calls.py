@@ -24,7 +24,7 @@ from cute_ep.runtime.connection import connect_local, connected
 from .group import TIMEOUT_S, Group, expect, group_of, small_config, small_input, sms_for
 from .programs import draw_program, enqueue
 
-BLANKS = (-1, 0x7FC0, 0x7F80)
+SENTINELS = (-1, 0x7FC0, 0x7F80)
 """As bfloat16: all bits set, as in a word that has not arrived; a quiet NaN; infinity."""
 ROOM = 3 << 30
 """Bytes that are left free on a GPU on which too much is allocated then."""
@@ -53,7 +53,7 @@ def nan_everywhere(devices: Sequence[str], library: Path | None) -> str:
     """Every element of tokens, weights and rows is no number: the reference's bytes, and the next round is right."""
     random = Random(2)
     for fmt in ("bf16", "fp8", "mxfp8", "nvfp4", "nvfp4_row"):
-        given = [small_input(len(devices), bits=bits) for bits in BLANKS]
+        given = [small_input(len(devices), bits=bits) for bits in SENTINELS]
         with connected(
             small_config(len(devices), fmt), devices, sms=sms_for(devices), library=library
         ) as communicators:
@@ -78,8 +78,8 @@ def two_communicators(devices: Sequence[str], library: Path | None) -> str:
                 made.append((program, [{} for _ in range(ranks)]))
                 runs += [lane.run(program, group.batches, made[-1][1][lane.rank]) for lane in group.lanes]
             enqueue(random, runs, by_steps=True)
-            for group, (program, pieces) in zip(groups, made, strict=True):
-                group.compare(dict(enumerate(pieces)), program.modes(0))
+            for group, (program, slices) in zip(groups, made, strict=True):
+                group.compare(dict(enumerate(slices)), program.modes(0))
         for group in groups:
             group.check_right()
     return "right bytes"
@@ -114,12 +114,12 @@ def late(devices: Sequence[str], library: Path | None) -> str:
             batch = group.batches[0]
             with lane.on("dispatch"):
                 made = lane.communicator.dispatch(**batch.arguments[rank], out=batch.buffers[rank])
-            pieces[rank] = {0: made.return_pieces}
+            slices[rank] = {0: made.return_slices}
 
     with group_of(devices, library, small_input(len(devices))) as group:
-        pieces: dict[int, dict[int, int]] = {}
+        slices: dict[int, dict[int, int]] = {}
         dispatch_late(group, TIMEOUT_S / 2)
-        group.compare(pieces, [])
+        group.compare(slices, [])
         group.check_right()
         group.round(Random(5))
         dispatch_late(group, TIMEOUT_S * 2)
@@ -131,7 +131,7 @@ def late(devices: Sequence[str], library: Path | None) -> str:
             pass
         else:
             group.wait()
-            group.compare(pieces, [])
+            group.compare(slices, [])
             torch.cuda.synchronize(devices[last])
             assert not int(group.counters[last]), f"the late rank has {int(group.counters[last])} wrong bytes"
     with group_of(devices, library, small_input(len(devices))) as group:

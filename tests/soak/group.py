@@ -55,11 +55,11 @@ class Group:
         """Go on with these, of the same configuration and devices."""
         self.lanes = [Lane(communicator, two_streams=False) for communicator in communicators]
 
-    def compare(self, pieces: dict[int, dict[int, int]], modes: Sequence[str]) -> None:
-        """Enqueue the comparison of what `pieces` (by rank and batch) says was dispatched, and combined in `modes`."""
+    def compare(self, slices: dict[int, dict[int, int]], modes: Sequence[str]) -> None:
+        """Enqueue the comparison of what `slices` (by rank and batch) says was dispatched, and combined in `modes`."""
         for lane in self.lanes:
             with lane.on("dispatch"):
-                for index, made in pieces[lane.rank].items() or [(0, 0)]:
+                for index, made in slices[lane.rank].items() or [(0, 0)]:
                     scratch, counter = self.scratch[lane.rank], self.counters[lane.rank]
                     self.batches[index].compare(lane.rank, modes, made, scratch, counter[0])
 
@@ -102,9 +102,9 @@ class Group:
         """One round of an input set, compared: in halves or fused, some modes; errors as the calls raise them."""
         some = self.batches[index : index + 1]
         program = draw_program(random, some, some[0].cfg.world_size, delays=False)  # the same in all processes
-        pieces: dict[int, dict[int, int]] = {rank: {} for rank in self.devices}
-        enqueue(random, [lane.run(program, some, pieces[lane.rank]) for lane in self.lanes], by_steps=True)
-        self.compare({rank: {index: made[0]} for rank, made in pieces.items()}, program.modes(0))
+        slices: dict[int, dict[int, int]] = {rank: {} for rank in self.devices}
+        enqueue(random, [lane.run(program, some, slices[lane.rank]) for lane in self.lanes], by_steps=True)
+        self.compare({rank: {index: made[0]} for rank, made in slices.items()}, program.modes(0))
         self.check_right()
 
 

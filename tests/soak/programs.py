@@ -134,12 +134,12 @@ class Lane:
         """Makes the phase's stream current."""
         return torch.cuda.stream(self.streams[phase]) if self.streams else nullcontext()
 
-    def run(self, program: Program, batches: Sequence[Batch], pieces: dict[int, int]) -> Iterator[None]:
+    def run(self, program: Program, batches: Sequence[Batch], slices: dict[int, int]) -> Iterator[None]:
         """Enqueue this rank's calls of a program, one at a time. Only kernels that have been launched before: the host
         must not wait here, as other ranks have not been called yet.
 
         Args:
-            pieces: set to what dispatch returned as `return_pieces`, by batch.
+            slices: set to what dispatch returned as `return_slices`, by batch.
         """
         if self.forks:
             self.streams["combine"].wait_stream(self.streams["dispatch"])
@@ -153,7 +153,7 @@ class Lane:
                         torch.cuda._sleep(cycles)
                     self._call(step, batches[step.batch], number in joined, pending, received)
             if step.operation == "dispatch_wait":
-                pieces[step.batch] = received[step.batch].return_pieces
+                slices[step.batch] = received[step.batch].return_slices
                 if self.forks:
                     self.streams["combine"].wait_stream(self.streams["dispatch"])
             yield
@@ -178,12 +178,12 @@ class Lane:
         else:
             pending[step[1:]] = communicator.combine_async(batch.rows[rank], received[index], step.mode)
 
-    def capture(self, program: Program, batches: Sequence[Batch], pieces: dict[int, int]) -> torch.cuda.CUDAGraph:
+    def capture(self, program: Program, batches: Sequence[Batch], slices: dict[int, int]) -> torch.cuda.CUDAGraph:
         """`run` as a graph."""
         graph = torch.cuda.CUDAGraph()
         with self.on("dispatch"):
             graph.capture_begin()
-            for _ in self.run(program, batches, pieces):
+            for _ in self.run(program, batches, slices):
                 pass
             graph.capture_end()
         return graph

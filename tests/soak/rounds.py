@@ -47,11 +47,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Captured:
-    """A program as a graph a rank, and per rank the `return_pieces` of its batches."""
+    """A program as a graph a rank, and per rank the `return_slices` of its batches."""
 
     program: Program
     graphs: Sequence[torch.cuda.CUDAGraph]
-    pieces: Sequence[dict[int, int]]
+    slices: Sequence[dict[int, int]]
 
 
 def run_deployment(
@@ -182,9 +182,9 @@ class _Soak:
 
     def _capture(self) -> Captured:
         program = draw_program(self.random, self.batches, len(self.lanes), delays=True)
-        pieces: list[dict[int, int]] = [{} for _ in self.lanes]
-        graphs = [lane.capture(program, self.batches, pieces[lane.rank]) for lane in self.lanes]
-        return Captured(program, graphs, pieces)
+        slices: list[dict[int, int]] = [{} for _ in self.lanes]
+        graphs = [lane.capture(program, self.batches, slices[lane.rank]) for lane in self.lanes]
+        return Captured(program, graphs, slices)
 
     def _burst(self, number: int) -> tuple[str, Program]:
         """Enqueue the calls of one burst on all ranks, and the comparison of what they wrote; (how, what)."""
@@ -198,19 +198,19 @@ class _Soak:
             replaying = [not mixed or random.random() < 0.5 for _ in self.lanes]
         if self.deployment.on_gpu and random.random() < 0.2:
             random.choice(self.lanes).communicator.tuning = draw_tuning(random)
-        pieces: list[dict[int, int]] = [{} for _ in self.lanes]
+        slices: list[dict[int, int]] = [{} for _ in self.lanes]
         runs = []
         for lane, replays in zip(self.lanes, replaying, strict=True):
             if old is not None and replays:
-                pieces[lane.rank] = old.pieces[lane.rank]
+                slices[lane.rank] = old.slices[lane.rank]
                 runs.append(_replay(lane, old.graphs[lane.rank]))
             else:
-                runs.append(lane.run(program, self.batches, pieces[lane.rank]))
+                runs.append(lane.run(program, self.batches, slices[lane.rank]))
         enqueue(random, runs, by_steps=not self.deployment.on_gpu or random.random() < 0.5)
         for lane in self.lanes:  # only now: every rank has been called, so none waits for the host
             with lane.on("dispatch"):
                 for index in program.batches:
-                    batch, made = self.batches[index], pieces[lane.rank][index]
+                    batch, made = self.batches[index], slices[lane.rank][index]
                     counter = self.counters[lane.rank][number]
                     batch.compare(lane.rank, program.modes(index), made, self.scratch[lane.rank], counter)
         how = "calls" if not any(replaying) else "replays" if all(replaying) else "calls and replays"

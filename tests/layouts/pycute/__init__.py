@@ -17,7 +17,7 @@ our library has no use for are written here, from their documented meaning.
 from abc import ABCMeta
 from math import prod
 
-from cute_ep.layouts.algebra.algebra import algebra
+from cute_ep.layouts.algebra import algebra
 
 __all__ = [
     "Integer",

@@ -1,0 +1,384 @@
+"""A GPU without a GPU: what the host launches is recorded, tensors lie on the CPU.
+
+The fixtures, which `tests/conftest.py` gives to all tests:
+
+    make_rank         makes a rank of a group whose peers are absent
+    rank              rank 0 of two in NVFP4
+    launches          what ranks have launched, the first launch first: `launches.last("combine_wait").arguments["out"]`
+    local_launches    the same of `quantize`, `fused_silu` and `copy_bytes`
+    gpus              GPUS GPUs for `connect_local`, on which a communicator is no more than its arguments
+
+Names of arguments are compared with the parameters of the kernels' sources, so a kernel and its caller cannot drift
+apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.layouts.maps.routing import Phase
+from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
+from cute_ep.runtime import communicator as communicator_module
+from cute_ep.runtime import connection, driver, local_ops, status
+from cute_ep.runtime.communicator import Communicator, load_kernels
+from cute_ep.tuning.builtin import built_in
+
+ARCH = "sm_90a"
+MAX_CTAS = 64
+"""CTAs that are resident together on the GPU of a rank that `make_rank` makes."""
+STREAM = 7
+"""Raw handle of the only stream."""
+ARENA_STEP = 4096
+"""Rank r's arena is at (r + 1) * ARENA_STEP."""
+
+CFG = EPConfig(hidden=128, num_experts=8, top_k=2, max_tokens_per_rank=16, world_size=2, dispatch_format="nvfp4")
+"""The deployment of every test that names no other one."""
+SHARED_EXPERT = replace(CFG, fused_shared_expert=True)
+SKIP_A2A = replace(CFG, skip_a2a=True)
+HOOKS = Hooks("a:epilogue", "a:weights", "a:scale")
+
+
+# ---- what was launched
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+        arguments: parameters that the host has set, in this launch or by binding them before.
+        parameters: all that the kernel has; those that are not set are 0.
+        early: whether it may start before the launch before it has ended.
+    """
+
+    variant: Variant
+    grid: int
+    arguments: dict[str, int]
+    stream: int
+    early: bool = False
+    parameters: frozenset[str] = frozenset()
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, without format and hooks: "dispatch", "combine_wait_exact"."""
+        return self.variant.kernel
+
+    @property
+    def unset(self) -> set[str]:
+        """Parameters that the host has left to be 0."""
+        return set(self.parameters) - set(self.arguments)
+
+    def holds(self, arguments: Mapping[str, int]) -> bool:
+        """Whether it has these arguments among others."""
+        return self.arguments.items() >= arguments.items()
+
+    def values(self, *names: str) -> tuple[int, ...]:
+        """Arguments by name, all of which are set."""
+        return tuple(self.arguments[name] for name in names)
+
+
+class Launches:
+    """All launches, the first one first. A prefix of a kernel's name stands for the kernels that begin with it."""
+
+    def __init__(self) -> None:
+        self._all: list[Launch] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Launch]:
+        return iter(self._all)
+
+    def add(self, launch: Launch) -> None:
+        self._all.append(launch)
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels in the order of their launches."""
+        return [launch.kernel for launch in self]
+
+    def of(self, prefix: str) -> list[Launch]:
+        """The launches of some kernels."""
+        return [launch for launch in self if launch.kernel.startswith(prefix)]
+
+    def first(self, prefix: str = "") -> Launch:
+        """The first launch, or the first one of some kernels."""
+        return self.of(prefix)[0]
+
+    def last(self, prefix: str = "") -> Launch:
+        """The last launch, or the last one of some kernels."""
+        return self.of(prefix)[-1]
+
+    def only(self, prefix: str = "") -> Launch:
+        """The launch, or the one of some kernels, of which there is no other."""
+        (launch,) = self.of(prefix)
+        return launch
+
+    def values(self, name: str) -> list[int | None]:
+        """An argument in all launches, None in those that do not set it."""
+        return [launch.arguments.get(name) for launch in self]
+
+    @contextmanager
+    def forbidden(self) -> Iterator[None]:
+        """Nothing is launched in this block."""
+        before = len(self)
+        yield
+        assert self.kernels[before:] == [], "launched where nothing may be launched"
+
+    @contextmanager
+    def new(self) -> Iterator[Launches]:
+        """Those of this block, once it has ended."""
+        before, made = len(self), Launches()
+        yield made
+        made._all.extend(self._all[before:])
+
+
+@cache
+def parameters_of(kernel: str) -> frozenset[str]:
+    """Names of the parameters of a kernel of dispatch or combine, from its source."""
+    from cute_ep.kernels.combine import CombineArgs
+    from cute_ep.kernels.dispatch import DispatchArgs
+
+    return frozenset(field.name for field in dataclasses.fields(CombineArgs if "combine" in kernel else DispatchArgs))
+
+
+class RecordingKernel:
+    """`driver.Kernel` that records its launches, and takes no argument that the kernel lacks or that was bound."""
+
+    def __init__(self, entry: SimpleNamespace, launches: Launches) -> None:
+        self.variant: Variant = entry.variant
+        self.launches = launches
+        self.constants: dict[str, int] = {}
+
+    def bind(self, constants: Mapping[str, int]) -> None:
+        assert set(constants) <= parameters_of("dispatch") | parameters_of("combine")
+        names = parameters_of(self.variant.kernel)
+        self.constants |= {name: value for name, value in constants.items() if name in names}
+
+    def bound(self, constants: Mapping[str, int]) -> RecordingKernel:
+        other = copy.copy(self)
+        other.constants = dict(self.constants)
+        other.bind(constants)
+        return other
+
+    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
+        names = parameters_of(self.variant.kernel)
+        bound_again = set(arguments) & set(self.constants)
+        assert not bound_again, f"{self.variant.symbol} is bound to {bound_again}"
+        arguments = self.constants | dict(arguments)
+        assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
+        assert all(type(value) is int for value in arguments.values())
+        self.launches.add(Launch(self.variant, grid, arguments, stream, early, names))
+
+    def unload(self) -> None:
+        pass
+
+
+# ---- what a rank is made of
+
+
+class PlainHostMemory:
+    """`driver.HostMemory` in ordinary memory. `gone` is what others own once it was freed."""
+
+    def __init__(self, words: int) -> None:
+        self.words = (ctypes.c_uint32 * words)()
+        self.address = ctypes.addressof(self.words)
+
+    def free(self) -> None:
+        self.gone, self.words = self.words, type(self.words)(*self.words)
+
+
+class PlainArena:
+    """`driver.DeviceMemory` that is an address, and the words that the host has stored, by offset."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.stored: dict[int, list[int]] = {}
+
+    def store(self, offset: int, words: list[int]) -> None:
+        self.stored[offset] = list(words)
+
+
+class EveryVariant:
+    """A library that has whatever is asked for, as `Library.find` names it."""
+
+    def find(self, kernel: str, arch: str, fmt: str | None = None, hooks: Hooks = NO_HOOKS) -> SimpleNamespace:
+        return SimpleNamespace(variant=Variant(kernel, arch, fmt, hooks.of_kernel(kernel)))
+
+
+def arena_address(rank: int) -> int:
+    """Where the arena of a rank is, as all ranks see it."""
+    return ARENA_STEP * (1 + rank)
+
+
+def report(rank: Communicator, phase: Phase, index: int, expected: int, seen: int, *, peer: int | None = None) -> None:
+    """Store what a kernel of `rank` would: the phase in which it gave up waiting for `peer` (itself, unless another one
+    is given), or what is wrong with its input. Kernels know these places: a record of four words for each peer, then
+    one for expert ids and one for rows that do not fit."""
+    peers = [rank.rank] if rank.cfg.skip_a2a else list(range(rank.cfg.world_size))
+    behind_peers = {Phase.EXPERT_ID: 0, Phase.ROW_CAPACITY: 1}
+    if phase in behind_peers:
+        record = len(peers) + behind_peers[phase]
+    else:
+        record = peers.index(rank.rank if peer is None else peer)
+    rank._status.memory.words[4 * record : 4 * record + 4] = [phase, index, expected, seen]
+
+
+MakeRank = Callable[..., Communicator]
+
+
+@pytest.fixture
+def launches() -> Launches:
+    """What ranks of `make_rank` have launched."""
+    return Launches()
+
+
+@pytest.fixture
+def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
+    """make_rank(cfg=CFG, rank=0, hooks=NO_HOOKS, shared=False): a rank whose peers are absent, the only one on its GPU
+    unless it is `shared`."""
+    pytest.importorskip("cutlass")
+    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
+    cuda = SimpleNamespace(
+        Stream=lambda device: stream,
+        current_stream=lambda device: stream,
+        current_device=lambda: None,
+        synchronize=lambda device=None: None,
+        device=lambda device: nullcontext(),
+        stream=lambda stream: nullcontext(),
+    )
+    for name, fake in {
+        "torch": SimpleNamespace(**{**vars(torch), "cuda": cuda}),
+        "current_stream": lambda ordinal: cuda.current_stream(ordinal).cuda_stream,
+        "Kernel": lambda entry: RecordingKernel(entry, launches),
+        "architecture": lambda device: ARCH,
+    }.items():
+        monkeypatch.setattr(communicator_module, name, fake)
+    monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
+
+    def make(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False) -> Communicator:
+        device, peers = torch.device("cpu"), [rank] if cfg.skip_a2a else range(cfg.world_size)
+        return Communicator(
+            cfg,
+            rank,
+            device,
+            PlainArena(arena_address(rank)),
+            [arena_address(peer) for peer in peers],
+            kernels=load_kernels(cfg, device, EveryVariant(), hooks),
+            hooks=hooks,
+            max_ctas=MAX_CTAS,
+            tuning=built_in(cfg, MAX_CTAS),
+            shared_device=shared,
+            group=None,
+            release=lambda communicator: communicator.free(),
+        )
+
+    return make
+
+
+@pytest.fixture
+def rank(make_rank: MakeRank) -> Communicator:
+    """Rank 0 of two in NVFP4."""
+    return make_rank()
+
+
+def inputs(tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random x, topk_ids and router_weights of a rank of CFG."""
+    ids = torch.randint(0, CFG.num_experts, (tokens, CFG.top_k), dtype=torch.int32)
+    return torch.randn(tokens, CFG.hidden).bfloat16(), ids, torch.rand(tokens, CFG.top_k)
+
+
+def expert_rows(batch: DispatchBuffers) -> torch.Tensor:
+    """Zeros for all rows of a batch."""
+    return torch.zeros(batch.src_info.shape[0], CFG.hidden, dtype=torch.bfloat16)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """The argument that a tensor becomes."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# ---- local operations
+
+
+@pytest.fixture
+def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """What the local operations have launched; the CPU stands for a GPU on which LOCAL_CTAS CTAs are resident."""
+    found = Launches()
+
+    def kernel(device: int, name: str, fmt: str, folder: str | None) -> SimpleNamespace:
+        def launch(grid: int, arguments: dict[str, int], stream: int) -> None:
+            found.add(Launch(Variant(name, ARCH, fmt), grid, arguments, stream))
+
+        return SimpleNamespace(launch=launch)
+
+    cuda = SimpleNamespace(
+        device=lambda device: nullcontext(), current_stream=lambda device: SimpleNamespace(cuda_stream=0)
+    )
+    monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(local_ops, "_kernel", kernel)
+    monkeypatch.setattr(local_ops, "resident_ctas", lambda device: LOCAL_CTAS)
+    monkeypatch.setattr(local_ops, "_on_gpu", lambda name, tensor: True)
+    return found
+
+
+LOCAL_CTAS = 8
+
+
+# ---- the driver
+
+
+def replace_driver(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., tuple]) -> list[int]:
+    """A driver that loads every kernel; returns the list of what they may have of shared memory."""
+    done, allowed = driver.driver.CUresult.CUDA_SUCCESS, []
+
+    def allow(function: int, attribute: driver.driver.CUfunction_attribute, value: int) -> tuple:
+        allowed.append(value)
+        return (done,)
+
+    for name in ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
+        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
+    monkeypatch.setattr(driver.driver, "cuFuncSetAttribute", allow)
+    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
+    return allowed
+
+
+# ---- a machine
+
+
+GPU, GPUS, SMS = "NVIDIA H200", 4, 132
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUS of SMS SMs each, on which a communicator is no more than its arguments."""
+    for name, fake in {
+        "enable_all_peers": lambda devices: None,
+        "load_kernels": lambda *args: {},
+        "load_local_kernels": lambda devices, library: None,
+        "unload_kernels": lambda kernels, device: None,
+        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
+        "resident_ctas": driver.resident_ctas.__wrapped__,
+        "Communicator": lambda *args, **options: SimpleNamespace(**options, free=None),
+    }.items():
+        monkeypatch.setattr(connection, name, fake)
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    for name, fake in {
+        "current_device": lambda: 0,
+        "get_device_name": lambda device: GPU,
+        "get_device_properties": lambda device: properties,
+        "device_count": lambda: GPUS,
+    }.items():
+        monkeypatch.setattr(connection.torch.cuda, name, fake)

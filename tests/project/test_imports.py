@@ -1,0 +1,159 @@
+"""Imports go one way: layouts, then kernels, then cute_ep, and inside each from room to room in the order of ROOMS.
+Read from the sources, so no module needs to run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = (
+    "cute_ep.layouts.maps",
+    "cute_ep.layouts.algebra",
+    "cute_ep.layouts.tiles",
+    "cute_ep.layouts",
+    "cute_ep.kernels.device",
+    "cute_ep.kernels.hooks",
+    "cute_ep.kernels.codec",
+    "cute_ep.kernels.roles",
+    "cute_ep.kernels",
+    "cute_ep.api",
+    "cute_ep.aot",
+    "cute_ep.tuning",
+    "cute_ep.reference",
+    "cute_ep.runtime",
+    "cute_ep.testing",
+    "cute_ep.bench",
+    "cute_ep.cli",
+    "cute_ep",
+)
+"""Each may import itself and those before it."""
+DSL_FILES = {"layouts/algebra/eager.py", "layouts/tiles/device_tile.py"}
+"""Files of `layouts` that bridge to the CuTe DSL."""
+BUILD_FILE = "cute_ep/aot/build.py"
+"""The one file of the runtime that may import kernels or the DSL."""
+TORCH_STACK = {"torch", "cuda", "rich"}
+
+
+def sources() -> list[str]:
+    found = [path for folder in ("cute_ep", "kernels", "layouts") for path in (ROOT / folder).rglob("*.py")]
+    inside = [path.relative_to(ROOT).as_posix() for path in found]
+    return sorted(path for path in inside if not path.startswith(("cute_ep/kernels/", "cute_ep/layouts/")))
+
+
+def module_of(path: str) -> str:
+    """The dotted name of a file, a package's for its __init__.py."""
+    parts = Path(path).with_suffix("").parts
+    return ".".join([*(() if parts[0] == "cute_ep" else ("cute_ep",)), *parts]).removesuffix(".__init__")
+
+
+def imports(path: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import statement of a file, also those inside functions."""
+    package = module_of(path) if path.endswith("__init__.py") else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse((ROOT / path).read_text(), path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def room_of(name: str) -> int:
+    """Number of the first, so innermost, room that a dotted name is in."""
+    return min(number for number, room in enumerate(ROOMS) if within(name, room))
+
+
+def allowed(path: str, name: str) -> bool:
+    """Whether the file at `path` may import `name`."""
+    folder = Path(path).parts[0]
+    if name.split(".")[0] in sys.stdlib_module_names:
+        return True
+    if within(name, "cutlass"):
+        return folder == "kernels" or path in (*DSL_FILES, BUILD_FILE)
+    if not within(name, "cute_ep"):
+        return folder == "cute_ep" and name.split(".")[0] in TORCH_STACK
+    if folder == "cute_ep" and within(name, "cute_ep.kernels") and path != BUILD_FILE:
+        return False
+    return name == "cute_ep" or name == "cute_ep.__version__" or room_of(name) <= room_of(module_of(path))
+
+
+def violations(path: str) -> list[str]:
+    return [f"{path}:{line} imports {name}" for line, name in imports(path) if not allowed(path, name)]
+
+
+@pytest.mark.parametrize("path", sources())
+def test_direction(path: str) -> None:
+    assert not violations(path)
+
+
+def test_every_room_says_what_it_is() -> None:
+    for folder in {Path(path).parent for path in sources()}:
+        assert ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())), folder
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("layouts/maps/formats.py", "torch"),
+        ("layouts/maps/formats.py", "cutlass"),
+        ("layouts/maps/arena.py", "cute_ep.layouts.algebra.layout.Layout"),
+        ("layouts/maps/arena.py", "cute_ep.kernels.device.block"),
+        ("layouts/maps/arena.py", "cute_ep.api.config"),
+        ("kernels/device/sync.py", "cute_ep.kernels.roles.route"),
+        ("kernels/roles/route.py", "cute_ep.kernels.dispatch"),
+        ("kernels/roles/dispatch_send.py", "torch"),
+        ("kernels/roles/dispatch_send.py", "cute_ep.api.config"),
+        ("kernels/roles/dispatch_send.py", "layouts.formats"),
+        ("cute_ep/tuning/builtin.py", "cute_ep.kernels.device.block.launch_config"),
+        ("cute_ep/aot/library.py", "cutlass"),
+        ("cute_ep/reference/backend.py", "cute_ep.runtime.driver.check"),
+        ("cute_ep/runtime/connection.py", "cute_ep.bench.machine.parse_devices"),
+        ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
+        ("cute_ep/api/config.py", "cute_ep.reference.formats"),
+        ("cute_ep/cli/main.py", "kernels.block"),
+        ("cute_ep/cli/main.py", "layouts.formats"),
+        ("cute_ep/cli/main.py", "numpy"),
+    ],
+)
+def test_the_rule_forbids(path: str, name: str) -> None:
+    assert (ROOT / path).exists() and not allowed(path, name)
+
+
+@pytest.mark.parametrize("path", sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")))
+def test_no_bare_folder_names(path: str) -> None:
+    """`import kernels` works from the repository root and would load every file a second time."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(), path)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        assert not [name for name in names if name.split(".")[0] in ("kernels", "layouts")], path
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("cute_ep", ("torch", "cutlass", "cuda", "rich")),
+        ("cute_ep.layouts", ("torch", "cutlass", "cuda")),
+        ("cute_ep.aot.library", ("torch", "cutlass", "cuda")),
+        ("cute_ep.api.config", ("torch", "cutlass", "cuda")),
+        ("cute_ep.aot.build", ("torch", "cutlass", "cuda")),
+        ("cute_ep.reference", ("cutlass",)),
+        ("cute_ep.reference.backend", ("cutlass", "cute_ep.runtime.driver")),
+    ],
+)
+def test_light_imports(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted({set(absent)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

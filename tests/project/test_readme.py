@@ -1,0 +1,221 @@
+"""The README's code runs as printed, what it states as numbers is what the code computes, and tests that documents name
+exist."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.dispatched import buffer_shapes
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.runtime import local_ops
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+ARENA = re.search(r"```python\n(.*?)```", (DOCS / "reference.md").read_text(), re.DOTALL)
+
+
+def test_guide_runs(tmp_path: Path) -> None:
+    """The layer of docs/use.md runs as printed, the rest of its code is Python."""
+    layer, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", layer], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(others) == 2
+    for code in others:
+        compile(code, "docs/use.md", "exec")
+
+
+def test_what_the_tour_points_at_is_there() -> None:
+    """Every file, and in it every class and function that it names."""
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    files = re.findall(r"`([\w/]+\.py)`", tour)
+    assert len(files) > 30 and all((ROOT / file).exists() for file in files)
+    named = re.findall(r"`([\w/]+\.py)` `([\w.]+)`", tour)
+    assert len(named) > 20
+    for file, name in named:
+        for part in name.split("."):
+            assert re.search(rf"^\s*(def|class) {part}\b", (ROOT / file).read_text(), re.MULTILINE), (file, name)
+
+
+def test_files_that_the_lessons_name_are_there() -> None:
+    files = re.findall(r"`([\w/]+\.py)`", (DOCS / "lessons.md").read_text())
+    assert len(files) > 15 and all((ROOT / file).exists() for file in files)
+
+
+def test_lessons_that_others_name_are_there() -> None:
+    """Code and documents point at a lesson by its heading."""
+    headings = re.findall(r"^### (.*)$", (DOCS / "lessons.md").read_text(), re.MULTILINE)
+    pages = [
+        *DOCS.glob("*.md"),
+        *(path for folder in ("layouts", "kernels", "cute_ep") for path in (ROOT / folder).rglob("*.py")),
+    ]
+    named = [name for page in pages for name in re.findall(r'lessons\.md[`)]+,\s+"([^"]+)"', page.read_text())]
+    assert len(named) > 4
+    for name in named:
+        assert " ".join(name.split()) in headings, name
+
+
+def test_examples_run(tmp_path: Path) -> None:
+    """The README's blocks, each after those before it, as a reader pastes them."""
+    assert len(BLOCKS) == 2
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 22
+    wanted = "assert inner.shape == (len(batch.tokens), 512) and payload.shape == (len(batch.tokens), 256)"
+    code = "\n".join([*BLOCKS, wanted])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("ranks", "experts", "top_k", "tokens", "hidden"),
+    [(4, 256, 8, 128, 7168), (4, 256, 8, 4096, 7168), (1, 1, 1, 1, 32), (7, 21, 3, 129, 2880), (32, 1024, 32, 11, 96)],
+)
+def test_memory_formula(fmt: str, ranks: int, experts: int, top_k: int, tokens: int, hidden: int) -> None:
+    names: dict[str, Any] = {}
+    assert ARENA
+    exec(ARENA[1], names)
+    record = FORMATS[fmt]
+    hidden = -(-hidden // 128) * 128 if record.block == 128 else hidden
+    row = (record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes)
+    for alone in (False, True):
+        cfg = EPConfig(hidden, experts, top_k, tokens, ranks, fmt, skip_a2a=alone)
+        assert names["arena_bytes"](cfg.peers, experts // ranks, top_k, tokens, hidden, *row) == memory_bytes(cfg)
+
+
+def test_memory_in_numbers() -> None:
+    """MiB for the three formats at 128 and at 4096 tokens, large ones to two digits; and the largest output buffer."""
+    small, large = ([config(fmt, tokens) for fmt in ("bf16", "fp8", "nvfp4")] for tokens in (128, 4096))
+    mib = [memory_bytes(cfg) / 2**20 for cfg in small]
+    assert ", ".join(f"{size:.0f}" for size in mib[:2]) == "44, 38" and f"\n{mib[2]:.0f} MiB (`bf16`, `fp8`" in TEXT
+    assert ", ".join(f"{round(memory_bytes(cfg) / 2**20, -1):.0f}" for cfg in large) + " MiB for 4096" in TEXT
+    rows = large[0].max_rows
+    text = (DOCS / "reference.md").read_text()
+    assert f"{rows} rows, {rows * 2 * 7168 / 2**30:.2f} GiB" in text
+
+
+def config(fmt: str, tokens: int) -> EPConfig:
+    """The deployment that the numbers are of."""
+    return EPConfig(7168, 256, 8, tokens, 4, fmt)
+
+
+def test_options_of_swiglu_that_are_named_exist() -> None:
+    for name in ("interleaved", "alpha", "limit", "scales_offsets", "scale_layout"):
+        assert name in inspect.signature(local_ops.fused_silu).parameters and re.search(rf"[`(]{name}[=`]", TEXT), name
+
+
+def test_table_says_what_each_format_is() -> None:
+    section = (DOCS / "reference.md").read_text().partition("## What dispatch returns")[0]
+    rows = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
+    assert list(rows)[1:] == list(FORMATS)
+    element = {"bf16": "bfloat16", "e4m3": "8-bit e4m3", "e2m1": "4-bit e2m1"}
+    for fmt in FORMATS.values():
+        _, _, payload, scales, _, places, alignment, _ = (cell.strip() for cell in rows[fmt.name].split("|"))
+        assert payload == element[fmt.element]
+        assert places == ", ".join(f"`{name}`" for name in fmt.scale_layouts)
+        assert alignment == str(fmt.row_alignment)
+        assert (scales == "none") == (fmt.scale is None)
+        assert ("per tensor" in scales, "per row" in scales) == (fmt.global_scale, fmt.row_scale)
+    for fmt, multiple in {"bf16": 8, "fp8": 128, "nvfp4": 32, "mxfp4": 32, "mxfp8": 32}.items():
+        FORMATS[fmt].check_hidden(multiple)
+        for less in range(1, multiple):
+            with pytest.raises(ValueError, match="hidden = "):
+                FORMATS[fmt].check_hidden(less)
+    assert all(arch in TEXT for arch in ARCHITECTURES) and all(f"`{fmt}`" in TEXT for fmt in FORMATS)
+
+
+def cells_of(name: str) -> list[str]:
+    """The cells of docs/reference.md behind a name, which may stand beside others."""
+    rows = [line.strip("|").split("|") for line in (DOCS / "reference.md").read_text().splitlines() if line[:1] == "|"]
+    (row,) = (row for row in rows if name in row[0].strip().split(", "))
+    return [cell.strip() for cell in row[1:]]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("hidden", [896, 7168, 96])
+def test_tables_of_shapes_and_bytes(fmt: str, hidden: int) -> None:
+    """What dispatch returns, and bytes of a row."""
+    if hidden % FORMATS[fmt].block:
+        return
+    record, words = FORMATS[fmt], -(-hidden // (64 if fmt.startswith("nvfp4") else 128))
+    tokens, first, linear = cells_of(fmt)
+    assert "for `nvfp4_row` `row_scales` [C] bfloat16." in " ".join((DOCS / "reference.md").read_text().split())
+    row_scales = "[C] bfloat16" if fmt == "nvfp4_row" else "None"
+    for layout, scales in {None: first, "linear": linear}.items():
+        cfg = EPConfig(hidden, 16, 2, 128, 4, fmt, scale_layout=layout if record.scale else None)
+        letters = {"C": 1000, "H": hidden, "G": cfg.groups, "W": words, "B": (1000 + 128 * cfg.groups) // 128}
+        shapes = buffer_shapes(cfg, 1000)
+        for name, cell in {"tokens": tokens, "scales": scales, "row_scales": row_scales}.items():
+            extents, _, kind = cell.rpartition(" ")
+            want = None if cell == "None" else (tuple(eval(extents, {}, letters)), getattr(torch, kind))
+            assert shapes[name] == want, (name, layout)
+    sizes = eval(cells_of(f"`{fmt}`")[2], {}, {"H": hidden})
+    assert sizes == (record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes)
+
+
+@pytest.mark.parametrize("page", ["docs/seed_map.md", "docs/protocol.md", "docs/reference.md", "README.md"])
+def test_named_tests_exist(page: str) -> None:
+    for name in re.findall(r"`(tests/[^`\s]*)`", (ROOT / page).read_text()):
+        path, _, function = name.partition("::")
+        assert (ROOT / path).exists(), name
+        if function:
+            assert f"def {function}(" in (ROOT / path).read_text(), name
+
+
+def test_only_transport_across_nodes_is_left_for_later() -> None:
+    """Each row of the map has a state with a meaning, and a test unless it is not taken."""
+    tables = [line for line in (ROOT / "docs/seed_map.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables if "| --- |" not in line]
+    rows = [row for row in rows if row[0] != "`ep_comm`"]
+    assert len(rows) > 80 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
+    assert len({name for row in rows for name in re.findall(r"`[^`]+`", row[0])}) > 180
+    later = [name for name, _, _, state in rows if state.startswith("later")]
+    assert later == ["`use_shmem`, NVSHMEM, RC mapping, `n_nodes`"]
+    for name, _, shown_by, state in rows:
+        kind = re.match(r"works|replaced|not taken|new|later", state)
+        assert kind, name
+        assert "tests/" in shown_by or kind[0] in ("not taken", "later"), name
+
+
+def test_files_and_names_of_the_map_exist() -> None:
+    """Every path of its second column, and there every name in the code of the project."""
+    folders = ("kernels", "layouts", "cute_ep")
+    code = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    words, found = {*re.findall(r"\w+", code), *DISPATCH_KERNELS, *COMBINE_KERNELS, "cute", "ep"}, 0
+    for line in (DOCS / "seed_map.md").read_text().splitlines():
+        cells = line.split("|")
+        for name in re.findall(r"`([^`]+)`", cells[2]) if len(cells) == 6 else ():
+            found += 1
+            if name.endswith(".py") or name.endswith("/"):
+                assert (ROOT / name).exists(), name
+            else:
+                parts = re.findall(r"[A-Za-z_]\w*[*]?", name)
+                assert all(part in words or part[-1] == "*" for part in parts), name
+    assert found > 140
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "perf/results/README.md",
+        *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+    ],
+)
+def test_links_lead_somewhere(page: str) -> None:
+    source = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", source.read_text()):
+        assert "://" in target or (source.parent / target).exists(), target

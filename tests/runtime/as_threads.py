@@ -1,0 +1,48 @@
+"""Threads that stand for the processes of a group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_ep.runtime import connection, meeting
+
+RANKS = 3
+
+
+def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -> list[object]:
+    """What call(rank) returns, or raises, on each rank; the test ends with an error where one of them is left waiting
+    for another."""
+    barrier, mine, given = threading.Barrier(RANKS, timeout=30), threading.local(), [None] * RANKS
+
+    def all_gather_object(gathered: list, one: object, group: None) -> None:
+        given[mine.rank] = one
+        barrier.wait()
+        gathered[:] = given
+        barrier.wait()
+
+    def work(rank: int) -> object:
+        mine.rank = rank
+        try:
+            return call(rank)
+        except Exception as error:
+            return error
+
+    dist = SimpleNamespace(
+        all_gather_object=all_gather_object,
+        PrefixStore=torch.distributed.PrefixStore,
+        get_rank=lambda group: mine.rank,
+        get_world_size=lambda group: RANKS,
+        is_initialized=lambda: True,
+    )
+    monkeypatch.setattr(connection, "dist", dist)
+    monkeypatch.setattr(meeting, "dist", dist)
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(meeting, "_get_default_store", lambda: store)
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(work, range(RANKS)))

@@ -1,0 +1,111 @@
+"""What a communicator checks or binds once, however often it is used: the caller's buffers, and its own batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.errors import EPInputError
+from cute_ep.runtime import communicator as communicator_module
+from cute_ep.runtime.communicator import Communicator
+from tests.fake_gpu import Launches, MakeRank, RecordingKernel, expert_rows, inputs
+
+
+def test_output_buffers_are_checked_at_their_first_use(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    check = communicator_module.check_buffers
+
+    def counted(cfg: EPConfig, out: DispatchBuffers, device: torch.device) -> None:
+        checked.append(id(out))
+        check(cfg, out, device)
+
+    monkeypatch.setattr(communicator_module, "check_buffers", counted)
+    one, two = rank.allocate(16), rank.allocate(16)
+    for out in (one, two, one, two):
+        rank.dispatch(*inputs(), out=out)
+    assert checked == [id(one), id(two)]
+
+
+def test_output_buffers_that_were_refused_are_refused_again(rank: Communicator) -> None:
+    out = rank.allocate(16)
+    wrong = replace(out, num_rows=out.num_rows.float())
+    for _ in range(2):
+        with pytest.raises(EPInputError, match=r"out\.num_rows"):
+            rank.dispatch(*inputs(), out=wrong)
+
+
+def test_kernels_are_bound_to_output_buffers_that_come_again(
+    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To each of several, for each kernel that receives; buffers of one call only are arguments of its launch."""
+    bound: list[int] = []
+    real = RecordingKernel.bound
+
+    def counted(kernel: RecordingKernel, constants: Mapping[str, int]) -> RecordingKernel:
+        bound.append(constants["out_tokens"])
+        return real(kernel, constants)
+
+    monkeypatch.setattr(RecordingKernel, "bound", counted)
+    one, two = rank.allocate(), rank.allocate()
+    for out, times_bound in ((one, 0), (two, 0), (None, 0), (one, 1), (two, 2)):
+        batch = rank.dispatch(*inputs(), out=out)
+        assert launches.last().arguments["out_tokens"] == batch.tokens.data_ptr()
+        assert len(bound) == times_bound
+    for _ in range(2):
+        rank.dispatch_wait(rank.dispatch_async(*inputs()), one)
+        assert launches.last("dispatch_wait").arguments["out_tokens"] == one.tokens.data_ptr()
+    assert bound == [out.tokens.data_ptr() for out in (one, two, one)]
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The checks that were made of batches, by name."""
+    found: list[str] = []
+
+    def count(name: str, real: Callable) -> Callable:
+        def counted(*words: object, **how: bool) -> object:
+            if how != {"checked": True}:
+                found.append(name)
+            return real(*words, **how)
+
+        return counted
+
+    for name in ("check_batch", "combine_weights"):
+        monkeypatch.setattr(communicator_module, name, count(name, getattr(communicator_module, name)))
+    return found
+
+
+def test_batches_that_a_communicator_made_are_not_checked(rank: Communicator, checked: list[str]) -> None:
+    """Neither the latest one nor earlier ones, fused or split."""
+    batch = rank.dispatch(*inputs())
+    rank.combine(expert_rows(batch), batch)
+    rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
+    assert checked == []
+    later = rank.dispatch(*inputs())
+    rank.combine(expert_rows(batch), batch)
+    rank.combine(expert_rows(later), later)
+    assert checked == []
+
+
+def test_batches_without_an_origin_are_checked(make_rank: MakeRank, checked: list[str]) -> None:
+    rebuilt = replace(make_rank().dispatch(*inputs()), origin=None)
+    make_rank().combine(expert_rows(rebuilt), rebuilt)
+    assert checked == ["check_batch", "combine_weights"]
+
+
+def test_weights_that_combine_is_given_are_checked(rank: Communicator) -> None:
+    batch = rank.dispatch(*inputs())
+    with pytest.raises(EPInputError, match=r"router_weights\.shape"):
+        rank.combine(expert_rows(batch), batch, batch.router_weights[:2])
+
+
+def test_a_batch_has_no_attributes_besides_its_fields(rank: Communicator) -> None:
+    """`use` and `as_made` are what it is recognised by."""
+    batch = rank.dispatch(*inputs())
+    assert vars(batch).keys() - {"use", "as_made"} == {field.name for field in dataclasses.fields(batch)}

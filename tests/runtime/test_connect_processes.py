@@ -1,0 +1,167 @@
+"""`connect`, one process per rank: which processes go together, and what they give back when one of them fails."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.runtime import connection
+from cute_ep.runtime.connection import _check_places, _Place
+
+from .as_threads import RANKS, collective
+
+CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)
+PLACES = [_Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
+
+
+class Machine:
+    """What `connect` takes from a machine and gives back, by rank; `broken` names (what, rank) that fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> None:
+        self.held: set[tuple] = set()
+        self.broken = set(broken)
+        fakes = {
+            "check_gpu": lambda name, device: None,
+            "find_tuning": lambda *args: None,
+            "load_kernels": lambda cfg, device, library, hooks: self.take("kernels"),
+            "unload_kernels": lambda kernels, device: self.combine_send(kernels),
+            "_make_arena": lambda cfg, rank, device: self.arena(),
+            "open_handle": lambda device, handle: self.mapped(handle),
+            "close_handle": lambda device, address: self.combine_send(("mapping", dist_rank(), address)),
+            "Communicator": lambda *args, release, **options: self.communicator(release),
+            "Library": lambda folder: None,
+            "load_local_kernels": lambda devices, library: None,
+            "_max_ctas": lambda device, sms, ranks: 8,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(connection, name, fake)
+        monkeypatch.setattr(connection._Place, "of", lambda cfg, device: PLACES[dist_rank()])
+        for name, fake in {
+            "current_device": lambda: 0,
+            "device_count": lambda: int(("gpu", dist_rank()) not in self.broken),
+            "get_device_name": str,
+            "synchronize": self.synchronize,
+        }.items():
+            monkeypatch.setattr(connection.torch.cuda, name, fake)
+
+    def take(self, what: str, *more: object) -> tuple:
+        if (what, dist_rank()) in self.broken:
+            raise EPError(f"no {what}")
+        one = (what, dist_rank(), *more)
+        self.held.add(one)
+        return one
+
+    def combine_send(self, one: tuple) -> None:
+        self.held.remove(one)
+
+    def arena(self) -> SimpleNamespace:
+        one = self.take("arena")
+        return SimpleNamespace(address=0, handle=lambda: dist_rank(), free=lambda: self.combine_send(one))
+
+    def mapped(self, handle: int) -> int:
+        if ("mapping", dist_rank()) in self.broken and self.held & {
+            ("mapping", dist_rank(), peer) for peer in range(9)
+        }:
+            raise EPError("no second mapping")
+        self.held.add(("mapping", dist_rank(), handle))
+        return handle
+
+    def communicator(self, release: Callable) -> SimpleNamespace:
+        one = self.take("rank")
+        made = SimpleNamespace(failed=False, free=lambda: self.combine_send(one))
+        made.close = lambda: release(made)
+        return made
+
+    def synchronize(self, device: object) -> None:
+        if ("synchronize", dist_rank()) in self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def dist_rank() -> int:
+    """The rank that this thread stands for."""
+    return connection.dist.get_rank(None)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("what", ["kernels", "arena", "mapping", "rank"])
+def test_all_ranks_give_back_what_they_made_when_one_cannot_connect(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    machine = Machine(monkeypatch, (what, 1))
+    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    assert "no " in str(got[1]) and all(isinstance(one, EPError) for one in got)
+    assert str(got[0]).startswith("rank 1 could not connect") and not machine.held
+
+
+def test_ranks_that_close_give_back_all_that_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    ranks = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    assert len(machine.held) == RANKS * (3 + RANKS - 1)
+    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and not machine.held
+
+
+def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rank of that device has the error."""
+    machine = Machine(monkeypatch, ("synchronize", 2))
+    ranks = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    held = set(machine.held)
+    got = collective(monkeypatch, lambda rank: ranks[rank].close())
+    assert got[:2] == [None, None] and "illegal memory access" in str(got[2]) and machine.held == held
+
+
+# ---- processes that do not go together
+
+
+def test_a_process_without_a_group_is_told_how_to_make_one() -> None:
+    rule = r"group = None: must be initialised, call torch.distributed.init_process_group first \(without GPUs: "
+    with pytest.raises(EPConfigError, match=rule + r'connect_local\(cfg, \["cpu"\] \* 3\)\)'):
+        connection.connect(CFG)
+
+
+def test_a_rank_with_another_number_of_ranks_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    got = collective(monkeypatch, lambda rank: connection.connect(replace(CFG, world_size=2) if rank == 2 else CFG))
+    assert str(got[2]) == "world_size = 2: the process group has 3 ranks"
+    assert [str(one) for one in got[:2]] == [f"rank 2 could not connect: EPConfigError: {got[2]}"] * 2
+
+
+def test_all_ranks_have_a_gpu_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, ("gpu", 1))
+    monkeypatch.setattr(connection, "_machine", lambda: "machine")
+    got = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    for rank, other in enumerate((0, 0, 2)):
+        assert isinstance(got[rank], EPConfigError)
+        assert str(got[rank]) == f"rank 1 has no CUDA GPU, but rank {other} has: must be all ranks or none"
+
+
+def test_ranks_of_one_configuration_and_machine_on_gpus_of_their_own_go_together() -> None:
+    for rank in range(RANKS):
+        _check_places(rank, PLACES)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"cfg": replace(CFG, top_k=1)}, r"rank 2 was configured with .*top_k=1.*, rank 0 with .*top_k=2"),
+        ({"machine": "other"}, "rank 2 and rank 0 are on different machines"),
+        ({"gpu": "GPU-1"}, "rank 1 and rank 2 are both on GPU GPU-1: each must call torch.cuda.set_device"),
+    ],
+    ids=["another configuration", "another machine", "the same GPU"],
+)
+def test_other_places_are_refused(changed: dict, rule: str) -> None:
+    with pytest.raises(EPConfigError, match=rule):
+        _check_places(0, [*PLACES[:2], replace(PLACES[2], **changed)])
+
+
+def test_a_machine_is_known_by_its_boot_id_or_else_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    identity = connection._machine()
+    assert identity and identity == connection._machine()
+    monkeypatch.setattr(connection, "BOOT_ID", tmp_path / "hidden")
+    assert connection._machine() == platform.node()

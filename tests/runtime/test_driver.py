@@ -1,0 +1,132 @@
+"""What the driver is given: parameters of a launch, contexts, ranges of a profiler, and the memory of an arena."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.arena import SENTINEL
+from cute_ep.runtime import connection, driver
+from tests.fake_gpu import CFG, SHARED_EXPERT, SKIP_A2A, replace_driver
+
+SUCCESS = driver.driver.CUresult.CUDA_SUCCESS
+ARENA_AT = 4096
+
+
+# ---- launches
+
+
+def test_parameters_of_a_launch_are_bound_or_of_the_call_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in its width and place; a kernel that was bound from another one changes nothing in it."""
+    params = (("arena", "i64"), ("rank", "i32"), ("x", "i64"), ("tokens", "i32"))
+    launched, configs = [], []
+
+    def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
+        pointers = (ctypes.c_void_p * len(params)).from_address(address)
+        widths = [ctypes.c_int64 if kind == "i64" else ctypes.c_int32 for _, kind in params]
+        launched.append([width.from_address(at).value for width, at in zip(widths, pointers, strict=True)])
+        configs.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
+        return (SUCCESS,)
+
+    allowed = replace_driver(monkeypatch, launch)
+    kernel = driver.Kernel(SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes))
+    assert allowed == [48], "shared memory that a launch may ask for"
+    kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
+    kernel.launch(1, {"x": 1 << 50, "tokens": 7}, 1001)
+    kernel.launch(2, {"tokens": -2}, 1002, early=True)
+    kernel.launch(3, {"rank": 5}, 1003)
+    kernel.bound({"tokens": 6, "other": 1}).launch(4, {"x": 3, "tokens": 8}, 1004)
+    kernel.launch(5, {"x": 2, "tokens": 9}, 1005)
+    assert configs == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3, 4, 5)]
+    assert launched == [
+        [1 << 40, -1, 1 << 50, 7],
+        [1 << 40, -1, 0, -2],
+        [1 << 40, -1, 0, 0],
+        [1 << 40, -1, 3, 6],
+        [1 << 40, -1, 2, 9],
+    ]
+
+
+def test_a_thread_without_a_context_takes_that_of_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, launched_in = [0], []
+
+    def launch(*_: object) -> tuple:
+        launched_in.append(current[0])
+        return (SUCCESS if current[0] == 5 else driver.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+
+    def enter(context: int) -> tuple:
+        current[0] = context
+        return (SUCCESS,)
+
+    replace_driver(monkeypatch, launch)
+    monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (SUCCESS, 5))
+    monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", enter)
+    kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
+    kernel.launch(1, {}, 7)
+    kernel.launch(1, {}, 7)
+    assert launched_in == [0, 5, 5]
+
+
+def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_driver(monkeypatch, lambda *_: (driver.driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,))
+    kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
+    with pytest.raises(EPError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        kernel.launch(1, {}, 7)
+
+
+def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded, and the lock is free, before and afterwards."""
+    replace_driver(monkeypatch, lambda *_: (SUCCESS,))
+    kernel = driver.Kernel(SimpleNamespace(params=(), entry="cute_ep_dispatch_bf16_0", smem_bytes=0, read=bytes))
+    monkeypatch.setattr(driver, "record_function", None)
+    kernel.launch(1, {}, 7)
+    monkeypatch.undo()
+    replace_driver(monkeypatch, lambda *_: (SUCCESS,))
+    with torch.profiler.profile() as profile:
+        kernel.launch(1, {}, 7)
+        kernel.launch(1, {}, 7)
+    kernel.launch(1, {}, 7)
+    assert [(event.key, event.count) for event in profile.key_averages()] == [("cute_ep.dispatch_bf16", 2)]
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("cfg", [CFG, SHARED_EXPERT, SKIP_A2A], ids=["plain", "shared expert", "skip_a2a"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_a_new_arena_every_express_word_is_blank_and_all_else_0(
+    monkeypatch: pytest.MonkeyPatch, cfg: EPConfig, rank: int
+) -> None:
+    """Wherever the arena begins in its allocation."""
+    memory = bytearray()
+
+    def fill(address: int, byte: int, count: int) -> tuple[int]:
+        memory[address - ARENA_AT : address - ARENA_AT + count] = bytes([byte]) * count
+        return (SUCCESS,)
+
+    def allocate(nbytes: int) -> tuple[int, int]:
+        memory[:] = b"\xa5" * nbytes
+        return SUCCESS, ARENA_AT
+
+    cuda = SimpleNamespace(device=lambda _: nullcontext(), current_stream=lambda _: None, synchronize=lambda _: None)
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
+    monkeypatch.setattr(driver.driver, "cuMemsetD8", fill)
+    arena = connection._make_arena(cfg, rank, torch.device("cuda", 0))
+    assert arena.nbytes == len(memory) == memory_bytes(cfg)
+    begin = arena.address - ARENA_AT
+    assert begin == (0 if cfg.skip_a2a else cfg.arena.begin(rank))
+    assert not any(memory[:begin]) and not any(memory[begin + cfg.arena.nbytes :])
+    words = torch.frombuffer(memory[begin : begin + cfg.arena.nbytes], dtype=torch.uint32)
+    blank = torch.zeros(len(words), dtype=torch.bool)
+    for name in ("lamport_returns", "lamport_messages"):
+        region = cfg.arena.regions[name]
+        assert region.offset % 4 == region.nbytes % 4 == 0
+        blank[region.offset // 4 : (region.offset + region.nbytes) // 4] = True
+    assert torch.equal(words == SENTINEL, blank) and torch.equal(words == 0, ~blank)

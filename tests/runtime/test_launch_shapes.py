@@ -1,0 +1,117 @@
+"""The shape of each launch of a communicator: its CTAs and their roles, slices of rows, and whether it starts early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
+from tests.fake_gpu import CFG, MAX_CTAS, Launch, Launches, MakeRank, expert_rows, inputs
+
+ONE_TUNING = Tuning(
+    dispatch=(Entry(8, 40, 0.25, 8, packed=True), Entry(MANY, 10, 0, 1)),
+    combine=(Entry(8, 40, 0, 16), Entry(MANY, 9, 0, 1)),
+)
+ANOTHER_TUNING = Tuning(
+    dispatch=(Entry(8, 20, 0.5, 4), Entry(MANY, 10, 0, 1)),
+    combine=(Entry(8, 30, 0.8, 2), Entry(MANY, 9, 0, 1)),
+)
+
+
+class Shape(NamedTuple):
+    """What a launch was given of its shape; slices are logarithms, None where the kernel does not ask for them."""
+
+    grid: int
+    send_ctas: int
+    receive_from: int
+    packed: int | None
+    message_slices: int | None
+    return_slices: int | None
+
+    @classmethod
+    def of(cls, launch: Launch) -> Shape:
+        return cls(launch.grid, *(launch.arguments.get(name) for name in cls._fields[1:]))
+
+
+def grid_of(ctas: int, senders: float = 0) -> Tuning:
+    """Every call takes these CTAs; of a combine this share sends."""
+    return Tuning((Entry(MANY, ctas, 0, 1),), (Entry(MANY, ctas, senders, 1),))
+
+
+def test_every_call_has_the_shape_of_the_tuning_that_is_set_then(rank: Communicator, launches: Launches) -> None:
+    rank.tuning = ONE_TUNING
+    batch = rank.dispatch(*inputs(5))
+    assert Shape.of(launches.last()) == Shape(40, 10, 10, packed=1, message_slices=3, return_slices=4)
+
+    rank.tuning = ANOTHER_TUNING
+    rank.combine(expert_rows(batch), batch, mode="partial")
+    wanted = Shape(30, 24, 24, packed=None, message_slices=None, return_slices=4)
+    assert Shape.of(launches.last()) == wanted, "rows come home in the slices that their dispatch published"
+
+    batch = rank.dispatch(*inputs(5))
+    assert Shape.of(launches.last()) == Shape(20, 10, 10, packed=0, message_slices=2, return_slices=1)
+    rank.combine(expert_rows(batch), batch)
+    wanted = Shape(30, 15, 15, packed=None, message_slices=None, return_slices=1)
+    assert Shape.of(launches.last()) == wanted, "where whole rows come home, at most half of the CTAs send"
+
+    rank.dispatch_wait(rank.dispatch_async(*inputs(9)))
+    wanted = Shape(10, 10, 10, packed=0, message_slices=0, return_slices=0)
+    assert Shape.of(launches.only("dispatch_async")) == wanted
+    assert Shape.of(launches.only("dispatch_wait")) == Shape(10, 0, 0, None, None, None)
+
+    rank.dispatch(*inputs(0))
+    wanted = Shape(10, 10, 0, packed=0, message_slices=0, return_slices=0)
+    assert Shape.of(launches.last()) == wanted, "no tokens: as many as there may be"
+
+    pdl = launches.values("pdl")
+    assert pdl == [int(2 * launch.grid <= MAX_CTAS) for launch in launches]
+    early = [launch.early for launch in launches]
+    assert early == [False, *(first and then for first, then in pairwise(pdl))]
+
+
+def test_a_launch_starts_early_when_it_and_the_one_before_fit_side_by_side(
+    rank: Communicator, launches: Launches
+) -> None:
+    """Each takes at most half of the 64 CTAs that are resident together."""
+    for grid in (40, 32, 32, 33, 32):
+        rank.tuning = grid_of(grid)
+        rank.dispatch(*inputs())
+    assert [(launch.grid, launch.arguments["pdl"], launch.early) for launch in launches] == [
+        (40, 0, False),
+        (32, 1, False),
+        (32, 1, True),
+        (33, 0, False),
+        (32, 1, False),
+    ]
+
+
+@pytest.mark.parametrize(("mode", "senders"), [("exact", 20), ("unweighted", 20), ("partial", 30)])
+def test_at_most_half_of_the_ctas_send_whole_rows(
+    rank: Communicator, launches: Launches, mode: str, senders: int
+) -> None:
+    """Partial sums are sent by as many as the table says: 0.75 of 40."""
+    rank.tuning = grid_of(40, 0.75)
+    batch = rank.dispatch(*inputs())
+    rank.combine(expert_rows(batch), batch, mode=mode)
+    assert launches.last("combine").values("send_ctas", "receive_from") == (senders, senders)
+
+
+def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: Launches) -> None:
+    """Slots of exact mode would, too, if there were as many of a token as there are ranks."""
+    cfg = replace(CFG, top_k=3)
+    rank, wide, narrow = make_rank(cfg), cfg.arena.arguments(), cfg.arena.arguments(partial=True)
+    assert wide != narrow
+    x, _, _ = inputs()
+    batch = rank.dispatch(x, torch.zeros(5, 3, dtype=torch.int32), torch.ones(5, 3))
+    rows = expert_rows(batch)
+    for mode in ("exact", "unweighted", "partial"):
+        rank.combine(rows, batch, mode=mode)
+        rank.combine_wait(rank.combine_async(rows, batch, mode))
+    for launch in launches:
+        assert launch.holds(narrow if launch.kernel.endswith("partial") else wide), launch.kernel
+    assert sum(kernel.endswith("partial") for kernel in launches.kernels) == 3

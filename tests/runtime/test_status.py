@@ -1,0 +1,224 @@
+"""What ends a communicator, what it says then, and which errors of its input it survives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.maps.arena import StateWord
+from cute_ep.layouts.maps.routing import BEYOND, Phase
+from cute_ep.runtime.communicator import Communicator
+from tests.fake_gpu import SKIP_A2A, Launches, MakeRank, RecordingKernel, expert_rows, inputs, report
+
+# ---- timeouts
+
+
+def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: Launches) -> None:
+    report(rank, Phase.MESSAGE, 3, 9, 8, peer=1)
+    assert rank.failed
+    for call in (rank.synchronize, rank.allocate, lambda: rank.dispatch(*inputs())):
+        with pytest.raises(EPTimeout, match="MESSAGE of rank 1, index 3: expected epoch 9, saw 8") as caught:
+            call()
+        assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("MESSAGE", 0, (1,))
+    assert launches.kernels == []
+
+
+def test_a_timeout_of_the_ranks_own_launch_counts_ctas(rank: Communicator) -> None:
+    report(rank, Phase.GRID, 0, 264, 200)
+    with pytest.raises(EPTimeout, match="GRID: 200 of 264 receiving CTAs came together"):
+        rank.synchronize()
+
+
+def test_a_timeout_with_skip_a2a_names_the_rank_itself(make_rank: MakeRank) -> None:
+    rank = make_rank(SKIP_A2A, 1)
+    report(rank, Phase.GRID, 0, 4, 3)
+    with pytest.raises(EPTimeout, match=r"rank 1 gave up waiting in phase GRID for rank\(s\) \[1\]") as error:
+        rank.synchronize()
+    assert (error.value.rank, error.value.missing) == (1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [(StateWord.DISPATCH_SEND_EPOCH, "dispatch"), (StateWord.COMBINE_SEND_EPOCH, "combine")],
+    ids=["dispatch", "combine"],
+)
+def test_a_fused_launch_that_ran_out_of_order_is_no_timeout(rank: Communicator, word: StateWord, name: str) -> None:
+    """Kernels report it in the rank's own record, and no rank is missing."""
+    report(rank, Phase.ORDER, word, 4, 5)
+    assert rank.failed
+    for call in (rank.synchronize, lambda: rank.dispatch(*inputs())):
+        with pytest.raises(EPError, match=f"a fused {name} ran when 5 rounds had been sent and 4 received") as error:
+            call()
+        assert not isinstance(error.value, EPTimeout)
+
+
+# ---- input that kernels found wrong
+
+
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        pytest.param(
+            [(Phase.EXPERT_ID, 3, 8, 2**32 - 2)],
+            r"topk_ids.flatten\(\)\[3\] = -2: must be -1 or in \[0, 8\)",
+            id="expert id",
+        ),
+        pytest.param(
+            [(Phase.EXPERT_ID, 7, 8, BEYOND % (1 << 32))],
+            r"topk_ids\.flatten\(\)\[7\] = -2147483648 or beyond 32 bits: must be -1 or in \[0, 8\)",
+            id="expert id beyond 32 bits",
+        ),
+        pytest.param(
+            [(Phase.ROW_CAPACITY, 0, 64, 70)],
+            "rank 0: out holds 64 rows, but those that arrived take 70",
+            id="too many rows",
+        ),
+        pytest.param(
+            [(Phase.EXPERT_ID, 3, 8, 9), (Phase.ROW_CAPACITY, 0, 64, 70)],
+            r"flatten\(\)\[3\] = 9: must be .*; out holds 64 rows",
+            id="both",
+        ),
+    ],
+)
+def test_an_input_error_is_raised_once_and_stops_nothing(rank: Communicator, reports: list, message: str) -> None:
+    for one in reports:
+        report(rank, *one)
+    rank.dispatch(*inputs())
+    assert not rank.failed
+    with pytest.raises(EPInputError, match=message):
+        rank.synchronize()
+    rank.synchronize()
+
+
+def test_an_input_error_comes_again_when_kernels_report_it_again(rank: Communicator) -> None:
+    for index in (3, 4):
+        report(rank, Phase.EXPERT_ID, index, 8, 9)
+        with pytest.raises(EPInputError, match=rf"flatten\(\)\[{index}\] = 9"):
+            rank.synchronize()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_input_error_with_skip_a2a_is_one_of_all_experts(make_rank: MakeRank, number: int) -> None:
+    rank = make_rank(SKIP_A2A, number)
+    report(rank, Phase.EXPERT_ID, 3, 8, 9)
+    assert not rank.failed
+    with pytest.raises(EPInputError, match=r"topk_ids.flatten\(\)\[3\] = 9: must be -1 or in \[0, 8\)"):
+        rank.synchronize()
+
+
+# ---- launches that fail or are interrupted
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupted_launch_ends_the_communicator(
+    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Whether the round was sent is not known: no later call may send it again, or leave it out."""
+    real = RecordingKernel.launch
+
+    def launch(self: RecordingKernel, *args: object, **options: object) -> None:
+        if when == "after":
+            real(self, *args, **options)
+        raise KeyboardInterrupt
+
+    batch = rank.dispatch(*inputs())
+    monkeypatch.setattr(RecordingKernel, "launch", launch)
+    with pytest.raises(KeyboardInterrupt):
+        rank.dispatch_async(*inputs())
+    monkeypatch.setattr(RecordingKernel, "launch", real)
+    for call in (
+        lambda: rank.dispatch(*inputs()),
+        lambda: rank.dispatch_async(*inputs()),
+        lambda: rank.combine(expert_rows(batch), batch),
+        rank.allocate,
+    ):
+        rule = "rank 0: a call was interrupted while it was being launched"
+        with launches.forbidden(), pytest.raises(EPError, match=rule):
+            call()
+    rank.close()
+
+
+def test_a_launch_that_fails_leaves_the_communicator_as_it_was(
+    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = RecordingKernel.launch
+
+    def launch(self: RecordingKernel, *args: object, **options: object) -> None:
+        raise EPError("CUDA driver: CUDA_ERROR_LAUNCH_FAILED")
+
+    monkeypatch.setattr(RecordingKernel, "launch", launch)
+    for call in (rank.dispatch, rank.dispatch_async):
+        with pytest.raises(EPError, match="LAUNCH_FAILED"):
+            call(*inputs())
+    monkeypatch.setattr(RecordingKernel, "launch", real)
+    rank.dispatch(*inputs())
+    assert launches.kernels == ["dispatch"]
+
+
+# ---- the end
+
+
+def close(rank: Communicator) -> None:
+    rank.close()
+
+
+def let_it_time_out(rank: Communicator) -> None:
+    report(rank, Phase.ROUTE, 0, 1, 0)
+
+
+def interrupt(rank: Communicator) -> None:
+    rank._interrupted = True
+
+
+@pytest.mark.parametrize(
+    ("end", "failed", "shown", "rule"),
+    [
+        pytest.param(close, False, "closed", "is closed", id="closed"),
+        pytest.param(let_it_time_out, True, "failed", "gave up waiting", id="timed out"),
+        pytest.param(interrupt, True, "failed", "was interrupted", id="interrupted"),
+    ],
+)
+def test_every_call_says_what_ended_the_communicator_however_wrong_its_arguments_are(
+    rank: Communicator, end: Callable, failed: bool, shown: str, rule: str
+) -> None:
+    end(rank)
+    assert rank.failed == failed and shown in repr(rank)
+    for call in (
+        lambda: rank.dispatch(None, None),
+        lambda: rank.dispatch_async(None, None),
+        rank.dispatch_wait,
+        lambda: rank.combine(None, None),
+        lambda: rank.combine_async(None, None),
+        rank.combine_wait,
+        rank.allocate,
+    ):
+        with pytest.raises(EPError, match=rule):
+            call()
+
+
+def test_close_may_be_repeated_and_no_call_comes_after_it(rank: Communicator) -> None:
+    plan = rank.plan_dispatch(*inputs())
+    rank.close()
+    rank.close()
+    for call in (
+        plan.launch,
+        lambda: rank.dispatch(*inputs()),
+        lambda: rank.plan_dispatch(*inputs()),
+        rank.allocate,
+        rank.synchronize,
+    ):
+        with pytest.raises(EPError, match="rank 0: the communicator is closed"):
+            call()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_status_of_a_closed_rank_is_what_it_was(rank: Communicator, failed: bool) -> None:
+    """Its memory belongs to others by then."""
+    if failed:
+        report(rank, Phase.GRID, 0, 264, 200)
+    rank.close()
+    memory_of_others = rank._status.memory.gone
+    memory_of_others[:] = [0 if failed else 1] * len(memory_of_others)
+    assert rank.failed == failed

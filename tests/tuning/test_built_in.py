@@ -1,0 +1,82 @@
+"""The tables of the package: slices of a row by tokens, CTAs and length, and which deployment has which table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from cute_ep.layouts.maps.arena import message_bytes
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.tuning.builtin import COMBINE, DISPATCH, TABLE_CTAS, built_in
+from cute_ep.tuning.launch_shape import FAMILIES, MANY
+
+from .launch_tables import CFG
+
+
+def test_one_token_is_cut_into_more_pieces_than_one_of_many() -> None:
+    """In both directions."""
+    one, most = (
+        [built_in(CFG, TABLE_CTAS).shape(name, tokens, TABLE_CTAS) for name in FAMILIES]
+        for tokens in (1, MAX_TOKENS_PER_RANK)
+    )
+    assert all(few.slices > many.slices and few.grid < many.grid == 264 for few, many in zip(one, most, strict=True))
+
+
+def test_with_fewer_ctas_a_row_is_cut_into_fewer_pieces() -> None:
+    """As many a warp, as far as they can be halved; where few tokens take part of the CTAs from half of those down.
+    Nothing else changes, and nothing with more CTAs than were measured."""
+    tables = {ctas: built_in(CFG, ctas) for ctas in (4, 32, 64, 132, TABLE_CTAS, 296)}
+
+    def slices(family: str, tokens: int) -> list[int]:
+        return [tuning.entry(family, tokens).slices for tuning in tables.values()]
+
+    assert slices("dispatch", 1024) == [1, 1, 1, 2, 4, 4] and slices("combine", 1024) == [1, 4, 8, 16, 32, 32]
+    assert slices("dispatch", 16) == [1, 4, 8, 8, 8, 8] and slices("combine", 16) == [2, 16, 32, 32, 32, 32]
+    for family in FAMILIES:
+        for tuning in tables.values():
+            for entry, whole in zip(tuning.table(family), tables[TABLE_CTAS].table(family), strict=True):
+                assert replace(entry, slices=whole.slices) == whole
+
+
+@pytest.mark.parametrize(
+    ("hidden", "fmt", "dispatched", "returned"),
+    [
+        pytest.param(7168, "bf16", [32, 4, 4], [32, 32, 4], id="28 segments"),
+        pytest.param(7168, "nvfp4", [8, 4, 4], [32, 32, 4], id="7 of a message, 28 of a returned row"),
+        pytest.param(4096, "mxfp8", [8, 4, 4], [16, 16, 4], id="8 of a message, 16 of a returned row"),
+        pytest.param(2880, "mxfp8", [8, 4, 2], [16, 16, 4], id="6 of a message, 12 of a returned row"),
+        pytest.param(2880, "mxfp4", [4, 4, 1], [16, 16, 4], id="3 of a message, 12 of a returned row"),
+        pytest.param(512, "bf16", [2, 2, 1], [2, 2, 1], id="2 segments"),
+    ],
+)
+def test_short_rows_are_cut_into_fewer_pieces(
+    hidden: int, fmt: str, dispatched: list[int], returned: list[int]
+) -> None:
+    """With few tokens more than half of the slices have a segment; with many each has two, or one is short of it."""
+    tuning = built_in(replace(CFG, hidden=hidden, dispatch_format=fmt, world_size=4), TABLE_CTAS)
+    assert [tuning.entry("dispatch", tokens).slices for tokens in (1, 64, 1024)] == dispatched
+    assert [tuning.entry("combine", tokens).slices for tokens in (1, 1024, 4096)] == returned
+
+
+def test_every_table_serves_the_deployments_up_to_its_message_size_and_ranks() -> None:
+    """Of dispatch by the size of a message and the number of ranks, of combine by the ranks alone, since rows come home
+    in one type. No table is left over."""
+    for tables in (DISPATCH, COMBINE, *DISPATCH.values()):
+        assert list(tables) == sorted(tables) and list(tables)[-1] == MANY
+    used = set()
+    for fmt, hidden in product(FORMATS, (4096, 7168)):
+        for ranks, most_ranks in ((1, 2), (2, 2), (4, MANY), (8, MANY)):
+            cfg = replace(CFG, hidden=hidden, dispatch_format=fmt, world_size=ranks)
+            sizes = DISPATCH[most_ranks]
+            size = min(most for most in sizes if message_bytes(cfg.format, cfg.hidden) <= most)
+            tuning = built_in(cfg, TABLE_CTAS)
+            for entries, table in ((tuning.dispatch, sizes[size]), (tuning.combine, COMBINE[most_ranks])):
+                assert all(one.slices <= listed.slices for one, listed in zip(entries, table, strict=True))
+                assert [replace(one, slices=1) for one in entries] == [replace(one, slices=1) for one in table]
+            used.add((most_ranks, size))
+    assert used == {(ranks, size) for ranks, sizes in DISPATCH.items() for size in sizes}, "each is used"
+    alone = built_in(replace(CFG, skip_a2a=True), TABLE_CTAS)
+    assert alone.combine == COMBINE[2] and alone.dispatch == DISPATCH[2][MANY], "each rank alone, long rows as listed"

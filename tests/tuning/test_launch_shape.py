@@ -1,0 +1,129 @@
+"""Launch shapes: what every choice must satisfy for a kernel to be correct, over all deployments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
+from cute_ep.tuning.builtin import built_in
+from cute_ep.tuning.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning
+
+from .launch_tables import MINE, OPERATIONS, entries, has_flags, launches, tunings
+
+
+def test_the_operations_of_these_tests_cover_all_kernels() -> None:
+    ends = "|".join(f"_{mode}" for mode in COMBINE_MODES)
+    assert {re.sub(f"({ends})$", "", name) for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS)} == set(OPERATIONS)
+
+
+@given(launches, tunings)
+def test_no_launch_shape_has_more_pieces_than_flags(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
+    """Whatever the number of tokens in a call, its slices fit the flags that the arena has for a rank."""
+    cfg, most, ctas = launch
+    for tuning in (built_in(cfg, ctas), made):
+        for tokens in {1, most // 2, most, min(most, LAMPORT_TOKENS), min(most, LAMPORT_TOKENS + 1)} - {0}:
+            for family in FAMILIES:
+                shape = tuning.shape(family, tokens, ctas)
+                assert 1 <= 1 << shape.slices_log2 == shape.slices <= MAX_SLICES
+                assert has_flags(cfg, tokens, shape.slices)
+
+
+@given(launches, tunings, st.sampled_from(OPERATIONS))
+def test_each_half_that_runs_has_a_cta_of_a_resident_grid(
+    launch: tuple[EPConfig, int, int], made: Tuning, operation: str
+) -> None:
+    """The grid is resident together, and each half that runs has at least one CTA."""
+    cfg, tokens, max_ctas = launch
+    sends, receives = not operation.endswith("_wait"), not operation.endswith("_async")
+    for tuning in (built_in(cfg, max_ctas), made):
+        shape = tuning.shape(operation, tokens, max_ctas)
+        assert 1 <= shape.grid <= max_ctas
+        if sends:
+            assert 1 <= shape.send_ctas <= shape.grid
+        if receives:
+            assert 0 <= shape.receive_from < shape.grid
+        if sends and receives:
+            assert shape.receive_from <= shape.send_ctas, "a CTA that neither sends nor receives"
+        if shape.packed:
+            assert tuning.entry(operation, tokens).packed and 0 < shape.receive_from == shape.send_ctas
+
+
+@given(launches, tunings)
+def test_of_whole_rows_at_most_half_of_the_ctas_send(launch: tuple[EPConfig, int, int], made: Tuning) -> None:
+    """At most half of the CTAs send, where not every one does both; nothing else is different."""
+    _, tokens, max_ctas = launch
+    shape = made.shape("combine", tokens, max_ctas)
+    whole = made.shape("combine", tokens, max_ctas, whole_rows=True)
+    if shape.receive_from:
+        half = min(shape.send_ctas, shape.grid // 2)
+        assert whole == shape._replace(send_ctas=half, receive_from=half)
+    else:
+        assert whole == shape
+
+
+@given(launches, st.sampled_from(OPERATIONS))
+def test_more_ctas_never_shrink_the_grid(launch: tuple[EPConfig, int, int], operation: str) -> None:
+    cfg, tokens, max_ctas = launch
+    grids = [built_in(cfg, ctas).shape(operation, tokens, ctas).grid for ctas in (max_ctas, max_ctas + 1, 2 * max_ctas)]
+    assert grids == sorted(grids)
+
+
+def test_below_split_from_every_cta_does_both() -> None:
+    """Down to `split_from` some only send, by share or at most so many."""
+    table = (Entry(MANY, MANY, 1 / 4, 2, most_senders=20, split_from=40),)
+    tuning = Tuning(table, table)
+    shapes = [tuning.shape("dispatch", 100, ctas) for ctas in (39, 40, 264)]
+    assert shapes == [Shape(39, 39, 0, 2), Shape(40, 10, 10, 2), Shape(264, 20, 20, 2)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(lambda: Entry(0, 1, 0, 1), id="no tokens"),
+        pytest.param(lambda: Entry(8, 0, 0, 1), id="no CTAs"),
+        pytest.param(lambda: Entry(8, 1.5, 0, 1), id="part of a CTA"),
+        pytest.param(lambda: Entry(8, 1, 1.0, 1), id="all CTAs send"),
+        pytest.param(lambda: Entry(8, 1, -0.1, 1), id="negative share"),
+        pytest.param(lambda: Entry(8, 1, float("nan"), 1), id="share that is no number"),
+        pytest.param(lambda: Entry(8, 1, 0, 1, most_senders=0), id="no senders"),
+        pytest.param(lambda: Entry(8, 1, 0, 1, split_from=0), id="split from no CTA on"),
+        pytest.param(lambda: Entry(8, 1, 0, 3), id="3 slices"),
+        pytest.param(lambda: Entry(8, 1, 0, 2 * MAX_SLICES), id="too many slices"),
+        pytest.param(lambda: Entry(LAMPORT_TOKENS + 1, 1, 0, 2 * MANY_SLICES), id="too many slices of many tokens"),
+        pytest.param(lambda: Tuning((), MINE), id="an empty table"),
+        pytest.param(lambda: Tuning(MINE, MINE[:1]), id="a table that ends too early"),
+        pytest.param(lambda: Tuning(MINE, MINE[::-1]), id="a table that descends"),
+        pytest.param(lambda: Tuning(MINE, (*MINE, MINE[1])), id="the same tokens twice"),
+    ],
+)
+def test_tables_that_no_launch_could_use_are_refused(bad: Callable) -> None:
+    with pytest.raises(EPConfigError, match="must "):
+        bad()
+
+
+@given(tunings, st.lists(entries(MAX_TOKENS_PER_RANK), max_size=6), st.sampled_from(FAMILIES))
+def test_a_finding_holds_where_it_was_made(tuning: Tuning, some: list[Entry], family: str) -> None:
+    found = {entry.tokens: entry for entry in some}
+    revised = tuning.revised(family, found)
+    (other,) = set(FAMILIES) - {family}
+    assert revised.table(other) == tuning.table(other)
+    for tokens, entry in found.items():
+        assert replace(revised.entry(family, tokens), tokens=tokens) == entry
+    ends = sorted({LAMPORT_TOKENS, *(entry.tokens for entry in tuning.table(family))})
+    for below, end in zip([0, *ends], ends, strict=False):
+        inside = sorted(tokens for tokens in found if below < tokens <= end)
+        for tokens in {below + 1, (below + end + 1) // 2, end}:
+            nearest = [found[one] for one in inside if tokens <= one] or [found[one] for one in inside[-1:]]
+            wanted = nearest[0] if nearest else tuning.entry(family, end)
+            assert replace(revised.entry(family, tokens), tokens=1) == replace(wanted, tokens=1)
+    assert revised.revised(family, found) == revised, "again changes nothing"
