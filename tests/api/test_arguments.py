@@ -135,8 +135,12 @@ def test_options_of_connect_local_are_a_folder_and_hooks(options: dict[str, Any]
         connect_local(ONE_RANK, ["cpu"], **options)
 
 
-@pytest.mark.parametrize("call", [cute_ep.memory_bytes, lambda cfg: connect_local(cfg, ["cpu"])])
-@pytest.mark.parametrize(("cfg", "name"), [(None, "NoneType"), ({"hidden": 128}, "dict")])
+@pytest.mark.parametrize(
+    "call",
+    [cute_ep.memory_bytes, lambda cfg: connect_local(cfg, ["cpu"])],
+    ids=["memory_bytes", "connect_local"],
+)
+@pytest.mark.parametrize(("cfg", "name"), [(None, "NoneType"), ({"hidden": 128}, "dict")], ids=["None", "dict"])
 def test_a_configuration_is_an_epconfig(call: Callable[[Any], Any], cfg: Any, name: str) -> None:
     with pytest.raises(EPConfigError, match=rf"cfg = {name}: must be an EPConfig"):
         call(cfg)

@@ -90,7 +90,7 @@ GOOD = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=128, 
     ],
     ids=str,
 )
-def test_rule_is_named(change: dict, value: str, rule: str) -> None:
+def test_a_refused_field_is_named_with_its_value_and_the_rule(change: dict, value: str, rule: str) -> None:
     """The message says which field, its value and the rule."""
     with pytest.raises(EPConfigError) as caught:
         replace(GOOD, **change)
@@ -102,7 +102,7 @@ def test_rule_is_named(change: dict, value: str, rule: str) -> None:
     assert isinstance(caught.value, EPError) and isinstance(caught.value, ValueError)
 
 
-def test_frozen_and_comparable() -> None:
+def test_a_configuration_is_frozen_hashable_and_equal_by_value() -> None:
     with pytest.raises(FrozenInstanceError):
         GOOD.hidden = 1  # type: ignore[misc]
     assert GOOD == replace(GOOD) and hash(GOOD) == hash(replace(GOOD)) and GOOD != replace(GOOD, top_k=4)
@@ -187,7 +187,7 @@ def test_shape_of_the_output_costs_no_symmetric_memory(cfg: EPConfig) -> None:
 
 
 @given(configs)
-def test_memory_of_ranks_alone(cfg: EPConfig) -> None:
+def test_with_skip_a2a_memory_is_that_of_a_group_of_one(cfg: EPConfig) -> None:
     """With skip_a2a the arena is that of a group of one, whatever the number of ranks."""
     alone = replace(cfg, skip_a2a=True)
     assert alone.peers == 1 and replace(cfg, skip_a2a=False).peers == cfg.world_size
@@ -195,7 +195,7 @@ def test_memory_of_ranks_alone(cfg: EPConfig) -> None:
     assert memory_bytes(alone) <= memory_bytes(replace(cfg, skip_a2a=False))
 
 
-def test_memory_of_the_usual_deployments() -> None:
+def test_memory_of_the_usual_deployments_in_mebibytes() -> None:
     """The figures that the README quotes (mebibytes, rounded)."""
     prefill = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=4)
     decode, formats = replace(prefill, max_tokens_per_rank=128), ("bf16", "fp8", "nvfp4")
@@ -203,7 +203,7 @@ def test_memory_of_the_usual_deployments() -> None:
     assert [round(memory_bytes(replace(decode, dispatch_format=f)) / 2**20) for f in formats] == [44, 38, 34]
 
 
-def test_defaults_come_from_the_format() -> None:
+def test_alignment_and_scale_layout_are_those_of_the_format_unless_chosen() -> None:
     assert [(cfg.alignment, cfg.scales_as) for cfg in (replace(GOOD, dispatch_format=f) for f in FORMATS)] == [
         (1, None),
         (4, "transposed"),
@@ -218,7 +218,7 @@ def test_defaults_come_from_the_format() -> None:
 
 
 @given(configs, st.integers(0, 32768))
-def test_tokens_of_the_shared_expert(cfg: EPConfig, tokens: int) -> None:
+def test_every_token_has_one_shared_expert(cfg: EPConfig, tokens: int) -> None:
     """All of a rank's own tokens; with replicated ones every token has exactly one rank, in even shares."""
     none, shared = replace(cfg, fused_shared_expert=False), replace(cfg, fused_shared_expert=True)
     assert (none.groups, shared.groups) == (cfg.local_experts, cfg.local_experts + 1)
@@ -249,7 +249,7 @@ def test_max_rows_hold_every_routing(cfg: EPConfig, random: Random) -> None:
 
 
 @given(configs)
-def test_regions_are_aligned_disjoint_and_inside(cfg: EPConfig) -> None:
+def test_regions_of_the_arena_are_aligned_disjoint_and_inside(cfg: EPConfig) -> None:
     arena = cfg.arena
     end = 0
     for region in sorted(arena.regions.values(), key=lambda one: one.offset):
@@ -262,7 +262,7 @@ def test_regions_are_aligned_disjoint_and_inside(cfg: EPConfig) -> None:
 
 
 @given(configs, st.randoms(use_true_random=False))
-def test_kernels_are_given_the_map(cfg: EPConfig, random: Random) -> None:
+def test_kernels_form_the_addresses_of_the_hosts_map(cfg: EPConfig, random: Random) -> None:
     """Every address that a kernel forms from its arguments is the one of the host's map."""
     arena = cfg.arena
     given = arena.arguments()
@@ -280,7 +280,7 @@ def test_kernels_are_given_the_map(cfg: EPConfig, random: Random) -> None:
 
 
 @given(configs)
-def test_partial_sums_lie_side_by_side(cfg: EPConfig) -> None:
+def test_slots_of_partial_sums_lie_side_by_side_inside_those_of_exact_combine(cfg: EPConfig) -> None:
     """Partial combine finds slot after slot, token after token, inside the regions of exact combine."""
     arena = cfg.arena
     exact, given_partial = arena.arguments(), arena.arguments(partial=True)
@@ -330,7 +330,7 @@ def test_messages_and_rows_keep_16_byte_alignment(cfg: EPConfig) -> None:
 
 
 @given(configs)
-def test_dated_words_are_stored_whole(cfg: EPConfig) -> None:
+def test_ll_words_are_stored_whole(cfg: EPConfig) -> None:
     """A word of the routing table is 8 bytes at a multiple of 8: one store writes value and epoch, one load reads
     them. The same holds for flags."""
     arena = cfg.arena
@@ -374,6 +374,6 @@ def test_scale_words_of_a_segment(fmt) -> None:
             assert segment_words(fmt) * (segments - 1) < max(words, 1) <= max(segment_words(fmt) * segments, 1)
 
 
-def test_words_have_distinct_places() -> None:
+def test_words_of_state_and_header_have_places_of_their_own() -> None:
     assert sorted(StateWord) == list(range(len(StateWord)))
     assert sorted(HeaderWord) == list(range(4))

@@ -23,7 +23,9 @@ def random(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("fmt", "layout"), WITH_LAYOUTS)
 @pytest.mark.parametrize("alignment", [None, 128])
-def test_a_batch(fmt: str, layout: str | None, alignment: int | None) -> None:
+def test_a_decoded_batch_is_what_its_tokens_were_encoded_to_and_zeros(
+    fmt: str, layout: str | None, alignment: int | None
+) -> None:
     """Every row is what its token was encoded to, padding and rows behind the last are zeros, whatever lies there."""
     cfg = EPConfig(384, 6, 2, 200, 1, fmt, scale_layout=layout, row_alignment=alignment, fused_shared_expert=True)
     x, (ids, scale) = random(200, cfg.hidden), (torch.rand(200, 6).topk(2).indices, 0.7)
@@ -46,7 +48,7 @@ def test_a_batch(fmt: str, layout: str | None, alignment: int | None) -> None:
 
 @pytest.mark.parametrize(("fmt", "layout"), OF_SILU)
 @pytest.mark.parametrize("groups", [[0, 130, 0, 256, 3], [1], [0], None], ids=str)
-def test_rows_of_silu(fmt: str, layout: str, groups: list[int] | None) -> None:
+def test_decoded_rows_of_silu_are_those_of_bfloat16_quantised(fmt: str, layout: str, groups: list[int] | None) -> None:
     """With one input scale per group; without offsets all rows are one group."""
     rows = 97 if groups is None else sum(groups)
     x = random(rows if groups is None else rows + 37, 768)
@@ -118,7 +120,13 @@ BUFFERS = DispatchBuffers.allocate(EPConfig(128, 2, 1, 4, 1, "mxfp4"), "cpu")
         (lambda: dequantize(ROWS, "nvfp4", torch.zeros(1)), r"global_scale = 0\.0: must be a number"),
         (lambda: dequantize(ROWS, "nvfp4", 0.0), r"global_scale = 0\.0: must be a number"),
     ],
+    ids=[
+        *("format that is none", "list of formats", "payload alone", "layout of quantised rows", "layout of fp8"),
+        *("layout of other scales", "no scales_offsets", "too few row_offsets", "offsets of buffers"),
+        *("buffers of another format", "too few scales", "two global scales", "global scale 0 in a tensor"),
+        "global scale 0",
+    ],
 )
-def test_what_does_not_fit_is_refused(call, message: str) -> None:
+def test_rows_that_do_not_fit_the_format_are_refused(call, message: str) -> None:
     with pytest.raises(EPInputError, match=message):
         call()

@@ -17,7 +17,7 @@ MODES: dict[str, Callable[[], AbstractContextManager]] = {
 }
 
 
-def test_no_modes_has_no_gradients() -> None:
+def test_inside_no_modes_nothing_requires_a_gradient() -> None:
     x = torch.ones(2, requires_grad=True)
     with no_modes():
         assert not (x * 2).requires_grad
@@ -25,13 +25,13 @@ def test_no_modes_has_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_modes_is_without(mode: str) -> None:
+def test_inside_no_modes_the_callers_mode_does_not_count(mode: str) -> None:
     with MODES[mode](), no_modes():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert (product.dtype, product.device.type) == (torch.float32, "cpu")
 
 
-def test_what_writing_modes_write() -> None:
+def test_tensors_of_inference_mode_are_written_from_outside_and_others_stay_ordinary() -> None:
     """Tensors of inference mode from outside of it, and ordinary ones, which stay ordinary."""
     with torch.inference_mode():
         inference = torch.zeros(2)

@@ -29,7 +29,7 @@ def test_every_preset_is_a_valid_deployment(name: str, fmt: str, ranks: int) -> 
     )
 
 
-def test_names() -> None:
+def test_presets_are_found_by_name_or_all_together() -> None:
     names = "deepseek-v3 kimi-k2 qwen3-235b qwen3-30b gpt-oss-120b mixtral-8x7b glm-4.5"
     assert list(PRESETS) == names.split(), "each has a name of its own"
     assert presets_named("all") == list(PRESETS.values())
@@ -38,6 +38,6 @@ def test_names() -> None:
         preset_named("gpt-2")
 
 
-def test_expert_weights_of_deepseek_v3() -> None:
+def test_expert_weights_of_a_deepseek_v3_layer_have_22_5_gb() -> None:
     preset = PRESETS["deepseek-v3"]
     assert preset.num_experts * 3 * preset.hidden * preset.moe_hidden * 2 == 22_548_578_304

@@ -13,7 +13,7 @@ from cute_ep.bench import timing
 from cute_ep.bench.timing import Runner, percentile, summary
 
 
-def test_percentiles() -> None:
+def test_percentiles_are_samples_and_a_summary_has_them() -> None:
     values = [float(value) for value in range(200, 0, -1)]
     assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [100, 190, 198, 200]
     assert percentile([3.0], 1) == 3.0
@@ -161,7 +161,7 @@ def test_times_behind_a_gate_that_was_forced_open_do_not_count(
             runner.time(1, lambda lane, index: None)
 
 
-def test_a_gate_opens_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_opens_by_itself_after_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(words=[0], address=0)
     monkeypatch.setattr(timing, "HostMemory", lambda words: memory)
     gate = timing.Gate()

@@ -16,7 +16,7 @@ from cute_ep.layouts.maps.scales import ATOM
 from tests.cases import CASES
 
 
-def test_by_hand() -> None:
+def test_bytes_of_a_round_by_hand() -> None:
     cfg = EPConfig(hidden=64, num_experts=4, top_k=3, max_tokens_per_rank=2, world_size=2)
     ids = [torch.tensor([[0, 1, 2], [-1, -1, 3]], dtype=torch.int32), torch.tensor([[2, 3, -1]], dtype=torch.int32)]
     counts = count_routing(cfg, ids)
@@ -55,7 +55,7 @@ def test_the_busiest_link_by_hand() -> None:
             assert moved.busiest_link(["cuda:0", "cuda:1", "cuda:2"]) == 2 * row
 
 
-def test_shared_expert_by_hand() -> None:
+def test_bytes_with_a_shared_expert_by_hand() -> None:
     """A token that no expert of its rank takes still makes one local message; nothing more leaves the rank."""
     cfg = EPConfig(64, 4, 3, 2, 2, fused_shared_expert=True, row_alignment=4)
     ids = [torch.tensor([[0, 1, 2], [-1, -1, 3]], dtype=torch.int32), torch.tensor([[2, 3, -1]], dtype=torch.int32)]
@@ -74,7 +74,7 @@ def test_shared_expert_by_hand() -> None:
     assert exact.memory == ((2 + 2 + 2 * 4 + 2) * row, (4 + 1 + 2 * 2 + 1) * row)
 
 
-def test_replicated_tokens_stay_at_home() -> None:
+def test_with_skip_a2a_no_byte_leaves_a_rank() -> None:
     cfg = EPConfig(64, 4, 3, 3, 2, fused_shared_expert=True, skip_a2a=True)
     ids = torch.tensor([[0, 1, 2], [-1, -1, 3], [2, 3, -1]], dtype=torch.int32)
     counts = count_routing(cfg, [ids, ids])
@@ -87,7 +87,7 @@ def test_replicated_tokens_stay_at_home() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_message_has_all_that_its_row_has(fmt: str) -> None:
+def test_a_message_has_payload_scales_and_row_scale_padded(fmt: str) -> None:
     """Payload, scale factors and row scale, each padded to 16 bytes on the wire and packed in the output, where atoms
     of scale factors have 128 rows."""
     cfg = EPConfig(128, 2, 1, 1, 2, fmt, row_alignment=FORMATS[fmt].row_alignment)

@@ -81,6 +81,7 @@ def test_build_is_incremental(tmp_path, monkeypatch, capsys: pytest.CaptureFixtu
         (["--kernel", "copy", "--epilogue", "a:b"], "kernel = 'copy': must be one of combine_exact, combine_partial"),
         (["--jobs", "0"], "jobs = 0: must be at least 1"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_build_names_the_broken_rule(words: list[str], rule: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(EPConfigError, match=rule):

@@ -14,7 +14,7 @@ from cute_ep.cli.main import main
 from cute_ep.layouts.maps.formats import FORMATS
 
 
-def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
+def test_the_demo_runs_on_the_cpu_and_all_formats_agree(tmp_path, capsys: pytest.CaptureFixture) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 20)
     assert main(["demo", str(text), "--devices", "cpu:2", "--preset", "qwen3-30b", "--tokens", "64"]) == 0
@@ -37,8 +37,8 @@ def test_demo_on_the_cpu(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert "hidden 256, 96 SwiGLU experts" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("broken", [torch.zeros_like, lambda sums: sums * torch.nan])
-def test_demo_fails_where_the_layer_is_wrong(
+@pytest.mark.parametrize("broken", [torch.zeros_like, lambda sums: sums * torch.nan], ids=["zeros", "NaN"])
+def test_the_demo_fails_where_the_layer_is_wrong(
     broken: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     right = reference.combine_source
@@ -48,7 +48,7 @@ def test_demo_fails_where_the_layer_is_wrong(
     assert "bf16 exact: rms error" in out and "must be at most 1%" in out and "all formats agree" not in out
 
 
-def test_demo_layer_agrees_with_the_dense_layer() -> None:
+def test_the_layer_of_the_demo_agrees_with_the_dense_one() -> None:
     """The layer through dispatch and combine is within bfloat16's and NVFP4's roundings of the float64 layer."""
     from cute_ep.api.presets import Preset
     from cute_ep.runtime.connection import connect_local
@@ -87,7 +87,7 @@ def test_demo_shares_weights_when_memory_is_short() -> None:
     assert weights.of(3)[0].data_ptr() == weights.of(0)[0].data_ptr() != weights.of(1)[0].data_ptr()
 
 
-def test_demo_refuses_an_empty_text(tmp_path, capsys: pytest.CaptureFixture) -> None:
+def test_the_demo_refuses_an_empty_text(tmp_path, capsys: pytest.CaptureFixture) -> None:
     empty = tmp_path / "empty"
     empty.write_bytes(b"")
     assert main(["demo", str(empty), "--devices", "cpu:2"]) == 2

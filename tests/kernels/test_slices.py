@@ -120,7 +120,7 @@ def all_warps(cases: Iterable[tuple[int, int]]) -> np.ndarray:
     return np.array(rows, np.int32)
 
 
-def test_every_item_is_dealt_once() -> None:
+def test_the_static_schedule_has_every_item_once() -> None:
     """And none to the spare CTA, as long as the warps of the others are enough for one each."""
     few = {(items, ctas) for ctas in (1, 2, 3, 7, 40) for items in (0, 1, ctas, (ctas - 1) * WARPS, ctas * WARPS)}
     cases = few | {(items + more, ctas) for items, ctas in few for more in (1, 5 * ctas * WARPS)}
@@ -138,7 +138,7 @@ def test_every_item_is_dealt_once() -> None:
     assert all(sorted(found) == list(range(items)) for (items, _), found in taken.items())
 
 
-def test_numbers_go_on_where_first_items_end() -> None:
+def test_tickets_of_a_cta_go_on_where_first_items_end() -> None:
     """Where there are more items than warps, a warp's later items are those of its CTA's numbers from WARPS on."""
     cases = [
         (items, ctas) for ctas in (1, 2, 7, 40) for items in (ctas * WARPS - 1, ctas * WARPS, ctas * WARPS + 1, 5000)
@@ -229,7 +229,7 @@ def join(low, high) -> Int64:
     return (Int64(high) << 32) | (Int64(low) & Int64(0xFFFFFFFF))
 
 
-def test_a_dated_word_holds_the_value_and_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ll_word_holds_the_value_and_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value below, the low half of the epoch above, whatever the sign of the value, in one relaxed store."""
     stored = []
     monkeypatch.setattr(sync, "pointer", lambda address, dtype: address)
@@ -254,7 +254,7 @@ def test_a_dated_word_holds_the_value_and_its_epoch(monkeypatch: pytest.MonkeyPa
         assert (date == epoch % 2**32).all()
 
 
-def test_a_date_is_equal_or_it_is_not_there() -> None:
+def test_an_ll_word_is_taken_in_its_own_round_only() -> None:
     """A word of an earlier or a later round is not taken for this one's, nor is a word that was never written."""
 
     def arrived(low, high, epoch_low, epoch_high):
@@ -268,7 +268,7 @@ def test_a_date_is_equal_or_it_is_not_there() -> None:
             assert bool(result[0]) == (date % 2**32 == epoch % 2**32)
 
 
-def test_flags_may_be_ahead() -> None:
+def test_a_flag_has_arrived_at_its_epoch_or_a_later_one() -> None:
     def arrived(low, high, epoch_low, epoch_high):
         return Int32(sync._has_arrived(join(low, high), join(epoch_low, epoch_high), False))
 
@@ -278,7 +278,7 @@ def test_flags_may_be_ahead() -> None:
             assert bool(result[0]) == (seen >= epoch)
 
 
-def test_a_word_is_blank_or_it_has_arrived() -> None:
+def test_a_lamport_word_is_the_sentinel_or_it_has_arrived() -> None:
     """One word of four, and no other content of it, makes a vector wait; one token more, and no word does."""
     words = np.array([[0x7FFF7FFF] * 4, [0] * 4, *(np.roll([0xFFFFFFFF, 1, 2, 3], turn) for turn in range(4))])
     words = np.concatenate([words, 0xFFFFFFFF ^ (1 << np.arange(32))[:, None] * np.ones((1, 4), np.int64)])
@@ -290,7 +290,7 @@ def test_a_word_is_blank_or_it_has_arrived() -> None:
     assert few.tolist() == [1, 1, 1, 0, 0]
 
 
-def test_division_by_what_a_launch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_division_by_multiplication_is_exact_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact up to the bound that `Divisor` states, for every extent that can be: near 0, at the bound, where the error
     of the multiplication is largest, and in between. All that kernels split is below the bound."""
     monkeypatch.setattr(express.cute.arch, "mul_hi", lambda a, b: Uint32((Uint64(a) * Uint64(b)) >> 32))
@@ -314,7 +314,7 @@ def test_division_by_what_a_launch_knows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(items * extent < 1 << 32 for extent, items in most.items())
 
 
-def test_division_by_powers_of_two() -> None:
+def test_division_by_powers_of_two_rounds_down() -> None:
     """Of negative numbers too: all round down, so a remainder is not negative."""
     values = np.array([0, 1, 31, 32, 33, 511, 512, 513, 2**31 - 1, -1, -32, -33, -(2**31)], np.int32)
     for power in (1, 2, 16, 32, 128, 512):

@@ -59,6 +59,7 @@ def test_malformed_text_is_refused(text):
         ("4", None),
         ((2, 0), None),
     ],
+    ids=str,
 )
 def test_invalid_layouts_are_refused(shape, stride):
     with pytest.raises(LayoutError):

@@ -197,8 +197,14 @@ def test_divergence_coalesce_is_not_the_free_function():
         (lambda: view("((2,4),12):((12,24),1)").slice(0, slice(None)), "flat modes"),
         (lambda: view("((2,4),12):((12,24),1)").stride(0), "flat modes"),
     ],
+    ids=[
+        *("a tile that does not divide", "a tile behind the end", "a tile before the beginning"),
+        *("a coordinate of fewer modes", "a tile of fewer modes", "vectors that rows misalign"),
+        *("vectors that the base misaligns", "vectors of vectors", "threads with gaps", "threads with one number"),
+        *("a thread that is none", "threads of fewer modes", "a slice of a nested mode", "a stride of a nested mode"),
+    ],
 )
-def test_refusals(call, message):
+def test_a_verb_that_cannot_be_right_is_refused(call, message):
     with pytest.raises(LayoutError, match=message):
         call()
 

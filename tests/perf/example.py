@@ -64,3 +64,10 @@ def example_run() -> dict:
         "mirror_bias": [],
         "compiled": [],
     }
+
+
+def with_gpus(run: dict, count: int, **machine_facts: str) -> dict:
+    """The run with as many GPUs and ranks."""
+    devices = [f"cuda:{number}" for number in range(count)]
+    facts = {"gpus": dict.fromkeys(devices, "NVIDIA H200"), "devices": devices}
+    return run | {"machine": run["machine"] | facts | machine_facts}

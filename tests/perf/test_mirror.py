@@ -42,7 +42,7 @@ def test_stores_land_where_the_other_rank_looks(ranks: int, tokens: int, fmt: st
 
 
 @pytest.mark.parametrize(("ranks", "tokens", "fmt"), CASES)
-def test_sources_do_not_overlap(ranks: int, tokens: int, fmt: str) -> None:
+def test_regions_of_the_mirrored_sources_do_not_overlap(ranks: int, tokens: int, fmt: str) -> None:
     """Within a block the regions follow each other, each as large as its part of the real arena."""
     cfg = MAIN.config(fmt, ranks, tokens)
     blocks = Blocks.of(cfg)
@@ -59,10 +59,10 @@ def test_sources_do_not_overlap(ranks: int, tokens: int, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_machine_with_too_few_gpus(
+def test_a_machine_with_too_few_gpus_is_told_in_one_line(
     count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """One line, as the suite says it."""
+    """As the suite says it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr("sys.argv", ["mirror.py", "--tune"])
     with pytest.raises(SystemExit) as stop:
@@ -72,7 +72,7 @@ def test_a_machine_with_too_few_gpus(
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_all_other_ranks_get_the_same(ranks: int) -> None:
+def test_a_mirrored_routing_sends_all_other_ranks_the_same(ranks: int) -> None:
     cfg, tokens = MAIN.config("bf16", ranks, 512), 512
     for rank in range(GPUS):
         ids = mirrored_ids(cfg, tokens, rank, torch.Generator().manual_seed(rank))

@@ -27,7 +27,7 @@ from tests.perf.example import RANKS
 # Other libraries
 
 
-def test_peers_are_notes_without_gpus() -> None:
+def test_without_gpus_every_peer_is_a_note() -> None:
     found = peers.run_peers(0)
     assert found["rows"] == [] and len(found["notes"]) == len(peers.PEERS)
     assert all("not present: needs at least 2 GPUs" in note for note in found["notes"])
@@ -137,13 +137,13 @@ def test_what_was_not_taken_as_the_rest_is_noted() -> None:
     assert [note.split(": ")[1][:14] for note in notes] == ["1 of 2 results"] * 3
 
 
-def test_budgets_fit() -> None:
+def test_the_budgets_of_all_peers_fit_into_the_suites() -> None:
     assert set(peers.BUDGETS_S) == set(peers.PEERS)
     assert sum(peers.BUDGETS_S.values()) + 2 * 10 <= 160
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, chained: bool) -> None:
+def test_a_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, chained: bool) -> None:
     """A burst's first samples take 100 ms, the others 3; the sleep ends too early in the first two bursts."""
     clock, sleeps, calls = [0.0], [], [0]
 
@@ -178,7 +178,7 @@ def test_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, cha
     assert not ahead and seconds == pytest.approx([3e-3] * 3)
 
 
-def test_host_time_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_time_of_a_peer_is_the_least_of_its_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the stream sleeps, which a first queue, that loads kernels, says how long; the least time of the slowest
     rank."""
     now, done = [0.0], []
@@ -198,7 +198,7 @@ def test_host_time_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == [what for sleep in sleeps for what in (sleep, *range(timing.QUEUED), "wait")]
 
 
-def test_peer_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peers_pairs_are_measured_before_its_single_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pair comes before any operation alone; what cannot be captured is queued one by one."""
     done: list[str] = []
     places: list[str] = []
@@ -259,7 +259,7 @@ def test_peers_route_as_the_measurement_does(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(one.ids, one.all_ids[1])
 
 
-def test_fp8_rows_of_peers() -> None:
+def test_fp8_rows_of_peers_are_within_their_error() -> None:
     from perf import peer_libraries
 
     x = torch.randn(3, 256).bfloat16()
@@ -268,7 +268,7 @@ def test_fp8_rows_of_peers() -> None:
     assert 0.02 < error < peers.MAX_ERROR["fp8"]
 
 
-def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_peers_are_those_of_the_modules_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     assert peer_worker.versions_of(["torch", "no_such_module"]) == {"nccl": "2.28.9", "torch": version("torch")}
 
@@ -282,7 +282,7 @@ def test_every_peer_has_an_implementation() -> None:
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-def test_mlx5_stub_has_the_symbols(tmp_path: Path) -> None:
+def test_the_mlx5_stub_has_the_symbols_that_nvshmem_asks_for(tmp_path: Path) -> None:
     library = nvshmem.ctypes.CDLL(str(nvshmem.compile_stub(tmp_path)))
     for words in nvshmem.MLX5_SYMBOLS.values():
         assert all(getattr(library, f"mlx5dv_{word}")() == -1 for word in words.split())

@@ -1,4 +1,4 @@
-"""What becomes of measured runs: the model, tables, the documents on speed, plots."""
+"""Runs that are kept, and the documents and plots that are made of them."""
 
 from __future__ import annotations
 
@@ -11,89 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ep.bench import machine
-from cute_ep.bench.measure import CHAINED, CONDITIONS
-from perf import losses, model, pages, plots, report, runs, tables, values
-from perf.cases import MAIN
-from tests.perf.example import CEILINGS, case, example_run, synthetic
-
-# The model
-
-
-def test_fit_recovers_constants() -> None:
-    run = example_run() | {"cases": synthetic(overhead=7.5, link=0.62, memory=0.44)}
-    fits = model.fit_model([run, run])
-    assert set(fits) == {("dispatch", "bf16"), ("dispatch", "fp8"), ("combine_exact", None), ("combine_partial", None)}
-    for fit in fits.values():
-        assert (fit.overhead_us, fit.link, fit.memory) == pytest.approx((7.5, 0.62, 0.44), rel=0.02)
-
-
-def test_fit_has_no_negative_overhead() -> None:
-    fit = model.fit_constants([(10.0, 0.0, 10.0, 12.0), (20.0, 0.0, 25.0, 27.0)])
-    assert fit.overhead_us == 0 and 0.8 <= fit.link <= 1
-    assert model.fit_constants([(0.0, 0.0, 5.0, 7.0)]).overhead_us == pytest.approx(5.0)
-
-
-def test_a_pair_is_its_launches() -> None:
-    cases = synthetic()
-    fits = model.fit_model([example_run() | {"cases": cases}])
-    for one in cases:
-        assert model.predict(one, fits, CEILINGS) == pytest.approx(one["p50_us"], rel=0.01)
-    assert model.predict(cases[0] | {"format": "mxfp4"}, fits, CEILINGS) is None
-    text = model.errors_table(cases, fits, CEILINGS)
-    assert text.count("+0%") + text.count("-0%") == len(cases)
-    graphs = sum(one["operation"] not in ("pair_chained", *CONDITIONS) for one in cases)
-    text = model.summary_table(example_run() | {"cases": cases}, fits)
-    launches = sum(one["operation"] in model.LAUNCHES for one in cases)
-    assert f"| fitted | {launches} | {launches} | 0% | 0% |" in text
-    assert f"| not fitted | {graphs - launches} | {graphs - launches} | 0% | 0% |" in text
-
-
-def test_ranks_that_share_a_gpu_are_another_machine() -> None:
-    alone, shared = example_run(), example_run()
-    shared["machine"] = shared["machine"] | {"devices": ["cuda:0", "cuda:0"]}
-    shared["cases"] = synthetic(overhead=50.0)
-    assert model.page(alone, [alone, shared]) == model.page(alone, [alone])
-    assert "NVL72" not in model.page(shared, [alone, shared]) and "| 50." in model.page(shared, [alone, shared])
-
-
-def test_other_machines_scale_with_their_nominal_rates() -> None:
-    there = model.ceilings_elsewhere(CEILINGS, "NVIDIA H200", "B200")
-    assert there is not None and there.push == 2 * CEILINGS.push and there.flag == CEILINGS.flag
-    assert there.memory == pytest.approx(CEILINGS.memory * 8 / 4.8)
-    assert model.ceilings_elsewhere(CEILINGS, "GeForce", "B200") is None
-    eight = model.expected_case("dispatch", "bf16", 8, 64)
-    assert eight["parts"][0][0] / (64 * 14336) == pytest.approx(4.63, rel=0.1)  # remote ranks of a token, top-8 of 256
-    text = model.page(example_run(), [example_run()])
-    assert "NVL72" in text and "8 x H200" in text
-
-
-# Tables, report and plots
-
-
-def test_tables_show_the_numbers() -> None:
-    run = example_run()
-    text = tables.page(run)
-    dispatch = next(one for one in run["cases"] if (one["operation"], one["tokens"]) == ("dispatch", 4096))
-    assert f"| 4096 | bf16 | {dispatch['p50_us']:.1f} ({dispatch['p99_us']:.1f}) |" in text
-    assert "SM stores to a peer 400 GB/s (ring), 350 GB/s" in text and "one flag 1.20 us" in text
-    assert "2 x NVIDIA H200, NV18 between GPUs" in text
-    assert "| 64 | 2048 | bf16 | 4.0 / 4.0 (50% / 50%) | 6.0 / 6.0 (50% / 50%) |  |" in text
-    assert "| operation | format | tokens per rank | 8 SMs | 132 SMs |" in text
-    assert (
-        "| tokens per rank | cute_ep bf16 partial | cute_ep bf16 exact (default) | cute_ep fp8 partial | nccl ag"
-        in text
-        and "| 50.5 |" in text
-    )
-    assert "- deepep_normal: not present: no module deep_ep" in text
-    assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
-    assert tables.markdown(("a", "b"), []) == ""
-
-
-def test_tables_of_a_run_that_found_nothing() -> None:
-    run = example_run() | {"ceilings": {}, "cases": [], "notes": ["ceilings: EPError: no kernel"]}
-    assert "ceilings: EPError" in tables.page(run)
-
+from perf import losses, model, plots, report, runs, tables, values
+from tests.perf.example import example_run, with_gpus
 
 MARKERS = {"README.md": ("headline", "perf"), "perf/results/README.md": ("runs",)}
 """File -> the sections of it that the report writes."""
@@ -134,13 +53,6 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(plots, "have_matplotlib", lambda: True)
     monkeypatch.setattr(plots, "draw", draw)
-
-
-def with_gpus(run: dict, count: int, **machine_facts: str) -> dict:
-    """The run with as many GPUs and ranks."""
-    devices = [f"cuda:{number}" for number in range(count)]
-    facts = {"gpus": dict.fromkeys(devices, "NVIDIA H200"), "devices": devices}
-    return run | {"machine": run["machine"] | facts | machine_facts}
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -291,148 +203,6 @@ def test_documents_are_what_the_runs_say(tmp_path: Path, monkeypatch: pytest.Mon
     assert sum(path.stat().st_size for path in results.iterdir()) < 500_000
 
 
-def test_tables_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    folder = write_run(tmp_path, example_run())
-    monkeypatch.setattr(sys, "argv", ["tables", str(folder)])
-    tables.main()
-    assert capsys.readouterr().out == tables.page(runs.read_run(folder)) + "\n"
-    monkeypatch.setattr(sys, "argv", ["model"])
-    model.main()
-    said = capsys.readouterr().out
-    assert all(f"{name}\n\n" in said for name in runs.read_kept())
-
-
-def test_report_says_where_it_loses() -> None:
-    run = example_run()
-    (loss, *_) = losses.losses(run)
-    ours = values.medians(run, "pair")[4096, "bf16"]
-    assert loss == losses.Loss("partial pair", "nccl ag rs bf16", ((4096, 1.5, ours),))
-    assert pages.loss_line(loss) == f"partial pair: nccl ag rs bf16 at 4096 (1.5, ours {ours:.1f})"
-    assert f"- partial pair: nccl ag rs bf16 at 4096: 1.5; ours {ours:.1f}" in pages.losses_text(run).splitlines()
-    run["peers"] = run["peers"][:1]
-    assert list(losses.losses(run)) == [] and pages.losses_text(run) == ""
-
-
-def test_report_says_where_exact_combine_and_few_sms_lose() -> None:
-    def case(operation: str, p50_us: float, tokens: int = 9) -> dict:
-        return {"shape": MAIN.text, "routing": "uniform", "tokens": tokens, "format": "bf16"} | {
-            "operation": operation,
-            "p50_us": p50_us,
-        }
-
-    def row(peer: str, operation: str, p50_us: float, tokens: int = 9) -> dict:
-        return {"peer": peer, "operation": operation, "tokens": tokens, "format": "bf16", "p50_us": p50_us}
-
-    run = {
-        "cases": [case("pair", 8.0), case("dispatch", 3.0), case("combine_exact", 9.5)],
-        "peers": [
-            row("nccl_ag_rs", "pair", 12.0),
-            row("deepep_normal", "combine", 6.0),
-            row("nccl_ag_rs", "combine", 1.0),
-        ],
-        "sweep": [case("combine_partial", time) | {"sms": sms} for sms, time in ((16, 9.0), (32, 7.0), (132, 5.0))],
-        "swiglu": [],
-        "compiled": [],
-    }
-    budget = losses.Loss("combine partial, 24 SMs (ours 32)", "deepep normal bf16", ((9, 6.0, 7.0),))
-    assert list(losses.losses(run)) == [losses.Loss("exact pair", "nccl ag rs bf16", ((9, 12.0, 12.5),)), budget]
-    more = [case("dispatch", 5.0, 1), case("combine_exact", 6.0, 1)]
-    run["cases"], run["peers"] = run["cases"] + more, [*run["peers"], row("nccl_ag_rs", "pair", 10.0, 1)]
-    (loss, _) = losses.losses(run)
-    assert loss.points == ((1, 10.0, 11.0), (9, 12.0, 12.5))
-    assert pages.loss_line(loss) == "exact pair: nccl ag rs bf16 at 1, 9 (12.0, ours 12.5)"
-    line = "- exact pair: nccl ag rs bf16 at 1, 9: 10.0, 12.0; ours 11.0, 12.5"
-    assert line in pages.losses_text(run).splitlines()
-    run["cases"].append(case("pair_exact", 11.0))  # measured as a pair it wins
-    assert next(losses.losses(run)).points == ((1, 10.0, 11.0),)
-
-
-def test_farthest_from_the_floor() -> None:
-    run = example_run()
-    far = max(
-        (one for one in run["cases"] if one["operation"] in model.LAUNCHES and one["tokens"] >= losses.BYTES_TOKENS),
-        key=lambda one: values.ratio(one),
-    )
-    name = far["operation"].replace("_", " ")
-    assert losses.farthest_text(run, "uniform") == f"{name} {far['format']} {far['tokens']}: {values.ratio(far):.2f}"
-    assert losses.farthest_text(run, "zipf") == ""
-
-
-def test_exact_pairs_say_what_they_are() -> None:
-    run = example_run()
-    pairs = [case for case in run["cases"] if case["operation"] == "pair_exact"]
-    assert values.exact_pairs(run) == {(one["tokens"], one["format"]): one["p50_us"] for one in pairs}
-    assert tables.exact_text(run).endswith("measured as a pair")
-    run["cases"] = [case for case in run["cases"] if case["operation"] != "pair_exact"]
-    (dispatch,) = (
-        one for one in run["cases"] if (one["operation"], one["tokens"]) == ("dispatch", 16) and "bf" in one["format"]
-    )
-    key = (16, "bf16")
-    assert values.exact_pairs(run)[key] == pytest.approx(dispatch["p50_us"] + values.medians(run, "combine_exact")[key])
-    for one in run["cases"]:
-        if one["operation"] == "pair":
-            one["p50_us"] *= 1.1 if one["tokens"] == 16 else 1.0
-    text = tables.exact_text(run)
-    assert "**summed from dispatch and combine, not measured as a pair**" in text and "+0% to +10%" in text
-    root = report.ROOT
-    for name, kept in runs.read_kept().items():
-        page = (root / "docs/performance.md").read_text()
-        assert tables.exact_text(kept) in page.partition(f"## {name}:")[2].partition("## ")[0], name
-
-
-def test_pairs_under_other_conditions_have_a_table() -> None:
-    run = example_run()
-    text = tables.page(run)
-    times = [values.medians(run, name)[4096, "fp8"] for name in tables.CONDITIONS]
-    (row,) = (line for line in text.splitlines() if line.endswith(" | ".join(f"{time:.1f}" for time in times) + " |"))
-    assert row.startswith("| 4096 |") and tables.CONDITIONS_TEXT in text
-    text, points = pages.conditions_text(run), (1, 16, 128, 4096)
-    assert text.startswith("BF16 partial pairs of 1, 16, 128, 4096 tokens: as above ")
-    for name in tables.CONDITIONS:
-        assert pages.commas(values.medians(run, name)[tokens, "bf16"] for tokens in points) in text
-    assert set(tables.CONDITIONS) == {"pair", *CONDITIONS}
-    run["cases"] = [case for case in run["cases"] if case["operation"] not in CONDITIONS]
-    assert pages.conditions_text(run) == "" and tables.CONDITIONS_TEXT not in tables.page(run)
-
-
-def test_mirrored_times_are_corrected_by_what_is_known() -> None:
-    """Here GPUs of their own took 1.25 times what the mirror of the same kernels took for 16 tokens, 1 for others."""
-
-    def mirrored(commit: str, factor: float) -> dict:
-        run = example_run()
-        run["machine"] |= {"commit": commit}
-        pairs = [case for case in run["cases"] if (case["operation"], case["format"]) == ("pair", "bf16")]
-        run["mirror"] = [
-            {"operation": "pair", "format": "bf16", "tokens": one["tokens"], "ranks": 2}
-            | {"p50_us": factor * one["p50_us"] / (1.25 if one["tokens"] == 16 else 1)}
-            for one in pairs
-        ]
-        return run
-
-    known, later = mirrored("abc", 1.0), mirrored("feed", 0.5)
-    real = values.medians(known, "pair")[16, "bf16"]
-    bias = values.mirror_bias(later, [known, later])
-    assert {one["commit"] for one in bias} == {"feed"}, "its own commit first: this run has GPUs of their own as well"
-    later["machine"] |= {"gpus": {"cuda:0": "NVIDIA H200"}}
-    later["mirror_bias"] = bias = values.mirror_bias(later, [known, later])
-    assert {one["commit"] for one in bias} == {"abc"} and [one["ratio"] for one in bias] == pytest.approx(
-        [1, 1.25, 1, 1]
-    )
-    text = tables.page(later)
-    assert "kernels of abc (2026-11-21) 2 GPUs took 1.000 to 1.250 times as long, 1.062 on average over 4 cases" in text
-    assert f"| 16 | {real / 2.5:.1f} ({real / 2:.1f}) |" in text
-    times = [time["p50_us"] for time in later["mirror"]]
-    line = pages.mirror_line(later)
-    assert pages.commas([times[0], *times[2:]]) in line and ", corrected " in line and "1.062 on average" in line
-    later["mirror_bias"] = []
-    assert "unknown amount" in tables.page(later) and f"| 16 | {real / 2.5:.1f} |" in tables.page(later)
-    assert "unknown amount" in pages.mirror_line(later) and "corrected" not in pages.mirror_line(later)
-    assert values.mirror_bias(later, [later]) == [] == values.mirror_bias(example_run(), [known])
-    other = known | {"machine": known["machine"] | {"gpus": dict.fromkeys(("cuda:0", "cuda:1"), "NVIDIA B200")}}
-    assert values.mirror_bias(later, [later, other]) == [], "of another kind of GPU"
-    assert pages.mirror_line(example_run()) == ""
-
-
 @pytest.mark.usefixtures("no_plots")
 def test_what_is_known_of_a_mirror_is_kept(tmp_path: Path) -> None:
     """The bias of an earlier commit stays with later mirrors, when runs of that commit are replaced."""
@@ -446,51 +216,6 @@ def test_what_is_known_of_a_mirror_is_kept(tmp_path: Path) -> None:
     assert bias["ratio"] == pytest.approx(values.medians(real, "pair")[16, "bf16"] / 2, rel=1e-3)
 
 
-def test_headline() -> None:
-    def case(operation: str, tokens: int, p50_us: float) -> dict:
-        about = {"shape": MAIN.text, "routing": "uniform", "format": "bf16"}
-        return about | {"operation": operation, "tokens": tokens, "p50_us": p50_us}
-
-    run = example_run()
-    times = {"pair": (10.0, 40.0, 900.0), "pair_exact": (12.5, 60.0, 1600.0)}
-    run["cases"] = [
-        case(name, tokens, time)
-        for name, every in times.items()
-        for tokens, time in zip((1, 128, 4096), every, strict=True)
-    ]
-    run["peers"] = [
-        {"peer": peer, "format": fmt, "operation": "pair", "tokens": tokens, "p50_us": time}
-        for peer, fmt, every in (
-            ("nccl_ag_rs", "bf16", (15.0, 80.0, 1200.0)),
-            ("nccl_all_to_all", "bf16", (30.0, 90.0, 5000.0)),
-            ("deepep_normal", "bf16", (60.0, 100.0, 1800.0)),
-            ("deepep_low_latency", "fp8", (1.0, 1.0, 1.0)),
-        )
-        for tokens, time in zip((1, 128, 4096), every, strict=True)
-    ]
-    text = pages.headline(run)
-    assert "take 10.0 / 40.0 / 900 us" in text and "1.5 / 2.0 / 1.3 times as fast" in text
-    assert "6.0 / 2.5 / 2.0 times as fast as DeepEP" in text and "takes 12.5 / 60.0 / 1600 us" in text
-    assert "with 4096 tokens it loses to NCCL." in text and "timed separately" not in text
-    assert pages.headline(run | {"peers": []}) == ""
-
-
-def test_provenance() -> None:
-    run = example_run()
-    assert tables.provenance_text(run) == "" and tables.versions_text(run) == "Other libraries: versions not recorded."
-    run["machine"] |= {
-        "commit": "0123456789abcdef-dirty",
-        "library": {"sources": "5ace", "cubins": "c0b1", "dsl": ["4.8.1"]},
-    }
-    state = dict(zip(machine.GPU_STATE, ("1755 MHz", "3201 MHz", "402.10 W", "700.00 W", "50"), strict=True))
-    run["gpu_state"] = {"ceilings": [state, state | {"clocks.sm": "1980 MHz"}], "peers": []}
-    run["peer_versions"] = {"nccl": "2.28.9", "some-deepep": "1.2"}
-    text = tables.page(run)
-    assert "Kernels of sources 5ace, cubins c0b1, DSL 4.8.1. At the ends of sections SM clocks were 1755 MHz" in text
-    assert "at most 402 of 700 W" in text and "commit 0123456789ab-dirty" in text
-    assert "Other libraries: nccl 2.28.9, some-deepep 1.2." in text
-
-
 def test_runs_are_read_with_floors_of_one_rule(tmp_path: Path) -> None:
     """Whatever they were when the run was made; the copy engine counts."""
     run = example_run()
@@ -500,7 +225,7 @@ def test_runs_are_read_with_floors_of_one_rule(tmp_path: Path) -> None:
         assert new["link_floor_us"] == pytest.approx(old["link_floor_us"] / 2) and new["p50_us"] == old["p50_us"]
 
 
-def test_plots(tmp_path: Path) -> None:
+def test_plots_are_drawn_of_what_was_measured_and_the_same_again(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = example_run()
     assert {path.stem for path in plots.draw(run, tmp_path)} == set(plots.PLOTS)
@@ -530,36 +255,17 @@ def test_slim_plots_are_the_same_picture() -> None:
     assert plots.slim(svg) == '<svg>\n<g>\n<path id="m1" d="M 1.23 7.5"/></g></svg>'
 
 
-def test_no_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert plots.draw(example_run(), tmp_path) == [] and not list(tmp_path.iterdir())
 
 
-def test_host_times_have_a_table_where_they_were_measured() -> None:
-    run = example_run()
-    run["cases"] = [*run["cases"], case(CHAINED, "bf16", 1, 9.0, [[1, 1]], host_us=33.25)]
-    run["peers"] = [*run["peers"], run["peers"][0] | {"operation": CHAINED, "host_us": 25.5}]
-    assert "host time" not in tables.page(example_run())
-    assert "| 1 | 33.2 | 25.5 |" in tables.page(run).partition("libraries: host time")[2]
-    assert pages.host_text(example_run(), "runs/README.md") == ""
-    run["cases"].append(case(CHAINED, "fp8", 2, 9.0, [[1, 1]], host_us=50.75))
-    text = pages.host_text(run, "runs/README.md")
-    assert ": 33 to 51 us," in text and "](runs/README.md)" in text and text.endswith("; nccl ag rs 26 to 26.")
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "lost"),
-    [
-        ((9.0, 33.0), (31.0, 25.0), (31.0, 33.0)),
-        ((9.0, 30.0), (31.0, 25.0), None),
-        ((9.0, 33.0), (8.0, 40.0), None),
-    ],
-)
-def test_without_a_graph_the_longer_of_two_times_counts(
-    own: tuple[float, float], other: tuple[float, float], lost: tuple[float, float] | None
-) -> None:
-    run = example_run()
-    run["cases"] = [case(CHAINED, "bf16", 1, own[0], [[1, 1]], host_us=own[1])]
-    run["peers"] = [run["peers"][0] | {"operation": CHAINED, "p50_us": other[0], "host_us": other[1]}]
-    found = [loss for loss in losses.losses(run) if "no graph" in loss.case]
-    assert [(loss.other, *loss.points) for loss in found] == ([("nccl ag rs bf16", (1, *lost))] if lost else [])
+def test_tables_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    folder = write_run(tmp_path, example_run())
+    monkeypatch.setattr(sys, "argv", ["tables", str(folder)])
+    tables.main()
+    assert capsys.readouterr().out == tables.page(runs.read_run(folder)) + "\n"
+    monkeypatch.setattr(sys, "argv", ["model"])
+    model.main()
+    said = capsys.readouterr().out
+    assert all(f"{name}\n\n" in said for name in runs.read_kept())

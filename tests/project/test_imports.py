@@ -94,7 +94,7 @@ def violations(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sources())
-def test_direction(path: str) -> None:
+def test_imports_go_one_way(path: str) -> None:
     assert not violations(path)
 
 
@@ -153,7 +153,7 @@ def test_no_bare_folder_names(path: str) -> None:
         ("cute_ep.reference.backend", ("cutlass", "cute_ep.runtime.driver")),
     ],
 )
-def test_light_imports(module: str, absent: tuple[str, ...]) -> None:
+def test_importing_a_module_imports_none_of_these(module: str, absent: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print(*sorted({set(absent)!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

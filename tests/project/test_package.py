@@ -41,7 +41,7 @@ def test_a_library_that_logs_prints_nothing() -> None:
     assert (done.stdout, done.stderr) == ("INFO:cute_ep.test:shown\n", "")
 
 
-def test_metadata_changelog_and_package_agree() -> None:
+def test_metadata_changelog_and_package_have_one_version() -> None:
     """One version; the classifiers name no Python that the package does not take."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == cute_ep.__version__

@@ -28,7 +28,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 ARENA = re.search(r"```python\n(.*?)```", (DOCS / "reference.md").read_text(), re.DOTALL)
 
 
-def test_guide_runs(tmp_path: Path) -> None:
+def test_the_layer_of_the_guide_runs_and_the_rest_of_its_code_is_python(tmp_path: Path) -> None:
     """The layer of docs/use.md runs as printed, the rest of its code is Python."""
     layer, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", layer], cwd=tmp_path, capture_output=True, text=True)
@@ -38,7 +38,7 @@ def test_guide_runs(tmp_path: Path) -> None:
         compile(code, "docs/use.md", "exec")
 
 
-def test_what_the_tour_points_at_is_there() -> None:
+def test_every_file_and_name_of_the_tour_exists() -> None:
     """Every file, and in it every class and function that it names."""
     tour = (ROOT / "docs" / "tour.md").read_text()
     files = re.findall(r"`([\w/]+\.py)`", tour)
@@ -83,7 +83,9 @@ def test_examples_run(tmp_path: Path) -> None:
     ("ranks", "experts", "top_k", "tokens", "hidden"),
     [(4, 256, 8, 128, 7168), (4, 256, 8, 4096, 7168), (1, 1, 1, 1, 32), (7, 21, 3, 129, 2880), (32, 1024, 32, 11, 96)],
 )
-def test_memory_formula(fmt: str, ranks: int, experts: int, top_k: int, tokens: int, hidden: int) -> None:
+def test_the_formula_of_memory_is_what_the_code_computes(
+    fmt: str, ranks: int, experts: int, top_k: int, tokens: int, hidden: int
+) -> None:
     names: dict[str, Any] = {}
     assert ARENA
     exec(ARENA[1], names)
@@ -95,7 +97,7 @@ def test_memory_formula(fmt: str, ranks: int, experts: int, top_k: int, tokens: 
         assert names["arena_bytes"](cfg.peers, experts // ranks, top_k, tokens, hidden, *row) == memory_bytes(cfg)
 
 
-def test_memory_in_numbers() -> None:
+def test_the_numbers_of_memory_are_what_the_code_computes() -> None:
     """MiB for the three formats at 128 and at 4096 tokens, large ones to two digits; and the largest output buffer."""
     small, large = ([config(fmt, tokens) for fmt in ("bf16", "fp8", "nvfp4")] for tokens in (128, 4096))
     mib = [memory_bytes(cfg) / 2**20 for cfg in small]
@@ -215,7 +217,7 @@ def test_files_and_names_of_the_map_exist() -> None:
         *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
     ],
 )
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
     source = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", source.read_text()):
         assert "://" in target or (source.parent / target).exists(), target

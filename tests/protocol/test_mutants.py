@@ -16,7 +16,7 @@ PROTOCOL = mutants.ROOT / "docs" / "protocol.md"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_differs_where_it_says(name: str, tmp_path: Path) -> None:
+def test_a_mutant_differs_from_the_sources_where_it_says_and_compiles(name: str, tmp_path: Path) -> None:
     for one in (name, UNCHANGED):
         (tmp_path / one).mkdir()
         mutants.make_tree(one, tmp_path / one)
@@ -32,7 +32,7 @@ def test_a_mutant_differs_where_it_says(name: str, tmp_path: Path) -> None:
         compile(source, file, "exec")
 
 
-def test_mutants_are_those_of_the_model() -> None:
+def test_mutants_have_names_of_the_model_and_schedules_that_exist() -> None:
     names = set(re.findall(r"#define (\w+) \d+ +/\*", MODEL.read_text()))
     assert MUTANTS.keys() <= names
     assert {mutant.schedule for mutant in MUTANTS.values()} <= CASES.keys()

@@ -258,14 +258,14 @@ def result_of(
 
 
 @pytest.mark.parametrize("case", HOLDS, ids=lambda case: case.defines.replace(" ", ","))
-def test_properties_hold(case: Case, result_of: Callable[[Case], Result]) -> None:
+def test_the_properties_of_the_protocol_hold(case: Case, result_of: Callable[[Case], Result]) -> None:
     result = result_of(case)
     assert result.errors == 0, result.text
     assert not [words for words in INCOMPLETE if words in result.text], result.text
 
 
 @pytest.mark.parametrize("case", FAILS, ids=lambda case: case.defines.replace(" ", ","))
-def test_broken_protocol_is_caught(case: Case, result_of: Callable[[Case], Result]) -> None:
+def test_a_broken_protocol_is_caught(case: Case, result_of: Callable[[Case], Result]) -> None:
     result = result_of(case)
     assert result.errors > 0, result.text
     assert case.finds in result.text, result.text

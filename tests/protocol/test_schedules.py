@@ -50,7 +50,7 @@ def test_rounds_of_one_parity_differ() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_schedule(name: str) -> None:
+def test_a_schedule_passes_on_the_reference_backend(name: str) -> None:
     run_schedules(small(name))
 
 
@@ -67,12 +67,12 @@ def test_a_wrong_tensor_is_found(wrong: str) -> None:
         run.check()
 
 
-def test_two_groups() -> None:
+def test_two_groups_of_ranks_run_side_by_side() -> None:
     run_schedules(small("ahead"), small("split"))
 
 
 @pytest.mark.parametrize(("layers", "tokens"), [(2, [24, 5]), (3, [24, 5]), (3, [0, 1])])
-def test_layers_that_are_replayed(layers: int, tokens: list[int]) -> None:
+def test_a_wrong_byte_of_replayed_layers_is_found(layers: int, tokens: list[int]) -> None:
     replays = Replays(connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")), tokens, layers, count=3)
     for number in range(3):
         replays.run_eagerly(number)
@@ -86,7 +86,7 @@ def test_layers_that_are_replayed(layers: int, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("fmt", "make"), [("bf16", plain_experts), ("fp8", fp8_experts)])
-def test_layers(fmt: str, make: Callable[..., Experts]) -> None:
+def test_layers_through_dispatch_and_combine_are_close_to_dense_ones(fmt: str, make: Callable[..., Experts]) -> None:
     """Close to a dense layer, and the check can fail."""
     torch.manual_seed(0)
     cfg = EPConfig(256, 8, 4, 24, 2, fmt, fused_shared_expert=fmt == "fp8")

@@ -100,7 +100,7 @@ def test_a_rank_with_skip_a2a_waits_for_nobody(shared):
 # ---- peers that do not come
 
 
-@pytest.mark.parametrize("absent", [(0,), (1, 2)])
+@pytest.mark.parametrize("absent", [(0,), (1, 2)], ids=str)
 def test_synchronize_names_the_missing_ranks_of_a_dispatch(absent):
     cfg = small()
     communicators = connect_reference(cfg)

@@ -70,7 +70,7 @@ def test_the_bound_of_bf16_is_zero():
 
 @pytest.mark.parametrize("mode", ["exact", "partial"])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_round_of_identity_experts(fmt, mode):
+def test_a_round_of_identity_experts_is_within_its_bound_and_near_it(fmt, mode):
     assert 0.3 < error_table.identity_ratio(fmt, mode) <= 1
 
 
@@ -90,7 +90,7 @@ def test_identity_experts_alone_and_with_masked_slots():
         assert reference.within(out, value, bound).all()
 
 
-def test_within():
+def test_within_compares_numbers_nan_and_infinities():
     inf, nan = torch.inf, torch.nan
     actual = torch.tensor([1.0, 1.0, nan, nan, inf, inf, inf, 1.0, nan]).double()
     value = torch.tensor([1.5, 1.5, nan, 1.0, inf, -inf, 1.0, inf, 1.0]).double()
@@ -99,7 +99,7 @@ def test_within():
     assert reference.within(actual, value, bound).tolist() == want
 
 
-def test_the_table_in_the_documentation():
+def test_the_table_in_the_documentation_is_what_the_command_prints():
     """Every line that the command prints is in docs/numerics.md."""
     lines = NUMERICS.read_text().splitlines()
     missing = [line for line in error_table.table() if line not in lines]

@@ -15,7 +15,7 @@ from cute_ep.reference import processes as reference_processes
 from cute_ep.reference.processes import HEADER, HELLO, HOST, TOKEN_BYTES, Mail, _meet, _read
 
 
-def test_a_peer_that_takes_no_messages() -> None:
+def test_a_peer_that_takes_no_messages_is_named_and_holds_up_no_other() -> None:
     """It alone is named: a peer behind it gets the whole message."""
     (to_stuck, stuck), (to_other, other) = socket.socketpair(), socket.socketpair()
     (of_stuck, _a), (of_other, _b) = socket.socketpair(), socket.socketpair()
@@ -54,7 +54,7 @@ def test_a_stranger_is_not_let_in(does: str, monkeypatch: pytest.MonkeyPatch) ->
         one.close()
 
 
-def test_a_peer_that_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, whether nobody listens at its port or it comes to nobody's."""
     monkeypatch.setattr(reference_processes, "MEETING_S", 0.2)
     token = b"t" * TOKEN_BYTES

@@ -26,7 +26,7 @@ def combine_all(communicators, batches, rows, **options) -> list[torch.Tensor]:
 # ---- batches and buffers
 
 
-def test_a_batch_whose_buffers_hold_a_later_one():
+def test_a_batch_whose_buffers_hold_a_later_one_is_refused():
     """Refused; the later one is right, and so is the batch of a rank that had buffers of its own."""
     cfg = small()
     communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5, 5], "uniform", 0)
@@ -46,7 +46,7 @@ def test_a_batch_whose_buffers_hold_a_later_one():
         assert_bits(got, want[rank], f"rank {rank}")
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
 def test_buffers_that_two_ranks_share_hold_the_later_batch(order: tuple[int, int]):
     cfg = small(world_size=2)
     communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5], "uniform", 0)
@@ -61,7 +61,7 @@ def test_buffers_that_two_ranks_share_hold_the_later_batch(order: tuple[int, int
     assert_bits(batches[late].row_map, expected(cfg, inputs)[late].row_map, "the later batch")
 
 
-def test_batches_of_others():
+def test_batches_of_others_are_refused():
     """Of another group of the same ranks, of another rank, and copies."""
     cfg = small()
     communicators, batches, _ = dispatch_all(cfg)
@@ -76,7 +76,7 @@ def test_batches_of_others():
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_lists_of_ranks_that_are_not_connected(alone: bool):
+def test_lists_of_ranks_that_are_not_connected_are_refused(alone: bool):
     """Equal numbers and configurations make no group, with nothing to exchange either."""
     cfg = small(skip_a2a=alone)
     one, other = connect_reference(cfg), connect_reference(cfg)
@@ -87,7 +87,7 @@ def test_lists_of_ranks_that_are_not_connected(alone: bool):
 
 
 @pytest.mark.parametrize("mode", ["exact", "partial", "unweighted"])
-def test_ids_that_change_before_combine(mode: str):
+def test_ids_that_change_before_combine_are_noticed(mode: str):
     cfg = small()
     communicators, batches, inputs = dispatch_all(cfg)
     rows, ids = rows_for(batches, cfg), inputs[0].topk_ids
@@ -101,7 +101,7 @@ def test_ids_that_change_before_combine(mode: str):
         assert_bits(got, want[rank], f"rank {rank}")
 
 
-def test_weights_that_change_before_combine():
+def test_weights_that_change_before_combine_are_noticed_where_it_reads_them_again():
     """Refused where combine reads them again; partial combine has those that travelled."""
     cfg = small()
     communicators, batches, inputs = dispatch_all(cfg)
@@ -118,7 +118,7 @@ def test_weights_that_change_before_combine():
     communicators[0].combine_wait(pending, torch.zeros(5, 2))
 
 
-def test_outputs_over_what_is_read():
+def test_outputs_over_what_is_read_are_refused():
     """A GPU would write them while it still reads."""
     cfg = small(dispatch_format="bf16")
     communicators, batches, inputs = dispatch_all(cfg)
@@ -247,7 +247,7 @@ def test_a_late_rank_in_one_process_is_an_error_at_once():
 
 
 @pytest.mark.parametrize("place", ["replaced", "reference"])
-def test_batches_that_are_put_together(place: str):
+def test_a_batch_that_was_put_together_is_taken_as_what_its_tensors_say(place: str):
     """A batch with other tensors in place of its own, or from elsewhere: taken as what its tensors say."""
     cfg = small(dispatch_format="bf16")
     communicators, batches, inputs = dispatch_all(cfg)

@@ -17,7 +17,7 @@ from .oracle import ALL_BF16, neighbours
     (256, reference.decode_e4m3, ml_dtypes.float8_e4m3fn),
     (256, reference.decode_e8m0, ml_dtypes.float8_e8m0fnu),
 ])  # fmt: skip
-def test_decode_all_codes(code_count, decode, dtype):
+def test_every_code_is_decoded_as_ml_dtypes_does(code_count, decode, dtype):
     codes = np.arange(code_count, dtype=np.uint8)
     want = torch.from_numpy(codes.view(dtype).astype(np.float32))
     got = decode(torch.from_numpy(codes))
@@ -36,7 +36,7 @@ def test_e2m1_of_every_bf16_and_every_tie():
     (0.0, 0), (-0.0, 8), (-1e-30, 8), (0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6),
     (5.0, 6), (5.0001, 7), (-5.0, 14), (torch.inf, 7), (-torch.inf, 15), (torch.nan, 7), (-torch.nan, 7),
 ])  # fmt: skip
-def test_e2m1_anchors(value, code):
+def test_e2m1_of_a_few_numbers_by_hand(value, code):
     assert reference.encode_e2m1(torch.tensor([value])).item() == code
 
 
@@ -56,7 +56,7 @@ def test_e4m3_of_every_bf16_and_every_tie():
     (1.0, 0x38), (1.0625, 0x38), (1.1875, 0x3A), (-1.1875, 0xBA), (448.0, 0x7E), (464.0, 0x7E), (1e9, 0x7E),
     (torch.inf, 0x7E), (-torch.inf, 0xFE), (torch.nan, 0x7F), (-torch.nan, 0x7F),
 ])  # fmt: skip
-def test_e4m3_anchors(value, code):
+def test_e4m3_of_a_few_numbers_by_hand(value, code):
     assert reference.encode_e4m3(torch.tensor([value])).item() == code
 
 
@@ -73,14 +73,14 @@ def test_e8m0_of_every_bf16_and_around_every_power():
     (1.0 + 2.0**-23, 128), (1.999, 128), (2.0**127, 254), (2.0**127 * 1.5, 254), (3.4028234663852886e38, 254),
     (torch.inf, 255), (torch.nan, 255),
 ])  # fmt: skip
-def test_e8m0_anchors(value, code):
+def test_e8m0_of_a_few_numbers_by_hand(value, code):
     assert reference.encode_e8m0(torch.tensor([value])).item() == code
 
 
 @pytest.mark.parametrize("dtype, numpy_dtype, nan", [
     (torch.bfloat16, ml_dtypes.bfloat16, 0x7FFF), (torch.float16, np.float16, 0x7FFF),
 ])  # fmt: skip
-def test_round_to_16_bits_every_tie_and_one_nan(dtype, numpy_dtype, nan):
+def test_rounding_to_16_bits_ties_to_even_and_has_one_nan(dtype, numpy_dtype, nan):
     """Every bfloat16 and float16 with the float32 numbers at and around the ties above it."""
     high = torch.arange(65536, dtype=torch.int64) << 16
     bits = torch.cat([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
@@ -94,7 +94,7 @@ def test_round_to_16_bits_every_tie_and_one_nan(dtype, numpy_dtype, nan):
     assert_bits(reference.round_to(values, dtype).view(torch.int16), want, str(dtype))
 
 
-def test_round_to_float32_changes_only_nans():
+def test_rounding_to_float32_changes_only_nans():
     values = torch.tensor([1.0, -0.0, torch.inf, -torch.inf, 2.0**-149, torch.nan, -torch.nan])
     got = reference.round_to(values, torch.float32).view(torch.int32)
     assert_bits(got[:5], values[:5].view(torch.int32), "numbers")

@@ -32,7 +32,7 @@ def ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
             one.wait()
 
 
-def test_what_is_started_is_ended() -> None:
+def test_what_a_test_has_started_is_ended() -> None:
     """Also what has been started by what a test has started."""
     command = ["sh", "-c", "sleep 600 & sleep 600"]
     leader = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -44,8 +44,8 @@ def test_what_is_started_is_ended() -> None:
 
 
 @pytest.mark.slow
-def test_processes(tmp_path: Path) -> None:
-    """Real ones, over gloo; the last of them is killed in the end."""
+def test_real_processes_make_rounds_and_name_the_one_that_is_killed(tmp_path: Path) -> None:
+    """Over gloo; the last of them is killed in the end."""
     world = 3
     ranks = [
         subprocess.Popen(
@@ -66,7 +66,7 @@ def test_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_of_the_guide(tmp_path: Path) -> None:
+def test_the_script_of_the_guide_runs_without_a_gpu(tmp_path: Path) -> None:
     """docs/use.md's block, as printed, without a GPU."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
     (script,) = (code for code in blocks if "LOCAL_RANK" in code)

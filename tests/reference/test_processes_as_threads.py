@@ -44,7 +44,7 @@ def wait_in_vain(communicators: list[ReferenceCommunicator], phase: Phase, peers
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.hidden <= 384], ids=lambda case: case.id)
-def test_cases(case: Case) -> None:
+def test_every_deployment_has_the_bytes_of_the_reference(case: Case) -> None:
     """Every byte is that of the reference, fused and in halves, without a synchronisation in between."""
     cfg, inputs = case.cfg, case.inputs()
     want = expected(cfg, inputs)
@@ -71,7 +71,7 @@ def test_cases(case: Case) -> None:
         assert at_once(range(cfg.world_size), layer) == [None] * cfg.world_size
 
 
-def test_tokens_that_are_quantised_already() -> None:
+def test_quantised_tokens_travel_between_processes() -> None:
     cfg = small()
     inputs = make_inputs(cfg, [5, 0, 3], "uniform", 0)
     ready = [reference.quantize(one.x, cfg.format) for one in inputs]
@@ -135,7 +135,7 @@ def test_nothing_is_kept_of_past_rounds() -> None:
 
 
 @pytest.mark.parametrize("operation", ["dispatch", "combine"])
-def test_a_rank_that_does_not_come(operation: str) -> None:
+def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(operation: str) -> None:
     """The others name it, once its time is over; nothing hangs afterwards."""
     cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_come(operation: str) -> None:
         assert not communicators[2].failed
 
 
-def test_a_rank_that_is_late() -> None:
+def test_a_rank_that_is_late_is_waited_for() -> None:
     cfg = small(timeout_s=20)
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
 
@@ -179,7 +179,7 @@ def test_a_rank_that_is_late() -> None:
             check_filled(cfg, batch, expected(cfg, inputs)[rank], f"rank {rank}")
 
 
-def test_a_rank_that_has_gone() -> None:
+def test_a_rank_that_has_gone_is_not_waited_for() -> None:
     """Nobody waits for it: the error comes at once. What it sent before still counts."""
     cfg = small(timeout_s=60)
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
@@ -195,7 +195,7 @@ def test_a_rank_that_has_gone() -> None:
     assert time.monotonic() - begin < 30
 
 
-def test_modes_that_differ() -> None:
+def test_modes_that_differ_are_told_to_all_ranks_which_go_on() -> None:
     """All ranks are told, and go on."""
     cfg = small()
     inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
@@ -240,7 +240,7 @@ def test_input_errors_are_those_of_the_rank() -> None:
         communicators[2].synchronize()
 
 
-def test_a_call_that_is_interrupted_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_interrupted_while_it_sends_ends_the_rank_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a message is no message: no rank takes another one for it, and the rank itself makes no call any more."""
     cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
@@ -272,7 +272,7 @@ def test_a_call_that_is_interrupted_while_it_sends(monkeypatch: pytest.MonkeyPat
         assert caught.value.missing == (0,)
 
 
-def test_a_call_that_is_interrupted_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_interrupted_before_it_sends_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has joined no round, so it can be made again."""
     cfg = small()
     inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
@@ -289,7 +289,7 @@ def test_a_call_that_is_interrupted_before_it_sends(monkeypatch: pytest.MonkeyPa
             check_filled(cfg, batch, expected(cfg, inputs)[rank], f"rank {rank}")
 
 
-def test_a_call_that_is_interrupted_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_interrupted_while_it_waits_can_still_be_received(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its round was sent, and can still be received."""
     cfg = small()
     inputs = make_inputs(cfg, [5, 5, 5], "uniform", 0)
@@ -311,7 +311,7 @@ def test_a_call_that_is_interrupted_while_it_waits(monkeypatch: pytest.MonkeyPat
         check_filled(cfg, first.dispatch_wait(out=poisoned(first)), want[0], "rank 0")
 
 
-def test_a_rank_whose_messages_are_not_taken() -> None:
+def test_a_rank_whose_messages_are_not_taken_names_the_peer_and_has_failed() -> None:
     """The sending half names the peer, and the communicator has failed."""
     cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)

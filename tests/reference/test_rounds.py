@@ -21,7 +21,7 @@ from tests.reference.ranks import check_filled, dispatch_all, expected, poisoned
 # ---- when arguments are read
 
 
-def test_router_weights_inside_the_output():
+def test_inputs_inside_the_output_are_refused():
     """A fused dispatch is refused before it joins the round: the next one is right on all ranks."""
     cfg = small()
     communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5, 5], "uniform", 0)
@@ -67,7 +67,7 @@ def test_plans_read_their_arguments_when_they_are_launched():
         one.synchronize()
 
 
-def test_a_plan_whose_arguments_have_become_wrong():
+def test_a_plan_whose_arguments_have_become_wrong_is_refused_when_launched():
     """Refused when it is launched, and joins no round: a scale out of range, ids of the batch, the batch's buffers."""
     cfg = small()
     communicators, batches, inputs = dispatch_all(cfg)
@@ -94,7 +94,7 @@ def test_a_plan_whose_arguments_have_become_wrong():
         plan.launch()
 
 
-def test_an_input_scale_elsewhere():
+def test_an_input_scale_on_another_device_is_refused():
     first, given = connect_reference(small())[0], make_inputs(small(), [5, 5, 5], "uniform", 0)[0]
     with pytest.raises(EPInputError, match=r"input_scale\.device = meta"):
         first.dispatch(given.x, given.topk_ids, input_scale=torch.ones(1, device="meta"))
@@ -164,7 +164,7 @@ def test_a_timeout_that_is_raised_again_keeps_no_frames():
     assert seen[1][1:] == seen[2][1:] and seen[0][2] == seen[1][2]
 
 
-def test_a_call_that_is_interrupted_while_it_joins(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_interrupted_while_it_joins_ends_the_rank(monkeypatch: pytest.MonkeyPatch):
     """It is not known whether the round has this rank: the rank makes no further call, and the others name it."""
     cfg = small()
     communicators, inputs = connect_reference(cfg), make_inputs(cfg, [5, 5, 5], "uniform", 0)

@@ -22,7 +22,7 @@ from cute_ep.testing.compare import assert_bits
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4, 6, 180])
-@pytest.mark.parametrize("counts", [[0], [1], [128], [129, 0, 127, 128, 300], [0, 0, 5]])
+@pytest.mark.parametrize("counts", [[0], [1], [128], [129, 0, 127, 128, 300], [0, 0, 5]], ids=str)
 def test_swizzle_is_the_atom_layout(counts, columns):
     rows = sum(counts)
     scales = torch.randint(1, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def test_swizzle_by_hand():
     assert atoms[2, 1, 1, 1, 1] == 77
 
 
-def test_swizzle_arguments():
+def test_swizzle_refuses_other_shapes():
     with pytest.raises(EPInputError, match="shape"):
         reference.swizzle_scales(torch.zeros(3, 4, dtype=torch.uint8), [2])
     with pytest.raises(EPInputError, match="blocks"):
@@ -67,8 +67,8 @@ def test_swizzle_arguments():
     (LINEAR, torch.uint8, 1), (LINEAR, torch.uint8, 6), (LINEAR, torch.uint8, 180), (LINEAR, torch.float32, 1),
     (LINEAR, torch.float32, 23), (TRANSPOSED, torch.float32, 1), (TRANSPOSED, torch.float32, 23),
 ])  # fmt: skip
-@pytest.mark.parametrize("counts", [[0], [4], [132, 0, 8]])
-def test_linear_and_transposed(layout, dtype, columns, counts):
+@pytest.mark.parametrize("counts", [[0], [4], [132, 0, 8]], ids=str)
+def test_linear_and_transposed_words_are_where_the_map_says(layout, dtype, columns, counts):
     """Each scale word is where `ScaleMap` puts it, and the rest is zero."""
     rows = sum(counts)
     scales = torch.randint(1, 250, (rows, columns), generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -86,7 +86,7 @@ def test_linear_and_transposed(layout, dtype, columns, counts):
 
 
 @pytest.mark.parametrize("layout", [ATOM, TRANSPOSED])
-def test_tiles(layout):
+def test_a_tile_has_all_rows_once_and_aligned_words(layout):
     """Lanes' rows are all of a tile, each once; their words of a column are neighbours, aligned to 16 bytes."""
     places, is_atom, first, columns = scale_map(layout, 20, 388), int(layout == ATOM), 2 * ATOM_ROWS, range(5)
     rows = [[first + tile_row(lane, part, is_atom) for part in range(LANE_ROWS)] for lane in range(32)]
@@ -100,5 +100,5 @@ def test_tiles(layout):
     (None, 128, 128, False), (LINEAR, 128, 128, False), (ATOM, 5, 1, True), (TRANSPOSED, 128, 4, True),
     (TRANSPOSED, 130, 4, False), (TRANSPOSED, 128, 1, False),
 ])  # fmt: skip
-def test_which_outputs_have_tiles(layout, rows, alignment, tiled):
+def test_outputs_have_tiles_in_atoms_and_where_transposed_rows_come_in_fours(layout, rows, alignment, tiled):
     assert has_tiles(layout, rows, alignment) == tiled

@@ -49,7 +49,7 @@ def in_float32(x: torch.Tensor, alpha: float | None, limit: float | None, errors
 
 
 @pytest.mark.parametrize("alpha, limit", OPTIONS)
-def test_values(alpha, limit):
+def test_swiglu_is_numpys_in_float64(alpha, limit):
     for up in UPS:
         x = every_gate(up)
         gate, ups = (half.double().numpy() for half in x.chunk(2, dim=1))
@@ -67,7 +67,7 @@ def test_values(alpha, limit):
         assert np.array_equal(got.isnan().numpy(), np.isnan(want))
 
 
-def test_by_hand():
+def test_swiglu_by_hand():
     x = torch.tensor([[1.0, -2.0, 0.0, 3.0, 0.5, 7.0]]).bfloat16()
     want = [1 / (1 + math.exp(-1)) * 3, -2 / (1 + math.exp(2)) * 0.5, 0.0]
     assert reference.swiglu(x)[0].tolist() == pytest.approx(want, rel=1e-15)
@@ -84,7 +84,7 @@ def test_by_hand():
     (-torch.inf, 1.0, torch.nan), (torch.nan, 0.0, torch.nan), (0.0, torch.nan, torch.nan),
     (0.0, torch.inf, torch.nan), (2.0, torch.inf, torch.inf), (-2.0, torch.inf, -torch.inf), (-1e30, 1e30, 0.0),
 ])  # fmt: skip
-def test_special_values(gate, up, want):
+def test_special_values_have_these_results_and_finite_bounds(gate, up, want):
     x = torch.tensor([[gate, up]]).bfloat16()
     value, bound = reference.swiglu(x), reference.swiglu_bound(x)
     assert value.item() == want or (value.isnan() and want != want)
@@ -97,8 +97,8 @@ def test_clamp_lets_nan_through():
 
 
 @pytest.mark.parametrize("alpha, limit", OPTIONS)
-@pytest.mark.parametrize("errors", [(0.0, 0), (1.0, -1), (-1.0, 1), (1.0, 1)])
-def test_bound_covers_float32(alpha, limit, errors):
+@pytest.mark.parametrize("errors", [(0.0, 0), (1.0, -1), (-1.0, 1), (1.0, 1)], ids=str)
+def test_the_bound_covers_the_worst_float32(alpha, limit, errors):
     for up in UPS:
         x = every_gate(up)
         y = in_float32(x, alpha, limit, errors)
@@ -111,7 +111,7 @@ def test_bound_covers_float32(alpha, limit, errors):
             assert ok.all(), (up, x[~torch.cat([ok, ok], dim=1)][0], got[~ok][0], value[~ok][0], bound[~ok][0])
 
 
-def test_bound_is_tight():
+def test_the_bound_is_tight():
     """Little more than one bfloat16 rounding, and before that little more than what float32 does in the worst case."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(256, 2048, generator=generator) * 4).bfloat16()
@@ -127,7 +127,7 @@ def test_bound_is_tight():
 
 
 @pytest.mark.parametrize("gate", [-87.5, -88.0, -88.5, -89.0, -100.0, -127.5, -129.0, -1000.0])
-def test_overflow_of_the_exponential(gate):
+def test_an_exponential_that_overflows_is_within_the_bound(gate):
     """The sigmoid becomes 0 and y a zero; the exact y, up to 60, is within the bound."""
     x = torch.tensor([[gate, 3e38], [gate, -3e38]]).bfloat16()
     value, bound = reference.swiglu(x), reference.swiglu_bound(x)
@@ -141,8 +141,8 @@ def test_overflow_of_the_exponential(gate):
     (torch.zeros(2, 3).bfloat16(), {}, r"x\.shape\[1\] = 3: must be even"),
     (torch.zeros(2, 4).bfloat16(), {"alpha": 1.0}, "alpha = 1.0, limit = None: must be given together"),
     (torch.zeros(2, 4).bfloat16(), {"limit": 1.0}, "alpha = None, limit = 1.0: must be given together"),
-])  # fmt: skip
-def test_bad_arguments(x, options, match):
+], ids=["float32", "a row without a batch", "an odd number of columns", "alpha alone", "limit alone"])  # fmt: skip
+def test_arguments_that_break_a_rule_are_refused(x, options, match):
     for function in (reference.swiglu, reference.swiglu_bound):
         with pytest.raises(EPInputError, match=match):
             function(x, **options)

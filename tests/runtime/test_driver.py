@@ -100,7 +100,7 @@ def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("cfg", [CFG, SHARED_EXPERT, SKIP_A2A], ids=["plain", "shared expert", "skip_a2a"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_in_a_new_arena_every_express_word_is_blank_and_all_else_0(
+def test_in_a_new_arena_every_lamport_word_is_the_sentinel_and_all_else_0(
     monkeypatch: pytest.MonkeyPatch, cfg: EPConfig, rank: int
 ) -> None:
     """Wherever the arena begins in its allocation."""

@@ -83,7 +83,7 @@ def test_combine_passes_rows_weights_sums_and_the_batch(rank: Communicator, laun
     assert combined.values("rows", "out") == (rows.data_ptr(), sums.data_ptr())
 
 
-def test_dispatch_decides_the_pieces_of_messages_and_of_rows_that_return(rank: Communicator, launches: Launches):
+def test_dispatch_decides_the_slices_of_messages_and_of_rows_that_return(rank: Communicator, launches: Launches):
     batch, tuning = rank.dispatch(*inputs()), built_in(CFG, MAX_CTAS)
     sent = launches.only().arguments
     wanted = [tuning.shape(name, 5, MAX_CTAS).slices for name in ("dispatch", "combine")]
@@ -140,7 +140,7 @@ def test_the_two_halves_set_every_parameter_between_them(rank: Communicator, lau
         assert launches.first(half).unset == unset, half
 
 
-def test_rows_come_home_in_the_pieces_that_the_sending_half_announced(rank: Communicator, launches: Launches) -> None:
+def test_rows_come_home_in_the_slices_that_the_sending_half_announced(rank: Communicator, launches: Launches) -> None:
     batch = rank.dispatch_wait(rank.dispatch_async(*inputs()))
     rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
     announced = launches.only("dispatch_async").arguments["return_slices"]

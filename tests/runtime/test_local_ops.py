@@ -111,7 +111,7 @@ def test_fused_silu_refuses(message: str, args: tuple, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("fmt", [name for name, record in FORMATS.items() if record.scale])
-def test_quantize_launches_one_kernel_with_tiles_dealt_to_warps(local_launches: Launches, fmt: str) -> None:
+def test_quantize_launches_one_kernel_with_a_warp_per_row_or_tile(local_launches: Launches, fmt: str) -> None:
     record = FORMATS[fmt]
     scale = torch.ones(1) if record.global_scale else None
     rows = quantize(bf16(40, 1152), fmt, scale)

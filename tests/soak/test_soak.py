@@ -102,7 +102,7 @@ def test_a_run_goes_on_only_with_the_same_code(tmp_path: Path, monkeypatch: pyte
     assert run(4000) == 2
 
 
-def test_no_time_is_no_rounds(tmp_path: Path) -> None:
+def test_without_time_there_are_no_rounds_and_that_is_a_failure(tmp_path: Path) -> None:
     """Which is nothing good."""
     out = tmp_path / "rounds.json"
     assert main(["rounds", "--devices", "cpu:1", "--seconds", "1e-9", "--out", str(out)]) == 1
@@ -139,7 +139,7 @@ def test_arguments_are_refused_at_the_start(
     assert told in capsys.readouterr().err
 
 
-def test_no_faults_are_nothing_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_that_were_all_skipped_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     out = tmp_path / "new" / "faults.json"
     assert main(["faults", "--only", "late", "--out", str(out)]) == 1
@@ -165,7 +165,7 @@ def test_right_rounds_have_no_failures() -> None:
     ["tokens", "scales", "row_scales", "row_offsets", "row_counts", "scales_offsets", "expert_ids"]
     + ["src_info", "num_rows", "row_map", "headers", "weights"],
 )
-def test_wrong_expectation_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_wrong_expectation_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One bit of one expected tensor of rank 1."""
     right = Segment.view
 
@@ -183,7 +183,7 @@ def test_wrong_expectation_is_told(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert any(f"{name}[0" in line and "first of 1 of" in line for line in outcome.failures), outcome.failures
 
 
-def test_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that is wrong once, in one bit of the last row."""
     fill, calls = reference_backend.fill, iter(range(1000))
 
@@ -200,7 +200,7 @@ def test_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "tokens[" in outcome.failures[1]
 
 
-def test_wrong_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator whose sums are off once, by one bit."""
     right, sums = reference.combine_source, iter(range(1000))
 
@@ -216,7 +216,7 @@ def test_wrong_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("[0, 7] = 0x" in line and "first of 1 of" in line for line in outcome.failures), outcome.failures
 
 
-def test_group_tells_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_the_faults_tells_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all faults compare with."""
     fill = reference_backend.fill
 
@@ -234,7 +234,7 @@ def test_group_tells_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         group.round(Random(1))
 
 
-def test_stray_store_is_told() -> None:
+def test_a_store_beside_an_output_is_told() -> None:
     """Communicators that write beside their outputs, and into those of an operation that does not run."""
 
     @contextmanager
@@ -266,7 +266,7 @@ def test_stray_store_is_told() -> None:
     ]
 
 
-def test_store_of_no_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_after_the_last_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A communicator that writes, after its calls, into the output of one of them, which no comparison reads again."""
     segments, init = [], Segment.__init__
 
@@ -291,7 +291,7 @@ def test_store_of_no_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.failures == ["rank 1, unweighted of input set 1: written to by no call of it"]
 
 
-def test_timeout_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(self: ReferenceCommunicator) -> None:
         raise EPTimeout("ROUTE", self.rank, (1,))
 
@@ -343,18 +343,18 @@ def test_deployments_are_drawn_again_the_same() -> None:
 
 
 @pytest.mark.parametrize("fault", WITHOUT_GPU, ids=lambda fault: fault.name)
-def test_fault(fault: Fault) -> None:
+def test_a_fault_comes_out_as_it_must(fault: Fault) -> None:
     assert fault.act(list(CPUS), None)
 
 
 @pytest.mark.parametrize("name", OF_A_PROCESS)
-def test_fault_of_a_process(name: str) -> None:
+def test_a_fault_of_a_process_comes_out_as_it_must(name: str) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == name]
     verdict = run_fault(fault, None, "cpu:2")
     assert verdict.verdict == "good", verdict.seen
 
 
-def test_process_that_ends_otherwise_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_otherwise_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == "bad-ids"]
     verdict = run_fault(replace(fault, killed=True), None, "cpu:2")
     assert (verdict.verdict, verdict.seen.splitlines()[-1]) == ("wrong", "exit codes [0], must be [-9]")

@@ -26,8 +26,8 @@ from cute_ep.testing.verify import (
 from cute_ep.testing.workloads import make_inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.uint32])
-def test_bits_reports_first_difference_and_count(dtype):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.uint32], ids=str)
+def test_assert_bits_reports_the_first_difference_and_their_number(dtype):
     expected = torch.arange(24).reshape(2, 3, 4).to(dtype)
     actual = expected.clone()
     assert_bits(actual, expected, "t")
@@ -37,7 +37,7 @@ def test_bits_reports_first_difference_and_count(dtype):
         assert_bits(actual, expected, "t")
 
 
-def test_bits_sees_signed_zero_and_nan_payload():
+def test_assert_bits_sees_signs_of_zeros_and_payloads_of_nans():
     assert_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]), "t")
     with pytest.raises(AssertionError, match=r"0x8000 .*0x0000"):
         assert_bits(torch.tensor(-0.0, dtype=torch.bfloat16), torch.tensor(0.0, dtype=torch.bfloat16), "t")
@@ -46,15 +46,19 @@ def test_bits_sees_signed_zero_and_nan_payload():
         assert_bits(nans[0], nans[1], "t")
 
 
-@pytest.mark.parametrize("other", [torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64), torch.zeros(3)])
-def test_bits_compares_shape_and_type(other):
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64), torch.zeros(3)],
+    ids=["a column", "float64", "longer"],
+)
+def test_assert_bits_compares_shape_and_type(other):
     with pytest.raises(AssertionError, match=r"t: is .*expected"):
         assert_bits(torch.zeros(2), other, "t")
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)])
 @pytest.mark.parametrize("rows", [0, 2, 4])
-def test_poison(shape, rows):
+def test_rows_behind_a_prefix_must_be_poison(shape, rows):
     actual = torch.full(shape, 0xA5A5A5A5 - (1 << 32), dtype=torch.int32)
     expected = torch.ones(rows, *shape[1:], dtype=torch.int32)
     actual[:rows] = 1
@@ -74,7 +78,7 @@ def test_poison(shape, rows):
 
 @pytest.mark.parametrize("shape", [(0, 7), (3, 5), ()])
 @pytest.mark.parametrize("byte", [0, GUARD_BYTES - 1])
-def test_memory_behind_a_tensor(shape: tuple[int, ...], byte: int) -> None:
+def test_memory_behind_a_tensor_must_be_untouched(shape: tuple[int, ...], byte: int) -> None:
     tensor = guarded(shape, torch.bfloat16, torch.device("cpu"))
     tensor.zero_()
     assert_untouched_behind(tensor, POISON, "t")

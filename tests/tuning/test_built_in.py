@@ -16,7 +16,7 @@ from cute_ep.tuning.launch_shape import FAMILIES, MANY
 from .launch_tables import CFG
 
 
-def test_one_token_is_cut_into_more_pieces_than_one_of_many() -> None:
+def test_one_token_is_cut_into_more_slices_than_one_of_many() -> None:
     """In both directions."""
     one, most = (
         [built_in(CFG, TABLE_CTAS).shape(name, tokens, TABLE_CTAS) for name in FAMILIES]
@@ -25,7 +25,7 @@ def test_one_token_is_cut_into_more_pieces_than_one_of_many() -> None:
     assert all(few.slices > many.slices and few.grid < many.grid == 264 for few, many in zip(one, most, strict=True))
 
 
-def test_with_fewer_ctas_a_row_is_cut_into_fewer_pieces() -> None:
+def test_with_fewer_ctas_a_row_is_cut_into_fewer_slices() -> None:
     """As many a warp, as far as they can be halved; where few tokens take part of the CTAs from half of those down.
     Nothing else changes, and nothing with more CTAs than were measured."""
     tables = {ctas: built_in(CFG, ctas) for ctas in (4, 32, 64, 132, TABLE_CTAS, 296)}
@@ -44,7 +44,7 @@ def test_with_fewer_ctas_a_row_is_cut_into_fewer_pieces() -> None:
 @pytest.mark.parametrize(
     ("hidden", "fmt", "dispatched", "returned"),
     [
-        pytest.param(7168, "bf16", [32, 4, 4], [32, 32, 4], id="28 segments"),
+        pytest.param(7168, "bf16", [32, 4, 4], [32, 32, 4], id="28 tiles"),
         pytest.param(7168, "nvfp4", [8, 4, 4], [32, 32, 4], id="7 of a message, 28 of a returned row"),
         pytest.param(4096, "mxfp8", [8, 4, 4], [16, 16, 4], id="8 of a message, 16 of a returned row"),
         pytest.param(2880, "mxfp8", [8, 4, 2], [16, 16, 4], id="6 of a message, 12 of a returned row"),
@@ -52,7 +52,7 @@ def test_with_fewer_ctas_a_row_is_cut_into_fewer_pieces() -> None:
         pytest.param(512, "bf16", [2, 2, 1], [2, 2, 1], id="2 segments"),
     ],
 )
-def test_short_rows_are_cut_into_fewer_pieces(
+def test_short_rows_are_cut_into_fewer_slices(
     hidden: int, fmt: str, dispatched: list[int], returned: list[int]
 ) -> None:
     """With few tokens more than half of the slices have a segment; with many each has two, or one is short of it."""
