@@ -106,7 +106,7 @@ def test_an_input_scale_on_another_device_is_refused():
 def test_a_rank_may_not_run_ahead_for_ever():
     """The call that would be too many names the rank that is behind; the others' error is their own."""
     guide = (Path(__file__).parents[2] / "docs" / "use.md").read_text()
-    assert f"a call that is {reference_backend.AHEAD} rounds ahead" in guide
+    assert f"call {reference_backend.AHEAD} rounds ahead" in " ".join(guide.split())
     cfg = small(dispatch_format="bf16")
     communicators, inputs = connect_reference(cfg), make_inputs(cfg, [1, 1, 1], "uniform", 0)
     outs = [one.allocate() for one in communicators]
