@@ -137,13 +137,6 @@ class Launches:
         yield
         assert self.kernels[before:] == [], "launched where nothing may be launched"
 
-    @contextmanager
-    def new(self) -> Iterator[Launches]:
-        """Those of this block, once it has ended."""
-        before, made = len(self), Launches()
-        yield made
-        made._all.extend(self._all[before:])
-
 
 @cache
 def parameters_of(kernel: str) -> frozenset[str]:

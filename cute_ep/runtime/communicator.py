@@ -88,7 +88,7 @@ class _Shaped(NamedTuple):
     """A launch shape as launches need it.
 
     Attributes:
-        chained: whether two such launches fit side by side: then the next may start early (`docs/protocol.md`,
+        pdl: whether two such launches fit side by side: then the next may start early (`docs/protocol.md`,
             Resident CTAs).
         arguments: kernel arguments that follow from the shape, to be left as they are.
     """

@@ -209,7 +209,7 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
 
 
 @GROUP
-def test_convoys_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) -> None:
+def test_chunks_have_a_barrier_before_their_flag(sass: Sass, variant: Variant) -> None:
     """One post of a kernel that sends: no payload is stored between the CTA's barrier and it."""
     code = sass(variant)
     released = [index for index, line in enumerate(code) if FLAG_STORE.search(line) and is_released(code, index)]

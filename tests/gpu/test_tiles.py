@@ -55,10 +55,10 @@ def words_of(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> int:
 def check_tiled(cfg: EPConfig, inputs: list[RankInputs], rank: int) -> None:
     """That a rank has words enough: otherwise these tests would test something else."""
     counts = [one.topk_ids.shape[0] for one in inputs]
-    express = any(0 < tokens <= LAMPORT_TOKENS for tokens in counts)
-    scattered = SCATTERED_LAMPORT_WORDS if express else SCATTERED_WORDS
+    lamport = any(0 < tokens <= LAMPORT_TOKENS for tokens in counts)
+    scattered = SCATTERED_LAMPORT_WORDS if lamport else SCATTERED_WORDS
     assert has_tiles(cfg.scales_as, cfg.alignment, cfg.alignment)
-    assert words_of(cfg, inputs, rank) > max(scattered * sum(counts), FEW_WORDS if express else 0)
+    assert words_of(cfg, inputs, rank) > max(scattered * sum(counts), FEW_WORDS if lamport else 0)
 
 
 @pytest.mark.parametrize(("fmt", "layout"), CASES)

@@ -13,8 +13,7 @@ pytest.importorskip("cutlass")
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cute_ep.kernels.codec.base import word_lanes
-from cute_ep.kernels.device import lamport as express
-from cute_ep.kernels.device import sync
+from cute_ep.kernels.device import lamport, sync
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import item_coord
 from cute_ep.kernels.device.slices import (
@@ -161,7 +160,7 @@ def test_tickets_of_a_cta_go_on_where_first_items_end() -> None:
         assert sorted(taken[items, ctas]) == list(range(items))
 
 
-def test_convoys_stay_together() -> None:
+def test_slices_of_a_chunk_stay_together() -> None:
     """Each is dealt once, a slice to each warp of one CTA, in the same turn of all: barriers in the loop are met."""
     cases = [(slices, ctas) for ctas in (1, 2, 3, 7, 40) for slices in (1, 15, 16, 17, 16 * ctas, 333, 5000)]
     warps = all_warps(cases)
@@ -283,17 +282,17 @@ def test_a_lamport_word_is_the_sentinel_or_it_has_arrived() -> None:
     words = np.array([[0x7FFF7FFF] * 4, [0] * 4, *(np.roll([0xFFFFFFFF, 1, 2, 3], turn) for turn in range(4))])
     words = np.concatenate([words, 0xFFFFFFFF ^ (1 << np.arange(32))[:, None] * np.ones((1, 4), np.int64)])
     columns = words.T.astype(np.uint32).view(np.int32)
-    (blank,) = run_map(lambda *row: Int32(express.has_sentinel([Uint32(word) for word in row])), *columns)
+    (blank,) = run_map(lambda *row: Int32(lamport.has_sentinel([Uint32(word) for word in row])), *columns)
     assert blank.tolist() == [0, 0, 1, 1, 1, 1] + [0] * 32
     tokens = np.array([0, 1, LAMPORT_TOKENS, LAMPORT_TOKENS + 1, MAX_TOKENS_PER_RANK], np.int32)
-    (few,) = run_map(lambda count: Int32(express.is_lamport(count)), tokens)
+    (few,) = run_map(lambda count: Int32(lamport.is_lamport(count)), tokens)
     assert few.tolist() == [1, 1, 1, 0, 0]
 
 
 def test_division_by_multiplication_is_exact_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact up to the bound that `Divisor` states, for every extent that can be: near 0, at the bound, where the error
     of the multiplication is largest, and in between. All that kernels split is below the bound."""
-    monkeypatch.setattr(express.cute.arch, "mul_hi", lambda a, b: Uint32((Uint64(a) * Uint64(b)) >> 32))
+    monkeypatch.setattr(lamport.cute.arch, "mul_hi", lambda a, b: Uint32((Uint64(a) * Uint64(b)) >> 32))
 
     def split(item, extent, magic):
         return tuple(map(Int32, Divisor(extent, magic.bitcast(Uint32)).split(item)))

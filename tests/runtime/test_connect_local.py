@@ -13,6 +13,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection
 from cute_ep.tuning.builtin import built_in
+from tests.fake_gpu import HOOKS
 
 PLAIN = SimpleNamespace(address=0, free=None)
 
@@ -40,6 +41,11 @@ def test_gpus_are_refused_where_torch_finds_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(EPConfigError, match=r"torch finds no CUDA GPU here; .* give \[\"cpu\"\] \* 2"):
         connection.connect_local(EPConfig(128, 8, 2, 16, 2), [device] * 2)
+
+
+def test_the_reference_backend_has_no_hooks() -> None:
+    with pytest.raises(EPConfigError, match="there are none on the reference backend"):
+        connection.connect_local(EPConfig(128, 8, 2, 16, 2), ["cpu"] * 2, hooks=HOOKS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
