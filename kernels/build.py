@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import tempfile
-import typing
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.base_dsl.compiler import DumpDir
@@ -17,6 +16,7 @@ from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.dispatch import Dispatch
 from cute_ep.kernels.swiglu import Rows
+from cute_ep.layouts.maps.arguments import arguments_of, parameters_of
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
 
@@ -82,12 +82,10 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
 def compile_variant(variant: Variant) -> Compiled:
     """Compile one variant. Takes about a second of one core; keeps state in the process-wide DSL, so use processes."""
     kernel = kernel_of(variant)
-    hints = typing.get_type_hints(kernel.args_type)
-    fields = [(field.name, hints[field.name]) for field in dataclasses.fields(kernel.args_type)]
     type(kernel).kernel.set_name_prefix(variant.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-    placeholder = kernel.args_type(**{name: dtype(1) for name, dtype in fields})
+    placeholder = arguments_of(variant.kernel, lambda _, kind: getattr(cutlass, kind)(1))
     with tempfile.TemporaryDirectory() as scratch:  # KeepCUBIN and KeepPTX also write files
         options = (cute.KeepCUBIN, cute.KeepPTX, cute.GPUArch(variant.arch), DumpDir(scratch))
         compiled = cute.compile[options](kernel, placeholder, Int32(1))
-    params = tuple((name, f"i{dtype.width}") for name, dtype in fields)
+    params = tuple(parameters_of(variant.kernel))
     return Compiled(variant, compiled.__cubin__, compiled.__ptx__, kernel.shared_bytes, params)

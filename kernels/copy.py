@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import block_memcpy, launch_config
 from cute_ep.kernels.device.divide import quotient
+from cute_ep.layouts.maps.arguments import CopyArgs
 from cute_ep.layouts.maps.launch import SLICE_BYTES
-
-
-@dataclass(frozen=True)
-class CopyArgs:
-    """source and destination: 16-byte aligned addresses; num_bytes: a multiple of 16."""
-
-    source: Int64
-    destination: Int64
-    num_bytes: Int64
 
 
 class Copy:
     """Slices of SLICE_BYTES, strided over the grid."""
 
-    args_type = CopyArgs
     shared_bytes = 0
 
     @cute.jit

@@ -22,16 +22,13 @@ wait of the launch timed out, the last CTA out overwrites them with zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32
 
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.device.block import launch_config
-from cute_ep.kernels.device.group import GroupArgs, GroupView, IdArgs, SharedExpertArgs, open_group, peer_table
-from cute_ep.kernels.device.scale_rows import ScaleArgs
+from cute_ep.kernels.device.context import DispatchContext, open_dispatch, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit, reset_counter
 from cute_ep.kernels.hooks import WeightReader
@@ -39,54 +36,8 @@ from cute_ep.kernels.roles.dispatch_recv import DispatchRecv
 from cute_ep.kernels.roles.dispatch_send import DispatchSend
 from cute_ep.kernels.roles.route import Route
 from cute_ep.layouts.maps.arena import StateWord
+from cute_ep.layouts.maps.arguments import DispatchArgs
 from cute_ep.layouts.maps.record import RegionMap
-
-
-@dataclass(frozen=True)
-class DispatchArgs(GroupArgs, IdArgs, SharedExpertArgs, ScaleArgs):
-    """Run-time arguments of the three dispatch kernels, in parameter order.
-
-    Rows on the wire and in the output: payload_bytes, scale_bytes, row_scale_bytes (0: none); in a message the scales
-    are at scales_at, the row's own scale at row_scale_at.
-    Send: x [T, hidden] bf16, or rows that need no encoding with their scales [T, scale_bytes] and given_row_scales [T]
-    bf16; router_weights [T, K] f32 or 0, global_scale f32[1] or 0, tokens T, log2 of the
-    slices of a message and of a returned row, scale words of a segment, send_ctas (CTAs below it send), packed (of
-    `open_group`).
-    Receive: the outputs of `DispatchBuffers`, row_alignment (a power of two), capacity (rows of tokens and src_info),
-    receive_from (CTAs from it receive), has_tiles (`layouts.scales.has_tiles` of out_scales).
-    """
-
-    payload_bytes: Int32
-    scale_bytes: Int32
-    row_scale_bytes: Int32
-    scales_at: Int32
-    row_scale_at: Int32
-    x: Int64
-    scales: Int64
-    given_row_scales: Int64
-    router_weights: Int64
-    global_scale: Int64
-    tokens: Int32
-    message_slices: Int32
-    return_slices: Int32
-    segment_words: Int32
-    send_ctas: Int32
-    packed: Int32
-    out_tokens: Int64
-    out_row_scales: Int64
-    row_offsets: Int64
-    row_counts: Int64
-    scales_offsets: Int64
-    expert_ids: Int64
-    src_info: Int64
-    num_rows: Int64
-    row_map: Int64
-    headers: Int64
-    weights: Int64
-    row_alignment: Int32
-    capacity: Int32
-    receive_from: Int32
-    has_tiles: Int32
 
 
 class Dispatch:
@@ -98,8 +49,6 @@ class Dispatch:
         ahead: of `Prefetch`.
         router_weights, input_scale: the user's hooks, or None.
     """
-
-    args_type = DispatchArgs
 
     def __init__(
         self, codec: Codec | None, *, receive: bool, ahead: bool, router_weights=None, input_scale=None
@@ -119,49 +68,45 @@ class Dispatch:
 
     @cute.kernel
     def kernel(self, args: DispatchArgs):
-        group = open_group(args, self.peers, args.packed)
-        sent, received = group.sent_and_received(StateWord.DISPATCH_SEND_EPOCH)
-        epoch = received + 1
-        if cutlass.const_expr(not self.receive):
-            epoch, sent = sent + 1, None
-        control = control_cta(args.send_ctas if self.send else group.ctas)
-        group.acknowledge(group.arena.dispatch_consumed, received, control)
+        ctx, rounds = open_dispatch(args, self.peers, self.receive)
+        control = control_cta(ctx.grid.send_ctas if self.send else ctx.ctas)
+        ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)
         alive = Boolean(True)
         if cutlass.const_expr(self.send):
-            alive = self._send_half(group, args, epoch, sent)
+            alive = self._send_half(ctx, rounds.sent if self.receive else None)
         if cutlass.const_expr(self.receive):
-            if group.cta >= args.receive_from and alive:
-                first = group.cta - args.receive_from
-                alive = self.recv_role.run(group, args, epoch, first, group.ctas - args.receive_from)
-        self._leave(group, args, epoch, alive)
+            if ctx.cta >= ctx.grid.receive_from and alive:
+                first = ctx.cta - ctx.grid.receive_from
+                alive = self.recv_role.run(ctx, first, ctx.ctas - ctx.grid.receive_from)
+        self._leave(ctx, alive)
 
     @cute.jit
-    def _send_half(self, group: GroupView, args: DispatchArgs, epoch: Int64, sent) -> Boolean:
+    def _send_half(self, ctx: DispatchContext, sent) -> Boolean:
         """Route and send; returns whether to go on. A fused launch receives what it sends, so the round must not be one
         of those that were `sent`."""
-        alive = self.route_role.run(group, args, epoch, sent)
-        if group.cta < args.send_ctas and alive:
-            self.send_role.run(group, args, epoch)
+        alive = self.route_role.run(ctx, sent)
+        if ctx.cta < ctx.grid.send_ctas and alive:
+            self.send_role.run(ctx)
         return alive
 
     @cute.jit
-    def _leave(self, group: GroupView, args: DispatchArgs, epoch: Int64, alive: Boolean) -> None:
+    def _leave(self, ctx: DispatchContext, alive: Boolean) -> None:
         """Last CTA out: count the round as completed, or retract the publication after a timeout."""
         counter = StateWord.DISPATCH_SEND_DONE if self.send else StateWord.DISPATCH_RECV_DONE
         publishes = Boolean(False)
         if cutlass.const_expr(self.receive):
-            publishes = group.cta - args.receive_from == control_cta(group.ctas - args.receive_from)
-        last, complete = count_exit(group.state_word(counter), group.ctas, block_all(alive), publishes, group.tid)
+            publishes = ctx.cta - ctx.grid.receive_from == control_cta(ctx.ctas - ctx.grid.receive_from)
+        last, complete = count_exit(ctx.state_word(counter), ctx.ctas, block_all(alive), publishes, ctx.tid)
         if last:
             if cutlass.const_expr(self.send):
-                reset_counter(group.state_word(StateWord.DISPATCH_TICKETS))
+                reset_counter(ctx.state_word(StateWord.DISPATCH_TICKETS))
             if cutlass.const_expr(self.receive):
-                reset_counter(group.state_word(StateWord.DISPATCH_BARRIER))
+                reset_counter(ctx.state_word(StateWord.DISPATCH_BARRIER))
             if complete:
                 if cutlass.const_expr(self.send):
-                    group.complete(StateWord.DISPATCH_SEND_EPOCH, epoch)
+                    ctx.complete(StateWord.DISPATCH_SEND_EPOCH, ctx.epoch)
                 if cutlass.const_expr(self.receive):
-                    group.complete(StateWord.DISPATCH_RECV_EPOCH, epoch)
+                    ctx.complete(StateWord.DISPATCH_RECV_EPOCH, ctx.epoch)
             else:
                 if cutlass.const_expr(self.receive):
-                    self.recv_role.publish.retract(group, args)
+                    self.recv_role.publish.retract(ctx)

@@ -68,9 +68,9 @@ class WeightReader:
         self.hook = hook
 
     @cute.jit
-    def read(self, address: Int64, index, group) -> Float32:
+    def read(self, address: Int64, index, ctx) -> Float32:
         """Weight of entry `index` = token * top_k + k."""
         if cutlass.const_expr(self.hook is None):
             return Float32(array(address, Float32, index + 1)[index])
-        k, token = group.by_top_k.split(index)
-        return Float32(self.hook(address, token, k, group.top_k))
+        k, token = ctx.by_top_k.split(index)
+        return Float32(self.hook(address, token, k, ctx.top_k))

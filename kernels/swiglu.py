@@ -20,7 +20,6 @@ No tile depends on another: there is no CTA barrier, and the grid may have any s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -32,9 +31,10 @@ from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, halves, round_vector, 
 from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.device.divide import quotient, remainder, round_up
 from cute_ep.kernels.device.memory import array, item_coord, pointer, vector_atom, vector_tensor
-from cute_ep.kernels.device.scale_rows import ScaleArgs, store_scale_word, zero_scale_rows
+from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.layouts.algebra.layout import Layout
+from cute_ep.layouts.maps.arguments import RowsArgs
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -57,30 +57,6 @@ ZERO_PARTS = 4
 LOG2_E = math.log2(math.e)
 
 
-@dataclass(frozen=True)
-class RowsArgs(ScaleArgs):
-    """Run-time arguments; an address is 0 where there is nothing.
-
-    x [rows, D] bf16, or [rows, 2 D] with an activation; out [rows, payload bytes]; row_scales [rows] bf16;
-    global_scales f32[1], or f32[groups] when per_group is 1; row_offsets i32[groups + 1], ascending from 0, its last
-    element the number of valid rows (none given: all); scales_offsets i32[groups], for scales in the atom layout;
-    rows (capacity of all tensors); width D; alpha, limit: the clamped form where limit > 0.
-    """
-
-    x: Int64
-    out: Int64
-    row_scales: Int64
-    global_scales: Int64
-    row_offsets: Int64
-    scales_offsets: Int64
-    per_group: Int32
-    groups: Int32
-    rows: Int32
-    width: Int32
-    alpha: Float32
-    limit: Float32
-
-
 def sigmoid(value) -> Float32:
     """1 / (1 + exp(-value)) with the hardware's approximate exponential and reciprocal."""
     return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(value * Float32(-LOG2_E)))
@@ -93,8 +69,6 @@ class Rows:
         codec: device code of the output's format.
         activation: None (quantise), "swiglu" or "swiglu_interleaved"; None where the format has row scales.
     """
-
-    args_type = RowsArgs
 
     def __init__(self, codec: Codec, activation: str | None) -> None:
         self.codec, self.fmt, self.activation = codec, codec.fmt, activation
@@ -117,7 +91,7 @@ class Rows:
         if args.row_offsets != Int64(0):
             valid = cutlass.min(self._row_offsets(args)[args.groups], args.rows)
         if cutlass.const_expr(self.fmt.scale is not None):
-            if args.scale_alignment > 1:
+            if args.scales.alignment > 1:
                 self._zero_padding(args, valid)
         self._convert(args, valid)
 
@@ -257,7 +231,7 @@ class Rows:
         word = join_scale_word(self.fmt, bits)
         lanes = word_lanes(self.fmt)
         if inside & (remainder(unit, lanes) == 0) & (Uint32(scale_row) < Uint32(self._scale_rows(args))):
-            store_scale_word(args, Uint32(scale_row), quotient(Uint32(unit), lanes), word)
+            store_scale_word(args.scales, Uint32(scale_row), quotient(Uint32(unit), lanes), word)
 
     @cute.jit
     def _global_scale(self, args, group) -> Float32:
@@ -306,7 +280,7 @@ class Rows:
 
     def _scale_rows(self, args):
         """Scale rows that the output has room for."""
-        return (args.rows + args.groups * (args.scale_alignment - 1)) & -args.scale_alignment
+        return (args.rows + args.groups * (args.scales.alignment - 1)) & -args.scales.alignment
 
     @cute.jit
     def _first_scale_row(self, args, group) -> Int32:
@@ -330,6 +304,6 @@ class Rows:
                 gRowOffset = self._row_offsets(args)
                 count = cutlass.min(gRowOffset[group + 1], valid) - gRowOffset[group]
                 first = self._first_scale_row(args, group)
-            end = first + round_up(count, args.scale_alignment)
+            end = first + round_up(count, args.scales.alignment)
             if (count > 0) & (first >= 0) & (end <= self._scale_rows(args)):
-                zero_scale_rows(args, first + count, end, part, ZERO_PARTS, remainder(tid, 32))
+                zero_scale_rows(args.scales, first + count, end, part, ZERO_PARTS, remainder(tid, 32))

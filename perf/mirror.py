@@ -37,11 +37,13 @@ from cute_ep.bench.measure import Batch, InputSets, make_batch, make_runner, mea
 from cute_ep.bench.traffic import count_routing
 from cute_ep.bench.tune import tune_size
 from cute_ep.layouts.maps.arena import ARENA_ALIGNMENT, PAGE_BYTES, region_arguments, return_slots
+from cute_ep.layouts.maps.arguments import Regions
 from cute_ep.layouts.maps.record import RegionMap, align_up
 from cute_ep.layouts.maps.variants import NO_HOOKS
-from cute_ep.runtime.communicator import Communicator, load_kernels, unload_kernels
+from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, check, enable_all_peers, resident_ctas
 from cute_ep.runtime.gpus import check_gpu
+from cute_ep.runtime.kernels import load_kernels, unload_kernels
 from cute_ep.tuning.builtin import built_in
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS
 
@@ -82,7 +84,7 @@ class Blocks:
         blank: (offset, bytes) in a block of what begins as SENTINEL words.
     """
 
-    arguments: dict[str, int]
+    arguments: Regions
     nbytes: int
     count: int
     blank: tuple[tuple[int, int], ...]
@@ -95,12 +97,12 @@ class Blocks:
             extents = [extent for mode, extent in enumerate(region.shape) if mode != SOURCE_MODE.get(name)]
             inside.add(name, region.itemsize, *extents)
         nbytes = align_up(inside.nbytes, PAGE_BYTES)
-        regions = []
+        regions = {}
         for name, region in inside.regions.items():
             stride = list(region.stride)
             if name in SOURCE_MODE:
                 stride.insert(SOURCE_MODE[name], nbytes // region.itemsize)
-            regions.append(replace(region, stride=tuple(stride)))
+            regions[name] = replace(region, stride=tuple(stride))
         count = return_slots(cfg.world_size, cfg.top_k) + cfg.world_size
         blank = (inside.regions[region.name] for region in cfg.arena.cleared)
         return cls(region_arguments(regions), nbytes, count, tuple((one.offset, one.nbytes) for one in blank))
@@ -111,7 +113,7 @@ class Blocks:
         memory = DeviceMemory(device, self.count * self.nbytes, ones)
         with torch.cuda.device(device):
             for name in CONSUMED:
-                first = memory.address + self.arguments[f"{name}_at"] + 8 * GPUS
+                first = memory.address + getattr(self.arguments, name).at + 8 * GPUS
                 check(driver.cuMemsetD32(first, FOR_EVER, 2 * (ranks - GPUS)))
             torch.cuda.synchronize()
         return memory
@@ -153,7 +155,7 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
             )
             everything.callback(communicator.free)
             for kernel in kernels.values():
-                kernel.bind(blocks.arguments)
+                kernel.bind("arena", blocks.arguments)
             communicators.append(communicator)
         held = everything.pop_all()
     try:

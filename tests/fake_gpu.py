@@ -4,12 +4,11 @@ The fixtures, which `tests/conftest.py` gives to all tests:
 
     make_rank         makes a rank of a group whose peers are absent
     rank              rank 0 of two in NVFP4
-    launches          what ranks have launched, the first launch first: `launches.last("combine_wait").arguments["out"]`
+    launches          what ranks have launched, the first launch first: `launches.last("combine").arguments["sums.out"]`
     local_launches    the same of `quantize`, `fused_silu` and `copy_bytes`
     gpus              GPUS GPUs for `connect_local`, on which a communicator is no more than its arguments
 
-Names of arguments are compared with the parameters of the kernels' sources, so a kernel and its caller cannot drift
-apart.
+Arguments have the names of the kernels' parameters: "out.tokens" is field `tokens` of record `out`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -28,11 +26,13 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.layouts.maps.arguments import numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
-from cute_ep.runtime import connection, driver, local_ops, status
-from cute_ep.runtime.communicator import Communicator, load_kernels
+from cute_ep.runtime import connection, driver, kernels, local_ops, status
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.kernels import load_kernels
 from cute_ep.tuning.builtin import built_in
 
 ARCH = "sm_90a"
@@ -58,7 +58,7 @@ class Launch:
     """One launch.
 
     Attributes:
-        arguments: parameters that the host has set, in this launch or by binding them before.
+        arguments: parameters that the host has set, in this launch or by binding them before, by name.
         parameters: all that the kernel has; those that are not set are 0.
         early: whether it may start before the launch before it has ended.
     """
@@ -76,13 +76,15 @@ class Launch:
         return self.variant.kernel
 
     @property
-    def unset(self) -> set[str]:
-        """Parameters that the host has left to be 0."""
-        return set(self.parameters) - set(self.arguments)
+    def empty_records(self) -> set[str]:
+        """Records of the kernel whose numbers are all 0."""
+        records = {name.partition(".")[0] for name in self.parameters}
+        return records - {name.partition(".")[0] for name, value in self.arguments.items() if value}
 
-    def holds(self, arguments: Mapping[str, int]) -> bool:
-        """Whether it has these arguments among others."""
-        return self.arguments.items() >= arguments.items()
+    def record(self, name: str) -> tuple[int, ...]:
+        """The numbers of a record, in the order of the parameters."""
+        inside = (parameter for parameter, _ in parameters_of(self.kernel) if parameter.startswith(f"{name}."))
+        return tuple(self.arguments[parameter] for parameter in inside)
 
     def values(self, *names: str) -> tuple[int, ...]:
         """Arguments by name, all of which are set."""
@@ -138,42 +140,33 @@ class Launches:
         assert self.kernels[before:] == [], "launched where nothing may be launched"
 
 
-@cache
-def parameters_of(kernel: str) -> frozenset[str]:
-    """Names of the parameters of a kernel of dispatch or combine, from its source."""
-    from cute_ep.kernels.combine import CombineArgs
-    from cute_ep.kernels.dispatch import DispatchArgs
-
-    return frozenset(field.name for field in dataclasses.fields(CombineArgs if "combine" in kernel else DispatchArgs))
-
-
 class RecordingKernel:
-    """`driver.Kernel` that records its launches, and takes no argument that the kernel lacks or that was bound."""
+    """`driver.Kernel` that records its launches, with the numbers by their names."""
 
-    def __init__(self, entry: SimpleNamespace, launches: Launches) -> None:
-        self.variant: Variant = entry.variant
-        self.launches = launches
-        self.constants: dict[str, int] = {}
+    def __init__(self, variant: Variant, launches: Launches, call: Sequence[str] = ()) -> None:
+        self.variant, self.launches = variant, launches
+        self.parameters = parameters_of(variant.kernel)
+        self.slots = driver.slots(self.parameters, call)
+        self.values: dict[str, int] = {}
 
-    def bind(self, constants: Mapping[str, int]) -> None:
-        assert set(constants) <= parameters_of("dispatch") | parameters_of("combine")
-        names = parameters_of(self.variant.kernel)
-        self.constants |= {name: value for name, value in constants.items() if name in names}
+    def bind(self, record: str, values: tuple) -> None:
+        names = [name for name in self.slots if name.partition(".")[0] == record]
+        if names:
+            self.values |= zip(names, numbers(values), strict=True)
 
-    def bound(self, constants: Mapping[str, int]) -> RecordingKernel:
+    def copy(self) -> RecordingKernel:
         other = copy.copy(self)
-        other.constants = dict(self.constants)
-        other.bind(constants)
+        other.values = dict(self.values)
         return other
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
-        names = parameters_of(self.variant.kernel)
-        bound_again = set(arguments) & set(self.constants)
-        assert not bound_again, f"{self.variant.symbol} is bound to {bound_again}"
-        arguments = self.constants | dict(arguments)
-        assert set(arguments) <= names, f"{self.variant.symbol} has no {set(arguments) - names}"
+    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False) -> None:
+        fresh = dict(zip(self.slots, given, strict=False))
+        assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
+        arguments = self.values | fresh
         assert all(type(value) is int for value in arguments.values())
-        self.launches.add(Launch(self.variant, grid, arguments, stream, early, names))
+        for name, width in self.parameters:
+            assert -(1 << 31) <= arguments.get(name, 0) < 1 << (63 if width == "i64" else 32), name
+        self.launches.add(Launch(self.variant, grid, arguments, stream, early, frozenset(self.slots)))
 
     def unload(self) -> None:
         pass
@@ -255,10 +248,14 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
     for name, fake in {
         "torch": SimpleNamespace(**{**vars(torch), "cuda": cuda}),
         "current_stream": lambda ordinal: cuda.current_stream(ordinal).cuda_stream,
-        "Kernel": lambda entry: RecordingKernel(entry, launches),
-        "architecture": lambda device: ARCH,
     }.items():
         monkeypatch.setattr(communicator_module, name, fake)
+    for name, fake in {
+        "torch": communicator_module.torch,
+        "Kernel": lambda entry, call: RecordingKernel(entry.variant, launches, call),
+        "architecture": lambda device: ARCH,
+    }.items():
+        monkeypatch.setattr(kernels, name, fake)
     monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
 
     def make(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False) -> Communicator:
@@ -311,11 +308,8 @@ def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """What the local operations have launched; the CPU stands for a GPU on which LOCAL_CTAS CTAs are resident."""
     found = Launches()
 
-    def kernel(device: int, name: str, fmt: str, folder: str | None) -> SimpleNamespace:
-        def launch(grid: int, arguments: dict[str, int], stream: int) -> None:
-            found.add(Launch(Variant(name, ARCH, fmt), grid, arguments, stream))
-
-        return SimpleNamespace(launch=launch)
+    def kernel(device: int, name: str, fmt: str, folder: str | None) -> RecordingKernel:
+        return RecordingKernel(Variant(name, ARCH, fmt), found)
 
     cuda = SimpleNamespace(
         device=lambda device: nullcontext(), current_stream=lambda device: SimpleNamespace(cuda_stream=0)

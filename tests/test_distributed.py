@@ -48,8 +48,8 @@ def test_a_list_launches_rank_by_rank(make_rank: MakeRank, launches: Launches) -
     ranks = [make_rank(rank=0), make_rank(rank=1)]
     scales, outs = [torch.tensor([2.0]), torch.tensor([3.0])], [one.allocate() for one in ranks]
     batches = DistributedEPDispatchNVFP4(ranks)(*columns(), scales, outs)
-    assert launches.values("rank") == [0, 1]
-    assert launches.values("global_scale") == pointers(scales)
+    assert launches.values("group.rank") == [0, 1]
+    assert launches.values("input.global_scale") == pointers(scales)
     assert [batch.tokens is out.tokens for batch, out in zip(batches, outs, strict=True)] == [True] * 2
     sums = DistributedEPCombine(ranks)([expert_rows(batch) for batch in batches], batches, dtype=torch.float32)
     assert [one.shape for one in sums] == [(5, 128), (3, 128)]
@@ -97,9 +97,9 @@ def test_lists_of_scales_and_of_what_hooks_read_reach_their_ranks(
     data = [torch.zeros(count, 128) for count in COUNTS]
     DistributedEPCombine(hooked)([expert_rows(batch) for batch in batches], batches, epilogue_data=data)
     sent, summed = launches.of("dispatch"), launches.of("combine")
-    assert [launch.arguments["scales"] for launch in sent] == pointers(named["scales"])
-    assert [launch.arguments["given_row_scales"] for launch in sent] == pointers(named["row_scales"])
-    assert [launch.arguments["epilogue_data"] for launch in summed] == pointers(data)
+    assert [launch.arguments["input.scales"] for launch in sent] == pointers(named["scales"])
+    assert [launch.arguments["input.row_scales"] for launch in sent] == pointers(named["row_scales"])
+    assert [launch.arguments["sums.epilogue_data"] for launch in summed] == pointers(data)
     assert len(launches) == 4
 
 

@@ -245,11 +245,14 @@ class Dispatched(DispatchBuffers):
     as_made: ClassVar[bool] = False  # True, as an attribute, in what `inside` returns; `dataclasses.replace` drops it
 
     @classmethod
-    def inside(cls, buffers: DispatchBuffers, **own: object) -> Dispatched:
+    def inside(cls, buffers: DispatchBuffers, own: dict[str, object]) -> Dispatched:
         """The batch for which these buffers have been in use since `Use.begin`, with the attributes of its own: the
         constructor's work, without its 2 us of a host's time (it stores a frozen instance's fields one by one)."""
         batch = object.__new__(cls)
-        batch.__dict__.update(buffers.__dict__, as_made=True, turn=buffers.use.turn, **own)
+        fields = batch.__dict__
+        fields.update(buffers.__dict__)
+        fields.update(own)
+        fields["as_made"], fields["turn"] = True, buffers.use.turn
         return batch
 
     def is_latest_of(self, origin: Origin) -> bool:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Self
 
 import torch
 
+from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig, memory_bytes
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin
 from cute_ep.api.errors import EPError
-from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
+from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
+from cute_ep.api.tensors import check_apart, check_tensor, overlap
 from cute_ep.api.types import CombineMode
+from cute_ep.api.validate import (
+    check_batch,
+    check_epilogue_data,
+    check_input_scale,
+    check_output,
+    check_tokens,
+    check_unscaled,
+    combine_weights,
+)
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 
 
@@ -40,12 +52,14 @@ class EPCommunicator(ABC):
             but not the other way round. None on the CPU.
         hooks: functions compiled into the kernels.
         group: what the ranks of this process that are connected with each other have in common: the same object.
+        origin: whose the batches are that it makes.
     """
 
     cfg: EPConfig
     rank: int
     device: torch.device
     group: object
+    origin: Origin
     stream: torch.cuda.Stream | None = None
     hooks: Hooks = NO_HOOKS
     _closed: bool = False
@@ -73,7 +87,6 @@ class EPCommunicator(ABC):
             EPTimeout: a wait had timed out.
         """
 
-    @abstractmethod
     def dispatch(
         self,
         x: torch.Tensor,
@@ -109,8 +122,9 @@ class EPCommunicator(ABC):
             EPInputError: an argument breaks its contract. Nothing was launched.
             EPTimeout: an earlier call's wait had timed out.
         """
+        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return self._prepare_dispatch(given, out, planned=False)()
 
-    @abstractmethod
     def plan_dispatch(
         self,
         x: torch.Tensor,
@@ -123,8 +137,9 @@ class EPCommunicator(ABC):
         row_scales: torch.Tensor | None = None,
     ) -> Plan[Dispatched]:
         """All of `dispatch` but the launch; arguments and errors are the same."""
+        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        return Plan(self._prepare_dispatch(given, out, planned=True))
 
-    @abstractmethod
     def dispatch_async(
         self,
         x: torch.Tensor,
@@ -137,8 +152,12 @@ class EPCommunicator(ABC):
     ) -> PendingDispatch:
         """The sending half of `dispatch`; arguments and errors are the same. At most two may be outstanding before
         their `dispatch_wait`."""
+        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        self._check_usable()
+        self._dispatches.check_send()
+        self._check_input(given)
+        return self._send_dispatch(given)
 
-    @abstractmethod
     def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
         """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
 
@@ -151,8 +170,9 @@ class EPCommunicator(ABC):
             EPInputError: `pending` is not this rank's oldest unreceived dispatch, there is none, or `out` does not fit.
             EPTimeout: as `dispatch`.
         """
+        self._check_usable()
+        return self._receive_dispatch(self._dispatches.oldest(pending, self.rank), out)
 
-    @abstractmethod
     def combine(
         self,
         rows: torch.Tensor,
@@ -186,8 +206,9 @@ class EPCommunicator(ABC):
         Raises:
             EPInputError, EPTimeout: as `dispatch`.
         """
+        options = SumOptions(router_weights, out, dtype, epilogue_data)
+        return self._prepare_combine(rows, dispatched, mode, options, planned=False)()
 
-    @abstractmethod
     def plan_combine(
         self,
         rows: torch.Tensor,
@@ -200,13 +221,19 @@ class EPCommunicator(ABC):
         epilogue_data: torch.Tensor | None = None,
     ) -> Plan[torch.Tensor]:
         """All of `combine` but the launch; arguments and errors are the same."""
+        options = SumOptions(router_weights, out, dtype, epilogue_data)
+        return Plan(self._prepare_combine(rows, dispatched, mode, options, planned=True))
 
-    @abstractmethod
     def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
         """The sending half of `combine`; arguments and errors are the same. At most two may be outstanding before
         their `combine_wait`."""
+        self._check_usable()
+        self._combines.check_send()
+        self._check_batch(dispatched)
+        if mode != "exact":  # which may be given its weights by `combine_wait`
+            self._weights(mode, None, dispatched)
+        return self._send_combine(rows, dispatched, mode)
 
-    @abstractmethod
     def combine_wait(
         self,
         pending: PendingCombine | None = None,
@@ -227,6 +254,9 @@ class EPCommunicator(ABC):
                 its contract.
             EPTimeout: as `dispatch`.
         """
+        self._check_usable()
+        oldest = self._combines.oldest(pending, self.rank)
+        return self._receive_combine(oldest, SumOptions(router_weights, out, dtype, epilogue_data))
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -244,6 +274,86 @@ class EPCommunicator(ABC):
         """Give back what the communicator holds; may be called again. On GPUs ranks in processes of their own close
         together, and after a timeout the memory is kept, since peers may still write to it; on the CPU nobody is waited
         for."""
+
+    # ---- what a backend fills in
+
+    _dispatches: Rounds
+    _combines: Rounds
+    _weights_dtype: torch.dtype | None = torch.float32  # of router weights; None: any, a hook reads them
+
+    @abstractmethod
+    def _check_usable(self) -> None:
+        """Raise what keeps the communicator from taking a call."""
+
+    @abstractmethod
+    def _prepare_dispatch(
+        self, given: DispatchInput, out: DispatchBuffers | None, *, planned: bool
+    ) -> Callable[[], Dispatched]:
+        """What `dispatch` launches, once all else of it is done; planned: whether other calls may come before."""
+
+    @abstractmethod
+    def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
+        """`dispatch_async`, of arguments that were checked."""
+
+    @abstractmethod
+    def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
+        """`dispatch_wait` for the oldest round."""
+
+    @abstractmethod
+    def _prepare_combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions, *, planned: bool
+    ) -> Callable[[], torch.Tensor]:
+        """What `combine` launches; planned: as of `_prepare_dispatch`."""
+
+    @abstractmethod
+    def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
+        """`combine_async`, of a batch and a mode that were checked."""
+
+    @abstractmethod
+    def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
+        """`combine_wait` for the oldest round."""
+
+    # ---- checks that backends share: EPInputError where an argument breaks its contract
+
+    def _check_input(self, given: DispatchInput) -> None:
+        """Whether a dispatch can send this."""
+        check_tokens(self.cfg, given, self.device, self._weights_dtype)
+        scale = given.input_scale
+        if scale is None:
+            return
+        if given.scales is not None:
+            check_unscaled(scale)
+        if self.hooks.input_scale is not None:
+            check_tensor("input_scale", scale, device=self.device)
+            return
+        check_input_scale(self.cfg.format, scale)
+        if isinstance(scale, torch.Tensor):
+            check_tensor("input_scale", scale.view(1), device=self.device)
+
+    def _check_batch(self, dispatched: Dispatched) -> None:
+        """Whether a combine can take this batch. One that this communicator made, and that its buffers still hold, was
+        checked when it was made."""
+        if not (isinstance(dispatched, Dispatched) and dispatched.is_latest_of(self.origin)):
+            check_batch(self.cfg, self.rank, dispatched, self.device, self.origin)
+
+    def _weights(self, mode: str, router_weights: torch.Tensor | None, dispatched: Dispatched) -> torch.Tensor | None:
+        """The weights that a combine applies (`combine_weights`)."""
+        checked = dispatched.is_latest_of(self.origin)
+        return combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype, checked=checked)
+
+    def _check_sum(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions
+    ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
+        """(weights, shape and type of the output) of a combine."""
+        out = options.out
+        weights = self._weights(mode, options.router_weights, dispatched)
+        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.size(0), options.dtype, out, self.device)
+        check_epilogue_data(mode, self.hooks.epilogue, options.epilogue_data, self.device)
+        if out is not None and overlap(rows, out):
+            check_apart("out", out, rows=rows)
+        return weights, shape, dtype
+
+    # ---- as an object
 
     def __enter__(self) -> Self:
         return self

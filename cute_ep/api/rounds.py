@@ -11,6 +11,7 @@ import torch
 
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.types import CombineMode
 
 Result = TypeVar("Result")
 
@@ -28,7 +29,7 @@ class PendingCombine(NamedTuple):
     """A combine that was sent and not yet received: hand it to `combine_wait`, in the order of sending."""
 
     dispatched: Dispatched
-    mode: str
+    mode: CombineMode
     rows: torch.Tensor
 
 

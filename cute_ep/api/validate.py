@@ -1,17 +1,16 @@
-"""Checks of call arguments that the communicators and the reference share.
+"""Checks of call arguments that the communicators and the reference share; `tensors` has the rules for one tensor.
 
-Nothing here reads a tensor's elements, so no check waits for a device. Calls compute no gradients: a tensor that
-requires one is refused where that would drop it without a word, and so is one that may not be overwritten.
+Nothing here reads a tensor's elements, so no check waits for a device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import ne
 
 import torch
 from torch import Tensor
 
+from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig, is_number
 from cute_ep.api.dispatched import (
     ID_TYPES,
@@ -25,6 +24,7 @@ from cute_ep.api.dispatched import (
     scale_types,
 )
 from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.tensors import check_detached, check_tensor, check_written
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.routing import OutputType
@@ -61,109 +61,23 @@ def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[
     return chosen
 
 
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    *,
-    shape: Sequence[int | None] | None = None,
-    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
-    device: torch.device | str | None = None,
-    alignment: int = 1,
-) -> None:
-    """Check one argument: a row-major contiguous tensor of the given extents, type and place, which does not require a
-    gradient while gradients are enabled.
-
-    Args:
-        name: how the caller calls it; begins the message.
-        shape: expected extents, None for any extent; None accepts any number of them.
-        dtype, device: what is expected; None accepts any, a tuple of types each of them.
-        alignment: bytes that the address of the first element must be a multiple of.
-
-    Raises:
-        EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
-    """
-    if not isinstance(tensor, Tensor):
-        raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
-    if shape is not None and (got := tensor.shape) != shape and not _has_shape(got, shape):
-        raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
-    if dtype is not None and (kind := tensor.dtype) != dtype and not (isinstance(dtype, tuple) and kind in dtype):
-        wanted = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
-        own = dtype == torch.float32 and kind.is_floating_point and not name.startswith("out")
-        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}{f'; use {name}.float()' if own else ''}")
-    if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
-        raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
-    if not tensor.is_contiguous():
-        more = "" if name.startswith("out") else f"; use {name}.contiguous()"
-        raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous{more}")
-    if alignment != 1 and tensor.data_ptr() % alignment:
-        raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
-    if tensor.requires_grad:
-        check_detached(name, tensor)
-
-
-def check_detached(name: str, tensor: torch.Tensor) -> None:
-    """EPInputError for an input that requires a gradient while gradients are enabled."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise EPInputError(
-            f"{name}.requires_grad = True: must be False while gradients are enabled, this call computes none; "
-            f"make the call under torch.no_grad(), or give {name}.detach()"
-        )
-
-
-def check_written(name: str, tensor: object) -> None:
-    """EPInputError for a tensor that a call may not overwrite: a Parameter, one that requires a gradient, or outside of
-    inference mode one that was made in it. What is no tensor passes."""
-    if not isinstance(tensor, Tensor):
-        return
-    if isinstance(tensor, torch.nn.Parameter):
-        raise EPInputError(f"{name} = Parameter: must be a tensor of its own, such as torch.empty_like({name}.data)")
-    if tensor.requires_grad:
-        raise EPInputError(f"{name}.requires_grad = True: must be False, the call overwrites it; give {name}.detach()")
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise EPInputError(
-            f"{name}.is_inference() = True: must be False outside of torch.inference_mode(); allocate it outside, or "
-            "make the call inside"
-        )
-
-
-def _has_shape(got: Sequence[int], shape: Sequence[int | None]) -> bool:
-    """Whether each extent is the wanted one, if any is wanted."""
-    return len(got) == len(shape) and sum(map(ne, got, shape)) == shape.count(None)  # None differs from any extent
-
-
-def _shape_rule(name: str, got: Sequence[int], shape: Sequence[int | None]) -> str:
-    """The wanted extents, and how to come to them from a tensor with a batch and a sequence dimension."""
-    wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
-    more = len(got) - len(shape)
-    if more <= 0 or len(shape) < 2 or shape[-1] not in (None, got[-1]):
-        return f"({wanted})"
-    return f"({wanted}); flatten the leading dimensions: {name}.flatten(0, {more})"
-
-
 def check_tokens(
     cfg: EPConfig,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    router_weights: torch.Tensor | None,
+    given: DispatchInput,
     device: torch.device | str | None = None,
-    scales: torch.Tensor | None = None,
-    row_scales: torch.Tensor | None = None,
     weights_dtype: torch.dtype | None = torch.float32,
 ) -> None:
-    """Check one rank's dispatch arguments against `cfg`; expert ids are not read.
+    """Check one rank's dispatch arguments, but for `input_scale`, against `cfg`; expert ids are not read.
 
     Args:
-        x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank, 16-byte aligned; with `scales`, rows in the dispatch
-            format instead, as in `QuantizedRows.payload`.
-        topk_ids: [T, top_k] int32 or int64.
-        router_weights: [T, top_k] float32, or None.
+        given: x 16-byte aligned; scales and row_scales of quantised rows in torch's own types, too.
         device: where all of them must be; None: where `x` is.
-        scales, row_scales: as in `QuantizedRows`, of rows that are quantised already; in torch's own types, too.
         weights_dtype: type of `router_weights`; None: any (a hook reads them).
 
     Raises:
         EPInputError: a tensor breaks its rule.
     """
+    x, topk_ids, router_weights, _, scales, row_scales = given
     fmt, columns = cfg.format, cfg.hidden
     dtype: torch.dtype | tuple[torch.dtype, ...] = torch.bfloat16
     if scales is not None:
@@ -176,8 +90,8 @@ def check_tokens(
         shape = (tokens, cfg.hidden // fmt.block)
         check_tensor("scales", scales, shape=shape, dtype=scale_types(fmt), device=place)
     if (row_scales is not None) != (scales is not None and fmt.row_scale):
-        given = "None" if row_scales is None else "tensor"
-        raise EPInputError(f"row_scales = {given}: must be given with quantised rows of formats that have them")
+        told = "None" if row_scales is None else "tensor"
+        raise EPInputError(f"row_scales = {told}: must be given with quantised rows of formats that have them")
     if row_scales is not None:
         check_tensor("row_scales", row_scales, shape=(tokens,), dtype=torch.bfloat16, device=place)
     if tokens > cfg.max_tokens_per_rank:
@@ -390,16 +304,3 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
             if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_inference():
                 check_written(f"out.{name}", tensor)
             check_tensor(f"out.{name}", tensor, shape=shape, dtype=dtype, device=device, alignment=alignment)
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory; one without any bytes does not."""
-    ahead = one.data_ptr() - other.data_ptr()
-    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0 < other.nbytes
-
-
-def check_apart(name: str, written: torch.Tensor | None, **read: torch.Tensor | None) -> None:
-    """EPInputError where a call would write `written` over memory that it reads. All are contiguous, on one device."""
-    for other, tensor in read.items():
-        if written is not None and tensor is not None and overlap(written, tensor):
-            raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")

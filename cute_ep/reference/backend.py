@@ -13,33 +13,22 @@ overwritten afterwards, as on a stream; `topk_ids` and router weights are read b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
 import torch
 
 from cute_ep import reference
+from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout, raise_input_error
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
+from cute_ep.api.rounds import PendingCombine, PendingDispatch
+from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import CombineMode
-from cute_ep.api.validate import (
-    check_apart,
-    check_batch,
-    check_buffers,
-    check_epilogue_data,
-    check_input_scale,
-    check_mode,
-    check_output,
-    check_rows,
-    check_tensor,
-    check_tokens,
-    check_unscaled,
-    combine_weights,
-)
+from cute_ep.api.validate import check_buffers, check_mode, check_rows
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.dispatch import Source
 from cute_ep.reference.results import (
@@ -128,121 +117,55 @@ class ReferenceCommunicator(EPCommunicator):
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
 
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        router_weights: torch.Tensor | None = None,
-        input_scale: float | torch.Tensor | None = None,
-        out: DispatchBuffers | None = None,
-        *,
-        scales: torch.Tensor | None = None,
-        row_scales: torch.Tensor | None = None,
-    ) -> Dispatched:
-        return self.plan_dispatch(
-            x, topk_ids, router_weights, input_scale, out, scales=scales, row_scales=row_scales
-        ).launch()
-
-    def plan_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        router_weights: torch.Tensor | None = None,
-        input_scale: float | torch.Tensor | None = None,
-        out: DispatchBuffers | None = None,
-        *,
-        scales: torch.Tensor | None = None,
-        row_scales: torch.Tensor | None = None,
-    ) -> Plan[Dispatched]:
-        """All of `dispatch` but joining the round; arguments and errors are the same."""
+    def _prepare_dispatch(
+        self, given: DispatchInput, out: DispatchBuffers | None, *, planned: bool
+    ) -> Callable[[], Dispatched]:
         self._check_usable()
         self._dispatches.check_fused()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
-        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        self._check_apart(
-            out, x=x, topk_ids=topk_ids, router_weights=router_weights, scales=scales, row_scales=row_scales
-        )
+        self._check_input(given)
+        self._check_apart(out, **given._asdict())
 
         def launch() -> Dispatched:
             self._check_usable()
             self._dispatches.check_fused()
-            pending = self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
-            return self.dispatch_wait(pending, out)
+            return self._receive_dispatch(self._send_dispatch(given), out)
 
-        return Plan(launch)
+        return launch
 
-    def dispatch_async(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        router_weights: torch.Tensor | None = None,
-        input_scale: float | torch.Tensor | None = None,
-        *,
-        scales: torch.Tensor | None = None,
-        row_scales: torch.Tensor | None = None,
-    ) -> PendingDispatch:
-        self._check_usable()
-        self._dispatches.check_send()
-        self._check_sent(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return self._send(x, topk_ids, router_weights, input_scale, scales, row_scales)
+    def _check_input(self, given: DispatchInput) -> None:
+        super()._check_input(given)
+        read_scale(given.input_scale)
 
-    def _check_sent(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        router_weights: torch.Tensor | None,
-        input_scale: float | torch.Tensor | None,
-        scales: torch.Tensor | None,
-        row_scales: torch.Tensor | None,
-    ) -> None:
-        """EPInputError unless a dispatch can send these arguments."""
-        check_tokens(self.cfg, x, topk_ids, router_weights, DEVICE, scales, row_scales)
-        if scales is not None:
-            check_unscaled(input_scale)
-        check_input_scale(self.cfg.format, input_scale)
-        if isinstance(input_scale, torch.Tensor):
-            check_tensor("input_scale", input_scale.view(1), device=DEVICE)
-            read_scale(input_scale)
-
-    def _send(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        router_weights: torch.Tensor | None,
-        input_scale: float | torch.Tensor | None,
-        scales: torch.Tensor | None,
-        row_scales: torch.Tensor | None,
-    ) -> PendingDispatch:
-        """Join the next dispatch with copies of arguments that `_check_sent` has seen, as they are now."""
-        source = make_source(self.cfg, x, topk_ids, router_weights, input_scale, scales, row_scales)
+    def _send_dispatch(self, given: DispatchInput) -> OwnPending:
+        """Join the next dispatch with copies of what is given, as it is now."""
+        source = make_source(self.cfg, given)
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
             seen = value if -(2**31) <= value < 2**31 else BEYOND
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
-        pending = OwnPending(topk_ids, router_weights, 0, ())
-        pending.read_again = ReadAgain(copied(topk_ids), copied(router_weights))
+        pending = OwnPending(given.topk_ids, given.router_weights, 0, ())
+        pending.read_again = ReadAgain(copied(given.topk_ids), copied(given.router_weights))
         self._join(self._exchange.dispatch, pending, source)
         return pending
 
-    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
-        self._check_usable()
-        sent: OwnPending = self._dispatches.oldest(pending, self.rank)
+    def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
         if out is None:
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
-        self._check_apart(out, topk_ids=sent.topk_ids, router_weights=sent.router_weights)
+        self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
         out.use.begin()
-        dispatched = OwnDispatched.inside(
-            out,
-            rank=self.rank,
-            topk_ids=sent.topk_ids,
-            router_weights=sent.router_weights,
-            return_slices=sent.return_slices,
-            origin=self.origin,
-            number=self._dispatches.received + 1,
-            read_again=sent.read_again,
-        )
+        own = {
+            "rank": self.rank,
+            "topk_ids": pending.topk_ids,
+            "router_weights": pending.router_weights,
+            "return_slices": pending.return_slices,
+            "origin": self.origin,
+            "number": self._dispatches.received + 1,
+            "read_again": pending.read_again,
+        }
+        dispatched = OwnDispatched.inside(out, own)
 
         def receive(sources: Mapping[int, Source]) -> None:
             rows, capacity = fill(self.cfg, self.rank, sources, dispatched), dispatched.tokens.shape[0]
@@ -253,58 +176,27 @@ class ReferenceCommunicator(EPCommunicator):
             withhold(dispatched)
         return dispatched
 
-    def combine(
-        self,
-        rows: torch.Tensor,
-        dispatched: Dispatched,
-        router_weights: torch.Tensor | None = None,
-        mode: CombineMode = "exact",
-        out: torch.Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        epilogue_data: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.plan_combine(
-            rows, dispatched, router_weights, mode, out, dtype=dtype, epilogue_data=epilogue_data
-        ).launch()
-
-    def plan_combine(
-        self,
-        rows: torch.Tensor,
-        dispatched: Dispatched,
-        router_weights: torch.Tensor | None = None,
-        mode: CombineMode = "exact",
-        out: torch.Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        epilogue_data: torch.Tensor | None = None,
-    ) -> Plan[torch.Tensor]:
-        """All of `combine` but joining the round; arguments and errors are the same."""
+    def _prepare_combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions, *, planned: bool
+    ) -> Callable[[], torch.Tensor]:
         self._check_usable()
         self._combines.check_fused()
+        self._check_batch(dispatched)
         self._check_return(rows, dispatched, mode)
-        self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
-        check_apart("out", out, rows=rows)
+        self._check_sum(rows, dispatched, mode, options)
 
         def launch() -> torch.Tensor:
             self._check_usable()
             self._combines.check_fused()
-            return self.combine_wait(self._return(rows, dispatched, mode), router_weights, out, dtype=dtype)
+            self._check_batch(dispatched)
+            return self._receive_combine(self._send_combine(rows, dispatched, mode), options)
 
-        return Plan(launch)
-
-    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
-        self._check_usable()
-        self._combines.check_send()
-        self._check_return(rows, dispatched, mode)
-        if mode != "exact":
-            combine_weights(self.cfg, mode, None, dispatched)
-        return self._return(rows, dispatched, mode)
+        return launch
 
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
-        """EPInputError unless a combine can give back these rows; the round of their dispatch."""
+        """EPInputError unless a combine can give back these rows of a batch that was checked; the round of their
+        dispatch."""
         check_mode(mode)
-        check_batch(self.cfg, self.rank, dispatched, DEVICE, self.origin)
         if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
         number = dispatched.number if isinstance(dispatched, OwnDispatched) else 0
@@ -317,50 +209,31 @@ class ReferenceCommunicator(EPCommunicator):
         check_row_count(rows, dispatched)
         return number
 
-    def _return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> PendingCombine:
+    def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
         """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
         mode or dispatch."""
         number = self._check_return(rows, dispatched, mode)
         given = combine_send(self.cfg, rows, dispatched, mode, number)
         given.check_agreement(self._exchange.combine.joined(self.rank))
-        pending = PendingCombine(dispatched, given.mode, rows)
+        pending = PendingCombine(dispatched, mode, rows)
         self._join(self._exchange.combine, pending, given)
         return pending
 
-    def combine_wait(
-        self,
-        pending: PendingCombine | None = None,
-        router_weights: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        epilogue_data: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        self._check_usable()
-        pending = self._combines.oldest(pending, self.rank)
-        dispatched, mode = pending.dispatched, pending.mode
-        weights, shape, dtype = self._prepare_sum(dispatched, mode, router_weights, out, dtype, epilogue_data)
-        if self.cfg.fused_shared_expert:
-            check_apart("out", out, rows=pending.rows)
+    def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
+        rows, out = pending.rows, options.out
+        weights, shape, dtype = self._check_sum(rows, pending.dispatched, pending.mode, options)
         result = torch.empty(shape, dtype=dtype, device=DEVICE) if out is None else out
         if not self._receive(self._exchange.combine, lambda given: add_up(self.cfg, self.rank, given, weights, result)):
             withhold_sums(result)
         return result
 
-    def _prepare_sum(
-        self,
-        dispatched: Dispatched,
-        mode: str,
-        router_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        dtype: torch.dtype,
-        epilogue_data: torch.Tensor | None,
+    def _check_sum(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions
     ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
-        """(weights as they are now, shape and type of the output) of a combine."""
-        weights = combine_weights(self.cfg, mode, router_weights, dispatched)
-        check_epilogue_data(mode, None, epilogue_data, DEVICE)
-        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.shape[0], dtype, out, DEVICE)
-        check_apart("out", out, topk_ids=dispatched.topk_ids, router_weights=weights, row_map=dispatched.row_map)
+        """As for any backend, with the weights as they are now."""
+        weights, shape, dtype = super()._check_sum(rows, dispatched, mode, options)
+        ids, row_map = dispatched.topk_ids, dispatched.row_map
+        check_apart("out", options.out, topk_ids=ids, router_weights=weights, row_map=row_map)
         if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
             if mode == "partial":  # the experts' ranks multiply by the weights that travelled
@@ -378,7 +251,8 @@ class ReferenceCommunicator(EPCommunicator):
             self._failure = copy(failure)
             raise
 
-    def _check_apart(self, out: DispatchBuffers | None, **read: torch.Tensor | None) -> None:
+    def _check_apart(self, out: DispatchBuffers | None, **read: Any) -> None:
+        """EPInputError where `out` shares memory with a tensor among what a call reads."""
         for name, tensor in () if out is None else tensors_of(out).items():
             check_apart(f"out.{name}", tensor, **read)
 

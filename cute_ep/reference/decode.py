@@ -17,8 +17,9 @@ from cute_ep.api.dispatched import (
 )
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
+from cute_ep.api.tensors import check_tensor
 from cute_ep.api.types import FormatName, ScaleLayout
-from cute_ep.api.validate import check_global_scale, check_tensor
+from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.scales import ATOM, ATOM_BYTES, ATOM_ROWS, LINEAR, WORD_BYTES, scale_words
 from cute_ep.reference.formats import MODELS, as_format, row_chunks

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched, QuantizedRows, as_own_types
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
-from cute_ep.api.validate import check_input_scale, check_tensor, check_tokens, check_unscaled
+from cute_ep.api.tensors import check_tensor
+from cute_ep.api.validate import check_input_scale, check_tokens, check_unscaled
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.formats import join_rows, quantize
 
@@ -143,10 +145,11 @@ def encode_source(
 ) -> Source:
     """Check and encode the arguments of one rank; see `dispatch`. Ids are not read: one out of range is as -1."""
     if prequantized is None:
-        check_tokens(cfg, x, topk_ids, router_weights)
+        check_tokens(cfg, DispatchInput(x, topk_ids, router_weights))
     else:
         payload, scales, row_scales = prequantized
-        check_tokens(cfg, payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
+        given = DispatchInput(payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
+        check_tokens(cfg, given)
         check_unscaled(input_scale)
     check_input_scale(cfg.format, input_scale)
     return encode_checked(cfg, x, topk_ids, input_scale, router_weights, prequantized)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cute_ep import reference
+from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
 from cute_ep.api.errors import EPInputError
@@ -81,19 +82,11 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @no_modes()
-def make_source(
-    cfg: EPConfig,
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    router_weights: torch.Tensor | None,
-    input_scale: float | torch.Tensor | None,
-    scales: torch.Tensor | None,
-    row_scales: torch.Tensor | None,
-) -> Source:
-    """What a rank sends in a dispatch, whose arguments these are, checked. EPInputError: as `read_scale`."""
-    x, topk_ids = x.clone(), topk_ids.clone()
-    ready = None if scales is None else QuantizedRows(x, copied(scales), copied(row_scales))
-    return encode_checked(cfg, x, topk_ids, read_scale(input_scale), copied(router_weights), ready)
+def make_source(cfg: EPConfig, given: DispatchInput) -> Source:
+    """What a rank sends in a dispatch, from arguments that were checked. EPInputError: as `read_scale`."""
+    x, topk_ids = given.x.clone(), given.topk_ids.clone()
+    ready = None if given.scales is None else QuantizedRows(x, copied(given.scales), copied(given.row_scales))
+    return encode_checked(cfg, x, topk_ids, read_scale(given.input_scale), copied(given.router_weights), ready)
 
 
 @writing_modes()

@@ -6,7 +6,7 @@ import torch
 
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
-from cute_ep.api.validate import check_tensor
+from cute_ep.api.tensors import check_tensor
 from cute_ep.reference.bounds import TINY, UNIT, cast_error
 
 EXPONENTIAL_ERROR = 2.0**-22

@@ -1,10 +1,26 @@
-"""Kernel arguments that several launches share."""
+"""Records of kernel arguments (`cute_ep.layouts.maps.arguments`) from a configuration and from tensors."""
 
 from __future__ import annotations
 
 import torch
 
-from cute_ep.layouts.maps.scales import scale_map, scale_row_alignment
+from cute_ep.api.calls import DispatchInput, SumOptions
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.layouts.maps.arena import message_of, segment_words
+from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
+from cute_ep.layouts.maps.routing import division_magic
+from cute_ep.layouts.maps.scales import has_tiles, scale_map, scale_row_alignment
+
+OUT_TYPES = {dtype: int(number) for dtype, number in OUTPUT_TYPES.items()}
+IS_WIDE = {torch.int32: 0, torch.int64: 1}
+NO_IDS = Ids(0, 0)
+NO_INPUT = Input(0, 0, 0, 0, 0, 0, 0, 0)
+NO_BATCH = Batch(0, 0, 0)
+NO_SCALES = Scales(0, 0, 0, 0, 0, 0, 0)
+NO_SHARED = SharedExpert(0, 0, 0)
+NO_SUMS = Sums(0, 0, 0, 0, 0, 0)
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -12,25 +28,120 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-SCALE_ARGUMENTS = (
-    "out_scales",
-    "scale_inner",
-    "scale_middle",
-    "scale_outer",
-    "scale_step",
-    "scale_words",
-    "scale_alignment",
-)
-"""Parameters of `cute_ep.kernels.device.scale_rows.ScaleArgs`."""
+def group_record(cfg: EPConfig, rank: int, arena: int, status: int) -> Group:
+    """What all launches of a rank share; `arena` and `status` are addresses."""
+    alone = cfg.skip_a2a
+    return Group(
+        arena=arena,
+        status=status,
+        timeout_ns=int(cfg.timeout_s * 1e9),
+        rank=0 if alone else rank,
+        ranks=cfg.peers,
+        ranks_magic=division_magic(cfg.peers),
+        experts=cfg.peers * cfg.local_experts,
+        first_expert=rank * cfg.local_experts if alone else 0,
+        all_experts=cfg.num_experts,
+        local_experts=cfg.local_experts,
+        local_experts_magic=division_magic(cfg.local_experts),
+        top_k=cfg.top_k,
+        top_k_magic=division_magic(cfg.top_k),
+        max_tokens=cfg.max_tokens_per_rank,
+        hidden=cfg.hidden,
+    )
 
 
-def scale_arguments(
+def wire_record(cfg: EPConfig) -> Wire:
+    """Bytes of the rows that a group dispatches."""
+    fmt, message = cfg.format, message_of(cfg.format, cfg.hidden)
+    return Wire(
+        payload_bytes=fmt.payload_bytes(cfg.hidden),
+        scale_bytes=fmt.scale_bytes(cfg.hidden),
+        row_scale_bytes=fmt.row_scale_bytes,
+        scales_at=message.scales.offset,
+        row_scale_at=message.row_scale.offset,
+        segment_words=segment_words(fmt),
+    )
+
+
+def ids_record(topk_ids: torch.Tensor) -> Ids:
+    """Expert ids of either type."""
+    return Ids(topk_ids.data_ptr(), IS_WIDE[topk_ids.dtype])
+
+
+def shared_record(cfg: EPConfig, rank: int, tokens: int) -> SharedExpert:
+    """The part of the shared expert in a rank's `tokens` tokens."""
+    if not cfg.fused_shared_expert:
+        return NO_SHARED
+    return SharedExpert(1, *cfg.shared_slice(tokens, rank))
+
+
+def input_record(
+    given: DispatchInput, global_scale: torch.Tensor | None, message_slices: int, return_slices: int
+) -> Input:
+    """What a rank dispatches; both numbers of slices as base-2 logarithms."""
+    x, _, router_weights, _, scales, row_scales = given
+    return Input(
+        x.data_ptr(),
+        address(scales),
+        address(row_scales),
+        address(router_weights),
+        address(global_scale),
+        x.size(0),
+        message_slices,
+        return_slices,
+    )
+
+
+def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
+    """Buffers to receive into, but for their scales."""
+    capacity = out.tokens.shape[0]
+    return Output(
+        tokens=out.tokens.data_ptr(),
+        row_scales=address(out.row_scales),
+        row_offsets=out.row_offsets.data_ptr(),
+        row_counts=out.row_counts.data_ptr(),
+        scales_offsets=address(out.scales_offsets),
+        expert_ids=out.expert_ids.data_ptr(),
+        src_info=out.src_info.data_ptr(),
+        num_rows=out.num_rows.data_ptr(),
+        row_map=out.row_map.data_ptr(),
+        headers=out.headers.data_ptr(),
+        weights=address(out.weights),
+        row_alignment=cfg.alignment,
+        capacity=capacity,
+        has_tiles=int(has_tiles(cfg.scales_as, capacity, cfg.alignment)),
+    )
+
+
+def scales_record(
     layout: str | None, scale_bytes: int, scales: torch.Tensor | None, rows: int, row_alignment: int
-) -> dict[str, int]:
-    """Values of `cute_ep.kernels.device.scale_rows.ScaleArgs` for scale factors of `rows` rows; zeros without any."""
+) -> Scales:
+    """Scale factors of `rows` rows of `scale_bytes`, in a layout; None: there are none."""
     if layout is None:
-        return dict.fromkeys(SCALE_ARGUMENTS, 0)
+        return NO_SCALES
     places = scale_map(layout, scale_bytes, rows)
     alignment = scale_row_alignment(layout, row_alignment)
-    strides = places.inner, places.middle, places.outer, places.step, places.words
-    return dict(zip(SCALE_ARGUMENTS, (address(scales), *strides, alignment), strict=True))
+    return Scales(address(scales), places.inner, places.middle, places.outer, places.step, places.words, alignment)
+
+
+def batch_record(dispatched: Dispatched) -> Batch:
+    """What dispatch has left for combine_send."""
+    return Batch(dispatched.row_map.data_ptr(), dispatched.headers.data_ptr(), address(dispatched.weights))
+
+
+def rows_record(rows: torch.Tensor, dispatched: Dispatched, elsewhere: int) -> Rows:
+    """Experts' outputs. Rows that dispatch had no room for are lost whatever `rows` holds there. They are read from
+    row 0: where there is none, from address `elsewhere`, at which there is as much memory."""
+    return Rows(rows.data_ptr() or elsewhere, min(rows.size(0), dispatched.tokens.size(0)))
+
+
+def sums_record(dispatched: Dispatched, weights: torch.Tensor | None, out: torch.Tensor, options: SumOptions) -> Sums:
+    """Where a rank sums."""
+    return Sums(
+        out.data_ptr(),
+        address(weights),
+        address(options.epilogue_data),
+        OUT_TYPES[out.dtype],
+        dispatched.topk_ids.size(0),
+        dispatched.return_slices,
+    )

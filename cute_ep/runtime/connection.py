@@ -25,9 +25,10 @@ from cute_ep.layouts.maps.launch import CTAS_PER_SM, FREE_SMS
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
-from cute_ep.runtime.communicator import Communicator, load_kernels, unload_kernels
+from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.runtime.gpus import check_gpu, sm_budget
+from cute_ep.runtime.kernels import load_kernels, unload_kernels
 from cute_ep.runtime.local_ops import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.tuning.file import find_tuning

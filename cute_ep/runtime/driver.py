@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy as shallow_copy
 from functools import cache
-from itertools import product, repeat
-from operator import itemgetter
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.autograd.profiler import record_function
 
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.layouts.maps.arguments import numbers
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
 
 
@@ -49,28 +49,27 @@ def resident_ctas(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * CTAS_PER_SM
 
 
-Choice = Callable[[Mapping[str, int]], Iterable[int]]
-"""What takes the values of some names from a mapping."""
+def slots(params: Sequence[tuple[str, str]], call: Sequence[str] = ()) -> list[str]:
+    """The names of a kernel's parameters in the order in which a launch gives them: those of the records that change
+    from launch to launch, in the order of `call`, then the others."""
+    place = {record: number for number, record in enumerate(call)}
+    return sorted((name for name, _ in params), key=lambda name: place.get(name.partition(".")[0], len(place)))
 
 
-def _all_of(names: Sequence[str]) -> Choice:
-    """KeyError where a name is missing."""
-    return itemgetter(*names) if len(names) > 1 else _zeros_without(names)
-
-
-def _zeros_without(names: Sequence[str]) -> Choice:
-    """0 where a name is missing; takes twice as long."""
-    return lambda arguments: map(arguments.get, names, repeat(0))
+@cache
+def _packer(count: int) -> Callable[..., None]:
+    return struct.Struct(f"{count}q").pack_into
 
 
 class Kernel:
-    """A loaded kernel of one device, the current one, with a parameter buffer of its own. While a profiler of torch is
-    on, its launches are ranges, named as "cute_ep.dispatch_bf16".
+    """A loaded kernel of one device, the current one, with the numbers of its parameters, 0 at first. While a profiler
+    of torch is on, its launches are ranges, named as "cute_ep.dispatch_bf16".
 
-    One launch fills the buffer that the next one reuses (the driver copies it at launch); threads take turns.
+    One launch overwrites the numbers of the one before (the driver has copied them); threads take turns.
     """
 
-    def __init__(self, entry: LibraryEntry) -> None:
+    def __init__(self, entry: LibraryEntry, call: Sequence[str] = ()) -> None:
+        """call: the records that change from launch to launch, in the order of `launch`; none: all numbers do."""
         self._context = check(driver.cuCtxGetCurrent())
         library = check(driver.cuLibraryLoadData(entry.read(), None, None, 0, None, None, 0))
         self._library = library
@@ -80,9 +79,9 @@ class Kernel:
         largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
-        self._names = dict.fromkeys(name for name, _ in entry.params)
-        self._constants: dict[str, int] = {}
-        self.bind({})
+        self._names = [name for name, _ in entry.params]
+        self._slots = slots(entry.params, call)
+        self._hold([0] * len(self._slots))
         early = driver.CUlaunchAttribute()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
@@ -93,41 +92,38 @@ class Kernel:
         self._config.sharedMemBytes = entry.smem_bytes
         self._config.attrs = [early]
 
-    def bind(self, constants: Mapping[str, int]) -> None:
-        """Set parameters that are the same in all launches to come; those that the kernel lacks do not matter."""
-        self._constants |= {name: value for name, value in constants.items() if name in self._names}
-        self._free = [name for name in self._names if name not in self._constants]
-        self._choose = _all_of(self._free)
-        self._pack = struct.Struct(f"{len(self._free)}q").pack_into  # they lie at the front, to be set at once
-        values = [0] * len(self._free) + list(self._constants.values())
+    def _hold(self, values: Sequence[int]) -> None:
         self._values = (ctypes.c_int64 * len(values))(*values)  # a kernel reads as many bytes of one as it wants
         first = ctypes.addressof(self._values)
-        places = {name: first + 8 * place for place, name in enumerate((*self._free, *self._constants))}
-        self._pointers = (ctypes.c_void_p * len(values))(*(places[name] for name in self._names))
+        at = {name: first + 8 * slot for slot, name in enumerate(self._slots)}
+        self._pointers = (ctypes.c_void_p * len(values))(*(at[name] for name in self._names))
         self._pointers_at = ctypes.addressof(self._pointers)
 
-    def bound(self, constants: Mapping[str, int]) -> Kernel:
-        """This kernel, of the same module and so not to be unloaded, with further parameters bound."""
-        other = copy(self)
-        other._constants = dict(self._constants)
-        other.bind(constants)
+    def bind(self, record: str, values: tuple) -> None:
+        """Set the numbers of one record for all launches to come that do not give them; nothing where the kernel has no
+        such record."""
+        inside = [slot for slot, name in enumerate(self._slots) if name.partition(".")[0] == record]
+        if inside:
+            for slot, value in zip(inside, numbers(values), strict=True):
+                self._values[slot] = value
+
+    def copy(self) -> Kernel:
+        """This kernel, of the same module and so not to be unloaded, with numbers of its own, as they are now."""
+        other = shallow_copy(self)
+        other._hold(list(self._values))
         return other
 
-    def launch(self, grid: int, arguments: Mapping[str, int], stream: int, *, early: bool = False) -> None:
+    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
-        Parameters that are neither bound nor in `arguments` are 0: what a kernel does not read need not be given.
-        `early`: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
-        (programmatic dependent launch).
+        Args:
+            given: the numbers of the first records of `call`; those that are not given are as they were bound, or 0.
+            early: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
+                (programmatic dependent launch).
         """
         config, pointers = self._config, self._pointers_at
         with self._in_range() if _profiler_enabled() else self._lock:
-            try:
-                values = self._choose(arguments)
-            except KeyError:  # neither will later launches give them all
-                self._choose = _zeros_without(self._free)
-                values = self._choose(arguments)
-            self._pack(self._values, 0, *values)
+            _packer(len(given))(self._values, 0, *given)
             config.gridDimX, config.hStream, config.numAttrs = grid, stream, int(early)
             status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
             if status[0] != driver.CUresult.CUDA_SUCCESS:

@@ -16,14 +16,16 @@ from cute_ep.api.config import MAX_HIDDEN
 from cute_ep.api.dispatched import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
+from cute_ep.api.tensors import check_tensor, check_written
 from cute_ep.api.types import FormatName, ScaledFormat, ScaleLayout, SwigluFormat
-from cute_ep.api.validate import check_global_scale, check_input_scale, check_tensor, check_written
+from cute_ep.api.validate import check_global_scale, check_input_scale
+from cute_ep.layouts.maps.arguments import CopyArgs, RowsArgs, numbers
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.maps.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.reference.local import check_offsets, fill_groups
-from cute_ep.runtime.arguments import address, scale_arguments
+from cute_ep.runtime.arguments import address, scales_record
 from cute_ep.runtime.driver import Kernel, architecture, resident_ctas
 
 MAX_ROWS = 1 << 30
@@ -89,11 +91,22 @@ def quantize(
     padded = scale_shape(LINEAR, record.scale_bytes(hidden), record.scale_itemsize, rows, 1)
     scales = torch.empty(padded, dtype=scale_dtype(record), device=x.device)
     row_scales = torch.empty(rows, dtype=torch.bfloat16, device=x.device) if record.row_scale else None
-    arguments = scale_arguments(LINEAR, record.scale_bytes(hidden), scales, rows, 1) | {
-        "row_scales": address(row_scales),
-        "global_scales": address(input_scale),
-    }
-    _launch_rows(QUANTIZE_KERNEL, record, x, payload, hidden, arguments, library)
+    arguments = RowsArgs(
+        scales=scales_record(LINEAR, record.scale_bytes(hidden), scales, rows, 1),
+        x=x.data_ptr(),
+        out=payload.data_ptr(),
+        row_scales=address(row_scales),
+        global_scales=address(input_scale),
+        row_offsets=0,
+        scales_offsets=0,
+        per_group=0,
+        groups=1,
+        rows=rows,
+        width=hidden,
+        alpha=0,
+        limit=0,
+    )
+    _launch_rows(QUANTIZE_KERNEL, record, x.device.index, arguments, library)
     return QuantizedRows(payload, scales[:, : hidden // record.block], row_scales)
 
 
@@ -199,8 +212,8 @@ def fused_silu(
             raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be {rule}")
     if (alpha is None) != (limit is None):
         raise EPInputError(f"alpha = {alpha!r}, limit = {limit!r}: must be given together, or neither")
-    clamp = {"alpha": _float_bits("alpha", alpha or 0.0), "limit": _float_bits("limit", limit or 0.0)}
-    if limit is not None and not 0 < clamp["limit"] < SIGN_BIT:
+    alpha_bits, limit_bits = _float_bits("alpha", alpha or 0.0), _float_bits("limit", limit or 0.0)
+    if limit is not None and not 0 < limit_bits < SIGN_BIT:
         raise EPInputError(f"limit = {limit!r}: must be positive")
     if out is not None:
         payload, scales = _check_out(record, layout, x, width, groups, out)
@@ -214,15 +227,22 @@ def fused_silu(
             values = reference.round_to(activated.float(), torch.bfloat16)
         fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
     else:
-        arguments = scale_arguments(layout, record.scale_bytes(width), scales, rows, 1) | {
-            "global_scales": address(input_scales),
-            "per_group": int(input_scales is not None and input_scales.shape[0] > 1),
-            "row_offsets": address(row_offsets),
-            "scales_offsets": address(scales_offsets),
-            "groups": groups,
-            **clamp,
-        }
-        _launch_rows(SWIGLU_KERNELS[interleaved], record, x, payload, width, arguments, library)
+        arguments = RowsArgs(
+            scales=scales_record(layout, record.scale_bytes(width), scales, rows, 1),
+            x=x.data_ptr(),
+            out=payload.data_ptr(),
+            row_scales=0,
+            global_scales=address(input_scales),
+            row_offsets=address(row_offsets),
+            scales_offsets=address(scales_offsets),
+            per_group=int(input_scales is not None and input_scales.shape[0] > 1),
+            groups=groups,
+            rows=rows,
+            width=width,
+            alpha=alpha_bits,
+            limit=limit_bits,
+        )
+        _launch_rows(SWIGLU_KERNELS[interleaved], record, x.device.index, arguments, library)
     return payload if scales is None else SwigluRows(payload, scales)
 
 
@@ -314,31 +334,21 @@ def _check_out(
     return payload, scales
 
 
-def _launch_rows(
-    name: str,
-    record: Format,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    width: int,
-    arguments: dict[str, int],
-    library: str | None,
-) -> None:
+def _launch_rows(name: str, record: Format, device: int, arguments: RowsArgs, library: str | None) -> None:
     """Launch a kernel of `cute_ep.kernels.swiglu` on the current stream.
 
     A tile a warp, by CTAs that come one after the other, keeps the memory's pages together: BF16, 65,536 rows of 2048,
     205 -> 188 us (H200, 2026-11-22). Where rows are encoded a CTA stays, or NVFP4 takes 187 us instead of 152.
     """
-    rows, device = x.shape[0], x.device.index
     kernel = _kernel(device, name, record.name, library)
-    if not rows:
+    if not arguments.rows:
         return
-    tiles = 1 if record.row_scale else -(-width // TILE_ELEMENTS)
-    fixed = {"x": x.data_ptr(), "out": out.data_ptr(), "rows": rows, "width": width, "groups": 1}
-    grid = -(-rows * tiles // WARPS)
+    tiles = 1 if record.row_scale else -(-arguments.width // TILE_ELEMENTS)
+    grid = -(-arguments.rows * tiles // WARPS)
     if record.bits < 16:  # what is not encoded needs no preparation
         grid = min(resident_ctas(device), grid)
     with torch.cuda.device(device):
-        kernel.launch(grid, fixed | arguments, torch.cuda.current_stream(device).cuda_stream)
+        kernel.launch(grid, tuple(numbers(arguments)), torch.cuda.current_stream(device).cuda_stream)
 
 
 def copy_bytes(
@@ -366,7 +376,7 @@ def copy_bytes(
         if not tensor.is_contiguous() or tensor.data_ptr() % VECTOR_BYTES:
             raise EPInputError(f"{name}: must be contiguous and aligned to {VECTOR_BYTES} bytes")
     device = source.device.index or 0
-    arguments = {"source": source.data_ptr(), "destination": destination.data_ptr(), "num_bytes": source.nbytes}
+    arguments = CopyArgs(source.data_ptr(), destination.data_ptr(), source.nbytes)
     kernel = _kernel(device, COPY_KERNEL, None, library)
     with torch.cuda.device(device):
         kernel.launch(ctas or resident_ctas(device), arguments, torch.cuda.current_stream(device).cuda_stream)

@@ -88,7 +88,7 @@ def _ticks(time_ns: Int64) -> Int32:
 
 
 @cute.jit
-def wait_lamport(group, poll, check, flagged: Uint32, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
+def wait_lamport(ctx, poll, check, flagged: Uint32, peer: Int32, phase: cutlass.Constexpr, index):
     """Warp-wide: poll words until they have all arrived. Returns False, in every lane, after a timeout.
 
     Args:
@@ -108,13 +108,13 @@ def wait_lamport(group, poll, check, flagged: Uint32, epoch: Int64, peer: Int32,
         polls += 1
         if waiting & (remainder(polls, POLLS_PER_CHECK) == 0):
             flagged = check()
-            running = group.not_aborted()
+            running = ctx.not_aborted()
             if limit == 0:
-                limit = _ticks(now_ns() + group.timeout_ns) | 1
+                limit = _ticks(now_ns() + ctx.group.timeout_ns) | 1
             in_time = cute.arch.vote_all_sync(running & (_ticks(now_ns()) - limit <= 0))
             if not in_time:
-                if running & has_bit(missing, group.lane):
-                    report(group.wait_context, peer, phase, Int32(index), epoch, epoch - 1)
+                if running & has_bit(missing, ctx.lane):
+                    report(ctx.wait_context, peer, phase, Int32(index), ctx.epoch, ctx.epoch - 1)
                 alive = Boolean(False)
                 waiting = Boolean(False)
     return alive

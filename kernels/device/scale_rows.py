@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.memory import item_coord, pointer, vector_at, vector_atom
+from cute_ep.layouts.maps.arguments import Scales
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
 
-@dataclass(frozen=True)
-class ScaleArgs:
-    """Where a launch writes scale factors: `layouts.scales.ScaleMap` over the tensor at `out_scales` (0: none).
-
-    scale_words: 4-byte words of one row. scale_alignment: multiple at which a group's scale rows start.
-    """
-
-    out_scales: Int64
-    scale_inner: Int32
-    scale_middle: Int32
-    scale_outer: Int32
-    scale_step: Int32
-    scale_words: Int32
-    scale_alignment: Int32
-
-
-def scale_word_offset(args: ScaleArgs, row, column) -> Int64:
+def scale_word_offset(scales: Scales, row, column) -> Int64:
     """`ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
     in_block = remainder(row, ATOM_ROWS)
-    inside = remainder(in_block, 32) * args.scale_inner + quotient(in_block, 32) * args.scale_middle
-    return Int64(quotient(row, ATOM_ROWS)) * Int64(args.scale_outer) + Int64(column) * Int64(args.scale_step) + inside
+    inside = remainder(in_block, 32) * scales.inner + quotient(in_block, 32) * scales.middle
+    return Int64(quotient(row, ATOM_ROWS)) * Int64(scales.outer) + Int64(column) * Int64(scales.step) + inside
 
 
-def store_scale_word(args: ScaleArgs, row, column, word: Uint32) -> None:
+def store_scale_word(scales: Scales, row, column, word: Uint32) -> None:
     """Store one word of scale factors."""
-    cute.arch.store(pointer(args.out_scales + WORD_BYTES * scale_word_offset(args, row, column), Uint32), word)
+    cute.arch.store(pointer(scales.data + WORD_BYTES * scale_word_offset(scales, row, column), Uint32), word)
 
 
 @cute.jit
-def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, lane: Int32) -> None:
+def zero_scale_rows(scales, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, lane: Int32) -> None:
     """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one warp.
 
     The rows lie in one 128-row block, and end there when it is an atom: then lane l takes the four rows l, l + 32, ...,
     whose words of a column are 16 contiguous bytes, the last ones zeros.
     """
-    if args.scale_middle == 1:
+    if scales.middle == 1:
         in_block = remainder(first, ATOM_ROWS)
         taken = quotient(in_block - lane + 31, 32)  # words of a column that belong to rows before `first`
         if first == end:
             taken = Int32(LANE_ROWS)
-        home = args.out_scales + WORD_BYTES * scale_word_offset(args, first - in_block + lane, part)
-        step = Int64(args.scale_step) * (WORD_BYTES * parts)
+        home = scales.data + WORD_BYTES * scale_word_offset(scales, first - in_block + lane, part)
+        step = Int64(scales.step) * (WORD_BYTES * parts)
         rZero = cute.make_rmem_tensor(LANE_ROWS, Uint32)
         rZero.fill(0)
-        for _ in cutlass.range(part, args.scale_words, parts, unroll=1):
+        for _ in cutlass.range(part, scales.words, parts, unroll=1):
             if taken <= 0:
                 cute.copy(vector_atom(), rZero, vector_at(home, 0))
             else:
@@ -68,7 +51,7 @@ def zero_scale_rows(args, first: Int32, end: Int32, part: Int32, parts: cutlass.
             home += step
     else:
         rows = end - first
-        columns = quotient(args.scale_words - part + parts - 1, parts)
+        columns = quotient(scales.words - part + parts - 1, parts)
         for item in cutlass.range(lane, rows * columns, 32, unroll=1):
             row, turn = item_coord(item, rows)
-            store_scale_word(args, first + row, part + turn * parts, Uint32(0))
+            store_scale_word(scales, first + row, part + turn * parts, Uint32(0))

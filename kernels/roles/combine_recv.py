@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque, round_vector
-from cute_ep.kernels.device.group import given_id, owns_shared
+from cute_ep.kernels.device.context import given_id, owns_shared
 from cute_ep.kernels.device.lamport import clear_vector, has_sentinel, home_of, is_lamport, poll_vector, wait_lamport
 from cute_ep.kernels.device.memory import vector_at, vector_atom, vector_tensor
 from cute_ep.kernels.device.slices import SEGMENT, Tickets, are_many, first_item, from_lane, has_bit, lowest, slice_of
@@ -45,39 +45,39 @@ class CombineRecv:
         self.tickets = Tickets("reduce_tickets", shared)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32, staggered: Boolean) -> Boolean:
+    def run(self, ctx, first: Int32, count: Int32, staggered: Boolean) -> Boolean:
         """By CTA `first` of `count` receiving CTAs; `staggered`: its warps come at different times. False: timeout."""
         alive = Boolean(True)
-        items = args.tokens << args.return_slices
+        items = ctx.sums.tokens << ctx.sums.return_slices
         numbered = staggered | are_many(items, count)
-        number = WARPS - 1 - group.warp  # with few tokens the last warps have nothing to send before
+        number = WARPS - 1 - ctx.warp  # with few tokens the last warps have nothing to send before
         if numbered:
-            number = self.tickets.draw(group.lane)
+            number = self.tickets.draw(ctx.lane)
         item = first_item(first, count, number)
         while alive and item < items:
-            row_slice = slice_of(item, args.return_slices, row_units(group))
+            row_slice = slice_of(item, ctx.sums.return_slices, row_units(ctx))
             if row_slice.first < row_slice.last:
-                alive = self._take(group, args, epoch, row_slice)
+                alive = self._take(ctx, row_slice)
             item = items
             if numbered:
-                item = first_item(first, count, self.tickets.draw(group.lane))
+                item = first_item(first, count, self.tickets.draw(ctx.lane))
         return alive
 
     @cute.jit
-    def _take(self, group, args, epoch: Int64, row_slice) -> Boolean:
+    def _take(self, ctx, row_slice) -> Boolean:
         """Wait for the ranks that own experts of the token, then sum. False after a timeout."""
-        lane = group.lane
-        index = row_slice.token * group.top_k + lane
+        lane = ctx.lane
+        index = row_slice.token * ctx.top_k + lane
         expert = Int32(MASKED_ENTRY)
         weight = Float32(0.0)
-        if lane < group.top_k:
-            expert = group.expert_of(given_id(args, index))
+        if lane < ctx.top_k:
+            expert = ctx.expert_of(given_id(ctx.ids, index))
             if cutlass.const_expr(self.mode == "exact"):
-                weight = self.weights.read(args.router_weights, index, group)
+                weight = self.weights.read(ctx.sums.router_weights, index, ctx)
         owner = lane  # of slot `lane`
         bit = Uint32(0)
         if expert >= 0:
-            _, chosen = group.by_local_experts.split(expert)
+            _, chosen = ctx.by_local_experts.split(expert)
             if cutlass.const_expr(self.mode == "partial"):
                 bit = Uint32(1) << Uint32(chosen)
             else:
@@ -85,83 +85,83 @@ class CombineRecv:
                 bit = Uint32(1) << Uint32(lane)
         filled = Uint32(cute.arch.warp_redux_sync(bit, "or"))
         alive = Boolean(True)
-        if not is_lamport(args.tokens):
+        if not is_lamport(ctx.sums.tokens):
             arrived = Boolean(True)
             if has_bit(filled, lane):
                 # signaled by CombineSend on `owner`
-                flag = group.base + group.arena.return_ready.at(owner, chunk_of(row_slice.index))
-                arrived = wait_signal(group.wait_context, flag, epoch, owner, Phase.RETURN, row_slice.index)
+                flag = ctx.base + ctx.arena.return_ready.at(owner, chunk_of(row_slice.index))
+                arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, owner, Phase.RETURN, row_slice.index)
             alive = warp_all(arrived)
         if alive:
             if cutlass.const_expr(self.mode == "unweighted"):
-                alive = self._write_slots(group, args, epoch, row_slice, filled, owner)
+                alive = self._write_slots(ctx, row_slice, filled, owner)
             else:
-                alive = self._sum(group, args, epoch, row_slice, filled, owner, weight)
+                alive = self._sum(ctx, row_slice, filled, owner, weight)
         return alive
 
     @cute.jit
-    def _wait_lamport(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, poll) -> Boolean:
+    def _wait_lamport(self, ctx, row_slice, filled: Uint32, owner, poll) -> Boolean:
         """Poll words of the slice until they are there; rows that are not Lamport rows have been waited for."""
-        flagged = Uint32(cutlass.select_(is_lamport(args.tokens), Uint32(0), filled))
-        check = partial(self._has_signaled, group, epoch, row_slice, filled, owner)
-        return wait_lamport(group, poll, check, flagged, epoch, owner, Phase.RETURN, row_slice.index)
+        flagged = Uint32(cutlass.select_(is_lamport(ctx.sums.tokens), Uint32(0), filled))
+        check = partial(self._has_signaled, ctx, row_slice, filled, owner)
+        return wait_lamport(ctx, poll, check, flagged, owner, Phase.RETURN, row_slice.index)
 
     @cute.jit
-    def _has_signaled(self, group, epoch: Int64, row_slice, filled: Uint32, owner) -> Uint32:
+    def _has_signaled(self, ctx, row_slice, filled: Uint32, owner) -> Uint32:
         """The filled slots whose owners have signaled the slice's flag."""
         signaled = Boolean(False)
-        if has_bit(filled, group.lane):
-            flag = group.base + group.arena.return_ready.at(opaque(owner), opaque(row_slice.index))
-            signaled = group.has_signaled(flag, epoch)
+        if has_bit(filled, ctx.lane):
+            flag = ctx.base + ctx.arena.return_ready.at(opaque(owner), opaque(row_slice.index))
+            signaled = ctx.has_signaled(flag, ctx.epoch)
         slots = Uint32(cute.arch.vote_ballot_sync(signaled))
         cute.arch.sync_warp()  # one lane's acquire, for the looks of all
         return slots
 
-    def _home(self, group, args, epoch: Int64, row_slice) -> Int64:
+    def _home(self, ctx, row_slice) -> Int64:
         """Address of slot 0 of the token."""
-        regions = group.arena.lamport_returns, group.arena.returns
-        return group.base + home_of(is_lamport(args.tokens), *regions, epoch & 1, opaque(row_slice.token))
+        regions = ctx.arena.lamport_returns, ctx.arena.returns
+        return ctx.base + home_of(is_lamport(ctx.sums.tokens), *regions, ctx.epoch & 1, opaque(row_slice.token))
 
     @cute.jit
-    def _sum(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
+    def _sum(self, ctx, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
         """out[token] = the sum of its slots. False after a timeout."""
         alive = Boolean(True)
         if cutlass.const_expr(self.segments == 1):
-            alive = self._sum_slots(group, args, epoch, row_slice, filled, owner, weight)
+            alive = self._sum_slots(ctx, row_slice, filled, owner, weight)
         else:
-            if is_lamport(args.tokens):
-                alive = self._sum_slots(group, args, epoch, row_slice, filled, owner, weight)
+            if is_lamport(ctx.sums.tokens):
+                alive = self._sum_slots(ctx, row_slice, filled, owner, weight)
             else:
-                self._sum_segments(group, args, epoch, row_slice, filled)
+                self._sum_segments(ctx, row_slice, filled)
         return alive
 
     @cute.jit
-    def _sum_slots(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
+    def _sum_slots(self, ctx, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
         """`_sum` with as many slots on their way as there are, up to SLOTS_IN_FLIGHT."""
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         add = partial(self._add, rSum, weight)
         alive = Boolean(True)
         segment = row_slice.first
         while alive and segment < row_slice.last:
-            unit = segment * SEGMENT + group.lane
+            unit = segment * SEGMENT + ctx.lane
             rSum.fill(0.0)
-            alive = self._take_slots(group, args, epoch, row_slice, filled, owner, unit, add)
-            if alive & (unit < row_units(group)):
-                self._finish(group, args, row_slice.token, unit, rSum)
+            alive = self._take_slots(ctx, row_slice, filled, owner, unit, add)
+            if alive & (unit < row_units(ctx)):
+                self._finish(ctx, row_slice.token, unit, rSum)
             segment += 1
         return alive
 
     @cute.jit
-    def _sum_segments(self, group, args, epoch: Int64, row_slice, filled: Uint32) -> None:
+    def _sum_segments(self, ctx, row_slice, filled: Uint32) -> None:
         """`_sum` of a slice that has arrived, with `segments` segments of fewer slots on their way."""
-        pitch = group.arena.returns.stride[2]
+        pitch = ctx.arena.returns.stride[2]
         slots = SLOTS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, self.segments, slots), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, self.segments), Float32)
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
-            unit = segment * SEGMENT + opaque(group.lane)
-            end = cutlass.min(row_units(group), row_slice.last * SEGMENT)
-            home = self._home(group, args, epoch, row_slice) + Int64(unit) * VECTOR_BYTES
+            unit = segment * SEGMENT + opaque(ctx.lane)
+            end = cutlass.min(row_units(ctx), row_slice.last * SEGMENT)
+            home = self._home(ctx, row_slice) + Int64(unit) * VECTOR_BYTES
             rSum.fill(0.0)
             left = filled
             while left != Uint32(0):
@@ -182,43 +182,41 @@ class CombineRecv:
                             accumulate(rSum[None, part], rX[None, part, turn], None)
             for part in cutlass.range_constexpr(self.segments):
                 if unit + part * SEGMENT < end:
-                    self._finish(group, args, row_slice.token, unit + part * SEGMENT, rSum[None, part])
+                    self._finish(ctx, row_slice.token, unit + part * SEGMENT, rSum[None, part])
 
     @cute.jit
-    def _finish(self, group, args, token, unit, rSum) -> None:
+    def _finish(self, ctx, token, unit, rSum) -> None:
         """The shared expert's row, the epilogue, and the output."""
-        self._add_shared(group, args, token, unit, rSum)
+        self._add_shared(ctx, token, unit, rSum)
         if cutlass.const_expr(self.epilogue is not None):
-            context = EpilogueContext(args.epilogue_data, args.tokens, group.hidden)
+            context = EpilogueContext(ctx.sums.epilogue_data, ctx.sums.tokens, ctx.group.hidden)
             value = self.epilogue((token, unit * VECTOR_ELEMENTS), rSum.load(), context)
             rSum.store(value)
-        self._store(args, rSum, Int64(token) * row_units(group) + unit)
+        self._store(ctx, rSum, Int64(token) * row_units(ctx) + unit)
 
     def _add(self, rSum, weight: Float32, rX, slot) -> None:
         """Add one unit of a slot; by all lanes."""
         accumulate(rSum, rX, None if self.mode == "partial" else from_lane(weight, slot))
 
     @cute.jit
-    def _take_slots(
-        self, group, args, epoch: Int64, row_slice, filled: Uint32, owner, unit, use: cutlass.Constexpr
-    ) -> Boolean:
+    def _take_slots(self, ctx, row_slice, filled: Uint32, owner, unit, use: cutlass.Constexpr) -> Boolean:
         """Wait for one unit of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
-        valid = unit < row_units(group)
-        pitch = group.arena.returns.stride[2]
-        home = self._home(group, args, epoch, row_slice) + Int64(unit) * VECTOR_BYTES
+        valid = unit < row_units(ctx)
+        pitch = ctx.arena.returns.stride[2]
+        home = self._home(ctx, row_slice) + Int64(unit) * VECTOR_BYTES
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         left = filled
         while alive and left != Uint32(0):
             poll = partial(self._poll, rX, home, pitch, valid, left)
-            alive = self._wait_lamport(group, args, epoch, row_slice, filled, owner, poll)
+            alive = self._wait_lamport(ctx, row_slice, filled, owner, poll)
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
                     slot = lowest(left)
                     left = left & (left - Uint32(1))
                     use(rX[None, turn], slot)
-                    if is_lamport(args.tokens) & valid:
+                    if is_lamport(ctx.sums.tokens) & valid:
                         clear_vector(home + Int64(slot * pitch))
         return alive
 
@@ -237,63 +235,63 @@ class CombineRecv:
         return missing & ~flagged
 
     @cute.jit
-    def _add_shared(self, group, args, token, vector, rSum) -> None:
+    def _add_shared(self, ctx, token, vector, rSum) -> None:
         """Add the shared expert's row of a token of the own rank; NaN for a row that dispatch had no room for."""
-        row = token - args.shared_first
-        if owns_shared(args, token):
+        row = token - ctx.shared.first
+        if owns_shared(ctx.shared, token):
             rX = cute.make_rmem_tensor(4, Uint32)
             rX.fill(LOST)
-            if row < args.capacity:
-                row_bytes = Int64(group.hidden) * COMBINE_ITEMSIZE
-                gRow = vector_tensor(args.rows, vector + 1, args.capacity, row_bytes)
+            if row < ctx.rows.capacity:
+                row_bytes = Int64(ctx.group.hidden) * COMBINE_ITEMSIZE
+                gRow = vector_tensor(ctx.rows.data, vector + 1, ctx.rows.capacity, row_bytes)
                 cute.copy(vector_atom(), gRow[None, vector, row], rX)
             accumulate(rSum, rX, None)
 
     @cute.jit
-    def _write_slots(self, group, args, epoch: Int64, row_slice, filled: Uint32, owner) -> Boolean:
+    def _write_slots(self, ctx, row_slice, filled: Uint32, owner) -> Boolean:
         """out[token, k] = the row of slot k, zeros where it is masked. False after a timeout."""
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
         alive = Boolean(True)
         segment = row_slice.first
         while alive and segment < row_slice.last:
-            unit = segment * SEGMENT + group.lane
-            store = partial(self._store_row, group, args, opaque(row_slice.token), unit)
-            alive = self._take_slots(group, args, epoch, row_slice, filled, owner, unit, store)
-            for slot in cutlass.range(group.top_k, unroll=1):
+            unit = segment * SEGMENT + ctx.lane
+            store = partial(self._store_row, ctx, opaque(row_slice.token), unit)
+            alive = self._take_slots(ctx, row_slice, filled, owner, unit, store)
+            for slot in cutlass.range(ctx.top_k, unroll=1):
                 if not has_bit(filled, slot):
                     store(rZero, slot)
             segment += 1
         return alive
 
     @cute.jit
-    def _store_row(self, group, args, token, unit, rX, slot) -> None:
+    def _store_row(self, ctx, token, unit, rX, slot) -> None:
         """One unit of a returned row into the output's slot."""
-        if unit < row_units(group):
-            index = (Int64(token) * group.top_k + slot) * row_units(group) + unit
-            if args.out_type == int(OutputType.BF16):
-                cute.copy(vector_atom(), rX, vector_at(args.out, index))
+        if unit < row_units(ctx):
+            index = (Int64(token) * ctx.top_k + slot) * row_units(ctx) + unit
+            if ctx.sums.out_type == int(OutputType.BF16):
+                cute.copy(vector_atom(), rX, vector_at(ctx.sums.out, index))
             else:
                 rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
                 for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
                     low, high = halves(rX[word])
                     rRow[2 * word] = low
                     rRow[2 * word + 1] = high
-                self._store(args, rRow, index)
+                self._store(ctx, rRow, index)
 
     @cute.jit
-    def _store(self, args, rSum, index: Int64) -> None:
+    def _store(self, ctx, rSum, index: Int64) -> None:
         """Round eight float32 to the output's type and store them as its vector number `index`."""
         rX = cute.make_rmem_tensor(4, Uint32)
-        if args.out_type == int(OutputType.F32):
+        if ctx.sums.out_type == int(OutputType.F32):
             rWords = cute.recast_tensor(rSum, Uint32)
             for half in cutlass.range_constexpr(2):
                 for word in cutlass.range_constexpr(4):
                     rX[word] = rWords[4 * half + word]
-                cute.copy(vector_atom(), rX, vector_at(args.out, 2 * index + half))
+                cute.copy(vector_atom(), rX, vector_at(ctx.sums.out, 2 * index + half))
         else:
-            if args.out_type == int(OutputType.FP16):
+            if ctx.sums.out_type == int(OutputType.FP16):
                 round_vector(rSum, rX, Float16)
             else:
                 round_vector(rSum, rX, BFloat16)
-            cute.copy(vector_atom(), rX, vector_at(args.out, index))
+            cute.copy(vector_atom(), rX, vector_at(ctx.sums.out, index))

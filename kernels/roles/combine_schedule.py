@@ -51,31 +51,31 @@ class CombineSchedule:
         self.asked = shared.add("return_asked", 4, 2)
 
     @cute.jit
-    def open(self, group, args):
+    def open(self, ctx):
         """Read the headers: (source, token, whether there is something to send) of the warp's first item. A CTA
         barrier must follow before any other method."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        gHeader = vector_tensor(args.headers, 1, group.ranks)
+        gHeader = vector_tensor(ctx.batch.headers, 1, ctx.ranks)
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         rHeader.fill(0)
-        if group.lane < group.ranks:
-            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)
-            if group.warp == 0:
+        if ctx.lane < ctx.ranks:
+            cute.copy(vector_atom(), gHeader[None, 0, ctx.lane], rHeader)
+            if ctx.warp == 0:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
-                    sHeader[group.lane, word] = Int32(rHeader[word])
+                    sHeader[ctx.lane, word] = Int32(rHeader[word])
         tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES)])
         chunks = cute.arch.vote_any_sync(~is_lamport(tokens))
         most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
-        items = cutlass.select_(chunks, whole_chunks(most), most) * group.ranks
+        items = cutlass.select_(chunks, whole_chunks(most), most) * ctx.ranks
         sChunks = shared_array(self.chunks, Int32)
-        if group.tid == 0:
+        if ctx.tid == 0:
             sItems[0] = items
             sChunks[0] = Int32(chunks)
-        self.tickets.open(group.tid)
-        item = _first(group, args, items, chunks)
-        source, run = self.split(group, cutlass.select_(chunks, chunk_of(item), item))
+        self.tickets.open(ctx.tid)
+        item = _first(ctx, items, chunks)
+        source, run = self.split(ctx, cutlass.select_(chunks, chunk_of(item), item))
         index = cutlass.select_(chunks, run * CHUNK + remainder(item, CHUNK), run)
-        row_slice = slice_of(index, from_lane(log2, source), row_units(group))
+        row_slice = slice_of(index, from_lane(log2, source), row_units(ctx))
         due = (item < items) & (row_slice.token < from_lane(tokens, source)) & (row_slice.first < row_slice.last)
         return source, row_slice.token, due
 
@@ -87,32 +87,32 @@ class CombineSchedule:
         """Whether rows of some source are not Lamport rows: then items are scheduled in chunks."""
         return shared_array(self.chunks, Int32)[0] != 0
 
-    def are_many(self, args) -> Boolean:
+    def are_many(self, ctx) -> Boolean:
         """Whether some warps have more than one Lamport slice."""
-        return are_many(self.count(), args.send_ctas)
+        return are_many(self.count(), ctx.grid.send_ctas)
 
-    def are_staggered(self, args) -> Boolean:
+    def are_staggered(self, ctx) -> Boolean:
         """Whether warps of a sending CTA do not end together."""
-        return ~self.are_chunks() & self.are_many(args)
+        return ~self.are_chunks() & self.are_many(ctx)
 
-    def first(self, group, args, chunks: bool) -> Int32:
+    def first(self, ctx, chunks: bool) -> Int32:
         """A warp's first item, of a chunk its CTA's: all its warps carry all its tokens together."""
-        return _first(group, args, self.count(), Boolean(chunks))
+        return _first(ctx, self.count(), Boolean(chunks))
 
-    def split(self, group, item):
+    def split(self, ctx, item):
         """(source, number of its slice or chunk) of an item or chunk."""
-        turn, run = group.by_ranks.split(item)
-        source = group.rank + 1 + turn
-        return source - cutlass.select_(source >= group.ranks, group.ranks, Int32(0)), run
+        turn, run = ctx.by_ranks.split(item)
+        source = ctx.rank + 1 + turn
+        return source - cutlass.select_(source >= ctx.ranks, ctx.ranks, Int32(0)), run
 
-    def row_slice(self, group, source, index, count=1):
+    def row_slice(self, ctx, source, index, count=1):
         """`slice_of` in what a source gets back."""
-        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES), row_units(group), count)
+        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES), row_units(ctx), count)
 
-    def chunk_slice(self, group, item):
+    def chunk_slice(self, ctx, item):
         """(source, slices of a token that are carried together, as one) of an item of a chunk."""
-        source, run = self.split(group, chunk_of(item))
-        return source, self.row_slice(group, source, run * CHUNK + remainder(item, CHUNK), self.together(source))
+        source, run = self.split(ctx, chunk_of(item))
+        return source, self.row_slice(ctx, source, run * CHUNK + remainder(item, CHUNK), self.together(source))
 
     def is_due(self, item, source, row_slice) -> Boolean:
         """Whether an item exists, and its slice."""
@@ -134,63 +134,63 @@ class CombineSchedule:
         return shared_array(self.headers, Int32)[source, int(word)]
 
     @cute.jit
-    def ask(self, group, args) -> Int32:
+    def ask(self, ctx) -> Int32:
         """What `next` will need, in lane 0: it comes while the warp carries a slice."""
         number = Int32(0)
-        if self._are_most(args) & (group.lane == 0):
-            number = self._take(group, remainder(group.warp, COUNTERS))
+        if self._are_most(ctx) & (ctx.lane == 0):
+            number = self._take(ctx, remainder(ctx.warp, COUNTERS))
         return number
 
     @cute.jit
-    def next(self, group, args, number: Int32) -> Int32:
+    def next(self, ctx, number: Int32) -> Int32:
         """A warp's next item of Lamport slices."""
         item = self.count()
-        if self._are_most(args):
-            number = from_lane(number, 0) * COUNTERS + remainder(group.warp, COUNTERS)
-            item = self._item_of(group, args, item_stride(args.send_ctas), number)
-        elif self.are_many(args):
-            item = first_item(group.cta, args.send_ctas, WARPS + self.tickets.draw(group.lane))
+        if self._are_most(ctx):
+            number = from_lane(number, 0) * COUNTERS + remainder(ctx.warp, COUNTERS)
+            item = self._item_of(ctx, item_stride(ctx.grid.send_ctas), number)
+        elif self.are_many(ctx):
+            item = first_item(ctx.cta, ctx.grid.send_ctas, WARPS + self.tickets.draw(ctx.lane))
         return item
 
-    def ask_chunk(self, group, turn) -> None:
+    def ask_chunk(self, ctx, turn) -> None:
         """What `next_chunk` will need, by one thread; turn: 0 and 1 alternately. A CTA barrier must follow."""
         sAsked = shared_array(self.asked, Int32)
-        sAsked[turn] = self._take(group, Int32(0))
+        sAsked[turn] = self._take(ctx, Int32(0))
 
-    def next_chunk(self, group, args, turn) -> Int32:
+    def next_chunk(self, ctx, turn) -> Int32:
         """A CTA's next chunk, as its first item."""
-        return self._item_of(group, args, args.send_ctas, shared_array(self.asked, Int32)[turn]) * CHUNK
+        return self._item_of(ctx, ctx.grid.send_ctas, shared_array(self.asked, Int32)[turn]) * CHUNK
 
     @cute.jit
-    def clear_counters(self, group, epoch: Int64, cta) -> None:
-        """Let the tickets of round `epoch`, which another launch will draw, begin at 0: one thread per counter."""
-        if (group.cta == cta) & (group.tid < group.ranks * COUNTERS):
-            reset_counter(group.base + group.arena.combine_tickets.at(epoch & 1, 0, group.tid))
+    def clear_counters(self, ctx, cta) -> None:
+        """Let the tickets of the next round, which another launch will draw, begin at 0: one thread per counter."""
+        if (ctx.cta == cta) & (ctx.tid < ctx.ranks * COUNTERS):
+            reset_counter(ctx.base + ctx.arena.combine_tickets.at((ctx.epoch + 1) & 1, 0, ctx.tid))
 
-    def _are_most(self, args) -> Boolean:
+    def _are_most(self, ctx) -> Boolean:
         """Whether there are so many Lamport slices that CTAs take them from each other."""
-        return self.count() > FEW_ROUNDS * item_stride(args.send_ctas)
+        return self.count() > FEW_ROUNDS * item_stride(ctx.grid.send_ctas)
 
-    def _take(self, group, counter) -> Int32:
+    def _take(self, ctx, counter) -> Int32:
         """The next number from one of the counters that CTAs with the same turn share."""
         sEpoch = shared_array(self.epoch, Int64)
-        return take_ticket(group.base + group.arena.combine_tickets.at(sEpoch[0] & 1, _turn(group), counter))
+        return take_ticket(ctx.base + ctx.arena.combine_tickets.at(sEpoch[0] & 1, _turn(ctx), counter))
 
-    def _item_of(self, group, args, static: Int32, ticket: Int32) -> Int32:
+    def _item_of(self, ctx, static: Int32, ticket: Int32) -> Int32:
         """The item or chunk of a ticket: of the CTA's source, where ranks divide `static`."""
-        return item_of(static, ticket, cutlass.min(group.ranks, args.send_ctas), _turn(group))
+        return item_of(static, ticket, cutlass.min(ctx.ranks, ctx.grid.send_ctas), _turn(ctx))
 
 
-def _turn(group) -> Int32:
-    turn, _ = group.by_ranks.split(group.cta)
+def _turn(ctx) -> Int32:
+    turn, _ = ctx.by_ranks.split(ctx.cta)
     return turn
 
 
-def _first(group, args, items, chunks: Boolean) -> Int32:
-    warp = cutlass.select_(chunks, Int32(0), group.warp)
-    return static_first(items, group.cta, args.send_ctas, warp, chunks)
+def _first(ctx, items, chunks: Boolean) -> Int32:
+    warp = cutlass.select_(chunks, Int32(0), ctx.warp)
+    return static_first(items, ctx.cta, ctx.grid.send_ctas, warp, chunks)
 
 
-def row_units(group) -> Int32:
+def row_units(ctx) -> Int32:
     """16-byte units of a returned row."""
-    return quotient(group.hidden, VECTOR_ELEMENTS)
+    return quotient(ctx.group.hidden, VECTOR_ELEMENTS)

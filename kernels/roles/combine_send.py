@@ -39,118 +39,116 @@ class CombineSend:
         self.partial, self.segments, self.epoch = partial, segments, epoch
         self.schedule = CombineSchedule(epoch, shared)
 
-    def prepare(self, group, args):
+    def prepare(self, ctx):
         """Begin with the warp's first item: its row and weight, for `run`. A CTA barrier must follow before `run`."""
-        return self._load_entries(group, args, *self.schedule.open(group, args))
+        return self._load_entries(ctx, *self.schedule.open(ctx))
 
     @cute.jit
-    def run(self, group, args, row: Int32, weight: Float32) -> None:
+    def run(self, ctx, row: Int32, weight: Float32) -> None:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
         if self.schedule.are_chunks():
-            self._carry_chunks(group, args, row, weight)
+            self._carry_chunks(ctx, row, weight)
         else:
-            self._carry_slices(group, args, row, weight)
+            self._carry_slices(ctx, row, weight)
 
     @cute.jit
-    def _carry_slices(self, group, args, row: Int32, weight: Float32) -> None:
+    def _carry_slices(self, ctx, row: Int32, weight: Float32) -> None:
         """Lamport rows: a warp carries a slice. With few tokens this half waits for nothing but these instructions:
         256 tokens of 4 rows each took 12,000 of a scheduler's 18,000 cycles (H200, 2026-11-21). With more, CTAs take
         slices of their source from each other (4 x H200, 2026-11-22: 512 tokens 63.6 us, static 69.0)."""
         sEpoch = shared_array(self.epoch, Int64)
-        region = group.arena.lamport_returns
-        item = self.schedule.first(group, args, False)
-        source, index = self.schedule.split(group, item)
-        row_slice = self.schedule.row_slice(group, source, index)
+        region = ctx.arena.lamport_returns
+        item = self.schedule.first(ctx, False)
+        source, index = self.schedule.split(ctx, item)
+        row_slice = self.schedule.row_slice(ctx, source, index)
         first, last = row_slice.first, row_slice.last
-        home = group.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
+        home = ctx.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
         while item < self.schedule.count():
-            number = self.schedule.ask(group, args)
+            number = self.schedule.ask(ctx)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             collided = Boolean(False)
             if wanted != Uint32(0):
                 # of a few tokens' rows loads take less time if they may stay; whole rows leave no register for it
-                once = self.schedule.are_many(args) if self.partial else Boolean(True)
-                collided = self._push(group, args, home, first, last, Int32(self.segments), row, weight, wanted, once)
+                once = self.schedule.are_many(ctx) if self.partial else Boolean(True)
+                collided = self._push(ctx, home, first, last, Int32(self.segments), row, weight, wanted, once)
             if cutlass.const_expr(not self.partial):
-                self._signal_slice(group, source, index, collided)
-            item = self.schedule.next(group, args, number)
-            source, index = self.schedule.split(group, item)
-            row_slice = self.schedule.row_slice(group, source, index)
+                self._signal_slice(ctx, source, index, collided)
+            item = self.schedule.next(ctx, number)
+            source, index = self.schedule.split(ctx, item)
+            row_slice = self.schedule.row_slice(ctx, source, index)
             first, last = row_slice.first, row_slice.last
             due = self.schedule.is_due(item, source, row_slice)
-            row, weight = self._load_entries(group, args, source, row_slice.token, due)
-            home = group.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
+            row, weight = self._load_entries(ctx, source, row_slice.token, due)
+            home = ctx.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
 
     @cute.jit
-    def _carry_chunks(self, group, args, row: Int32, weight: Float32) -> None:
+    def _carry_chunks(self, ctx, row: Int32, weight: Float32) -> None:
         """Where some rows are not Lamport rows: the warps of a chunk carry its tokens one after the other. Meanwhile
         the ticket for the CTA's next chunk comes, before the chunk's barrier, behind which it is read."""
         sEpoch = shared_array(self.epoch, Int64)
-        item = self.schedule.first(group, args, True)
+        item = self.schedule.first(ctx, True)
         turn = Int32(0)
         while item < self.schedule.count():
-            if (remainder(item, CHUNK) == 0) & (group.tid == 0):
-                self.schedule.ask_chunk(group, turn)
-            source, row_slice = self.schedule.chunk_slice(group, item)
+            if (remainder(item, CHUNK) == 0) & (ctx.tid == 0):
+                self.schedule.ask_chunk(ctx, turn)
+            source, row_slice = self.schedule.chunk_slice(ctx, item)
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             if wanted != Uint32(0):
-                regions = group.arena.lamport_returns, group.arena.returns
-                home = group.sPeers[source] + home_of(
-                    self._is_lamport(source), *regions, sEpoch[0] & 1, row_slice.token
-                )
+                regions = ctx.arena.lamport_returns, ctx.arena.returns
+                home = ctx.sPeers[source] + home_of(self._is_lamport(source), *regions, sEpoch[0] & 1, row_slice.token)
                 # where in the token each warp begins: a step behind the last one of the token before
                 steps = quotient(row_slice.last - row_slice.first + (self.segments - 1), self.segments)
-                first = row_slice.first + remainder(group.warp - row_slice.token * steps, CHUNK) * self.segments
+                first = row_slice.first + remainder(ctx.warp - row_slice.token * steps, CHUNK) * self.segments
                 step = Int32(self.segments * CHUNK)
-                self._push(group, args, home, first, row_slice.last, step, row, weight, wanted, Boolean(True))
+                self._push(ctx, home, first, row_slice.last, step, row, weight, wanted, Boolean(True))
             # computed again, not kept: registers are short above
-            source, row_slice = self.schedule.chunk_slice(group, opaque(item))
+            source, row_slice = self.schedule.chunk_slice(ctx, opaque(item))
             item += self.schedule.together(source)
             if remainder(item, CHUNK) == 0:
                 cute.arch.sync_threads()  # all of the chunk is stored
-                if group.warp == 0:
-                    self._signal_chunk(group, source, chunk_of(row_slice.index))
-                item = self.schedule.next_chunk(group, args, turn)
+                if ctx.warp == 0:
+                    self._signal_chunk(ctx, source, chunk_of(row_slice.index))
+                item = self.schedule.next_chunk(ctx, turn)
                 turn = turn ^ 1
-            source, row_slice = self.schedule.chunk_slice(group, item)
+            source, row_slice = self.schedule.chunk_slice(ctx, item)
             due = self.schedule.is_due(item, source, row_slice)
-            row, weight = self._load_entries(group, args, source, row_slice.token, due)
+            row, weight = self._load_entries(ctx, source, row_slice.token, due)
 
     @cute.jit
-    def _signal_chunk(self, group, source, chunk: Int32) -> None:
+    def _signal_chunk(self, ctx, source, chunk: Int32) -> None:
         """Signal the flag of a chunk, by one warp; those of its slices where Lamport rows may contain SENTINEL."""
         sEpoch = shared_array(self.epoch, Int64)
         slices, first = self.schedule.slices(source), chunk * CHUNK
-        flag, due = chunk, (group.lane == 0) & (first < slices)
+        flag, due = chunk, (ctx.lane == 0) & (first < slices)
         if self._is_lamport(source):
-            flag = first + group.lane
-            due = Boolean(not self.partial) & (group.lane < CHUNK) & (flag < slices)
+            flag = first + ctx.lane
+            due = Boolean(not self.partial) & (ctx.lane < CHUNK) & (flag < slices)
         if due:
-            signal(group.sPeers[source] + group.arena.return_ready.at(group.rank, flag), sEpoch[0])
+            signal(ctx.sPeers[source] + ctx.arena.return_ready.at(ctx.rank, flag), sEpoch[0])
 
     @cute.jit
-    def _signal_slice(self, group, source, index: Int32, collided: Boolean) -> None:
+    def _signal_slice(self, ctx, source, index: Int32, collided: Boolean) -> None:
         """The flag of a Lamport slice in which some lane stored a SENTINEL word."""
         sEpoch = shared_array(self.epoch, Int64)
         flagged = cute.arch.vote_any_sync(collided)
         cute.arch.sync_warp()
-        if flagged & (group.lane == 0):
-            signal(group.sPeers[source] + group.arena.return_ready.at(group.rank, index), sEpoch[0])
+        if flagged & (ctx.lane == 0):
+            signal(ctx.sPeers[source] + ctx.arena.return_ready.at(ctx.rank, index), sEpoch[0])
 
     @cute.jit
-    def _load_entries(self, group, args, source, token, due: Boolean):
+    def _load_entries(self, ctx, source, token, due: Boolean):
         """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here. In a sum a row that dispatch
         had no room for is row 0 with weight NaN."""
-        in_rank = group.max_tokens * group.top_k
-        index = token * group.top_k + group.lane
+        in_rank = ctx.group.max_tokens * ctx.top_k
+        index = token * ctx.top_k + ctx.lane
         row = Int32(NO_ROW)
         weight = Float32(0.0)
-        if due & (group.lane < group.top_k):
-            row = array(args.row_map, Int32, group.ranks, in_rank)[source, index]
+        if due & (ctx.lane < ctx.top_k):
+            row = array(ctx.batch.row_map, Int32, ctx.ranks, in_rank)[source, index]
             if cutlass.const_expr(self.partial):
-                weight = Float32(array(args.weights, Float32, group.ranks, in_rank)[source, index])
-                if row >= args.capacity:
+                weight = Float32(array(ctx.batch.weights, Float32, ctx.ranks, in_rank)[source, index])
+                if row >= ctx.rows.capacity:
                     row, weight = Int32(0), Float32(float("nan"))
         return row, weight
 
@@ -159,7 +157,7 @@ class CombineSend:
 
     @cute.jit
     def _push(
-        self, group, args, home: Int64, first: Int32, last: Int32, step: Int32, row, weight, wanted: Uint32, once
+        self, ctx, home: Int64, first: Int32, last: Int32, step: Int32, row, weight, wanted: Uint32, once
     ) -> Boolean:
         """`segments` segments of every `step`, in first .. last - 1; `once`: loaded rows are the first to leave the
         caches. Returns whether this lane stored a SENTINEL word."""
@@ -168,24 +166,24 @@ class CombineSend:
         while segment < last:
             if cutlass.const_expr(self.segments == 2):
                 if segment + 1 < last:
-                    collided = collided | self._push_segments(group, args, home, segment, row, weight, wanted, once, 2)
+                    collided = collided | self._push_segments(ctx, home, segment, row, weight, wanted, once, 2)
                 else:
-                    collided = collided | self._push_segments(group, args, home, segment, row, weight, wanted, once, 1)
+                    collided = collided | self._push_segments(ctx, home, segment, row, weight, wanted, once, 1)
             else:
-                collided = collided | self._push_segments(group, args, home, segment, row, weight, wanted, once, 1)
+                collided = collided | self._push_segments(ctx, home, segment, row, weight, wanted, once, 1)
             segment += step
         return collided
 
     @cute.jit
     def _push_segments(
-        self, group, args, home: Int64, segment, row, weight, wanted: Uint32, once: Boolean, segments: cutlass.Constexpr
+        self, ctx, home: Int64, segment, row, weight, wanted: Uint32, once: Boolean, segments: cutlass.Constexpr
     ) -> Boolean:
         """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
         words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use.
         Returns whether this lane stored a SENTINEL word."""
-        units = row_units(group)
-        unit = segment * SEGMENT + opaque(group.lane)
-        at = args.rows + Int64(unit) * VECTOR_BYTES
+        units = row_units(ctx)
+        unit = segment * SEGMENT + opaque(ctx.lane)
+        at = ctx.rows.data + Int64(unit) * VECTOR_BYTES
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
@@ -198,11 +196,11 @@ class CombineSend:
                 if left != Uint32(0):
                     one = from_lane(row, lowest(left))
                     left = left & (left - Uint32(1))
-                    row_at = at + Int64(one) * Int32(group.hidden * COMBINE_ITEMSIZE)
+                    row_at = at + Int64(one) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
-                        if (unit + part * SEGMENT < units) & (self.partial | (one < args.capacity)):
+                        if (unit + part * SEGMENT < units) & (self.partial | (one < ctx.rows.capacity)):
                             load_row(rX[None, part, turn], row_at + part * SEGMENT_BYTES, once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
@@ -212,21 +210,19 @@ class CombineSend:
                         if cutlass.const_expr(self.partial):
                             accumulate(rSum[None, part], rX[None, part, turn], from_lane(weight, k))
                         else:
-                            collided = collided | self._store(
-                                group, home, k, unit + part * SEGMENT, rX[None, part, turn]
-                            )
+                            collided = collided | self._store(ctx, home, k, unit + part * SEGMENT, rX[None, part, turn])
         if cutlass.const_expr(self.partial):
             for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-                self._store(group, home, group.rank, unit + part * SEGMENT, rX[None, part, 0])
+                self._store(ctx, home, ctx.rank, unit + part * SEGMENT, rX[None, part, 0])
         return collided
 
     @cute.jit
-    def _store(self, group, home: Int64, slot, unit, rX) -> Boolean:
+    def _store(self, ctx, home: Int64, slot, unit, rX) -> Boolean:
         """One unit of a row to a slot; returns whether it has a SENTINEL word."""
         collided = Boolean(False)
-        if unit < row_units(group):
-            send_vector(rX, home + slot * group.arena.returns.stride[2] + Int64(unit) * VECTOR_BYTES)
+        if unit < row_units(ctx):
+            send_vector(rX, home + slot * ctx.arena.returns.stride[2] + Int64(unit) * VECTOR_BYTES)
             if cutlass.const_expr(not self.partial):
                 collided = has_sentinel(rX)
         return collided

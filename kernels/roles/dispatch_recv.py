@@ -8,11 +8,11 @@ slices (`slices`): lane k finds the row of entry k. A token of the shared expert
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.group import owns_shared
+from cute_ep.kernels.device.context import owns_shared
 from cute_ep.kernels.device.memory import array
 from cute_ep.kernels.device.slices import control_cta, slice_of, static_first, static_stride, units_of
 from cute_ep.kernels.device.sync import grid_barrier, wait_two_ll, warp_all
@@ -42,101 +42,105 @@ class DispatchRecv:
         self.scale_tiles = ScaleTiles(self.tables)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> Boolean:
+    def run(self, ctx, first: Int32, count: Int32) -> Boolean:
         """CTA `first` of `count` receiving CTAs. False after a timeout."""
-        alive = self.tables.read(group, args, epoch)
+        alive = self.tables.read(ctx)
         if alive:
             if first == control_cta(count):
-                self.publish.run(group, args)
+                self.publish.run(ctx)
         sHeader = shared_array(self.tables.headers, Int32)
         sItems = shared_array(self.tables.items, Int32)
-        item = static_first(sItems[0], first, count, group.warp)
+        item = static_first(sItems[0], first, count, ctx.warp)
         while alive and item < sItems[0]:
-            turn, index = group.by_ranks.split(item)
-            source = group.rank + turn
-            if source >= group.ranks:
-                source -= group.ranks
-            row_slice = slice_of(index, sHeader[source, int(HeaderWord.MESSAGE_SLICES)], units_of(args.payload_bytes))
+            turn, index = ctx.by_ranks.split(item)
+            source = ctx.rank + turn
+            if source >= ctx.ranks:
+                source -= ctx.ranks
+            row_slice = slice_of(
+                index, sHeader[source, int(HeaderWord.MESSAGE_SLICES)], units_of(ctx.wire.payload_bytes)
+            )
             if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
-                alive = self._take(group, args, epoch, source, row_slice)
+                alive = self._take(ctx, source, row_slice)
             item += static_stride(sItems[0], count)
         if alive:
-            self.publish.zero_padding(group, args, first, count)
+            self.publish.zero_padding(ctx, first, count)
         if self.tables.are_tiled():  # chance, where the tables were not read: then this CTA is not alive
-            counter = group.state_word(StateWord.DISPATCH_BARRIER)
-            alive = grid_barrier(group.wait_context, counter, count, group.rank, alive, group.tid)
+            counter = ctx.state_word(StateWord.DISPATCH_BARRIER)
+            alive = grid_barrier(ctx.wait_context, counter, count, ctx.rank, alive, ctx.tid)
             if alive:
-                self.scale_tiles.run(group, args, epoch, opaque(first), opaque(count))
+                self.scale_tiles.run(ctx, opaque(first), opaque(count))
         return alive
 
     @cute.jit
-    def _take(self, group, args, epoch: Int64, source, row_slice) -> Boolean:
+    def _take(self, ctx, source, row_slice) -> Boolean:
         """Wait for one slice and copy it to all its rows. False after a timeout."""
-        row, scale_row, came = self._find_row(group, args, epoch, source, row_slice)
+        row, scale_row, came = self._find_row(ctx, source, row_slice)
         alive = warp_all(came)
         due = row >= 0
         shared_row = Int32(NO_ROW)
-        if source == group.rank and owns_shared(args, row_slice.token):
-            shared_row = self._find_shared_row(group, args, row_slice)
+        if source == ctx.rank and owns_shared(ctx.shared, row_slice.token):
+            shared_row = self._find_shared_row(ctx, row_slice)
             due = Boolean(True)
-        if row >= args.capacity:
+        if row >= ctx.out.capacity:
             row = Int32(NO_ROW)
         if alive & cute.arch.vote_any_sync(due):
-            alive = self.row_copy.run(group, args, epoch, source, row_slice, row, scale_row, shared_row)
+            alive = self.row_copy.run(ctx, source, row_slice, row, scale_row, shared_row)
         return alive
 
     @cute.jit
-    def _find_row(self, group, args, epoch: Int64, source, row_slice):
+    def _find_row(self, ctx, source, row_slice):
         """(output row, scale row, whether it came) of the token's entry number `lane`, an LL word from `Route`;
         NO_ROW where it is not this rank's, LOST_ROW where the output has no room. The warp with the first slice records
         the rows for combine."""
-        lane = group.lane
+        lane = ctx.lane
         sBase = shared_array(self.tables.bases, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
-        in_rank = group.max_tokens * group.top_k
-        index = row_slice.token * group.top_k + lane
+        in_rank = ctx.group.max_tokens * ctx.top_k
+        index = row_slice.token * ctx.top_k + lane
         row = Int32(NO_ROW)
         scale_row = Int32(NO_ROW)
         came = Boolean(True)
         entry = Int32(MASKED_ENTRY)
         weight = Int32(0)
-        if lane < group.top_k:
-            words = group.base + group.arena.entries.at(epoch & 1, source, row_slice.token, lane)
+        if lane < ctx.top_k:
+            words = ctx.base + ctx.arena.entries.at(ctx.epoch & 1, source, row_slice.token, lane)
             weights = words
             if row_slice.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
-                weights += group.arena.weights.offset - group.arena.entries.offset  # laid out alike
-            wait_context = group.wait_context
-            entry, weight, came = wait_two_ll(wait_context, words, weights, epoch, source, Phase.ROUTE, row_slice.token)
+                weights += ctx.arena.weights.offset - ctx.arena.entries.offset  # laid out alike
+            wait_context = ctx.wait_context
+            entry, weight, came = wait_two_ll(
+                wait_context, words, weights, ctx.epoch, source, Phase.ROUTE, row_slice.token
+            )
             if not came:
                 entry = Int32(MASKED_ENTRY)
-            local = entry_expert(entry) - group.rank * group.local_experts
-            if entry != Int32(MASKED_ENTRY) and local >= 0 and local < group.local_experts:
-                in_expert = sBase[local * group.ranks + source] - sBase[local * group.ranks] + entry_position(entry)
-                row = self.tables.row_start(group, args, local) + in_expert
-                scale_row = self.tables.scale_start(group, args, local) + in_expert
-                if self.tables.row_start(group, args, group.local_experts) > args.capacity:
+            local = entry_expert(entry) - ctx.rank * ctx.local_experts
+            if entry != Int32(MASKED_ENTRY) and local >= 0 and local < ctx.local_experts:
+                in_expert = sBase[local * ctx.ranks + source] - sBase[local * ctx.ranks] + entry_position(entry)
+                row = self.tables.row_start(ctx, local) + in_expert
+                scale_row = self.tables.scale_start(ctx, local) + in_expert
+                if self.tables.row_start(ctx, ctx.local_experts) > ctx.out.capacity:
                     row = Int32(LOST_ROW)
             if row_slice.first == 0:
-                gRowMap = array(args.row_map, Int32, group.ranks, in_rank)
+                gRowMap = array(ctx.out.row_map, Int32, ctx.ranks, in_rank)
                 gRowMap[source, index] = row
-                if (row >= 0) & (row < args.capacity):
-                    gSource = array(args.src_info, Int32, args.capacity, 2)
+                if (row >= 0) & (row < ctx.out.capacity):
+                    gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
                     gSource[row, 0] = row_slice.token
                     gSource[row, 1] = lane
                     if sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
-                        gWeightOut = array(args.weights, Int32, group.ranks, in_rank)
+                        gWeightOut = array(ctx.out.weights, Int32, ctx.ranks, in_rank)
                         gWeightOut[source, index] = weight
         return row, scale_row, came
 
     @cute.jit
-    def _find_shared_row(self, group, args, row_slice) -> Int32:
+    def _find_shared_row(self, ctx, row_slice) -> Int32:
         """The token's row in group 0, which is its scale row too."""
-        row = row_slice.token - args.shared_first
-        if row >= args.capacity:
+        row = row_slice.token - ctx.shared.first
+        if row >= ctx.out.capacity:
             row = Int32(NO_ROW)
         else:
-            if (group.lane == 0) & (row_slice.first == 0):
-                gSource = array(args.src_info, Int32, args.capacity, 2)
+            if (ctx.lane == 0) & (row_slice.first == 0):
+                gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
                 gSource[row, 0] = row_slice.token
-                gSource[row, 1] = group.top_k
+                gSource[row, 1] = ctx.top_k
         return row

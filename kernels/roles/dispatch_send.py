@@ -18,8 +18,8 @@ from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.device.arith import opaque, unit_amax
 from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.context import given_id, owns_shared
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.group import given_id, owns_shared
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, send_vector, send_word
 from cute_ep.kernels.device.memory import array, pointer
 from cute_ep.kernels.device.slices import (
@@ -58,110 +58,110 @@ class DispatchSend:
         self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
     @cute.jit
-    def run(self, group, args, epoch: Int64) -> None:
-        lane = group.lane
-        scale = self._global_scale(args)
-        units = units_of(args.payload_bytes)
-        chunks = ~is_lamport(args.tokens)
-        slices = args.tokens << args.message_slices
+    def run(self, ctx) -> None:
+        lane = ctx.lane
+        scale = self._global_scale(ctx)
+        units = units_of(ctx.wire.payload_bytes)
+        chunks = ~is_lamport(ctx.input.tokens)
+        slices = ctx.input.tokens << ctx.input.message_slices
         items = cutlass.select_(chunks, whole_chunks(slices), slices)
-        first = static_first(items, group.cta, args.send_ctas, group.warp, chunks)
+        first = static_first(items, ctx.cta, ctx.grid.send_ctas, ctx.warp, chunks)
         sTickets = shared_array(self.tickets, Int32)
         stage, turn = Int32(0), Int32(0)
-        self._fetch_first(group, args, first, units, stage)
-        item, following = first, first + static_stride(items, args.send_ctas)
+        self._fetch_first(ctx, first, units, stage)
+        item, following = first, first + static_stride(items, ctx.grid.send_ctas)
         while item < items:
             number = Int32(0)
-            if chunks & (group.tid == 0):
-                number = take_ticket(group.state_word(StateWord.DISPATCH_TICKETS))
-            row_slice = slice_of(item, args.message_slices, units)
+            if chunks & (ctx.tid == 0):
+                number = take_ticket(ctx.state_word(StateWord.DISPATCH_TICKETS))
+            row_slice = slice_of(item, ctx.input.message_slices, units)
             if (row_slice.first < row_slice.last) & (item < slices):
-                given = self._load_id(group, args, row_slice.token, lane)
+                given = self._load_id(ctx, row_slice.token, lane)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
-                    scale = self.codec.row_scale(self._row_maximum(args, row_slice.token, units, lane))
-                regions = group.arena.lamport_messages, group.arena.messages
-                message = home_of(is_lamport(args.tokens), *regions, epoch & 1, group.rank, row_slice.token)
-                collided, stage = self._push(group, args, message, row_slice, units, given, scale, stage, following)
-                mask = self._destinations(group, args, row_slice.token, given)
+                    scale = self.codec.row_scale(self._row_maximum(ctx, row_slice.token, units, lane))
+                regions = ctx.arena.lamport_messages, ctx.arena.messages
+                message = home_of(is_lamport(ctx.input.tokens), *regions, ctx.epoch & 1, ctx.rank, row_slice.token)
+                collided, stage = self._push(ctx, message, row_slice, units, given, scale, stage, following)
+                mask = self._destinations(ctx, row_slice.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     if row_slice.first == 0:
                         # the upper half of a float32 that is a bfloat16 value is that bfloat16
-                        self._push_row_scale(group, args, message, mask, scale.bitcast(Uint32) >> 16)
+                        self._push_row_scale(ctx, message, mask, scale.bitcast(Uint32) >> 16)
                 if cutlass.const_expr(self.codec.fmt.scale is None):
-                    if args.scales != Int64(0):
-                        collided = collided | self._push_given_scales(group, args, message, row_slice, mask)
-                if is_lamport(args.tokens):
+                    if ctx.input.scales != Int64(0):
+                        collided = collided | self._push_given_scales(ctx, message, row_slice, mask)
+                if is_lamport(ctx.input.tokens):
                     flagged = cute.arch.vote_any_sync(collided)
                     cute.arch.sync_warp()
                     if flagged & has_bit(mask, lane):
-                        signal(group.sPeers[lane] + group.arena.message_ready.at(group.rank, row_slice.index), epoch)
+                        signal(ctx.sPeers[lane] + ctx.arena.message_ready.at(ctx.rank, row_slice.index), ctx.epoch)
             else:
-                self._fetch_first(group, args, following, units, stage)
-            if not is_lamport(args.tokens):
-                if group.tid == 0:
+                self._fetch_first(ctx, following, units, stage)
+            if not is_lamport(ctx.input.tokens):
+                if ctx.tid == 0:
                     sTickets[turn] = number
                 cute.arch.sync_threads()  # all of the chunk is stored
-                if (group.warp == 0) & (lane < group.ranks):
-                    signal(group.sPeers[lane] + group.arena.message_ready.at(group.rank, chunk_of(item)), epoch)
+                if (ctx.warp == 0) & (lane < ctx.ranks):
+                    signal(ctx.sPeers[lane] + ctx.arena.message_ready.at(ctx.rank, chunk_of(item)), ctx.epoch)
             item = following
-            following += static_stride(items, args.send_ctas)
+            following += static_stride(items, ctx.grid.send_ctas)
             if chunks:
-                following = item_of(2 * args.send_ctas, sTickets[turn]) * CHUNK + group.warp
+                following = item_of(2 * ctx.grid.send_ctas, sTickets[turn]) * CHUNK + ctx.warp
                 turn = turn ^ 1
 
     @cute.jit
-    def _fetch_first(self, group, args, item, units, stage) -> None:
+    def _fetch_first(self, ctx, item, units, stage) -> None:
         """Begin to load the first tile of an item, if it is one."""
-        row_slice = slice_of(item, args.message_slices, units)
-        last = cutlass.select_(item < args.tokens << args.message_slices, row_slice.last, Int32(0))
-        self.prefetch.fetch(group, args, row_slice.token, row_slice.first, last, stage)
+        row_slice = slice_of(item, ctx.input.message_slices, units)
+        last = cutlass.select_(item < ctx.input.tokens << ctx.input.message_slices, row_slice.last, Int32(0))
+        self.prefetch.fetch(ctx, row_slice.token, row_slice.first, last, stage)
 
     @cute.jit
-    def _global_scale(self, args) -> Float32:
+    def _global_scale(self, ctx) -> Float32:
         """The scale that the caller gave for all its tokens, 1 without one."""
         scale = Float32(1.0)
         if cutlass.const_expr(self.codec.fmt.global_scale):
-            if args.global_scale != Int64(0):
+            if ctx.input.global_scale != Int64(0):
                 if cutlass.const_expr(self.input_scale is None):
-                    scale = cute.arch.load(pointer(args.global_scale, Float32), Float32)
+                    scale = cute.arch.load(pointer(ctx.input.global_scale, Float32), Float32)
                 else:
-                    scale = Float32(self.input_scale(args.global_scale, Int32(0)))
+                    scale = Float32(self.input_scale(ctx.input.global_scale, Int32(0)))
         return scale
 
     @cute.jit
-    def _load_id(self, group, args, token, lane) -> Int32:
+    def _load_id(self, ctx, token, lane) -> Int32:
         """Entry `lane` of the token's expert ids; MASKED_ENTRY beyond top_k."""
         given = Int32(MASKED_ENTRY)
-        if lane < group.top_k:
-            given = given_id(args, token * group.top_k + lane)
+        if lane < ctx.top_k:
+            given = given_id(ctx.ids, token * ctx.top_k + lane)
         return given
 
     @cute.jit
-    def _destinations(self, group, args, token, given: Int32) -> Uint32:
+    def _destinations(self, ctx, token, given: Int32) -> Uint32:
         """Bit set, in every lane, of the ranks that own one of the token's experts, and of the own rank for a token of
         the shared expert. By all 32 lanes, each with its own id."""
-        bit = Uint32(owns_shared(args, token)) << Uint32(group.rank)
-        expert = group.expert_of(given)
+        bit = Uint32(owns_shared(ctx.shared, token)) << Uint32(ctx.rank)
+        expert = ctx.expert_of(given)
         if expert >= 0:
-            _, peer = group.by_local_experts.split(expert)
+            _, peer = ctx.by_local_experts.split(expert)
             bit = bit | (Uint32(1) << Uint32(peer))
         return cute.arch.warp_redux_sync(bit, "or")
 
     @cute.jit
-    def _row_maximum(self, args, token, units, lane) -> Float32:
+    def _row_maximum(self, ctx, token, units, lane) -> Float32:
         """Largest magnitude of a token's row, in every lane."""
         rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
         maximum = Float32(0.0)
         for segment in cutlass.range(segments_of(units), unroll=1):
-            self.prefetch.load(args, token, segment * SEGMENT + lane, rX)
+            self.prefetch.load(ctx, token, segment * SEGMENT + lane, rX)
             maximum = cute.arch.fmax(maximum, unit_amax(rX, 4 * self.prefetch.vectors))
         return cute.arch.warp_reduction_max(maximum)
 
     @cute.jit
-    def _push(self, group, args, message: Int64, row_slice, units, given: Int32, scale: Float32, stage, following):
+    def _push(self, ctx, message: Int64, row_slice, units, given: Int32, scale: Float32, stage, following):
         """Payload and scales of an item's slice, whose first tile is in `stage`; returns whether this lane stored a
         SENTINEL word, and the stage of the next item's first tile."""
-        lane = group.lane
+        lane = ctx.lane
         collided = Boolean(False)
         state = self.codec.state(scale)
         rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
@@ -170,32 +170,30 @@ class DispatchSend:
             end = cutlass.min(start + STAGED_SEGMENTS, row_slice.last)
             for base in cutlass.range(start, end, self.prefetch.units, unroll=1):
                 if base + self.prefetch.units < row_slice.last:
-                    self.prefetch.fetch(
-                        group, args, row_slice.token, base + self.prefetch.units, row_slice.last, stage ^ 1
-                    )
+                    self.prefetch.fetch(ctx, row_slice.token, base + self.prefetch.units, row_slice.last, stage ^ 1)
                 else:
-                    self._fetch_first(group, args, following, units, stage ^ 1)
+                    self._fetch_first(ctx, following, units, stage ^ 1)
                 self.prefetch.wait()
                 for slot in cutlass.range_constexpr(self.prefetch.units):
                     if base + slot < end:
-                        self.prefetch.take_ticket(group, args, row_slice.token, base, slot, stage, rX)
-                        collided = collided | self._encode(group, base + slot - start, rX, rQ[None, slot], state)
+                        self.prefetch.take_ticket(ctx, row_slice.token, base, slot, stage, rX)
+                        collided = collided | self._encode(ctx, base + slot - start, rX, rQ[None, slot], state)
                 stage = stage ^ 1
                 # `opaque`: what follows from the id must not be computed, and waited for, before the loads
-                mask = self._destinations(group, args, row_slice.token, opaque(given))
-                self._send_units(group, message, rQ, base, own_units(base, end, units, lane), mask)
+                mask = self._destinations(ctx, row_slice.token, opaque(given))
+                self._send_units(ctx, message, rQ, base, own_units(base, end, units, lane), mask)
             if cutlass.const_expr(self.scale_words > 0):
-                mask = self._destinations(group, args, row_slice.token, given)
-                collided = collided | self._push_scales(group, args, message, start, end, mask)
+                mask = self._destinations(ctx, row_slice.token, given)
+                collided = collided | self._push_scales(ctx, message, start, end, mask)
         return collided, stage
 
     @cute.jit
-    def _encode(self, group, place, rX, rQ, state) -> Boolean:
+    def _encode(self, ctx, place, rX, rQ, state) -> Boolean:
         """Encode one unit; returns whether it has a SENTINEL word. Its scale word waits in shared memory until it fills
         packets with others: a small packet costs a link as much as a large one."""
         bits = self.codec.encode(rX, rQ, state)
         if cutlass.const_expr(self.scale_words > 0):
-            lane, warp = group.lane, group.warp
+            lane, warp = ctx.lane, ctx.warp
             lanes = word_lanes(self.codec.fmt)
             sStaged = shared_array(self.staged, Uint32)
             word = join_scale_word(self.codec.fmt, bits)
@@ -204,67 +202,67 @@ class DispatchSend:
         return has_sentinel(rQ)
 
     @cute.jit
-    def _send_units(self, group, message: Int64, rQ, base, count, mask: Uint32) -> None:
+    def _send_units(self, ctx, message: Int64, rQ, base, count, mask: Uint32) -> None:
         """The lane's first `count` units from segment `base` on to each destination. Warps and ranks start with
         different ones, or all would turn to the same link (4 x H200, 4096 BF16 tokens: 471 us instead of 468)."""
-        first = message + Int64(base * SEGMENT + group.lane) * VECTOR_BYTES
-        peer, _ = group.by_ranks.split(group.rank + group.cta + group.warp)
-        for _ in cutlass.range(group.ranks, unroll=1):
+        first = message + Int64(base * SEGMENT + ctx.lane) * VECTOR_BYTES
+        peer, _ = ctx.by_ranks.split(ctx.rank + ctx.cta + ctx.warp)
+        for _ in cutlass.range(ctx.ranks, unroll=1):
             peer += 1
-            if peer == group.ranks:
+            if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                home = group.sPeers[peer] + first
+                home = ctx.sPeers[peer] + first
                 for slot in cutlass.range_constexpr(self.prefetch.units):
                     if slot < count:
                         send_vector(rQ[None, slot], home + slot * SEGMENT_BYTES)
 
     @cute.jit
-    def _push_scales(self, group, args, message: Int64, start, end, mask: Uint32) -> Boolean:
+    def _push_scales(self, ctx, message: Int64, start, end, mask: Uint32) -> Boolean:
         """Store the staged scale words of segments start .. end - 1, four a lane."""
-        lane, warp = group.lane, group.warp
+        lane, warp = ctx.lane, ctx.warp
         sStaged = shared_array(self.staged, Uint32)
         rWord = cute.make_rmem_tensor(4, Uint32)
         collided = Boolean(False)
         cute.arch.sync_warp()
-        words = scale_words(args.scale_bytes) - start * self.scale_words  # to the end of the row
+        words = scale_words(ctx.wire.scale_bytes) - start * self.scale_words  # to the end of the row
         if 4 * lane < cutlass.min((end - start) * self.scale_words, words):
             sVector = cute.local_tile(sStaged[warp, None], (4,), (lane,))
             cute.autovec_copy(sVector, rWord)
             collided = has_sentinel(rWord)
-            offset = Int64(args.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
-            for peer in cutlass.range(group.ranks, unroll=1):
+            offset = Int64(ctx.wire.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
+            for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send_vector(rWord, group.sPeers[peer] + message + offset + Int64(lane) * VECTOR_BYTES)
+                    send_vector(rWord, ctx.sPeers[peer] + message + offset + Int64(lane) * VECTOR_BYTES)
         cute.arch.sync_warp()
         return collided
 
     @cute.jit
-    def _push_row_scale(self, group, args, message: Int64, mask: Uint32, value: Uint32) -> None:
+    def _push_row_scale(self, ctx, message: Int64, mask: Uint32, value: Uint32) -> None:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
-        lane = group.lane
+        lane = ctx.lane
         if has_bit(mask, lane):
-            send_word(value, group.sPeers[lane] + message + args.row_scale_at)
+            send_word(value, ctx.sPeers[lane] + message + ctx.wire.row_scale_at)
 
     @cute.jit
-    def _push_given_scales(self, group, args, message: Int64, row_slice, mask: Uint32) -> Boolean:
+    def _push_given_scales(self, ctx, message: Int64, row_slice, mask: Uint32) -> Boolean:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
         collided = Boolean(False)
-        lane = group.lane
-        gScale = array(args.scales, Uint8, args.tokens, args.scale_bytes)
-        at = message + args.scales_at
-        end = cutlass.min(row_slice.last * args.segment_words, scale_words(args.scale_bytes))
-        for word in cutlass.range(row_slice.first * args.segment_words + lane, end, 32, unroll=1):
+        lane = ctx.lane
+        gScale = array(ctx.input.scales, Uint8, ctx.input.tokens, ctx.wire.scale_bytes)
+        at = message + ctx.wire.scales_at
+        end = cutlass.min(row_slice.last * ctx.wire.segment_words, scale_words(ctx.wire.scale_bytes))
+        for word in cutlass.range(row_slice.first * ctx.wire.segment_words + lane, end, 32, unroll=1):
             bits = Uint32(0)
             for byte in cutlass.range_constexpr(WORD_BYTES):
                 place = word * WORD_BYTES + byte
-                if place < args.scale_bytes:
+                if place < ctx.wire.scale_bytes:
                     bits = bits | (Uint32(gScale[row_slice.token, place]) << (8 * byte))
             collided = collided | (bits == Uint32(SENTINEL))
-            for peer in cutlass.range(group.ranks, unroll=1):
+            for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send_word(bits, group.sPeers[peer] + at + Int64(word) * WORD_BYTES)
-        if (args.row_scale_bytes != 0) & (row_slice.first == 0):
-            gRowScale = array(args.given_row_scales, Uint16, args.tokens)
-            self._push_row_scale(group, args, message, mask, Uint32(gRowScale[row_slice.token]))
+                    send_word(bits, ctx.sPeers[peer] + at + Int64(word) * WORD_BYTES)
+        if (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
+            gRowScale = array(ctx.input.row_scales, Uint16, ctx.input.tokens)
+            self._push_row_scale(ctx, message, mask, Uint32(gRowScale[row_slice.token]))
         return collided

@@ -30,111 +30,111 @@ class Outputs:
         self.tables = tables
 
     @cute.jit
-    def zero_padding(self, group, args, first: Int32, count: Int32) -> None:
+    def zero_padding(self, ctx, first: Int32, count: Int32) -> None:
         """CTA `first` of `count` receiving CTAs. Jobs go from the last warp down: those have the fewest rows."""
-        if self.tables.are_scattered(args) | (args.row_alignment != 1):
-            jobs = (group.local_experts + args.shared_groups) * PADDING_JOBS
-            last_first = item_stride(count) - 1 - first_item(first, count, group.warp)
+        if self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1):
+            jobs = (ctx.local_experts + ctx.shared.groups) * PADDING_JOBS
+            last_first = item_stride(count) - 1 - first_item(first, count, ctx.warp)
             for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
                 part, place = item_coord(job, PADDING_JOBS)
-                self._zero_group(group, args, place - args.shared_groups, part)
+                self._zero_group(ctx, place - ctx.shared.groups, part)
 
     @cute.jit
-    def run(self, group, args) -> None:
+    def run(self, ctx) -> None:
         """Offsets, counts and headers, by one CTA.
 
         No rows are published when they do not all fit: a consumer must not be led past the end of the buffers.
         """
         sHeader = shared_array(self.tables.headers, Int32)
-        groups = group.local_experts + args.shared_groups
-        gRowOffset = array(args.row_offsets, Int32, groups + 1)
-        gRowCount = array(args.row_counts, Int32, groups)
-        gExpertId = array(args.expert_ids, Int32, groups)
-        gScaleOffset = array(args.scales_offsets, Int32, groups)
-        gHeader = array(args.headers, Int32, group.ranks, len(HeaderWord))
-        gNumRows = array(args.num_rows, Int32, 1)
-        rows = self.tables.row_start(group, args, group.local_experts)
-        fits = rows <= args.capacity
-        if (group.tid == 0) & ~fits:
-            group.report_input(Phase.ROW_CAPACITY, Int32(0), args.capacity, rows)
-        for place in cutlass.range(group.tid, groups + 1, THREADS, unroll=1):
-            expert = place - args.shared_groups
+        groups = ctx.local_experts + ctx.shared.groups
+        gRowOffset = array(ctx.out.row_offsets, Int32, groups + 1)
+        gRowCount = array(ctx.out.row_counts, Int32, groups)
+        gExpertId = array(ctx.out.expert_ids, Int32, groups)
+        gScaleOffset = array(ctx.out.scales_offsets, Int32, groups)
+        gHeader = array(ctx.out.headers, Int32, ctx.ranks, len(HeaderWord))
+        gNumRows = array(ctx.out.num_rows, Int32, 1)
+        rows = self.tables.row_start(ctx, ctx.local_experts)
+        fits = rows <= ctx.out.capacity
+        if (ctx.tid == 0) & ~fits:
+            ctx.report_input(Phase.ROW_CAPACITY, Int32(0), ctx.out.capacity, rows)
+        for place in cutlass.range(ctx.tid, groups + 1, THREADS, unroll=1):
+            expert = place - ctx.shared.groups
             start = Int32(0)
-            rows = args.shared_rows
+            rows = ctx.shared.rows
             scale_start = Int32(0)
             if expert >= 0:
-                start = self.tables.row_start(group, args, expert)
+                start = self.tables.row_start(ctx, expert)
                 rows = Int32(0)
-                if expert < group.local_experts:
-                    rows = self.tables.rows_of(group, expert)
-                    scale_start = self.tables.scale_start(group, args, expert)
+                if expert < ctx.local_experts:
+                    rows = self.tables.rows_of(ctx, expert)
+                    scale_start = self.tables.scale_start(ctx, expert)
             if not fits:
                 start = Int32(0)
                 rows = Int32(0)
                 scale_start = Int32(0)
             gRowOffset[place] = start
-            if expert < group.local_experts:
+            if expert < ctx.local_experts:
                 gRowCount[place] = rows
                 gExpertId[place] = place
-                if args.scales_offsets != Int64(0):
+                if ctx.out.scales_offsets != Int64(0):
                     gScaleOffset[place] = quotient(scale_start, ATOM_ROWS) - quotient(start, ATOM_ROWS)
             else:
                 gNumRows[0] = start
-        for index in cutlass.range(group.tid, group.ranks * len(HeaderWord), THREADS, unroll=1):
+        for index in cutlass.range(ctx.tid, ctx.ranks * len(HeaderWord), THREADS, unroll=1):
             word, source = item_coord(index, len(HeaderWord))
             gHeader[source, word] = sHeader[source, word]
 
     @cute.jit
-    def _zero_group(self, group, args, expert: Int32, part: Int32) -> None:
+    def _zero_group(self, ctx, expert: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
         start = Int32(0)
-        rows = args.shared_rows
+        rows = ctx.shared.rows
         scale_start = Int32(0)
         if expert >= 0:
-            start = self.tables.row_start(group, args, expert)
-            rows = self.tables.rows_of(group, expert)
-            scale_start = self.tables.scale_start(group, args, expert)
-        end = start + round_up(rows, args.row_alignment)
-        if end <= args.capacity:
-            if self.tables.are_scattered(args):
-                scale_end = scale_start + round_up(rows, args.scale_alignment)
-                zero_scale_rows(args, scale_start + rows, scale_end, part, PADDING_JOBS, group.lane)
+            start = self.tables.row_start(ctx, expert)
+            rows = self.tables.rows_of(ctx, expert)
+            scale_start = self.tables.scale_start(ctx, expert)
+        end = start + round_up(rows, ctx.out.row_alignment)
+        if end <= ctx.out.capacity:
+            if self.tables.are_scattered(ctx):
+                scale_end = scale_start + round_up(rows, ctx.scales.alignment)
+                zero_scale_rows(ctx.scales, scale_start + rows, scale_end, part, PADDING_JOBS, ctx.lane)
             if start + rows < end:
-                self._zero_rows(group, args, start + rows, end, part)
+                self._zero_rows(ctx, start + rows, end, part)
 
     @cute.jit
-    def _zero_rows(self, group, args, first: Int32, end: Int32, part: Int32) -> None:
+    def _zero_rows(self, ctx, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
-        lane = group.lane
-        units = quotient(args.payload_bytes, VECTOR_BYTES)
+        lane = ctx.lane
+        units = quotient(ctx.wire.payload_bytes, VECTOR_BYTES)
         vectors = (end - first) * units
-        gOut = vector_tensor(args.out_tokens + Int64(first) * args.payload_bytes, vectors, 1)
+        gOut = vector_tensor(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
         for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_JOBS, unroll=1):
             cute.copy(vector_atom(), rZero, gOut[None, vector, 0])
         if part == 0:
-            gSource = array(args.src_info, Int32, args.capacity, 2)
-            gRowScale = array(args.out_row_scales, Uint16, args.capacity)
+            gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
+            gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
             for row in cutlass.range(first + lane, end, 32, unroll=1):
                 gSource[row, 0] = Int32(-1)
                 gSource[row, 1] = Int32(-1)
-                if args.row_scale_bytes != 0:
+                if ctx.wire.row_scale_bytes != 0:
                     gRowScale[row] = Uint16(0)
 
     @cute.jit
-    def retract(self, group, args) -> None:
+    def retract(self, ctx) -> None:
         """One thread, after a timeout: no rows, no tokens."""
-        groups = group.local_experts + args.shared_groups
-        gRowOffset = array(args.row_offsets, Int32, groups + 1)
-        gRowCount = array(args.row_counts, Int32, groups)
-        gHeader = array(args.headers, Int32, group.ranks * len(HeaderWord))
-        gNumRows = array(args.num_rows, Int32, 1)
+        groups = ctx.local_experts + ctx.shared.groups
+        gRowOffset = array(ctx.out.row_offsets, Int32, groups + 1)
+        gRowCount = array(ctx.out.row_counts, Int32, groups)
+        gHeader = array(ctx.out.headers, Int32, ctx.ranks * len(HeaderWord))
+        gNumRows = array(ctx.out.num_rows, Int32, 1)
         gNumRows[0] = 0
         gRowOffset[groups] = 0
         # without `opaque` the compiler makes these pointers at the kernel's start, and keeps them
         for place in cutlass.range(opaque(0), groups, unroll=1):
             gRowOffset[place] = 0
             gRowCount[place] = 0
-        for index in cutlass.range(opaque(0), group.ranks * len(HeaderWord), unroll=1):
+        for index in cutlass.range(opaque(0), ctx.ranks * len(HeaderWord), unroll=1):
             gHeader[index] = 0

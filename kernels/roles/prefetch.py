@@ -45,29 +45,29 @@ class Prefetch:
         if ahead:
             self.tiles = shared.add("source_tiles", 4, WARPS * STAGES, TILE_VECTORS, 4)
 
-    def _row_vectors(self, args) -> Int32:
-        return units_of(args.payload_bytes) * self.vectors
+    def _row_vectors(self, ctx) -> Int32:
+        return units_of(ctx.wire.payload_bytes) * self.vectors
 
-    def _row(self, args, token) -> Int64:
+    def _row(self, ctx, token) -> Int64:
         """Address of a token's row."""
-        return args.x + Int64(token) * self._row_vectors(args) * VECTOR_BYTES
+        return ctx.input.x + Int64(token) * self._row_vectors(ctx) * VECTOR_BYTES
 
-    def _tile(self, group, stage):
+    def _tile(self, ctx, stage):
         """(vector, word) of a tile of the warp."""
-        return shared_array(self.tiles, Uint32)[group.warp * STAGES + stage, None, None]
+        return shared_array(self.tiles, Uint32)[ctx.warp * STAGES + stage, None, None]
 
     @cute.jit
-    def fetch(self, group, args, token, base, last, stage) -> None:
+    def fetch(self, ctx, token, base, last, stage) -> None:
         """Begin to load segments base .. base + units - 1 of a row into the warp's tile `stage`, which it has taken,
         but none from `last` on; zeros beyond the end of the row."""
         if cutlass.const_expr(self.ahead):
             cute.arch.sync_warp()  # by all lanes
             if base < last:
-                lane = opaque(group.lane)  # or the places in shared memory would be kept in registers
+                lane = opaque(ctx.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
-                left = cutlass.min(last * (SEGMENT * self.vectors), self._row_vectors(args)) - first
-                source = self._row(args, token) + Int64(first) * VECTOR_BYTES
-                sTile = self._tile(group, stage)
+                left = cutlass.min(last * (SEGMENT * self.vectors), self._row_vectors(ctx)) - first
+                source = self._row(ctx, token) + Int64(first) * VECTOR_BYTES
+                sTile = self._tile(ctx, stage)
                 for part in cutlass.range_constexpr(self.units * self.vectors):
                     place = sTile[swizzled(part * SEGMENT + lane), None]
                     size = cutlass.select_(left > part * SEGMENT, Int32(VECTOR_BYTES), Int32(0))
@@ -84,22 +84,22 @@ class Prefetch:
             cute.arch.sync_warp()
 
     @cute.jit
-    def take_ticket(self, group, args, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
+    def take_ticket(self, ctx, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
         """The lane's unit of segment base + slot, from the tile that begins with `base`."""
-        lane = opaque(group.lane)
+        lane = opaque(ctx.lane)
         if cutlass.const_expr(self.ahead):
-            sTile = self._tile(group, stage)
+            sTile = self._tile(ctx, stage)
             for part in cutlass.range_constexpr(self.vectors):
                 vector = (slot * SEGMENT + lane) * self.vectors + part
                 cute.copy(vector_atom(), sTile[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
         else:
-            self.load(args, token, (base + slot) * SEGMENT + lane, rX)
+            self.load(ctx, token, (base + slot) * SEGMENT + lane, rX)
 
     @cute.jit
-    def load(self, args, token, unit, rX) -> None:
+    def load(self, ctx, token, unit, rX) -> None:
         """One unit of a row, from where it is; zeros beyond the end of the row."""
         rX.fill(0)
-        if unit < units_of(args.payload_bytes):
+        if unit < units_of(ctx.wire.payload_bytes):
             for part in cutlass.range_constexpr(self.vectors):
-                vector = vector_at(self._row(args, token), unit * self.vectors + part)
+                vector = vector_at(self._row(ctx, token), unit * self.vectors + part)
                 cute.copy(vector_atom(), vector, cute.local_tile(rX, (4,), (part,)))

@@ -45,81 +45,79 @@ class RowCopy:
         self.tables = tables
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, source, row_slice, row, scale_row, shared_row) -> Boolean:
+    def run(self, ctx, source, row_slice, row, scale_row, shared_row) -> Boolean:
         """By one warp: lane k holds output and scale row of entry k, all lanes the shared expert's row; NO_ROW where
         there is none. False after a timeout."""
         alive = Boolean(True)
         lamport = is_lamport(self._tokens(source))
         if not lamport:
-            alive = self._wait_slice(group, epoch, source, row_slice)
+            alive = self._wait_slice(ctx, source, row_slice)
         if alive:
             wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
             rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
             rWord.fill(SENTINEL)
-            alive = self._copy_payload(group, args, epoch, source, row_slice, row, wanted, shared_row, rWord)
-            if alive & (args.scale_words != 0) & (lamport | ~self.tables.are_tiled()):
-                alive = self._copy_scales(group, args, epoch, source, row_slice, scale_row, wanted, shared_row, rWord)
-            if alive & (args.row_scale_bytes != 0) & (row_slice.first == 0):
-                alive = self._copy_row_scale(group, args, epoch, source, row_slice, row, shared_row)
+            alive = self._copy_payload(ctx, source, row_slice, row, wanted, shared_row, rWord)
+            if alive & (ctx.scales.words != 0) & (lamport | ~self.tables.are_tiled()):
+                alive = self._copy_scales(ctx, source, row_slice, scale_row, wanted, shared_row, rWord)
+            if alive & (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
+                alive = self._copy_row_scale(ctx, source, row_slice, row, shared_row)
         return alive
 
     def _tokens(self, source) -> Int32:
         """Tokens of a source, from its header."""
         return shared_array(self.tables.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
-    def _message(self, group, epoch: Int64, source, row_slice) -> Int64:
+    def _message(self, ctx, source, row_slice) -> Int64:
         """Address of the message that the slice belongs to."""
-        regions = group.arena.lamport_messages, group.arena.messages
-        coord = epoch & 1, opaque(source), opaque(row_slice.token)
-        return group.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
+        regions = ctx.arena.lamport_messages, ctx.arena.messages
+        coord = ctx.epoch & 1, opaque(source), opaque(row_slice.token)
+        return ctx.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
 
     @cute.jit
-    def _wait_lamport(self, group, epoch: Int64, source, row_slice, poll) -> Boolean:
+    def _wait_lamport(self, ctx, source, row_slice, poll) -> Boolean:
         """Look at words of the slice until they are there; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(~is_lamport(self._tokens(source)))
-        check = partial(self._has_signaled, group, epoch, source, row_slice)
-        return wait_lamport(group, poll, check, flagged, epoch, source, Phase.MESSAGE, row_slice.index)
+        check = partial(self._has_signaled, ctx, source, row_slice)
+        return wait_lamport(ctx, poll, check, flagged, source, Phase.MESSAGE, row_slice.index)
 
-    def _has_signaled(self, group, epoch: Int64, source, row_slice) -> Uint32:
+    def _has_signaled(self, ctx, source, row_slice) -> Uint32:
         """Whether the source has signaled the slice's flag."""
-        flag = group.base + group.arena.message_ready.at(opaque(source), opaque(row_slice.index))
-        return Uint32(group.has_signaled(flag, epoch))
+        flag = ctx.base + ctx.arena.message_ready.at(opaque(source), opaque(row_slice.index))
+        return Uint32(ctx.has_signaled(flag, ctx.epoch))
 
     @cute.jit
-    def _wait_slice(self, group, epoch: Int64, source, row_slice) -> Boolean:
+    def _wait_slice(self, ctx, source, row_slice) -> Boolean:
         """Warp-wide wait for message_ready[source][chunk], signaled by `DispatchSend.run` on `source`."""
         arrived = Boolean(True)
-        if group.lane == 0:
-            flag = group.base + group.arena.message_ready.at(source, chunk_of(row_slice.index))
-            arrived = wait_signal(group.wait_context, flag, epoch, source, Phase.MESSAGE, row_slice.index)
+        if ctx.lane == 0:
+            flag = ctx.base + ctx.arena.message_ready.at(source, chunk_of(row_slice.index))
+            arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, source, Phase.MESSAGE, row_slice.index)
         return warp_all(arrived)
 
     @cute.jit
-    def _copy_payload(
-        self, group, args, epoch: Int64, source, row_slice, row, wanted: Uint32, shared_row, rWord
-    ) -> Boolean:
+    def _copy_payload(self, ctx, source, row_slice, row, wanted: Uint32, shared_row, rWord) -> Boolean:
         """The slice's payload to all its rows; rWord is a first look at its scale words, whose latency the stores hide.
         False after a timeout."""
-        lane = group.lane
-        units = units_of(opaque(args.payload_bytes))
-        home = args.out_tokens + Int64(row) * args.payload_bytes
-        shared_home = args.out_tokens + Int64(shared_row) * args.payload_bytes
+        lane = ctx.lane
+        units = units_of(opaque(ctx.wire.payload_bytes))
+        home = ctx.out.tokens + Int64(row) * ctx.wire.payload_bytes
+        shared_home = ctx.out.tokens + Int64(shared_row) * ctx.wire.payload_bytes
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = row_slice.first
         while alive and base < row_slice.last:
             # the first unit of the lane's; its others are SEGMENT units apart
-            message = self._message(group, epoch, source, row_slice) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
+            message = self._message(ctx, source, row_slice) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
             count = own_units(base, row_slice.last, units, lane)
             poll = partial(self._poll_units, rQ, message, count)
-            alive = self._wait_lamport(group, epoch, source, row_slice, poll)
+            alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
                         clear_vector(message + slot * SEGMENT_BYTES)
-            if (args.scale_words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
-                words = self._scale_count(args, row_slice) - lane
-                self._poll_scales(rWord, self._first_scale(group, args, epoch, source, row_slice), words, Uint32(0))
+            if (ctx.scales.words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
+                words = self._scale_count(ctx, row_slice) - lane
+                self._poll_scales(rWord, self._first_scale(ctx, source, row_slice), words, Uint32(0))
             store = partial(self._store_units, rQ, count, Int64(base * SEGMENT + lane) * VECTOR_BYTES)
             self._to_each(home, wanted, shared_home, shared_row, store)
             base += LOADS_IN_FLIGHT
@@ -154,58 +152,59 @@ class RowCopy:
                 collided = collided | has_sentinel(rQ[None, slot])
         return Uint32(collided) & ~flagged
 
-    def _first_scale(self, group, args, epoch: Int64, source, row_slice) -> Int64:
+    def _first_scale(self, ctx, source, row_slice) -> Int64:
         """Address of the lane's first scale word of a slice."""
-        word = row_slice.first * args.segment_words + group.lane
-        return self._message(group, epoch, source, row_slice) + args.scales_at + Int64(word) * WORD_BYTES
+        word = row_slice.first * ctx.wire.segment_words + ctx.lane
+        return self._message(ctx, source, row_slice) + ctx.wire.scales_at + Int64(word) * WORD_BYTES
 
-    def _scale_count(self, args, row_slice) -> Int32:
+    def _scale_count(self, ctx, row_slice) -> Int32:
         """Scale words of a slice."""
-        return cutlass.min(row_slice.last * args.segment_words, args.scale_words) - row_slice.first * args.segment_words
+        return (
+            cutlass.min(row_slice.last * ctx.wire.segment_words, ctx.scales.words)
+            - row_slice.first * ctx.wire.segment_words
+        )
 
     @cute.jit
-    def _copy_scales(
-        self, group, args, epoch: Int64, source, row_slice, scale_row, wanted: Uint32, shared_row, rWord
-    ) -> Boolean:
+    def _copy_scales(self, ctx, source, row_slice, scale_row, wanted: Uint32, shared_row, rWord) -> Boolean:
         """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a look at the
         first of them has seen. False after a timeout."""
-        count = self._scale_count(args, row_slice)
+        count = self._scale_count(ctx, row_slice)
         alive = Boolean(True)
         base = Int32(0)
         while alive and base < count:
-            scales = self._first_scale(group, args, epoch, source, row_slice) + Int64(base) * WORD_BYTES
-            words = count - base - group.lane
+            scales = self._first_scale(ctx, source, row_slice) + Int64(base) * WORD_BYTES
+            words = count - base - ctx.lane
             missing = Boolean(base != 0)
             for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                 missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(SENTINEL)))
             if cute.arch.vote_any_sync(missing):
                 poll = partial(self._poll_scales, rWord, scales, words)
-                alive = self._wait_lamport(group, epoch, source, row_slice, poll)
+                alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
                         clear_word(scales + slot * (32 * WORD_BYTES))
-            word = row_slice.first * args.segment_words + base + group.lane
+            word = row_slice.first * ctx.wire.segment_words + base + ctx.lane
             if self.tables.are_tiled():
-                kept = group.base + group.arena.staged_scales.at(opaque(source), opaque(row_slice.token))
+                kept = ctx.base + ctx.arena.staged_scales.at(opaque(source), opaque(row_slice.token))
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
                         place = kept + Int64(word + 32 * slot) * WORD_BYTES
                         cute.arch.store(pointer(place, Uint32), rWord[slot])
             else:
-                home = args.out_scales + WORD_BYTES * scale_word_offset(args, scale_row, 0)
-                shared_home = args.out_scales + WORD_BYTES * scale_word_offset(args, shared_row, 0)
-                store = partial(self._store_words, args, rWord, word, words)
+                home = ctx.scales.data + WORD_BYTES * scale_word_offset(ctx.scales, scale_row, 0)
+                shared_home = ctx.scales.data + WORD_BYTES * scale_word_offset(ctx.scales, shared_row, 0)
+                store = partial(self._store_words, ctx, rWord, word, words)
                 self._to_each(home, wanted, shared_home, shared_row, store)
             base += 32 * SCALES_IN_FLIGHT
         return alive
 
     @cute.jit
-    def _store_words(self, args, rWord, word, words, home: Int64) -> None:
+    def _store_words(self, ctx, rWord, word, words, home: Int64) -> None:
         """The words of `_poll_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
-                place = home + Int64(word + 32 * slot) * Int64(args.scale_step * WORD_BYTES)
+                place = home + Int64(word + 32 * slot) * Int64(ctx.scales.step * WORD_BYTES)
                 cute.arch.store(pointer(place, Uint32), rWord[slot])
 
     @cute.jit
@@ -219,16 +218,16 @@ class RowCopy:
         return Uint32(collided) & ~flagged
 
     @cute.jit
-    def _copy_row_scale(self, group, args, epoch: Int64, source, row_slice, row, shared_row) -> Boolean:
-        at = self._message(group, epoch, source, row_slice) + args.row_scale_at
+    def _copy_row_scale(self, ctx, source, row_slice, row, shared_row) -> Boolean:
+        at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
         poll = partial(self._poll_scales, rWord, at, Int32(1))
-        alive = self._wait_lamport(group, epoch, source, row_slice, poll)
+        alive = self._wait_lamport(ctx, source, row_slice, poll)
         scale = Uint16(rWord[0])
-        gRowScale = array(args.out_row_scales, Uint16, args.capacity)
+        gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
         if row >= 0:
             gRowScale[row] = scale
-        if group.lane == 0:
+        if ctx.lane == 0:
             if shared_row >= 0:
                 gRowScale[shared_row] = scale
             if is_lamport(self._tokens(source)):

@@ -38,59 +38,59 @@ class Tables:
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
 
     @cute.jit
-    def read(self, group, args, epoch: Int64) -> Boolean:
+    def read(self, ctx) -> Boolean:
         """Wait for every source's counts and header (`Route`) and fill the tables from them. False after a timeout."""
-        parity = epoch & 1
+        parity = ctx.epoch & 1
         sBase = shared_array(self.bases, Int32)
         sStart = shared_array(self.row_starts, Int32)
         sScaleStart = shared_array(self.scale_starts, Int32)
         sHeader = shared_array(self.headers, Int32)
         alive = Boolean(True)
-        pairs = group.experts + group.ranks * len(HeaderWord)
-        for item in cutlass.range(group.tid, pairs, THREADS, unroll=1):
-            source, column = group.by_ranks.split(item)
-            word = group.base + group.arena.table.at(parity, source, column)
-            value, came = wait_ll(group.wait_context, word, epoch, source, Phase.ROUTE, column)
+        pairs = ctx.experts + ctx.ranks * len(HeaderWord)
+        for item in cutlass.range(ctx.tid, pairs, THREADS, unroll=1):
+            source, column = ctx.by_ranks.split(item)
+            word = ctx.base + ctx.arena.table.at(parity, source, column)
+            value, came = wait_ll(ctx.wait_context, word, ctx.epoch, source, Phase.ROUTE, column)
             if column < len(HeaderWord):
                 sHeader[source, column] = value
             else:
-                sBase[item - group.ranks * len(HeaderWord)] = value
+                sBase[item - ctx.ranks * len(HeaderWord)] = value
             alive = alive & came
         alive = block_all(alive)
         if alive:
-            self._place_rows(group, args, sBase, sStart, sScaleStart)
+            self._place_rows(ctx, sBase, sStart, sScaleStart)
         return alive
 
     @cute.jit
-    def _place_rows(self, group, args, sBase, sStart, sScaleStart) -> None:
+    def _place_rows(self, ctx, sBase, sStart, sScaleStart) -> None:
         """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         sTiled = shared_array(self.tiled, Int32)
-        if group.warp == 0:
-            warp_exclusive_scan(lambda pair: sBase[pair], sBase, group.experts, group.lane, Int32(0))
-        if group.tid == 32:
-            sItems[0] = most_slices(sHeader, group.ranks) * group.ranks
-        if group.tid == 64:
+        if ctx.warp == 0:
+            warp_exclusive_scan(lambda pair: sBase[pair], sBase, ctx.experts, ctx.lane, Int32(0))
+        if ctx.tid == 32:
+            sItems[0] = most_slices(sHeader, ctx.ranks) * ctx.ranks
+        if ctx.tid == 64:
             sTiled[0] = Int32(0)
         cute.arch.sync_threads()
-        if (args.row_alignment != 1) | (args.scale_words != 0):
-            if group.warp == 0:
-                if args.row_alignment != 1:
-                    self._place_groups(group, sStart, args.shared_rows, args.row_alignment)
-            if group.warp == 1:
-                if (args.scale_words != 0) & (args.scale_alignment != args.row_alignment):
-                    self._place_groups(group, sScaleStart, args.shared_rows, args.scale_alignment)
-            if group.warp == 2:
+        if (ctx.out.row_alignment != 1) | (ctx.scales.words != 0):
+            if ctx.warp == 0:
+                if ctx.out.row_alignment != 1:
+                    self._place_groups(ctx, sStart, ctx.shared.rows, ctx.out.row_alignment)
+            if ctx.warp == 1:
+                if (ctx.scales.words != 0) & (ctx.scales.alignment != ctx.out.row_alignment):
+                    self._place_groups(ctx, sScaleStart, ctx.shared.rows, ctx.scales.alignment)
+            if ctx.warp == 2:
                 tokens = Int32(0)
-                if group.lane < group.ranks:
-                    tokens = sHeader[group.lane, int(HeaderWord.TOKENS)]
+                if ctx.lane < ctx.ranks:
+                    tokens = sHeader[ctx.lane, int(HeaderWord.TOKENS)]
                 flagged = cute.arch.vote_all_sync((tokens == 0) | ~is_lamport(tokens))
-                words = Int64(sBase[group.experts] + args.shared_rows) * Int64(args.scale_words)
+                words = Int64(sBase[ctx.experts] + ctx.shared.rows) * Int64(ctx.scales.words)
                 scattered = cutlass.select_(flagged, Int64(SCATTERED_WORDS), Int64(SCATTERED_LAMPORT_WORDS))
                 many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
                 if not flagged:
                     many = many & (words > FEW_WORDS)
-                sTiled[0] = Int32((args.has_tiles != 0) & many)
+                sTiled[0] = Int32((ctx.out.has_tiles != 0) & many)
             cute.arch.sync_threads()
 
     def are_tiled(self) -> Boolean:
@@ -98,32 +98,32 @@ class Tables:
         The same in all receiving CTAs."""
         return shared_array(self.tiled, Int32)[0] != 0
 
-    def are_scattered(self, args) -> Boolean:
+    def are_scattered(self, ctx) -> Boolean:
         """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
-        return (args.scale_words != 0) & ~self.are_tiled()
+        return (ctx.scales.words != 0) & ~self.are_tiled()
 
-    def row_start(self, group, args, expert) -> Int32:
+    def row_start(self, ctx, expert) -> Int32:
         """First output row of a local expert; for the number of these, all rows."""
-        plain = args.shared_rows + shared_array(self.bases, Int32)[expert * group.ranks]
-        return cutlass.select_(args.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[expert])
+        plain = ctx.shared.rows + shared_array(self.bases, Int32)[expert * ctx.ranks]
+        return cutlass.select_(ctx.out.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[expert])
 
-    def scale_start(self, group, args, expert) -> Int32:
+    def scale_start(self, ctx, expert) -> Int32:
         """First scale row of a local expert; for the number of these, all scale rows."""
-        start = self.row_start(group, args, expert)
+        start = self.row_start(ctx, expert)
         scale_start = shared_array(self.scale_starts, Int32)[expert]
-        return cutlass.select_(args.scale_alignment == args.row_alignment, start, scale_start)
+        return cutlass.select_(ctx.scales.alignment == ctx.out.row_alignment, start, scale_start)
 
-    def rows_of(self, group, expert) -> Int32:
+    def rows_of(self, ctx, expert) -> Int32:
         """Rows of a local expert, without padding."""
         sBase = shared_array(self.bases, Int32)
-        return sBase[(expert + 1) * group.ranks] - sBase[expert * group.ranks]
+        return sBase[(expert + 1) * ctx.ranks] - sBase[expert * ctx.ranks]
 
     @cute.jit
-    def _place_groups(self, group, sStart, shared_rows: Int32, alignment: Int32) -> None:
+    def _place_groups(self, ctx, sStart, shared_rows: Int32, alignment: Int32) -> None:
         """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
         warp."""
 
         def rows_of(expert):
-            return round_up(self.rows_of(group, expert), alignment)
+            return round_up(self.rows_of(ctx, expert), alignment)
 
-        warp_exclusive_scan(rows_of, sStart, group.local_experts, group.lane, round_up(shared_rows, alignment))
+        warp_exclusive_scan(rows_of, sStart, ctx.local_experts, ctx.lane, round_up(shared_rows, alignment))

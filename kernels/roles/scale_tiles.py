@@ -49,57 +49,57 @@ class ScaleTiles:
         self.tables = tables
 
     @cute.jit
-    def run(self, group, args, epoch: Int64, first: Int32, count: Int32) -> None:
+    def run(self, ctx, first: Int32, count: Int32) -> None:
         """By the warps of CTA `first` of `count`, behind their grid barrier. Lost rows leave nothing to write.
 
         Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
         and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
         """
-        rows = self.tables.scale_start(group, args, group.local_experts)
-        if self.tables.row_start(group, args, group.local_experts) > args.capacity:
+        rows = self.tables.scale_start(ctx, ctx.local_experts)
+        if self.tables.row_start(ctx, ctx.local_experts) > ctx.out.capacity:
             rows = Int32(0)
         halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
-        chunks = quotient(args.scale_words + (CHUNK_WORDS - 1), CHUNK_WORDS)
-        item = first_item(first, count, group.warp)
+        chunks = quotient(ctx.scales.words + (CHUNK_WORDS - 1), CHUNK_WORDS)
+        item = first_item(first, count, ctx.warp)
         while item < halves * chunks:
             half = Int32(Uint32(item) // Uint32(chunks))
-            self._write(group, args, epoch, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
+            self._write(ctx, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
             item += item_stride(count)
 
-    def _row(self, args, line, part) -> Int32:
+    def _row(self, ctx, line, part) -> Int32:
         """Scale row `part` of a line; lines are counted through all tiles."""
         in_tile = ATOM_ROWS // LANE_ROWS
-        is_atom = Int32(args.scale_middle == 1)
+        is_atom = Int32(ctx.scales.middle == 1)
         return quotient(line, in_tile) * ATOM_ROWS + tile_row(remainder(line, in_tile), part, is_atom)
 
     @cute.jit
-    def _write(self, group, args, epoch: Int64, rows: Int32, first_line: Int32, column: Int32) -> None:
+    def _write(self, ctx, rows: Int32, first_line: Int32, column: Int32) -> None:
         """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
         lines i and SIDE_BY_SIDE + i."""
-        rWhere = self._find_messages(group, args, epoch, rows, first_line)
-        lane = opaque(group.lane)
+        rWhere = self._find_messages(ctx, rows, first_line)
+        lane = opaque(ctx.lane)
         place = column + remainder(lane, WORDS) * WORDS
         # no load depends on a condition: then all are on their way at once
-        inside = cutlass.min(place, quotient(args.scale_words - 1, WORDS) * WORDS) * WORD_BYTES
+        inside = cutlass.min(place, quotient(ctx.scales.words - 1, WORDS) * WORDS) * WORD_BYTES
         rX = cute.make_rmem_tensor((WORDS, LANE_ROWS), Uint32)
         rLine = cute.make_rmem_tensor(LANE_ROWS, Uint32)
         for turn in cutlass.range_constexpr(TURNS):
             for part in cutlass.range_constexpr(LANE_ROWS):
                 where = self._from_finder(rWhere, lane, turn, part)
-                source = group.base + Int64(where) * VECTOR_BYTES + inside
+                source = ctx.base + Int64(where) * VECTOR_BYTES + inside
                 cute.copy(vector_atom(), vector_at(source, 0), rX[None, part])
             for part in cutlass.range_constexpr(LANE_ROWS):
                 if self._from_finder(rWhere, lane, turn, part) == Uint32(0):
                     rX[None, part].fill(0)
-            row = self._row(args, first_line + turn * SIDE_BY_SIDE + quotient(lane, WORDS), 0)
+            row = self._row(ctx, first_line + turn * SIDE_BY_SIDE + quotient(lane, WORDS), 0)
             if row < rows:
-                line = args.out_scales + WORD_BYTES * scale_word_offset(args, row, place)
+                line = ctx.scales.data + WORD_BYTES * scale_word_offset(ctx.scales, row, place)
                 for word in cutlass.range_constexpr(WORDS):
-                    if place + word < args.scale_words:
+                    if place + word < ctx.scales.words:
                         for part in cutlass.range_constexpr(LANE_ROWS):
                             rLine[part] = rX[word, part]
                         cute.copy(vector_atom(), rLine, vector_at(line, 0))
-                    line += Int64(args.scale_step) * WORD_BYTES
+                    line += Int64(ctx.scales.step) * WORD_BYTES
 
     def _from_finder(self, rWhere, lane, turn: int, part: int) -> Uint32:
         """Where the row of a lane's turn and part is, from the lane that found it."""
@@ -107,58 +107,58 @@ class ScaleTiles:
         return from_lane(rWhere[part % FOUND_ROWS], finder)
 
     @cute.jit
-    def _find_messages(self, group, args, epoch: Int64, rows: Int32, first_line: Int32):
+    def _find_messages(self, ctx, rows: Int32, first_line: Int32):
         """Where the scale words of rows lie in the arena, in units of 16 bytes; 0 for padding. Lane (i, j) =
         (lane % LINES, lane // LINES) finds FOUND_ROWS rows, from part j * FOUND_ROWS on, of line i."""
         rWhere = cute.make_rmem_tensor(FOUND_ROWS, Uint32)
         rWhere.fill(0)
-        lane = opaque(group.lane)
+        lane = opaque(ctx.lane)
         line = first_line + remainder(lane, LINES)
         part = FOUND_ROWS * quotient(lane, LINES)
-        row = self._row(args, line, part)
+        row = self._row(ctx, line, part)
         if row < rows:
-            expert = self._expert_of(group, args, row)
+            expert = self._expert_of(ctx, row)
             for index in cutlass.range_constexpr(FOUND_ROWS):
-                rWhere[index] = self._message_of(group, args, epoch, expert, self._row(args, line, part + index))
+                rWhere[index] = self._message_of(ctx, expert, self._row(ctx, line, part + index))
         return rWhere
 
     @cute.jit
-    def _expert_of(self, group, args, row: Int32) -> Int32:
+    def _expert_of(self, ctx, row: Int32) -> Int32:
         """The local expert that a scale row belongs to; -1 for the shared one."""
         low = Int32(0)
-        high = group.local_experts
+        high = ctx.local_experts
         while low < high:
             middle = quotient(low + high, 2)
-            if self.tables.scale_start(group, args, middle) <= row:
+            if self.tables.scale_start(ctx, middle) <= row:
                 low = middle + 1
             else:
                 high = middle
         return low - 1
 
     @cute.jit
-    def _message_of(self, group, args, epoch: Int64, expert: Int32, row: Int32) -> Uint32:
+    def _message_of(self, ctx, expert: Int32, row: Int32) -> Uint32:
         """The same for one scale row of a local expert, or of the shared one (-1)."""
         sBase = shared_array(self.tables.bases, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
-        start, first, count = Int32(0), Int32(0), args.shared_rows  # of the group: scale row, output row, rows
+        start, first, count = Int32(0), Int32(0), ctx.shared.rows  # of the group: scale row, output row, rows
         if expert >= 0:
-            start, first = self.tables.scale_start(group, args, expert), self.tables.row_start(group, args, expert)
-            count = self.tables.rows_of(group, expert)
+            start, first = self.tables.scale_start(ctx, expert), self.tables.row_start(ctx, expert)
+            count = self.tables.rows_of(ctx, expert)
         place = row - start
         known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap
-        token = array(args.src_info, Int32, args.capacity, 2)[known, 0]
-        source = group.rank
+        token = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)[known, 0]
+        source = ctx.rank
         if expert >= 0:
             source = Int32(0)
-            number = sBase[expert * group.ranks] + place
-            for other in cutlass.range(1, group.ranks, unroll=1):
-                source += Int32(sBase[expert * group.ranks + other] <= number)
+            number = sBase[expert * ctx.ranks] + place
+            for other in cutlass.range(1, ctx.ranks, unroll=1):
+                source += Int32(sBase[expert * ctx.ranks + other] <= number)
         where = Uint32(0)
         if place < count:
             tokens = sHeader[source, int(HeaderWord.TOKENS)]
             if Uint32(token) < Uint32(tokens):
-                offset = group.arena.messages.at(opaque(epoch & 1), source, token) + args.scales_at
+                offset = ctx.arena.messages.at(opaque(ctx.epoch & 1), source, token) + ctx.wire.scales_at
                 if is_lamport(tokens):
-                    offset = group.arena.staged_scales.at(source, token)
+                    offset = ctx.arena.staged_scales.at(source, token)
                 where = Uint32(quotient(offset, VECTOR_BYTES))
         return where

@@ -37,11 +37,12 @@ Why no write can overtake a read: `docs/protocol.md`, `docs/memory_model.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from types import SimpleNamespace
+from typing import Any
 
+from cute_ep.layouts.maps.arguments import Region1D, Region2D, Region3D, Region4D, Regions
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import Int, Region, RegionMap, align_up
@@ -50,7 +51,9 @@ from cute_ep.layouts.maps.scales import WORD_BYTES
 ARENA_ALIGNMENT = 256
 PARITIES = 2
 LL_BYTES = 8
-"""Bytes of an LL word."""
+"""Bytes of an LL word, and of every word of an arena that is not a row."""
+BYTE_REGIONS = ("returns", "messages", "lamport_returns", "lamport_messages", "staged_scales")
+"""Regions of rows, whose last mode counts bytes."""
 SEGMENT_BYTES = 32 * VECTOR_BYTES
 """Payload bytes that a warp carries at a time."""
 MAX_SLICES = 32
@@ -209,31 +212,25 @@ class Arena:
         share = max(self.nbytes // APART_SHARE, LEAST_APART)
         return rank << (share.bit_length() - 1)
 
-    def arguments(self, *, partial: bool = False) -> dict[str, int]:
-        """The map as kernel arguments (`region_arguments`). Computed once here, the addresses of a kernel are a few
-        products. All but those that `is_wide` names are below MAX_STRIDE, if the messages of one rank are.
+    def arguments(self, *, partial: bool = False) -> Regions:
+        """The map as an argument of kernels. All strides but the first are below MAX_STRIDE, if the messages of one
+        rank are.
 
         Args:
             partial: for kernels of partial combine. A token's slots that they use, one a rank, lie side by side, where
                 exact combine may have top_k: fewer pages (2 x H200, 4096 tokens: 1 % less time, 2026-11-22).
         """
-        return region_arguments((self._partial if partial else self.regions).values())
+        return region_arguments(self._partial if partial else self.regions)
 
 
-def region_arguments(regions: Iterable[Region]) -> dict[str, int]:
-    """Where regions are, by argument: `<region>_at`, bytes from the arena's start, and for each mode but the last
-    `<region>_stride<mode>`, in bytes."""
-    found = {}
-    for region in regions:
-        found[f"{region.name}_at"] = int(region.offset)
-        for mode, stride in enumerate(region.stride[:-1]):
-            found[f"{region.name}_stride{mode}"] = int(stride) * region.itemsize
-    return found
-
-
-def is_wide(argument: str) -> bool:
-    """Whether one of `Arena.arguments` may reach MAX_STRIDE: offsets, and strides of the first mode."""
-    return not argument.endswith(("_stride1", "_stride2"))
+def region_arguments(regions: Mapping[str, Region]) -> Regions:
+    """Where regions are, by name: bytes from the arena's start, and the strides of all modes but the last, in bytes."""
+    records = (Region1D, Region2D, Region3D, Region4D)
+    places: dict[str, Any] = {}
+    for name, region in regions.items():
+        strides = [int(stride) * region.itemsize for stride in region.stride[:-1]]
+        places[name] = records[len(strides)](int(region.offset), *strides)
+    return Regions(**places)
 
 
 def segment_words(fmt: Format) -> int:
@@ -251,17 +248,10 @@ def return_slots(ranks: int, top_k: int) -> int:
     return max(ranks, top_k)
 
 
-ANY_ARENA = Arena(
-    ranks=1, local_experts=1, top_k=1, max_tokens=1, message=message_map(VECTOR_BYTES, 0, 0), hidden=8, slots=1
-)
-"""An arena that tells which regions there are, and how many modes each has."""
-
-
-def arena_of(arguments, region_type: type[Region] = Region) -> SimpleNamespace:
-    """The regions, by name, from kernel arguments that are named as in `Arena.arguments`."""
-    regions = {}
-    for name, region in ANY_ARENA.regions.items():
-        modes = range(len(region.stride) - 1)
-        strides = (*(getattr(arguments, f"{name}_stride{mode}") for mode in modes), region.itemsize)
-        regions[name] = region_type(name, getattr(arguments, f"{name}_at"), 1, (), strides)
-    return SimpleNamespace(**regions)
+def regions_of(arguments: Regions, region_type: type[Region] = Region) -> Any:
+    """The regions that kernel arguments tell, by the same names, without their extents."""
+    found: dict[str, Any] = {}
+    for name, (at, *strides) in zip(Regions._fields, arguments, strict=True):
+        itemsize = 1 if name in BYTE_REGIONS else LL_BYTES
+        found[name] = region_type(name, at, 1, (), (*strides, itemsize))
+    return Regions(**found)

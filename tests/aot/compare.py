@@ -1,6 +1,7 @@
 """Whether two kernel libraries hold the same machine code: `python -m tests.aot.compare OLD NEW`.
 
-Instructions are compared in program order, without addresses, and with the names of kernels and sections taken out.
+Instructions are compared in program order, without addresses, with the names of kernels and sections taken out, and
+with parameters by name where both libraries name them alike.
 For each kernel that differs one line says how: instructions, registers, spilled bytes. Exit code 1 when one differs.
 """
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.calls import DispatchInput
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.validate import check_tokens
 from cute_ep.testing.compare import assert_bits
@@ -25,7 +26,7 @@ def test_a_ranks_inputs_do_not_depend_on_the_others(routing):
     assert not torch.equal(every[3].x, make_rank_inputs(cfg, 3, 33, routing, seed=10).x)
     assert not torch.equal(every[3].x, make_rank_inputs(cfg, 2, 33, routing, seed=9).x)
     for tokens, one in zip([64, 0, 7, 33], every, strict=True):
-        check_tokens(cfg, one.x, one.topk_ids, one.router_weights)
+        check_tokens(cfg, DispatchInput(one.x, one.topk_ids, one.router_weights))
         reference.check_expert_ids(cfg, one.topk_ids)
         assert one.x.shape[0] == tokens
         for token in one.topk_ids.tolist():

@@ -41,16 +41,16 @@ class Mutant:
 
 
 _ACKNOWLEDGE = {
-    "kernels/dispatch.py": "group.acknowledge(group.arena.dispatch_consumed, received, control)",
-    "kernels/combine.py": "group.acknowledge(group.arena.combine_consumed, received, control)",
+    "kernels/dispatch.py": "ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)",
+    "kernels/combine.py": "ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)",
 }
 _AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, tid, phase, Int32(0))"
-_AFTER_COMBINE_WAIT = "group.arena.combine_consumed, epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
+_AFTER_COMBINE_WAIT = "ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
 
 
 def _wait_for(epoch: str) -> tuple[Edit, ...]:
     """Senders wait for another round to be consumed."""
-    return (Edit("kernels/device/group.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
+    return (Edit("kernels/device/context.py", _AWAITED, _AWAITED.replace("flag, epoch,", f"flag, {epoch},")),)
 
 
 def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
@@ -78,16 +78,25 @@ MUTANTS = {
             *_acknowledge_if("not self.send"),
             Edit(
                 "kernels/dispatch.py",
-                "        alive = self.route_role.run(group, args, epoch, sent)\n",
-                "        alive = self.route_role.run(group, args, epoch, sent)\n"
-                "        _, received = group.sent_and_received(StateWord.DISPATCH_SEND_EPOCH)\n"
-                "        group.acknowledge(group.arena.dispatch_consumed, received, control_cta(args.send_ctas))\n",
+                "            alive = self._send_half(ctx, rounds.sent if self.receive else None)\n",
+                "            alive = self._send_half(ctx, rounds.sent if self.receive else None, rounds.received)\n",
+            ),
+            Edit(
+                "kernels/dispatch.py",
+                "    def _send_half(self, ctx: DispatchContext, sent) -> Boolean:\n",
+                "    def _send_half(self, ctx: DispatchContext, sent, received) -> Boolean:\n",
+            ),
+            Edit(
+                "kernels/dispatch.py",
+                "        alive = self.route_role.run(ctx, sent)\n",
+                "        alive = self.route_role.run(ctx, sent)\n"
+                "        ctx.acknowledge(ctx.arena.dispatch_consumed, received, control_cta(ctx.grid.send_ctas))\n",
             ),
             Edit(
                 "kernels/combine.py",
                 _AFTER_COMBINE_WAIT,
                 _AFTER_COMBINE_WAIT
-                + "            group.acknowledge(group.arena.combine_consumed, received, control)\n",
+                + "            ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)\n",
             ),
         ),
     ),
@@ -124,17 +133,11 @@ MUTANTS = {
         (
             Edit(
                 "kernels/roles/combine_schedule.py",
-                "            cute.copy(vector_atom(), gHeader[None, 0, group.lane], rHeader)\n",
-                "            epoch = group.sent_and_received(StateWord.COMBINE_SEND_EPOCH)[0] + 1\n"
+                "            cute.copy(vector_atom(), gHeader[None, 0, ctx.lane], rHeader)\n",
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
-                "                at = group.base + group.arena.table.at(epoch & 1, group.lane, word)\n"
+                "                at = ctx.base + ctx.arena.table.at(ctx.epoch & 1, ctx.lane, word)\n"
                 '                LL = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
                 "                rHeader[word] = Uint32(LL)\n",
-            ),
-            Edit(
-                "kernels/roles/combine_schedule.py",
-                "COUNTERS, HeaderWord, chunk_of",
-                "COUNTERS, HeaderWord, StateWord, chunk_of",
             ),
             Edit(
                 "kernels/roles/combine_schedule.py",
@@ -149,11 +152,12 @@ MUTANTS = {
         (
             Edit(
                 "layouts/maps/arena.py",
-                "return region_arguments((self._partial if partial else self.regions).values())",
-                "found = region_arguments((self._partial if partial else self.regions).values())\n"
+                "return region_arguments(self._partial if partial else self.regions)",
+                "found = region_arguments(self._partial if partial else self.regions)\n"
                 "        regions = self.table, self.entries, self.weights, self.messages, self.returns\n"
                 "        regions += self.lamport_messages, self.lamport_returns\n"
-                '        return found | {f"{region.name}_stride0": 0 for region in regions}',
+                "        names = [region.name for region in regions]\n"
+                "        return found._replace(**{name: getattr(found, name)._replace(stride0=0) for name in names})",
             ),
         ),
     ),
@@ -179,7 +183,7 @@ MUTANTS = {
         "combines of few",
         (
             Edit(
-                "kernels/device/group.py",
+                "kernels/device/context.py",
                 "signal(self.peer_base + consumed.at(self.rank), received)",
                 "word = pointer(self.peer_base + consumed.at(self.rank), Int64)\n"
                 '            cute.arch.store(word, received, sem="relaxed", scope="sys")',

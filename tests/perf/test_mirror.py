@@ -4,12 +4,11 @@ rank p stores."""
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cute_ep.layouts.maps.arena import arena_of
+from cute_ep.layouts.maps.arena import regions_of
 from perf.cases import MAIN
 from perf.mirror import CONSUMED, GPUS, SOURCE_MODE, Blocks, as_rank, main, mirrored_ids
 
@@ -21,8 +20,8 @@ CASES = [(ranks, tokens, fmt) for ranks in (4, 8) for tokens in (7, 1500) for fm
 def test_stores_land_where_the_other_rank_looks(ranks: int, tokens: int, fmt: str) -> None:
     cfg = MAIN.config(fmt, ranks, tokens)
     blocks = Blocks.of(cfg)
-    regions = vars(arena_of(SimpleNamespace(**blocks.arguments)))
-    assert blocks.arguments.keys() == cfg.arena.arguments().keys()
+    regions = regions_of(blocks.arguments)._asdict()
+    assert SOURCE_MODE.keys() <= regions.keys() == cfg.arena.regions.keys()
     for rank in range(GPUS):
         addresses = blocks.addresses(rank, ARENAS, ranks)
         assert addresses[:GPUS] == list(ARENAS)
@@ -48,9 +47,9 @@ def test_regions_of_the_mirrored_sources_do_not_overlap(ranks: int, tokens: int,
     blocks = Blocks.of(cfg)
     end = 0
     for name, region in cfg.arena.regions.items():
-        assert blocks.arguments[f"{name}_at"] >= end
+        assert getattr(blocks.arguments, name).at >= end
         sources = region.shape[SOURCE_MODE[name]] if name in SOURCE_MODE else 1
-        end = blocks.arguments[f"{name}_at"] + region.nbytes // sources
+        end = getattr(blocks.arguments, name).at + region.nbytes // sources
         own = (*CONSUMED, "state", "combine_tickets", "peers")
         assert name in SOURCE_MODE or name in own, "a region that the mirror does not know"
     assert end <= blocks.nbytes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from cute_ep.api import interface
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
@@ -45,21 +46,22 @@ def test_kernels_are_bound_to_output_buffers_that_come_again(
 ) -> None:
     """To each of several, for each kernel that receives; buffers of one call only are arguments of its launch."""
     bound: list[int] = []
-    real = RecordingKernel.bound
+    real = RecordingKernel.bind
 
-    def counted(kernel: RecordingKernel, constants: Mapping[str, int]) -> RecordingKernel:
-        bound.append(constants["out_tokens"])
-        return real(kernel, constants)
+    def counted(kernel: RecordingKernel, record: str, values: tuple) -> None:
+        if record == "out":
+            bound.append(values.tokens)
+        real(kernel, record, values)
 
-    monkeypatch.setattr(RecordingKernel, "bound", counted)
+    monkeypatch.setattr(RecordingKernel, "bind", counted)
     one, two = rank.allocate(), rank.allocate()
     for out, times_bound in ((one, 0), (two, 0), (None, 0), (one, 1), (two, 2)):
         batch = rank.dispatch(*inputs(), out=out)
-        assert launches.last().arguments["out_tokens"] == batch.tokens.data_ptr()
+        assert launches.last().arguments["out.tokens"] == batch.tokens.data_ptr()
         assert len(bound) == times_bound
     for _ in range(2):
         rank.dispatch_wait(rank.dispatch_async(*inputs()), one)
-        assert launches.last("dispatch_wait").arguments["out_tokens"] == one.tokens.data_ptr()
+        assert launches.last("dispatch_wait").arguments["out.tokens"] == one.tokens.data_ptr()
     assert bound == [out.tokens.data_ptr() for out in (one, two, one)]
 
 
@@ -77,7 +79,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return counted
 
     for name in ("check_batch", "combine_weights"):
-        monkeypatch.setattr(communicator_module, name, count(name, getattr(communicator_module, name)))
+        monkeypatch.setattr(interface, name, count(name, getattr(interface, name)))
     return found
 
 

@@ -22,9 +22,9 @@ ARENA_AT = 4096
 # ---- launches
 
 
-def test_parameters_of_a_launch_are_bound_or_of_the_call_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in its width and place; a kernel that was bound from another one changes nothing in it."""
-    params = (("arena", "i64"), ("rank", "i32"), ("x", "i64"), ("tokens", "i32"))
+def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in its width and place; a copy of a kernel changes nothing in it."""
+    params = (("out.at", "i64"), ("group.arena", "i64"), ("group.rank", "i32"), ("input.x", "i64"), ("input.n", "i32"))
     launched, configs = [], []
 
     def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
@@ -35,22 +35,34 @@ def test_parameters_of_a_launch_are_bound_or_of_the_call_or_0(monkeypatch: pytes
         return (SUCCESS,)
 
     allowed = replace_driver(monkeypatch, launch)
-    kernel = driver.Kernel(SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes))
+    entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes)
+    kernel = driver.Kernel(entry, ("input", "out"))
     assert allowed == [48], "shared memory that a launch may ask for"
-    kernel.bind({"arena": 1 << 40, "rank": -1, "other": 9})
-    kernel.launch(1, {"x": 1 << 50, "tokens": 7}, 1001)
-    kernel.launch(2, {"tokens": -2}, 1002, early=True)
-    kernel.launch(3, {"rank": 5}, 1003)
-    kernel.bound({"tokens": 6, "other": 1}).launch(4, {"x": 3, "tokens": 8}, 1004)
-    kernel.launch(5, {"x": 2, "tokens": 9}, 1005)
+    kernel.launch(1, (1 << 50, 7), 1001)
+    kernel.bind("group", (1 << 40, -1))
+    kernel.bind("other", (9,))
+    bound = kernel.copy()
+    bound.bind("out", (5,))
+    kernel.launch(2, (0, -2, 1 << 33), 1002, early=True)
+    bound.launch(3, (3, 8), 1003)
+    kernel.launch(4, (2, 9, 0), 1004)
+    driver.Kernel(entry).launch(5, (1, 2, 3, 4, 5), 1005)
     assert configs == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3, 4, 5)]
     assert launched == [
-        [1 << 40, -1, 1 << 50, 7],
-        [1 << 40, -1, 0, -2],
-        [1 << 40, -1, 0, 0],
-        [1 << 40, -1, 3, 6],
-        [1 << 40, -1, 2, 9],
+        [0, 0, 0, 1 << 50, 7],
+        [1 << 33, 1 << 40, -1, 0, -2],
+        [5, 1 << 40, -1, 3, 8],
+        [0, 1 << 40, -1, 2, 9],
+        [1, 2, 3, 4, 5],
     ]
+
+
+def test_a_record_is_bound_whole_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_driver(monkeypatch, lambda *_: (SUCCESS,))
+    params = (("group.arena", "i64"), ("group.rank", "i32"))
+    kernel = driver.Kernel(SimpleNamespace(params=params, entry="kernel", smem_bytes=0, read=bytes))
+    with pytest.raises(ValueError):
+        kernel.bind("group", (1,))
 
 
 def test_a_thread_without_a_context_takes_that_of_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +80,8 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel_once(monkeypatch: p
     monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (SUCCESS, 5))
     monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", enter)
     kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
-    kernel.launch(1, {}, 7)
-    kernel.launch(1, {}, 7)
+    kernel.launch(1, (), 7)
+    kernel.launch(1, (), 7)
     assert launched_in == [0, 5, 5]
 
 
@@ -77,7 +89,7 @@ def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     replace_driver(monkeypatch, lambda *_: (driver.driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,))
     kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
     with pytest.raises(EPError, match="CUDA_ERROR_LAUNCH_FAILED"):
-        kernel.launch(1, {}, 7)
+        kernel.launch(1, (), 7)
 
 
 def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +97,13 @@ def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.M
     replace_driver(monkeypatch, lambda *_: (SUCCESS,))
     kernel = driver.Kernel(SimpleNamespace(params=(), entry="cute_ep_dispatch_bf16_0", smem_bytes=0, read=bytes))
     monkeypatch.setattr(driver, "record_function", None)
-    kernel.launch(1, {}, 7)
+    kernel.launch(1, (), 7)
     monkeypatch.undo()
     replace_driver(monkeypatch, lambda *_: (SUCCESS,))
     with torch.profiler.profile() as profile:
-        kernel.launch(1, {}, 7)
-        kernel.launch(1, {}, 7)
-    kernel.launch(1, {}, 7)
+        kernel.launch(1, (), 7)
+        kernel.launch(1, (), 7)
+    kernel.launch(1, (), 7)
     assert [(event.key, event.count) for event in profile.key_averages()] == [("cute_ep.dispatch_bf16", 2)]
 
 

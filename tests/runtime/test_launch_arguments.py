@@ -10,11 +10,13 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import message_map, segment_words
+from cute_ep.layouts.maps.arguments import numbers
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import OutputType, division_magic
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED, scale_map
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks
-from cute_ep.runtime.communicator import Communicator, load_kernels
+from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.kernels import load_kernels
 from cute_ep.tuning.builtin import built_in
 from tests.fake_gpu import (
     CFG,
@@ -32,44 +34,39 @@ from tests.fake_gpu import (
 )
 
 BF16 = replace(CFG, dispatch_format="bf16")
+EXPERTS = ("group.experts", "group.first_expert", "group.all_experts", "group.local_experts")
 SCALED = [name for name, record in FORMATS.items() if record.scale]
 
-SCALE_ARGUMENTS = {"out_scales", "scale_inner", "scale_middle", "scale_outer", "scale_step", "scale_words"}
-SCALE_ARGUMENTS |= {"scale_alignment"}
 LEFT_TO_THE_OTHER_HALF = {
-    "dispatch_async": {"out_tokens", "out_row_scales", "row_offsets", "row_counts", "scales_offsets", "expert_ids"}
-    | {"src_info", "num_rows", "row_map", "headers", "weights", "capacity", "has_tiles"}
-    | SCALE_ARGUMENTS,
-    "dispatch_wait": {"x", "scales", "given_row_scales", "topk_ids", "topk_ids_wide", "router_weights", "global_scale"}
-    | {"tokens", "packed", "message_slices", "return_slices"},
-    "combine_async": {"out", "out_type", "topk_ids", "topk_ids_wide", "router_weights", "epilogue_data", "tokens"}
-    | {"return_slices"},
-    "combine_wait": {"row_map", "headers", "weights"},
+    "dispatch_async": {"out", "scales"},
+    "dispatch_wait": {"ids", "input"},
+    "combine_async": {"shared", "ids", "sums"},
+    "combine_wait": {"batch"},
 }
-"""Parameters that a half does not set, by the kernel's name without its mode."""
+"""Records that a half does not set, by the kernel's name without its mode."""
 
 
 # ---- fused calls
 
 
-def test_a_fused_call_is_one_launch_that_sets_every_parameter(rank: Communicator, launches: Launches) -> None:
-    x, ids, weights = inputs()
+def test_a_fused_call_is_one_launch_that_sets_every_record(make_rank: MakeRank, launches: Launches) -> None:
+    rank, (x, ids, weights) = make_rank(SHARED_EXPERT), inputs()
     batch = rank.dispatch(x, ids, weights, torch.tensor([2.0]))
     for mode in ("exact", "partial"):
         assert rank.combine(expert_rows(batch), batch, mode=mode).shape == x.shape
     assert launches.kernels == ["dispatch", "combine_exact", "combine_partial"]
-    assert [launch.unset for launch in launches] == [set()] * 3
+    assert [launch.empty_records for launch in launches] == [set()] * 3
 
 
 def test_dispatch_passes_tokens_scale_and_output_buffers(rank: Communicator, launches: Launches) -> None:
     (x, ids, weights), scale, out = inputs(), torch.tensor([2.0]), rank.allocate()
     rank.dispatch(x, ids, weights, scale, out)
     sent = launches.only()
-    assert sent.arguments["tokens"] == 5
-    assert sent.values("x", "global_scale") == (x.data_ptr(), scale.data_ptr())
-    assert sent.values("scales", "given_row_scales") == (0, 0)
-    assert sent.arguments["out_scales"] == out.scales.data_ptr()
-    assert sent.arguments["capacity"] == out.tokens.shape[0] == CFG.max_rows
+    assert sent.arguments["input.tokens"] == 5
+    assert sent.values("input.x", "input.global_scale") == (x.data_ptr(), scale.data_ptr())
+    assert sent.values("input.scales", "input.row_scales") == (0, 0)
+    assert sent.arguments["scales.data"] == out.scales.data_ptr()
+    assert sent.arguments["out.capacity"] == out.tokens.shape[0] == CFG.max_rows
 
 
 def test_combine_passes_rows_weights_sums_and_the_batch(rank: Communicator, launches: Launches) -> None:
@@ -77,18 +74,18 @@ def test_combine_passes_rows_weights_sums_and_the_batch(rank: Communicator, laun
     batch, rows = rank.dispatch(x, ids, weights, out=out), expert_rows(out)
     sums = rank.combine(rows, batch, mode="partial")
     combined = launches.last("combine")
-    assert combined.values("row_map", "headers") == (out.row_map.data_ptr(), out.headers.data_ptr())
-    assert combined.values("tokens", "return_slices") == (5, batch.return_slices)
-    assert combined.arguments["router_weights"] == weights.data_ptr()
-    assert combined.values("rows", "out") == (rows.data_ptr(), sums.data_ptr())
+    assert combined.values("batch.row_map", "batch.headers") == (out.row_map.data_ptr(), out.headers.data_ptr())
+    assert combined.values("sums.tokens", "sums.return_slices") == (5, batch.return_slices)
+    assert combined.arguments["sums.router_weights"] == weights.data_ptr()
+    assert combined.values("rows.data", "sums.out") == (rows.data_ptr(), sums.data_ptr())
 
 
 def test_dispatch_decides_the_slices_of_messages_and_of_rows_that_return(rank: Communicator, launches: Launches):
     batch, tuning = rank.dispatch(*inputs()), built_in(CFG, MAX_CTAS)
     sent = launches.only().arguments
     wanted = [tuning.shape(name, 5, MAX_CTAS).slices for name in ("dispatch", "combine")]
-    assert [1 << sent["message_slices"], 1 << sent["return_slices"]] == wanted
-    assert batch.return_slices == sent["return_slices"]
+    assert [1 << sent["input.message_slices"], 1 << sent["input.return_slices"]] == wanted
+    assert batch.return_slices == sent["input.return_slices"]
 
 
 def test_kernels_get_the_map_of_the_arena_for_their_mode(rank: Communicator, launches: Launches) -> None:
@@ -96,38 +93,39 @@ def test_kernels_get_the_map_of_the_arena_for_their_mode(rank: Communicator, lau
     for mode in ("exact", "partial"):
         rank.combine(expert_rows(batch), batch, mode=mode)
     for launch, partial in zip(launches, (False, False, True), strict=True):
-        assert launch.holds(CFG.arena.arguments(partial=partial)), launch.kernel
+        assert launch.record("arena") == tuple(numbers(CFG.arena.arguments(partial=partial))), launch.kernel
 
 
 def test_a_rank_is_told_its_place_in_the_group_of_all_ranks(make_rank: MakeRank, launches: Launches) -> None:
     make_rank(rank=1).dispatch(*inputs())
     launch = launches.only()
-    assert launch.values("rank", "ranks") == (1, 2)
-    assert launch.values("experts", "first_expert", "all_experts", "local_experts") == (8, 0, 8, 4)
-    assert launch.values("top_k", "max_tokens", "hidden") == (2, 16, 128)
-    assert launch.values("timeout_ns", "arena") == (60_000_000_000, arena_address(1))
-    assert launch.holds(CFG.arena.arguments())
+    assert launch.values("group.rank", "group.ranks") == (1, 2)
+    assert launch.values(*EXPERTS) == (8, 0, 8, 4)
+    assert launch.values("group.top_k", "group.max_tokens", "group.hidden") == (2, 16, 128)
+    assert launch.values("group.timeout_ns", "group.arena") == (60_000_000_000, arena_address(1))
+    assert launch.record("arena") == tuple(numbers(CFG.arena.arguments()))
     for count in ("ranks", "local_experts", "top_k"):
-        assert launch.arguments[f"{count}_magic"] == division_magic(launch.arguments[count])
+        assert launch.arguments[f"group.{count}_magic"] == division_magic(launch.arguments[f"group.{count}"])
 
 
 def test_addresses_of_peers_lie_in_the_arena_where_nothing_collects_them(rank: Communicator, launches: Launches):
     assert rank.arena.stored == {int(CFG.arena.peers.offset): [arena_address(0), arena_address(1)]}
     rank.dispatch(*inputs())
     tensors = [value for value in vars(rank).values() if isinstance(value, torch.Tensor)]
-    assert not tensors and launches.only().arguments["peers_at"] == CFG.arena.peers.offset
+    assert not tensors and launches.only().arguments["arena.peers.at"] == CFG.arena.peers.offset
 
 
 def test_a_call_without_tokens_is_launched_too(rank: Communicator, launches: Launches) -> None:
     batch = rank.dispatch(*inputs(0))
     assert rank.combine(torch.zeros(8, 128, dtype=torch.bfloat16), batch).shape == (0, 128)
-    assert launches.first().arguments["tokens"] == 0 and launches.first().grid >= 1
+    assert launches.first().arguments["input.tokens"] == 0 and launches.first().grid >= 1
 
 
 # ---- halves
 
 
-def test_the_two_halves_set_every_parameter_between_them(rank: Communicator, launches: Launches) -> None:
+def test_the_two_halves_set_every_record_between_them(make_rank: MakeRank, launches: Launches) -> None:
+    rank = make_rank(SHARED_EXPERT)
     sent = [rank.dispatch_async(*inputs()) for _ in range(2)]
     batch = rank.dispatch_wait(sent[0])
     rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
@@ -136,15 +134,15 @@ def test_the_two_halves_set_every_parameter_between_them(rank: Communicator, lau
         *("dispatch_async", "dispatch_async", "dispatch_wait"),
         *("combine_async_partial", "combine_wait_partial", "dispatch_wait"),
     ]
-    for half, unset in LEFT_TO_THE_OTHER_HALF.items():
-        assert launches.first(half).unset == unset, half
+    for half, left in LEFT_TO_THE_OTHER_HALF.items():
+        assert launches.first(half).empty_records - {"grid"} == left, half
 
 
 def test_rows_come_home_in_the_slices_that_the_sending_half_announced(rank: Communicator, launches: Launches) -> None:
     batch = rank.dispatch_wait(rank.dispatch_async(*inputs()))
     rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
-    announced = launches.only("dispatch_async").arguments["return_slices"]
-    assert launches.only("combine_wait").arguments["return_slices"] == announced
+    announced = launches.only("dispatch_async").arguments["input.return_slices"]
+    assert launches.only("combine_wait").arguments["sums.return_slices"] == announced
 
 
 # ---- rows and weights of combine
@@ -157,8 +155,8 @@ def test_without_rows_kernels_get_an_address_that_may_be_read(rank: Communicator
     assert none.data_ptr() == 0
     rank.combine(none, batch, mode="partial")
     rank.combine_wait(rank.combine_async(none, batch, mode="partial"))
-    assert [launch.arguments["rows"] for launch in launches.of("combine")] == [rank.arena.address] * 3
-    assert all(launch.arguments["capacity"] == 0 for launch in launches.of("combine"))
+    assert [launch.arguments["rows.data"] for launch in launches.of("combine")] == [rank.arena.address] * 3
+    assert all(launch.arguments["rows.capacity"] == 0 for launch in launches.of("combine"))
 
 
 @pytest.mark.parametrize(("given", "read"), [(3, 3), (8, 8), (100, 8)])
@@ -167,7 +165,7 @@ def test_combine_reads_no_more_rows_than_dispatch_had_room_for(
 ) -> None:
     batch = rank.dispatch(*inputs(), out=rank.allocate(8))
     rank.combine(torch.zeros(given, 128, dtype=torch.bfloat16), batch)
-    assert launches.last("combine").arguments["capacity"] == read
+    assert launches.last("combine").arguments["rows.capacity"] == read
 
 
 @pytest.mark.parametrize("at_combine", [False, True], ids=["of dispatch", "of combine"])
@@ -180,7 +178,7 @@ def test_weights_of_combine_replace_those_of_dispatch(rank: Communicator, launch
     rank.combine(rows, batch, given)
     rank.combine_wait(rank.combine_async(rows, batch), given)
     for kernel in ("combine_exact", "combine_wait_exact"):
-        assert launches.only(kernel).arguments["router_weights"] == used.data_ptr(), kernel
+        assert launches.only(kernel).arguments["sums.router_weights"] == used.data_ptr(), kernel
 
 
 @pytest.mark.parametrize(
@@ -194,10 +192,10 @@ def test_sums_have_the_type_that_is_asked_for_or_that_of_out(
     batch = rank.dispatch(*inputs())
     rows, out = expert_rows(batch), torch.empty(5, 128, dtype=dtype)
     assert rank.combine(rows, batch, dtype=dtype).dtype == dtype
-    assert launches.last().arguments["out_type"] == number
+    assert launches.last().arguments["sums.out_type"] == number
     assert rank.combine_wait(rank.combine_async(rows, batch), out=out) is out
-    assert launches.last("combine_wait").arguments["out_type"] == number
-    assert launches.last("combine_wait").arguments["out"] == out.data_ptr()
+    assert launches.last("combine_wait").arguments["sums.out_type"] == number
+    assert launches.last("combine_wait").arguments["sums.out"] == out.data_ptr()
 
 
 def test_unweighted_combine_returns_a_row_for_each_entry(rank: Communicator, launches: Launches) -> None:
@@ -210,7 +208,7 @@ def test_unweighted_combine_returns_a_row_for_each_entry(rank: Communicator, lau
     assert (out.shape, out.dtype) == ((5, 2, 128), torch.float32)
     assert launches.kernels[1:] == ["combine_unweighted", "combine_async_exact", "combine_wait_unweighted"]
     for kernel in ("combine_unweighted", "combine_wait_unweighted"):
-        assert launches.only(kernel).arguments["router_weights"] == 0, kernel
+        assert launches.only(kernel).arguments["sums.router_weights"] == 0, kernel
 
 
 # ---- formats
@@ -229,26 +227,31 @@ def test_kernels_are_given_sizes_and_strides_of_the_format(
     rank.dispatch_wait(rank.dispatch_async(*inputs()))
     assert [launch.variant.format for launch in launches] == [fmt, fmt, None]
     message = message_map(record.payload_bytes(128), record.scale_bytes(128), record.row_scale_bytes)
+    offsets = (message.scales.offset, message.row_scale.offset)
     for launch in launches:
-        assert launch.arguments["segment_words"] == segment_words(record)
-        assert launch.values("payload_bytes", "scale_bytes") == (record.payload_bytes(128), record.scale_bytes(128))
-        assert launch.values("scales_at", "row_scale_at") == (message.scales.offset, message.row_scale.offset)
-        assert launch.values("row_scale_bytes", "row_alignment") == (record.row_scale_bytes, 16)
+        assert launch.arguments["wire.segment_words"] == segment_words(record)
+        assert launch.values("wire.payload_bytes", "wire.scale_bytes") == (
+            record.payload_bytes(128),
+            record.scale_bytes(128),
+        )
+        assert launch.values("wire.scales_at", "wire.row_scale_at") == offsets
+        assert launch.arguments["wire.row_scale_bytes"] == record.row_scale_bytes
     for launch in (launches.only("dispatch_wait"), launches.first()):
         given = launch.arguments
-        assert given["has_tiles"] == (layout in (ATOM, TRANSPOSED)), "rows of 16 are a multiple of 4"
+        assert given["out.row_alignment"] == 16
+        assert given["out.has_tiles"] == (layout in (ATOM, TRANSPOSED)), "rows of 16 are a multiple of 4"
         if layout is None:
-            assert {given[name] for name in SCALE_ARGUMENTS} == {0}
+            assert set(launch.record("scales")) == {0}
             continue
-        places = scale_map(layout, record.scale_bytes(128), given["capacity"])
+        places = scale_map(layout, record.scale_bytes(128), given["out.capacity"])
         strides = ("inner", "middle", "outer", "step", "words")
-        assert [given[f"scale_{name}"] for name in strides] == [getattr(places, name) for name in strides]
-        assert given["scale_alignment"] == (128 if layout == ATOM else 16)
-        assert (given["scales_offsets"] != 0) == (layout == ATOM)
-    outputs = {"out_scales": batch.scales, "out_row_scales": batch.row_scales, "out_tokens": batch.tokens}
+        assert [given[f"scales.{name}"] for name in strides] == [getattr(places, name) for name in strides]
+        assert given["scales.alignment"] == (128 if layout == ATOM else 16)
+        assert (given["out.scales_offsets"] != 0) == (layout == ATOM)
+    outputs = {"scales.data": batch.scales, "out.row_scales": batch.row_scales, "out.tokens": batch.tokens}
     for name, tensor in outputs.items():
         assert launches.first().arguments.get(name, 0) == address(tensor), name
-    assert launches.first().arguments["row_counts"] == batch.row_counts.data_ptr()
+    assert launches.first().arguments["out.row_counts"] == batch.row_counts.data_ptr()
 
 
 @pytest.mark.parametrize("fmt", SCALED)
@@ -263,9 +266,9 @@ def test_quantised_rows_are_sent_by_the_kernels_of_bf16_which_only_move(
     assert launches.kernels == ["dispatch", "dispatch_async", "dispatch_wait"]
     assert [launch.variant.format for launch in launches] == ["bf16", "bf16", None]
     for sent in (launches.first(), launches.only("dispatch_async")):
-        assert sent.values("x", "scales") == (ready.payload.data_ptr(), ready.scales.data_ptr())
-        assert sent.arguments["given_row_scales"] == address(ready.row_scales)
-        assert sent.arguments["payload_bytes"] == FORMATS[fmt].payload_bytes(128)
+        assert sent.values("input.x", "input.scales") == (ready.payload.data_ptr(), ready.scales.data_ptr())
+        assert sent.arguments["input.row_scales"] == address(ready.row_scales)
+        assert sent.arguments["wire.payload_bytes"] == FORMATS[fmt].payload_bytes(128)
 
 
 @pytest.mark.usefixtures("make_rank")
@@ -276,7 +279,7 @@ def test_bf16_rows_need_no_second_kernel_that_only_moves() -> None:
 
 def test_a_number_as_global_scale_becomes_a_tensor(rank: Communicator, launches: Launches) -> None:
     rank.dispatch(*inputs(), 2.0)
-    assert launches.only().arguments["global_scale"] != 0
+    assert launches.only().arguments["input.global_scale"] != 0
 
 
 # ---- options
@@ -288,13 +291,13 @@ def test_a_shared_expert_takes_all_tokens_of_its_rank(make_rank: MakeRank, launc
     rank.combine(expert_rows(batch), batch)
     later = rank.dispatch_wait(rank.dispatch_async(*inputs(3)))
     rank.combine_wait(rank.combine_async(expert_rows(later), later))
-    names = ("shared_groups", "shared_first", "shared_rows")
-    assert {launch.kernel: tuple(launch.arguments.get(name) for name in names) for launch in launches} == {
+    names = ("shared.groups", "shared.first", "shared.rows")
+    assert {launch.kernel: tuple(launch.arguments[name] for name in names) for launch in launches} == {
         "dispatch": (1, 0, 5),
         "combine_exact": (1, 0, 5),
         "dispatch_async": (1, 0, 3),
         "dispatch_wait": (1, 0, 3),
-        "combine_async_exact": (1, None, None),  # a shared row does not travel
+        "combine_async_exact": (0, 0, 0),  # a shared row does not travel
         "combine_wait_exact": (1, 0, 3),
     }
     assert batch.row_counts.shape == (5,) and batch.row_offsets.shape == (6,)
@@ -308,12 +311,12 @@ def test_with_skip_a2a_every_rank_is_a_group_of_its_own(
     rank = make_rank(replace(SKIP_A2A, fused_shared_expert=True), number)
     batch = rank.dispatch(*inputs(5))
     launch = launches.only()
-    assert launch.values("rank", "ranks", "ranks_magic") == (0, 1, 0)
-    assert launch.holds(rank.cfg.arena.arguments())
-    assert launch.values("experts", "first_expert", "all_experts", "local_experts") == (4, 4 * number, 8, 4)
-    assert launch.values("shared_groups", "shared_first", "shared_rows") == (1, first_shared, shared)
+    assert launch.values("group.rank", "group.ranks", "group.ranks_magic") == (0, 1, 0)
+    assert launch.record("arena") == tuple(numbers(rank.cfg.arena.arguments()))
+    assert launch.values(*EXPERTS) == (4, 4 * number, 8, 4)
+    assert launch.record("shared") == (1, first_shared, shared)
     assert batch.row_map.shape == (1, 16, 2) and batch.headers.shape == (1, 4)
-    assert rank.arena.stored == {launch.arguments["peers_at"]: [launch.arguments["arena"]]}
+    assert rank.arena.stored == {launch.arguments["arena.peers.at"]: [launch.arguments["group.arena"]]}
     assert len(rank._status.memory.words) == 12
 
 
@@ -341,10 +344,13 @@ def test_with_hooks_weights_scales_and_epilogue_data_have_any_type(make_rank: Ma
     rows = expert_rows(batch)
     rank.combine(rows, batch, epilogue_data=residual)
     rank.combine_wait(rank.combine_async(rows, batch), epilogue_data=residual)
-    assert launches.only("dispatch").values("router_weights", "global_scale") == (weights.data_ptr(), scale.data_ptr())
-    assert launches.only("combine_exact").arguments["router_weights"] == weights.data_ptr() != 0
+    assert launches.only("dispatch").values("input.router_weights", "input.global_scale") == (
+        weights.data_ptr(),
+        scale.data_ptr(),
+    )
+    assert launches.only("combine_exact").arguments["sums.router_weights"] == weights.data_ptr() != 0
     for kernel in ("combine_exact", "combine_wait_exact"):
-        assert launches.only(kernel).arguments["epilogue_data"] == residual.data_ptr(), kernel
+        assert launches.only(kernel).arguments["sums.epilogue_data"] == residual.data_ptr(), kernel
 
 
 def test_without_hooks_weights_and_scales_are_float32(rank: Communicator, launches: Launches) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from cute_ep.layouts.maps.arguments import numbers
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 from tests.fake_gpu import CFG, MAX_CTAS, Launch, Launches, MakeRank, expert_rows, inputs
@@ -24,18 +25,21 @@ ANOTHER_TUNING = Tuning(
 
 
 class Shape(NamedTuple):
-    """What a launch was given of its shape; slices are logarithms, None where the kernel does not ask for them."""
+    """What a launch was given of its shape; slices are logarithms, None where the kernel has no such argument, and 0
+    where it does not read it."""
 
     grid: int
     send_ctas: int
     receive_from: int
-    packed: int | None
+    packed: int
     message_slices: int | None
     return_slices: int | None
 
     @classmethod
     def of(cls, launch: Launch) -> Shape:
-        return cls(launch.grid, *(launch.arguments.get(name) for name in cls._fields[1:]))
+        returned = "input.return_slices" if launch.kernel.startswith("dispatch") else "sums.return_slices"
+        names = ("grid.send_ctas", "grid.receive_from", "grid.packed", "input.message_slices", returned)
+        return cls(launch.grid, *(launch.arguments.get(name) for name in names))
 
 
 def grid_of(ctas: int, senders: float = 0) -> Tuning:
@@ -50,25 +54,25 @@ def test_every_call_has_the_shape_of_the_tuning_that_is_set_then(rank: Communica
 
     rank.tuning = ANOTHER_TUNING
     rank.combine(expert_rows(batch), batch, mode="partial")
-    wanted = Shape(30, 24, 24, packed=None, message_slices=None, return_slices=4)
+    wanted = Shape(30, 24, 24, packed=0, message_slices=None, return_slices=4)
     assert Shape.of(launches.last()) == wanted, "rows come home in the slices that their dispatch published"
 
     batch = rank.dispatch(*inputs(5))
     assert Shape.of(launches.last()) == Shape(20, 10, 10, packed=0, message_slices=2, return_slices=1)
     rank.combine(expert_rows(batch), batch)
-    wanted = Shape(30, 15, 15, packed=None, message_slices=None, return_slices=1)
+    wanted = Shape(30, 15, 15, packed=0, message_slices=None, return_slices=1)
     assert Shape.of(launches.last()) == wanted, "where whole rows come home, at most half of the CTAs send"
 
     rank.dispatch_wait(rank.dispatch_async(*inputs(9)))
     wanted = Shape(10, 10, 10, packed=0, message_slices=0, return_slices=0)
     assert Shape.of(launches.only("dispatch_async")) == wanted
-    assert Shape.of(launches.only("dispatch_wait")) == Shape(10, 0, 0, None, None, None)
+    assert Shape.of(launches.only("dispatch_wait")) == Shape(10, 0, 0, 0, 0, 0)
 
     rank.dispatch(*inputs(0))
     wanted = Shape(10, 10, 0, packed=0, message_slices=0, return_slices=0)
     assert Shape.of(launches.last()) == wanted, "no tokens: as many as there may be"
 
-    pdl = launches.values("pdl")
+    pdl = launches.values("grid.pdl")
     assert pdl == [int(2 * launch.grid <= MAX_CTAS) for launch in launches]
     early = [launch.early for launch in launches]
     assert early == [False, *(first and then for first, then in pairwise(pdl))]
@@ -81,7 +85,7 @@ def test_a_launch_starts_early_when_it_and_the_one_before_fit_side_by_side(
     for grid in (40, 32, 32, 33, 32):
         rank.tuning = grid_of(grid)
         rank.dispatch(*inputs())
-    assert [(launch.grid, launch.arguments["pdl"], launch.early) for launch in launches] == [
+    assert [(launch.grid, launch.arguments["grid.pdl"], launch.early) for launch in launches] == [
         (40, 0, False),
         (32, 1, False),
         (32, 1, True),
@@ -98,7 +102,7 @@ def test_at_most_half_of_the_ctas_send_whole_rows(
     rank.tuning = grid_of(40, 0.75)
     batch = rank.dispatch(*inputs())
     rank.combine(expert_rows(batch), batch, mode=mode)
-    assert launches.last("combine").values("send_ctas", "receive_from") == (senders, senders)
+    assert launches.last("combine").values("grid.send_ctas", "grid.receive_from") == (senders, senders)
 
 
 def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: Launches) -> None:
@@ -113,5 +117,6 @@ def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: L
         rank.combine(rows, batch, mode=mode)
         rank.combine_wait(rank.combine_async(rows, batch, mode))
     for launch in launches:
-        assert launch.holds(narrow if launch.kernel.endswith("partial") else wide), launch.kernel
+        given = narrow if launch.kernel.endswith("partial") else wide
+        assert launch.record("arena") == tuple(numbers(given)), launch.kernel
     assert sum(kernel.endswith("partial") for kernel in launches.kernels) == 3

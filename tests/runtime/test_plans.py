@@ -85,7 +85,7 @@ def test_a_plan_keeps_alive_what_only_its_addresses_name(rank: Communicator, lau
     gc.collect()
     assert all(tensor() is not None for tensor in needed)
     plan.launch()
-    assert launches.last("combine").arguments["row_map"] == row_map
+    assert launches.last("combine").arguments["batch.row_map"] == row_map
 
 
 def test_a_plan_is_refused_when_its_buffers_hold_a_later_batch(rank: Communicator, launches: Launches) -> None:
@@ -115,10 +115,11 @@ def test_the_guides_capture_owns_all_memory_that_its_graph_names(rank: Communica
             owners[tensor.data_ptr()] = weakref.ref(tensor)
     del x, ids, weights, tensor, rank.allocate
     gc.collect()
-    given = {"x", "topk_ids", "router_weights"}
-    outputs = {"out_tokens", "out_scales", "row_offsets", "row_map", "headers", "num_rows", "src_info", "weights"}
-    named = {*launches.last("dispatch").values(*given, *outputs)}
-    named |= {*launches.last("combine").values("out", "topk_ids", "router_weights", "row_map", "headers")}
+    given = {"input.x", "ids.data", "input.router_weights"}
+    tensors = ("tokens", "row_offsets", "row_map", "headers", "num_rows", "src_info", "weights")
+    named = {*launches.last("dispatch").values(*given, "scales.data", *(f"out.{name}" for name in tensors))}
+    read = ("ids.data", "sums.router_weights", "batch.row_map", "batch.headers")
+    named |= {*launches.last("combine").values("sums.out", *read)}
     assert named <= owners.keys() and all(owners[address]() is not None for address in named)
     del kept
     gc.collect()

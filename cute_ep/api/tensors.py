@@ -1,0 +1,112 @@
+"""Rules for one tensor argument, whatever call it is of.
+
+Nothing here reads a tensor's elements, so no check waits for a device. Calls compute no gradients: a tensor that
+requires one is refused where that would drop it without a word, and so is one that may not be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import ne
+
+import torch
+from torch import Tensor
+
+from cute_ep.api.errors import EPInputError
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | str | None = None,
+    alignment: int = 1,
+) -> None:
+    """Check one argument: a row-major contiguous tensor of the given extents, type and place, which does not require a
+    gradient while gradients are enabled.
+
+    Args:
+        name: how the caller calls it; begins the message.
+        shape: expected extents, None for any extent; None accepts any number of them.
+        dtype, device: what is expected; None accepts any, a tuple of types each of them.
+        alignment: bytes that the address of the first element must be a multiple of.
+
+    Raises:
+        EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
+    """
+    if not isinstance(tensor, Tensor):
+        raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
+    if shape is not None and (got := tensor.shape) != shape and not _has_shape(got, shape):
+        raise EPInputError(f"{name}.shape = {tuple(got)}: must be {_shape_rule(name, got, shape)}")
+    if dtype is not None and (kind := tensor.dtype) != dtype and not (isinstance(dtype, tuple) and kind in dtype):
+        wanted = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
+        own = dtype == torch.float32 and kind.is_floating_point and not name.startswith("out")
+        raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}{f'; use {name}.float()' if own else ''}")
+    if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
+        raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
+    if not tensor.is_contiguous():
+        more = "" if name.startswith("out") else f"; use {name}.contiguous()"
+        raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous{more}")
+    if alignment != 1 and tensor.data_ptr() % alignment:
+        raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
+    if tensor.requires_grad:
+        check_detached(name, tensor)
+
+
+def check_detached(name: str, tensor: torch.Tensor) -> None:
+    """EPInputError for an input that requires a gradient while gradients are enabled."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise EPInputError(
+            f"{name}.requires_grad = True: must be False while gradients are enabled, this call computes none; "
+            f"make the call under torch.no_grad(), or give {name}.detach()"
+        )
+
+
+def check_written(name: str, tensor: object) -> None:
+    """EPInputError for a tensor that a call may not overwrite: a Parameter, one that requires a gradient, or outside of
+    inference mode one that was made in it. What is no tensor passes."""
+    if not isinstance(tensor, Tensor):
+        return
+    if isinstance(tensor, torch.nn.Parameter):
+        raise EPInputError(f"{name} = Parameter: must be a tensor of its own, such as torch.empty_like({name}.data)")
+    if tensor.requires_grad:
+        raise EPInputError(f"{name}.requires_grad = True: must be False, the call overwrites it; give {name}.detach()")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise EPInputError(
+            f"{name}.is_inference() = True: must be False outside of torch.inference_mode(); allocate it outside, or "
+            "make the call inside"
+        )
+
+
+def _has_shape(got: Sequence[int], shape: Sequence[int | None]) -> bool:
+    """Whether each extent is the wanted one, if any is wanted."""
+    if len(got) != len(shape):
+        return False
+    if shape[:1] == (None,) and got[1:] == shape[1:]:  # as of most arguments, and soon found
+        return True
+    return sum(map(ne, got, shape)) == shape.count(None)  # None differs from any extent
+
+
+def _shape_rule(name: str, got: Sequence[int], shape: Sequence[int | None]) -> str:
+    """The wanted extents, and how to come to them from a tensor with a batch and a sequence dimension."""
+    wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+    more = len(got) - len(shape)
+    if more <= 0 or len(shape) < 2 or shape[-1] not in (None, got[-1]):
+        return f"({wanted})"
+    return f"({wanted}); flatten the leading dimensions: {name}.flatten(0, {more})"
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory; one without any bytes does not."""
+    ahead = one.data_ptr() - other.data_ptr()
+    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0 < other.nbytes
+
+
+def check_apart(name: str, written: torch.Tensor | None, **read: object) -> None:
+    """EPInputError where a call would write `written` over a tensor that it reads. All are contiguous, on one device;
+    what is no tensor passes."""
+    for other, tensor in read.items():
+        if written is not None and isinstance(tensor, Tensor) and overlap(written, tensor):
+            raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")

@@ -1,0 +1,48 @@
+"""The kernels of one rank: loaded by name, bound to what all their launches share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+
+from cute_ep.aot.library import Library
+from cute_ep.api.config import EPConfig
+from cute_ep.layouts.maps.arguments import COMBINE_CALL, DISPATCH_CALL
+from cute_ep.layouts.maps.formats import BF16
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
+from cute_ep.runtime.driver import Kernel, architecture
+
+UNENCODED = "_unencoded"
+"""Ends the name of the kernel that sends rows as they are."""
+
+
+def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks) -> dict[str, Kernel]:
+    """All kernels that one rank of `cfg` may launch, loaded on its device, by name.
+
+    Raises:
+        VariantMissing: a kernel is not in the library.
+    """
+    arch = architecture(device)
+    entries = {}
+    for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS):
+        entries[name] = library.find(name, arch, cfg.dispatch_format if name in SEND_KERNELS else None, hooks)
+    if cfg.format.scale:
+        entries |= {f"{name}{UNENCODED}": library.find(name, arch, BF16.name, hooks) for name in SEND_KERNELS}
+    with torch.cuda.device(device), ExitStack() as undo:
+        torch.cuda.synchronize()  # the first call on a device makes its context
+        kernels: dict[str, Kernel] = {}
+        for name, entry in entries.items():
+            call = DISPATCH_CALL if name.startswith("dispatch") else COMBINE_CALL
+            kernels[name] = Kernel(entry, call)
+            undo.callback(kernels[name].unload)
+        undo.pop_all()
+    return kernels
+
+
+def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:
+    """Give back what `load_kernels` took; none of them may be running."""
+    with torch.cuda.device(device):
+        for kernel in kernels.values():
+            kernel.unload()

@@ -1,0 +1,110 @@
+"""What a communicator keeps so that a launch takes little of the host's time.
+
+A pair of calls takes about 31 us of one host thread (H200's host, 2026-11-22), nearly all of it Python, and while
+tokens are few the GPU waits for it. So what does not change from call to call is found once:
+
+- the launch shape of an operation and a number of tokens, as the record that kernels are given;
+- the kernel with the addresses of a caller's buffers bound to it: then a launch neither reads fifteen addresses nor
+  checks the buffers again. `DispatchBuffers` cannot change but in whether gradients or inference mode forbid to write
+  them, which is looked at in each call;
+- that a batch was made here (`Dispatched.is_latest_of`), so that combine need not check it again.
+
+Nothing here changes what is launched. What is kept goes with the buffers, or after SHAPES_KEPT shapes, or when another
+`Tuning` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.validate import check_buffers
+from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
+from cute_ep.runtime.arguments import output_record, scales_record, shared_record
+from cute_ep.runtime.driver import Kernel
+from cute_ep.tuning.launch_shape import Tuning
+
+SHAPES_KEPT = 1024
+"""Launch shapes that a communicator keeps, one for each operation and number of tokens."""
+
+
+class LaunchShape(NamedTuple):
+    """A launch shape as launches need it.
+
+    Attributes:
+        slices_log2: of a message or of a returned row.
+        return_slices: of the rows that are to come back (dispatch decides that).
+        grid: `pdl` where two such launches fit side by side, so that the next may start early (`docs/protocol.md`,
+            Resident CTAs).
+        shared: the shared expert's part in so many tokens.
+    """
+
+    ctas: int
+    slices_log2: int
+    return_slices: int
+    grid: Grid
+    shared: SharedExpert
+
+
+class LaunchCache:
+    """Launch shapes and bound kernels of one rank.
+
+    Args:
+        max_ctas: CTAs of one launch at most, resident together.
+        kernels: by name, bound to all but what changes from launch to launch.
+    """
+
+    def __init__(self, cfg: EPConfig, rank: int, max_ctas: int, kernels: Mapping[str, Kernel]) -> None:
+        self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
+        self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
+        self._shapes_of: Tuning | None = None  # what they were found with
+        self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
+
+    def shape(self, tuning: Tuning, operation: str, tokens: int, *, whole_rows: bool = False) -> LaunchShape:
+        """`Tuning.shape`. A rank with no tokens cannot know the others' counts, so it assumes the most."""
+        if self._shapes_of is not tuning:
+            self._shapes, self._shapes_of = {}, tuning
+        key = operation, tokens, whole_rows
+        found = self._shapes.get(key)
+        if found is None:
+            if len(self._shapes) >= SHAPES_KEPT:
+                self._shapes.clear()
+            expected = tokens or self.cfg.max_tokens_per_rank
+            shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows)
+            grid = Grid(
+                pdl=int(2 * shape.grid <= self.max_ctas),
+                send_ctas=shape.send_ctas,
+                packed=int(shape.packed),
+                receive_from=shape.receive_from,
+            )
+            shared = shared_record(self.cfg, self.rank, tokens)
+            back = tuning.shape("combine", expected, self.max_ctas).slices_log2
+            found = self._shapes[key] = LaunchShape(shape.grid, shape.slices_log2, back, grid, shared)
+        return found
+
+    def receiver(self, name: str, out: DispatchBuffers) -> Kernel | None:
+        """The kernel of a name, bound to buffers that a call before was given; None when there was none, and then they
+        must be checked."""
+        bound = self._receivers.get(out) if isinstance(out, DispatchBuffers) else None
+        if bound is None:
+            return None
+        if out.tokens.requires_grad or out.tokens.is_inference():  # not when they were checked, perhaps
+            check_buffers(self.cfg, out, out.tokens.device)
+        kernel = bound.get(name)
+        if kernel is None:
+            kernel = bound[name] = self.kernels[name].copy()
+            kernel.bind("out", output_record(self.cfg, out))
+            kernel.bind("scales", self.scales_of(out))
+        return kernel
+
+    def remember(self, out: DispatchBuffers) -> None:
+        """That these buffers were checked: the next call with them binds its kernel to them."""
+        self._receivers[out] = {}
+
+    def scales_of(self, out: DispatchBuffers) -> Scales:
+        """The record of the scales in buffers."""
+        cfg, rows = self.cfg, out.tokens.shape[0]
+        return scales_record(cfg.scales_as, cfg.format.scale_bytes(cfg.hidden), out.scales, rows, cfg.alignment)

@@ -1,0 +1,273 @@
+"""What every role of a launch starts from: its place, its arguments, its round, its own and its peers' arenas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.divide import Divisor, quotient, remainder
+from cute_ep.kernels.device.memory import DeviceRegion, array, pointer
+from cute_ep.kernels.device.slices import packed_cta
+from cute_ep.kernels.device.sync import WaitContext, block_all, not_aborted, report, signal, wait_signal
+from cute_ep.layouts.maps.arena import StateWord, regions_of
+from cute_ep.layouts.maps.arguments import (
+    Batch,
+    CombineArgs,
+    DispatchArgs,
+    Grid,
+    Group,
+    Ids,
+    Input,
+    Output,
+    Rows,
+    Scales,
+    SharedExpert,
+    Sums,
+    Wire,
+)
+from cute_ep.layouts.maps.record import Region, RegionMap
+from cute_ep.layouts.maps.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
+
+
+def owns_shared(shared: SharedExpert, token) -> Boolean:
+    """Whether the shared expert takes this token of the own rank."""
+    return (token >= shared.first) & (token < shared.first + shared.rows)
+
+
+def given_id(ids: Ids, index) -> Int32:
+    """Entry `index` of the flat topk_ids; of a wide one the lower half, which all readers take for the id. Nothing is
+    computed from it here, so nobody waits for the load before it is used."""
+    return array(ids.data, Int32, Int32(1 << 30))[Int32(index) << ids.wide]
+
+
+@cute.jit
+def is_beyond(ids: Ids, index, given: Int32) -> Boolean:
+    """Whether an entry, of which `given_id` is the lower half, does not fit 32 bits."""
+    beyond = Boolean(False)
+    if ids.wide != 0:
+        beyond = array(ids.data, Int32, Int32(1 << 30))[2 * Int32(index) + 1] != given >> 31
+    return beyond
+
+
+@dataclass(frozen=True)
+class Context:
+    """One CTA's place in a launch, the launch's arguments and its round.
+
+    Frozen, because device control flow only carries values it may not change.
+
+    Attributes:
+        cta, ctas: this CTA's number, of so many.
+        epoch: number of the round, from 1.
+        peer_base: peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
+            overlaps with that of the first wait.
+        sPeers: (peer) Int64, the peers' arenas.
+        arena: the regions, as byte offsets from any arena's start.
+    """
+
+    tid: Int32
+    cta: Int32
+    ctas: Int32
+    epoch: Int64
+    peer_base: Int64
+    sPeers: cute.Tensor
+    group: Group
+    arena: Any
+    grid: Grid
+    shared: SharedExpert
+    ids: Ids
+
+    @property
+    def base(self) -> Int64:
+        """Address of this rank's arena."""
+        return self.group.arena
+
+    @property
+    def rank(self) -> Int32:
+        """This rank's number."""
+        return self.group.rank
+
+    @property
+    def ranks(self) -> Int32:
+        """How many ranks there are."""
+        return self.group.ranks
+
+    @property
+    def experts(self) -> Int32:
+        """Experts of all ranks."""
+        return self.group.experts
+
+    @property
+    def local_experts(self) -> Int32:
+        """Experts of one rank."""
+        return self.group.local_experts
+
+    @property
+    def top_k(self) -> Int32:
+        """Experts of one token."""
+        return self.group.top_k
+
+    @property
+    def by_ranks(self) -> Divisor:
+        return Divisor(self.group.ranks, self.group.ranks_magic)
+
+    @property
+    def by_top_k(self) -> Divisor:
+        return Divisor(self.group.top_k, self.group.top_k_magic)
+
+    @property
+    def by_local_experts(self) -> Divisor:
+        return Divisor(self.group.local_experts, self.group.local_experts_magic)
+
+    @property
+    def lane(self) -> Int32:
+        """Number of the thread within its warp."""
+        return remainder(self.tid, 32)
+
+    @property
+    def warp(self) -> Int32:
+        """Number of the warp within its CTA."""
+        return quotient(self.tid, 32)
+
+    @property
+    def wait_context(self) -> WaitContext:
+        """For the waits of `sync`. Made where it is needed: it takes no registers elsewhere."""
+        state = replace(self.arena.state, offset=self.base + self.arena.state.offset)  # by address
+        return WaitContext(self.group.timeout_ns, self.group.status, state.at(int(StateWord.ABORT)))
+
+    def expert_of(self, given: Int32) -> Int32:
+        """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
+        that no address is formed from an unchecked id."""
+        index = given - self.group.first_expert
+        inside = (index >= 0) & (index < self.experts)
+        return cutlass.select_(inside, index, Int32(MASKED_ENTRY))
+
+    def state_word(self, word: StateWord) -> Int64:
+        """Address of one of this rank's state words."""
+        return self.base + self.arena.state.at(int(word))
+
+    def complete(self, word: StateWord, epoch: Int64) -> None:
+        """Count round `epoch` as completed; by one thread of the last CTA out."""
+        cute.arch.store(pointer(self.state_word(word), Int64), epoch)
+
+    @cute.jit
+    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent, word) -> Boolean:
+        """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`, two rounds before the one
+        that this launch sends. The peer table may be read after it.
+
+        False, in every thread, after a timeout here or anywhere else on this rank, now or in an earlier launch; and of
+        a fused launch, for which `sent` rounds of epoch word `word` were sent before, if this round is one of them.
+        """
+        alive = Boolean(True)
+        tid, sPeers = self.tid, self.sPeers
+        if tid < self.ranks:
+            flag = self.base + flags.at(tid)
+            alive = wait_signal(self.wait_context, flag, epoch, tid, phase, Int32(0))
+            if cutlass.const_expr(sent is not None):
+                if alive & (sent != epoch + 1):  # behind a timeout the counts may well differ: that was told
+                    report(self.wait_context, self.rank, Phase.ORDER, Int32(int(word)), epoch + 1, sent)
+                    alive = Boolean(False)
+            sPeers[tid] = self.peer_base
+        return block_all(alive)
+
+    def has_signaled(self, flag: Int64, epoch: Int64) -> Boolean:
+        """One look at a flag; orders it before all that happens after."""
+        return cute.arch.load(pointer(flag, Int64), Int64, sem="acquire", scope="sys") >= epoch
+
+    def not_aborted(self) -> Boolean:
+        """Whether no wait of this rank has failed."""
+        return not_aborted(self.wait_context.abort)
+
+    def report_input(self, phase: Phase, index, expected, seen) -> None:
+        """Tell the host which of INPUT_ERRORS this rank's input has; the round goes on."""
+        report(self.wait_context, self.ranks + INPUT_ERRORS.index(phase), phase, index, expected, seen)
+
+    @cute.jit
+    def acknowledge(self, consumed: Region, received: Int64, cta) -> None:
+        """Let the peers overwrite what this rank has read: signal the rounds that it had completed at launch.
+
+        Comes before any wait of the launch, since a peer may wait for it. Earlier launches have ended, so their reads
+        have; the release orders their clearing of Lamport words. By one CTA, away from those that carry the first
+        messages.
+        """
+        tid = self.tid
+        if self.cta == cta and tid < self.ranks:
+            signal(self.peer_base + consumed.at(self.rank), received)
+
+
+@dataclass(frozen=True)
+class DispatchContext(Context):
+    """A launch of dispatch."""
+
+    wire: Wire
+    input: Input
+    out: Output
+    scales: Scales
+
+
+@dataclass(frozen=True)
+class CombineContext(Context):
+    """A launch of combine."""
+
+    rows: Rows
+    batch: Batch
+    sums: Sums
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of a launch's phase that the rank had completed before it: those sent, and those received."""
+
+    sent: Int64
+    received: Int64
+
+
+def open_dispatch(args: DispatchArgs, peers: Region, receive: bool) -> tuple[DispatchContext, Rounds]:
+    """The context of a launch of dispatch, and the rounds before it."""
+    return _open(DispatchContext, args, peers, args.grid.packed, StateWord.DISPATCH_SEND_EPOCH, receive)
+
+
+def open_combine(args: CombineArgs, peers: Region, receive: bool) -> tuple[CombineContext, Rounds]:
+    """The context of a launch of combine, and the rounds before it."""
+    return _open(CombineContext, args, peers, Int32(0), StateWord.COMBINE_SEND_EPOCH, receive)
+
+
+def _open(context: type, args, peers: Region, packed: Int32, word: StateWord, receive: bool):
+    arena = regions_of(args.arena, DeviceRegion)
+    tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed)
+    rounds = _completed(args.group.arena + arena.state.at(int(word)))
+    epoch = (rounds.received if receive else rounds.sent) + 1
+    place = {"tid": tid, "cta": cta, "ctas": ctas, "epoch": epoch, "peer_base": peer_base}
+    records = args._asdict() | {"arena": arena}
+    return context(**place, sPeers=shared_array(peers, Int64), **records), rounds
+
+
+@cute.jit
+def _find_place(group: Group, grid: Grid, peers: Region, packed: Int32):
+    """Start reading the peer table, and wait for the end of the launch before. `packed` as in `Grid`."""
+    tid = cute.arch.thread_idx()[0]
+    gPeers = array(group.arena + peers.offset, Int64, group.ranks)
+    peer_base = Int64(0)
+    if tid < group.ranks:
+        peer_base = gPeers[tid]
+    cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+    cute.arch.griddepcontrol_wait()
+    if grid.pdl != 0:
+        cute.arch.griddepcontrol_launch_dependents()
+    return tid, cutlass.select_(packed != 0, packed_cta(cta, ctas), cta), ctas, peer_base
+
+
+def _completed(word: Int64) -> Rounds:
+    """The two epoch words of a phase, of which this is the address of the first: one access."""
+    gWords = cute.make_tensor(pointer(word, Int64, align=16), cute.make_layout(2))
+    words = gWords.load()
+    return Rounds(words[0], words[1])
+
+
+def peer_table(regions: RegionMap) -> Region:
+    """Shared memory for the peers' arena addresses."""
+    return regions.add("peers", 8, MAX_RANKS)

@@ -1,0 +1,379 @@
+"""Arguments of the kernels: a record for each thing that a launch is told, the same on host and device.
+
+A kernel's parameters are the numbers of its records in order, field after field (`numbers`). On the host a field holds
+an int, in a kernel the DSL's number of that type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
+
+from cute_ep.layouts.maps.variants import COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, SWIGLU_KERNELS
+
+Address: TypeAlias = Annotated[int, "Int64"]
+"""A device address, 0: none; or a number that needs 64 bits."""
+Size: TypeAlias = Annotated[int, "Int32"]
+"""A count or an index."""
+Word: TypeAlias = Annotated[int, "Uint32"]
+"""32 bits without a sign."""
+Real: TypeAlias = Annotated[int, "Float32"]
+"""A float32; on the host its bits."""
+
+
+class Group(NamedTuple):
+    """What all launches of a rank share.
+
+    Attributes:
+        arena: this rank's arena.
+        status: host-visible records, (ranks + len(INPUT_ERRORS)) x 16 bytes.
+        rank, ranks: this rank's number, and how many there are.
+        experts: those that the ranks own together, ids first_expert .. first_expert + experts - 1 out of all_experts:
+            all of them, except with `skip_a2a`, where each rank is a group of its own.
+        local_experts: experts of one rank.
+        hidden: elements of a token.
+        *_magic: `division_magic` of the count.
+    """
+
+    arena: Address
+    status: Address
+    timeout_ns: Address
+    rank: Size
+    ranks: Size
+    ranks_magic: Word
+    experts: Size
+    first_expert: Size
+    all_experts: Size
+    local_experts: Size
+    local_experts_magic: Word
+    top_k: Size
+    top_k_magic: Word
+    max_tokens: Size
+    hidden: Size
+
+
+class Region1D(NamedTuple):
+    """Where a region of one mode is: bytes from the arena's start. The last mode's stride is the element."""
+
+    at: Address
+
+
+class Region2D(NamedTuple):
+    """A region of two modes; strides are bytes."""
+
+    at: Address
+    stride0: Address
+
+
+class Region3D(NamedTuple):
+    """A region of three modes."""
+
+    at: Address
+    stride0: Address
+    stride1: Size
+
+
+class Region4D(NamedTuple):
+    """A region of four modes."""
+
+    at: Address
+    stride0: Address
+    stride1: Size
+    stride2: Size
+
+
+class Regions(NamedTuple):
+    """Where the regions of every arena are: `layouts.maps.arena` says what they hold.
+
+    Computed once on the host, so the address of an element is a few products. The first stride may reach any size, the
+    others stay below MAX_STRIDE: a product of 32 bits is one instruction, one of 64 bits three.
+    """
+
+    state: Region1D
+    peers: Region1D
+    combine_tickets: Region4D
+    dispatch_consumed: Region1D
+    combine_consumed: Region1D
+    message_ready: Region2D
+    return_ready: Region2D
+    table: Region3D
+    entries: Region4D
+    weights: Region4D
+    returns: Region4D
+    messages: Region4D
+    lamport_returns: Region4D
+    lamport_messages: Region4D
+    staged_scales: Region3D
+
+
+class Grid(NamedTuple):
+    """How a launch shares its work among CTAs.
+
+    Attributes:
+        pdl: 1 where the next launch may start while this one runs, to wait for its end.
+        send_ctas: CTAs below it send.
+        packed: 1 for CTA numbers of `packed_cta`, 0 for those of the blocks.
+        receive_from: CTAs from it on receive.
+    """
+
+    pdl: Size
+    send_ctas: Size
+    packed: Size
+    receive_from: Size
+
+
+class Ids(NamedTuple):
+    """data: [T, top_k] expert ids, of 32 bits, or of 64 where wide is 1 (else it is 0)."""
+
+    data: Address
+    wide: Size
+
+
+class SharedExpert(NamedTuple):
+    """The shared expert's part: tokens first .. first + rows - 1 of this rank are the rows of output group 0.
+
+    groups: 1 with a shared expert, else 0 (then rows is 0 too).
+    """
+
+    groups: Size
+    first: Size
+    rows: Size
+
+
+class Wire(NamedTuple):
+    """Bytes of one row, on the wire and in the output; 0 for what its format lacks.
+
+    Attributes:
+        scales_at, row_scale_at: where scale factors and the row's own scale are in a message.
+        segment_words: scale words of a segment, 32 vectors of payload.
+    """
+
+    payload_bytes: Size
+    scale_bytes: Size
+    row_scale_bytes: Size
+    scales_at: Size
+    row_scale_at: Size
+    segment_words: Size
+
+
+class Input(NamedTuple):
+    """What a rank dispatches.
+
+    Attributes:
+        x: [T, hidden] bfloat16, or rows that need no encoding.
+        scales, row_scales: [T, scale_bytes] bytes and [T] bfloat16 of such rows.
+        router_weights: [T, top_k] float32.
+        global_scale: float32[1].
+        tokens: T.
+        message_slices, return_slices: base-2 logarithms of the slices of a message and of a returned row.
+    """
+
+    x: Address
+    scales: Address
+    row_scales: Address
+    router_weights: Address
+    global_scale: Address
+    tokens: Size
+    message_slices: Size
+    return_slices: Size
+
+
+class Output(NamedTuple):
+    """Where a rank receives: `DispatchBuffers`, but its scales.
+
+    Attributes:
+        row_alignment: a power of two, at multiples of which the rows of an expert start.
+        capacity: rows of tokens and src_info.
+        has_tiles: `layouts.maps.scales.has_tiles` of the scales.
+    """
+
+    tokens: Address
+    row_scales: Address
+    row_offsets: Address
+    row_counts: Address
+    scales_offsets: Address
+    expert_ids: Address
+    src_info: Address
+    num_rows: Address
+    row_map: Address
+    headers: Address
+    weights: Address
+    row_alignment: Size
+    capacity: Size
+    has_tiles: Size
+
+
+class Scales(NamedTuple):
+    """Where a launch writes scale factors: `layouts.maps.scales.ScaleMap` over a tensor.
+
+    Attributes:
+        inner, middle, outer, step: strides of the map, in words.
+        words: 4-byte words of one row.
+        alignment: multiple at which the scale rows of an expert start.
+    """
+
+    data: Address
+    inner: Size
+    middle: Size
+    outer: Size
+    step: Size
+    words: Size
+    alignment: Size
+
+
+class DispatchArgs(NamedTuple):
+    """Parameters of dispatch. A half reads only its own: dispatch_async no `out` and `scales`, dispatch_wait no `ids`
+    and `input`."""
+
+    scales: Scales
+    shared: SharedExpert
+    ids: Ids
+    arena: Regions
+    group: Group
+    wire: Wire
+    input: Input
+    grid: Grid
+    out: Output
+
+
+DISPATCH_CALL = ("grid", "shared", "ids", "input", "out", "scales")
+"""Records that each launch of dispatch is told; all else is bound to the kernel, and perhaps the last two."""
+
+
+def dispatch_numbers(
+    grid: Grid, shared: SharedExpert, ids: Ids, input: Input, out: Output | tuple[()], scales: Scales | tuple[()]
+) -> tuple[int, ...]:
+    """The numbers of DISPATCH_CALL."""
+    return (*grid, *shared, *ids, *input, *out, *scales)
+
+
+class Batch(NamedTuple):
+    """What dispatch has left for combine_send."""
+
+    row_map: Address
+    headers: Address
+    weights: Address
+
+
+class Rows(NamedTuple):
+    """data: [capacity, hidden] bfloat16, the experts' outputs."""
+
+    data: Address
+    capacity: Size
+
+
+class Sums(NamedTuple):
+    """Where combine_recv sums.
+
+    Attributes:
+        out: [T, hidden], unweighted [T, top_k, hidden], of out_type (`OutputType`).
+        router_weights: [T, top_k] float32 of this rank's tokens.
+        tokens: T.
+        return_slices: as in `Input`, of the dispatch.
+    """
+
+    out: Address
+    router_weights: Address
+    epilogue_data: Address
+    out_type: Size
+    tokens: Size
+    return_slices: Size
+
+
+class CombineArgs(NamedTuple):
+    """Parameters of combine. A half reads only its own: combine_async no `shared`, `ids` and `sums`, combine_wait no
+    `batch`."""
+
+    shared: SharedExpert
+    ids: Ids
+    arena: Regions
+    group: Group
+    rows: Rows
+    batch: Batch
+    grid: Grid
+    sums: Sums
+
+
+COMBINE_CALL = ("grid", "shared", "ids", "rows", "batch", "sums")
+"""Records that each launch of combine is told; all else is bound to the kernel."""
+
+
+def combine_numbers(
+    grid: Grid, shared: SharedExpert, ids: Ids, rows: Rows, batch: Batch, sums: Sums
+) -> tuple[int, ...]:
+    """The numbers of COMBINE_CALL."""
+    return (*grid, *shared, *ids, *rows, *batch, *sums)
+
+
+class RowsArgs(NamedTuple):
+    """Parameters of quantise and SwiGLU.
+
+    Attributes:
+        x: [rows, D] bfloat16, or [rows, 2 D] with an activation.
+        out: [rows, payload bytes].
+        row_scales: [rows] bfloat16.
+        global_scales: float32[1], or float32[groups] when per_group is 1.
+        row_offsets: int32[groups + 1], ascending from 0, its last element the number of valid rows; none: all are.
+        scales_offsets: int32[groups], for scales in the atom layout.
+        rows: capacity of all tensors.
+        width: D.
+        alpha, limit: of the clamped form, where limit > 0.
+    """
+
+    scales: Scales
+    x: Address
+    out: Address
+    row_scales: Address
+    global_scales: Address
+    row_offsets: Address
+    scales_offsets: Address
+    per_group: Size
+    groups: Size
+    rows: Size
+    width: Size
+    alpha: Real
+    limit: Real
+
+
+class CopyArgs(NamedTuple):
+    """Parameters of copy: both addresses and num_bytes are multiples of 16."""
+
+    source: Address
+    destination: Address
+    num_bytes: Address
+
+
+def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
+    """The argument of a kernel, each number of which is make(its dotted name, the DSL's name of its type)."""
+    record: Any = DispatchArgs if kernel in DISPATCH_KERNELS else CombineArgs
+    if kernel == COPY_KERNEL:
+        record = CopyArgs
+    elif kernel == QUANTIZE_KERNEL or kernel in SWIGLU_KERNELS:
+        record = RowsArgs
+    return _filled(record, "", make)
+
+
+def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:
+    fields = []
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            fields.append(make(prefix + name, get_args(hint)[1]))
+        else:
+            fields.append(_filled(hint, f"{prefix}{name}.", make))
+    return record(*fields)
+
+
+def parameters_of(kernel: str) -> list[tuple[str, str]]:
+    """The parameters of a kernel in order: dotted name, and "i32" or "i64" for its width."""
+    found: list[tuple[str, str]] = []
+    arguments_of(kernel, lambda name, kind: found.append((name, f"i{kind[-2:]}")))
+    return found
+
+
+def numbers(record: Any) -> Iterator[Any]:
+    """The numbers of a record and of the records in it, in the order of a kernel's parameters."""
+    for field in record:
+        if isinstance(field, tuple):
+            yield from numbers(field)
+        else:
+            yield field
