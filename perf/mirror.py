@@ -43,7 +43,7 @@ from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, check, enable_all_peers, resident_ctas
 from cute_ep.runtime.gpus import check_gpu
-from cute_ep.runtime.kernels import load_kernels, unload_kernels
+from cute_ep.runtime.parts import RankParts, load_kernels, unload_kernels
 from cute_ep.tuning.builtin import built_in
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS
 
@@ -139,20 +139,9 @@ def connect_mirror(cfg: EPConfig, library: str | None) -> Iterator[list[Communic
         for rank, device in enumerate(devices):
             kernels, ctas = load_kernels(cfg, device, Library(library), NO_HOOKS), resident_ctas(device.index)
             everything.callback(unload_kernels, kernels, device)
-            communicator = Communicator(
-                cfg,
-                rank,
-                device,
-                arenas[rank],
-                blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size),
-                kernels=kernels,
-                hooks=NO_HOOKS,
-                max_ctas=ctas,
-                tuning=built_in(cfg, ctas),
-                shared_device=False,
-                group=None,
-                release=lambda _: None,
-            )
+            parts = RankParts(cfg, rank, device, arenas[rank], kernels, NO_HOOKS, ctas, built_in(cfg, ctas))
+            addresses = blocks.addresses(rank, [arena.address for arena in arenas], cfg.world_size)
+            communicator = Communicator(parts, addresses, group=None, release=lambda _: None)
             everything.callback(communicator.free)
             for kernel in kernels.values():
                 kernel.bind("arena", blocks.arguments)

@@ -30,9 +30,9 @@ from cute_ep.layouts.maps.arguments import numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module
-from cute_ep.runtime import connection, driver, kernels, local_ops, status
+from cute_ep.runtime import connection, driver, local_ops, parts, status
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.kernels import load_kernels
+from cute_ep.runtime.parts import RankParts, load_kernels
 from cute_ep.tuning.builtin import built_in
 
 ARCH = "sm_90a"
@@ -255,25 +255,24 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
         "Kernel": lambda entry, call: RecordingKernel(entry.variant, launches, call),
         "architecture": lambda device: ARCH,
     }.items():
-        monkeypatch.setattr(kernels, name, fake)
+        monkeypatch.setattr(parts, name, fake)
     monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
 
     def make(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False) -> Communicator:
         device, peers = torch.device("cpu"), [rank] if cfg.skip_a2a else range(cfg.world_size)
-        return Communicator(
+        made = RankParts(
             cfg,
             rank,
             device,
             PlainArena(arena_address(rank)),
-            [arena_address(peer) for peer in peers],
-            kernels=load_kernels(cfg, device, EveryVariant(), hooks),
-            hooks=hooks,
-            max_ctas=MAX_CTAS,
-            tuning=built_in(cfg, MAX_CTAS),
-            shared_device=shared,
-            group=None,
-            release=lambda communicator: communicator.free(),
+            load_kernels(cfg, device, EveryVariant(), hooks),
+            hooks,
+            MAX_CTAS,
+            built_in(cfg, MAX_CTAS),
+            shared,
         )
+        addresses = [arena_address(peer) for peer in peers]
+        return Communicator(made, addresses, group=None, release=lambda communicator: communicator.free())
 
     return make
 
@@ -356,9 +355,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "load_kernels": lambda *args: {},
         "load_local_kernels": lambda devices, library: None,
         "unload_kernels": lambda kernels, device: None,
-        "_make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
+        "make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
         "resident_ctas": driver.resident_ctas.__wrapped__,
-        "Communicator": lambda *args, **options: SimpleNamespace(**options, free=None),
+        "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),
     }.items():
         monkeypatch.setattr(connection, name, fake)
     properties = SimpleNamespace(multi_processor_count=SMS)

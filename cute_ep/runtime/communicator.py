@@ -9,7 +9,6 @@ from types import TracebackType
 import torch
 
 from cute_ep.api.calls import DispatchInput, SumOptions
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
@@ -18,7 +17,6 @@ from cute_ep.api.tensors import check_apart, overlap
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_buffers, check_rows
 from cute_ep.layouts.maps.arguments import Batch, Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
-from cute_ep.layouts.maps.variants import Hooks
 from cute_ep.runtime.arguments import (
     NO_BATCH,
     NO_IDS,
@@ -34,12 +32,11 @@ from cute_ep.runtime.arguments import (
     sums_record,
     wire_record,
 )
-from cute_ep.runtime.driver import DeviceMemory, Kernel, current_stream
-from cute_ep.runtime.kernels import UNENCODED
+from cute_ep.runtime.driver import Kernel, current_stream
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.meeting import Meeting
+from cute_ep.runtime.parts import UNENCODED, RankParts
 from cute_ep.runtime.status import Status
-from cute_ep.tuning.launch_shape import Tuning
 
 
 def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
@@ -62,29 +59,18 @@ class Communicator(EPCommunicator):
     stream: torch.cuda.Stream
 
     def __init__(
-        self,
-        cfg: EPConfig,
-        rank: int,
-        device: torch.device,
-        arena: DeviceMemory,
-        peers: list[int],
-        *,
-        kernels: dict[str, Kernel],
-        hooks: Hooks,
-        max_ctas: int,
-        tuning: Tuning,
-        shared_device: bool,
-        group: object,
-        release: Callable[[Communicator], None],
+        self, parts: RankParts, peers: list[int], *, group: object, release: Callable[[Communicator], None]
     ) -> None:
+        """peers: addresses of all ranks' arenas, as this rank's device sees them; release: called by `close`, once."""
+        cfg, rank, device, arena = parts.cfg, parts.rank, parts.device, parts.arena
         self.cfg, self.rank, self.device = cfg, rank, device
-        self.arena, self.hooks = arena, hooks
-        self._weights_dtype = None if hooks.router_weights else torch.float32
+        self.arena, self.hooks = arena, parts.hooks
+        self._weights_dtype = None if parts.hooks.router_weights else torch.float32
         self.group, self.origin = group, Origin(rank)
-        self.max_ctas, self.tuning = max_ctas, tuning
-        self._kernels, self._cache = kernels, LaunchCache(cfg, rank, max_ctas, kernels)
+        self.max_ctas, self.tuning = parts.max_ctas, parts.tuning
+        self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.kernels)
         self.stream = torch.cuda.Stream(device)
-        self._shared_device = shared_device
+        self._shared_device = parts.shared_device
         self._release = release
         self._closed = False
         self._interrupted = False
@@ -95,7 +81,7 @@ class Communicator(EPCommunicator):
         layout = cfg.arena
         arena.store(int(layout.peers.offset), peers)
         group_arguments, wire = group_record(cfg, rank, arena.address, self._status.address), wire_record(cfg)
-        for name, kernel in kernels.items():
+        for name, kernel in parts.kernels.items():
             kernel.bind("group", group_arguments)
             kernel.bind("arena", layout.arguments(partial=name.endswith("_partial")))
             kernel.bind("wire", wire)

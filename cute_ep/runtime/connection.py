@@ -26,11 +26,11 @@ from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.driver import DeviceMemory, Kernel, close_handle, enable_all_peers, open_handle, resident_ctas
+from cute_ep.runtime.driver import close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.runtime.gpus import check_gpu, sm_budget
-from cute_ep.runtime.kernels import load_kernels, unload_kernels
 from cute_ep.runtime.local_ops import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
+from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -103,29 +103,15 @@ def connect_local(
             everything.close()
 
     with ExitStack() as undo:
-        kernels, arenas = [], []
-        for device in chosen:
-            kernels.append(_load_rank(cfg, device, found, hooks, undo))
         load_local_kernels([device.index for device in sharing], found)
+        parts = []
         for rank, device in enumerate(chosen):
-            arenas.append(_make_arena(cfg, rank, device))
-            undo.callback(arenas[-1].free)
-        addresses = [arena.address for arena in arenas]
-        for rank, device in enumerate(chosen):
-            communicator = Communicator(
-                cfg,
-                rank,
-                device,
-                arenas[rank],
-                [addresses[rank]] if cfg.skip_a2a else addresses,
-                kernels=kernels[rank],
-                hooks=hooks,
-                max_ctas=ctas[device],
-                tuning=shapes[ctas[device]],
-                shared_device=sharing[device] > 1,
-                group=joined,
-                release=release,
-            )
+            options = hooks, ctas[device], shapes[ctas[device]], sharing[device] > 1
+            parts.append(_prepare_rank(cfg, rank, device, found, undo, *options))
+        addresses = [one.arena.address for one in parts]
+        for rank, own in enumerate(parts):
+            peers = [addresses[rank]] if cfg.skip_a2a else addresses
+            communicator = Communicator(own, peers, group=joined, release=release)
             undo.callback(communicator.free)
             open_ranks.append(communicator)
         everything = undo.pop_all()
@@ -193,14 +179,11 @@ def connect(
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
         return _Place.of(cfg, device), (device, most, found)
 
-    def prepare() -> tuple[dict[str, Kernel], DeviceMemory, ExitStack]:
+    def prepare() -> tuple[RankParts, ExitStack]:
         with ExitStack() as undo:
             found = Library(library)
-            kernels = _load_rank(cfg, device, found, hooks, undo)
             load_local_kernels([device.index], found)
-            arena = _make_arena(cfg, rank, device)
-            undo.callback(arena.free)
-            return kernels, arena, undo.pop_all()
+            return _prepare_rank(cfg, rank, device, found, undo, hooks, max_ctas, shapes), undo.pop_all()
 
     def map_peers() -> tuple[dict[int, int], ExitStack]:
         with ExitStack() as undo:
@@ -209,22 +192,6 @@ def connect(
                 mapped[peer] = open_handle(device, handle)
                 undo.callback(close_handle, device, mapped[peer])
             return mapped, undo.pop_all()
-
-    def start() -> Communicator:
-        return Communicator(
-            cfg,
-            rank,
-            device,
-            arena,
-            addresses,
-            kernels=kernels,
-            hooks=hooks,
-            max_ctas=max_ctas,
-            tuning=shapes,
-            shared_device=False,
-            group=meeting,
-            release=release,
-        )
 
     def release(communicator: Communicator) -> None:
         """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed, or it
@@ -250,17 +217,20 @@ def connect(
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
     device, max_ctas, shapes = gpu
-    (kernels, arena, own), handles = meeting.on_all_ranks(
-        prepare, lambda made: made[1].handle(), lambda made: made[2].close()
+    (parts, own), handles = meeting.on_all_ranks(
+        prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close()
     )
     peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
     layout = cfg.arena
     try:
         (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
         theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
-        addresses = [arena.address] if cfg.skip_a2a else [theirs.get(peer, arena.address) for peer in range(world)]
+        here = parts.arena.address
+        addresses = [here] if cfg.skip_a2a else [theirs.get(peer, here) for peer in range(world)]
         try:
-            communicator, _ = meeting.on_all_ranks(start, undo=lambda made: made.free())
+            communicator, _ = meeting.on_all_ranks(
+                lambda: Communicator(parts, addresses, group=meeting, release=release), undo=lambda made: made.free()
+            )
         except Exception:
             mappings.close()
             raise
@@ -312,13 +282,6 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
             )
 
 
-def _make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
-    """A rank's arena as the first round must find it."""
-    arena = cfg.arena
-    cleared = [(int(region.offset), int(region.nbytes)) for region in arena.cleared]
-    return DeviceMemory(device, int(arena.allocation), cleared, begin=0 if cfg.skip_a2a else arena.begin(rank))
-
-
 def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:
     """EPConfigError for what is wrong on any device."""
     if sms is not None and not (is_integer(sms) and sms > 0):
@@ -336,15 +299,25 @@ def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
         raise EPConfigError(f"hooks = {hooks}: must be Hooks(), there are none on the reference backend")
 
 
-def _load_rank(
-    cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks, undo: ExitStack
-) -> dict[str, Kernel]:
-    """`load_kernels` for one rank, to be undone by `undo`."""
+def _prepare_rank(
+    cfg: EPConfig,
+    rank: int,
+    device: torch.device,
+    library: Library,
+    undo: ExitStack,
+    hooks: Hooks,
+    max_ctas: int,
+    tuning: Tuning,
+    shared_device: bool = False,
+) -> RankParts:
+    """What one rank needs before it knows its peers, to be given back by `undo`."""
     started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
     undo.callback(unload_kernels, kernels, device)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
-    return kernels
+    arena = make_arena(cfg, rank, device)
+    undo.callback(arena.free)
+    return RankParts(cfg, rank, device, arena, kernels, hooks, max_ctas, tuning, shared_device)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection
+from cute_ep.runtime.parts import RankParts
 from cute_ep.tuning.builtin import built_in
 from tests.fake_gpu import HOOKS
 
@@ -79,7 +80,7 @@ def test_the_reference_backend_takes_options_of_a_gpu(tmp_path: Path) -> None:
 def test_cuda_without_a_number_is_the_current_device(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection.torch.cuda, "current_device", lambda: 2)
     made: list[str] = []
-    monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: made.append(str(device)) or PLAIN)
+    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device: made.append(str(device)) or PLAIN)
     connection.connect_local(EPConfig(128, 8, 2, 16, 2), ["cuda", "cuda:1"])
     assert made == ["cuda:2", "cuda:1"]
 
@@ -140,10 +141,10 @@ def test_memory_is_freed_with_the_last_rank_unless_one_has_failed(
     def make(what: str, rank: int, **more: object) -> SimpleNamespace:
         return SimpleNamespace(address=4096 * rank, free=lambda: done.append(f"{what} {rank}"), **more)
 
-    def rank(cfg: EPConfig, rank: int, *args: object, release: Callable, **options: object) -> SimpleNamespace:
-        return make("rank", rank, failed=rank == failed, release=release)
+    def rank(parts: RankParts, *args: object, release: Callable, **options: object) -> SimpleNamespace:
+        return make("rank", parts.rank, failed=parts.rank == failed, release=release)
 
-    monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: make("arena", rank))
+    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device: make("arena", rank))
     monkeypatch.setattr(connection, "Communicator", rank)
     monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: done.append(f"kernels {device.index}"))
     monkeypatch.setattr(connection.torch.cuda, "synchronize", lambda device: done.append(f"wait {device.index}"))
@@ -152,7 +153,8 @@ def test_memory_is_freed_with_the_last_rank_unless_one_has_failed(
         ranks[index].release(ranks[index])
     assert not done
     ranks[2].release(ranks[2])
-    freed = [f"{what} {rank}" for what in ("rank", "arena", "kernels") for rank in (3, 2, 1, 0)]
+    freed = [f"rank {rank}" for rank in (3, 2, 1, 0)]
+    freed += [f"{what} {rank}" for rank in (3, 2, 1, 0) for what in ("arena", "kernels")]
     assert done == [*(f"wait {index}" for index in range(4)), *(freed if failed is None else [])]
 
 
@@ -160,7 +162,7 @@ def test_memory_is_freed_with_the_last_rank_unless_one_has_failed(
 def test_what_was_made_is_freed_in_reverse_order_when_connecting_fails(
     gpus: None, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    """Ranks before arenas before kernels."""
+    """Ranks before what they are made of: arenas and kernels."""
     freed = []
 
     def make(what: str, rank: int) -> SimpleNamespace:
@@ -168,10 +170,10 @@ def test_what_was_made_is_freed_in_reverse_order_when_connecting_fails(
             raise EPError("CUDA driver: CUDA_ERROR_OUT_OF_MEMORY")
         return SimpleNamespace(address=4096 * rank, free=lambda: freed.append(f"{what} {rank}"))
 
-    monkeypatch.setattr(connection, "_make_arena", lambda cfg, rank, device: make("arena", rank))
-    monkeypatch.setattr(connection, "Communicator", lambda cfg, rank, *args, **options: make("rank", rank))
+    monkeypatch.setattr(connection, "make_arena", lambda cfg, rank, device: make("arena", rank))
+    monkeypatch.setattr(connection, "Communicator", lambda parts, *args, **options: make("rank", parts.rank))
     monkeypatch.setattr(connection, "unload_kernels", lambda kernels, device: freed.append(f"kernels {device.index}"))
     with pytest.raises(EPError, match="OUT_OF_MEMORY"):
         connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{rank}" for rank in range(4)])
-    arenas, kernels = ([f"{what} {rank}" for rank in (3, 2, 1, 0)] for what in ("arena", "kernels"))
-    assert freed == [*(arenas[2:] if last == "arena" else ["rank 1", "rank 0", *arenas]), *kernels]
+    parts = [f"{what} {rank}" for rank in (3, 2, 1, 0) for what in ("arena", "kernels")]
+    assert freed == (parts[3:] if last == "arena" else ["rank 1", "rank 0", *parts])

@@ -31,10 +31,10 @@ class Machine:
             "check_gpu": lambda name, device: None,
             "find_tuning": lambda *args: None,
             "load_kernels": lambda cfg, device, library, hooks: self.take("kernels"),
-            "unload_kernels": lambda kernels, device: self.combine_send(kernels),
-            "_make_arena": lambda cfg, rank, device: self.arena(),
+            "unload_kernels": lambda kernels, device: self.give_back(kernels),
+            "make_arena": lambda cfg, rank, device: self.arena(),
             "open_handle": lambda device, handle: self.mapped(handle),
-            "close_handle": lambda device, address: self.combine_send(("mapping", dist_rank(), address)),
+            "close_handle": lambda device, address: self.give_back(("mapping", dist_rank(), address)),
             "Communicator": lambda *args, release, **options: self.communicator(release),
             "Library": lambda folder: None,
             "load_local_kernels": lambda devices, library: None,
@@ -58,12 +58,12 @@ class Machine:
         self.held.add(one)
         return one
 
-    def combine_send(self, one: tuple) -> None:
+    def give_back(self, one: tuple) -> None:
         self.held.remove(one)
 
     def arena(self) -> SimpleNamespace:
         one = self.take("arena")
-        return SimpleNamespace(address=0, handle=lambda: dist_rank(), free=lambda: self.combine_send(one))
+        return SimpleNamespace(address=0, handle=lambda: dist_rank(), free=lambda: self.give_back(one))
 
     def mapped(self, handle: int) -> int:
         if ("mapping", dist_rank()) in self.broken and self.held & {
@@ -75,7 +75,7 @@ class Machine:
 
     def communicator(self, release: Callable) -> SimpleNamespace:
         one = self.take("rank")
-        made = SimpleNamespace(failed=False, free=lambda: self.combine_send(one))
+        made = SimpleNamespace(failed=False, free=lambda: self.give_back(one))
         made.close = lambda: release(made)
         return made
 

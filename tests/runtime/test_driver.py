@@ -12,7 +12,7 @@ import torch
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.arena import SENTINEL
-from cute_ep.runtime import connection, driver
+from cute_ep.runtime import driver, parts
 from tests.fake_gpu import CFG, SHARED_EXPERT, SKIP_A2A, replace_driver
 
 SUCCESS = driver.driver.CUresult.CUDA_SUCCESS
@@ -130,7 +130,7 @@ def test_in_a_new_arena_every_lamport_word_is_the_sentinel_and_all_else_0(
     monkeypatch.setattr(driver, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
     monkeypatch.setattr(driver.driver, "cuMemsetD8", fill)
-    arena = connection._make_arena(cfg, rank, torch.device("cuda", 0))
+    arena = parts.make_arena(cfg, rank, torch.device("cuda", 0))
     assert arena.nbytes == len(memory) == memory_bytes(cfg)
     begin = arena.address - ARENA_AT
     assert begin == (0 if cfg.skip_a2a else cfg.arena.begin(rank))

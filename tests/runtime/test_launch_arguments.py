@@ -16,7 +16,7 @@ from cute_ep.layouts.maps.routing import OutputType, division_magic
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED, scale_map
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.kernels import load_kernels
+from cute_ep.runtime.parts import load_kernels
 from cute_ep.tuning.builtin import built_in
 from tests.fake_gpu import (
     CFG,

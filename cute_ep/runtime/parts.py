@@ -1,9 +1,10 @@
-"""The kernels of one rank: loaded by name, bound to what all their launches share."""
+"""What one rank on a GPU is made of before it knows its peers: kernels by name, an arena, launch options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,33 @@ from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arguments import COMBINE_CALL, DISPATCH_CALL
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
-from cute_ep.runtime.driver import Kernel, architecture
+from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture
+from cute_ep.tuning.launch_shape import Tuning
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """One rank's parts.
+
+    Attributes:
+        arena: symmetric memory, as the first round must find it.
+        kernels: `load_kernels`.
+        hooks: functions compiled into them.
+        max_ctas: CTAs of one launch at most, resident together.
+        tuning: launch shapes.
+        shared_device: whether other ranks are on the same GPU.
+    """
+
+    cfg: EPConfig
+    rank: int
+    device: torch.device
+    arena: DeviceMemory
+    kernels: dict[str, Kernel]
+    hooks: Hooks
+    max_ctas: int
+    tuning: Tuning
+    shared_device: bool = False
+
 
 UNENCODED = "_unencoded"
 """Ends the name of the kernel that sends rows as they are."""
@@ -39,6 +66,13 @@ def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: H
             undo.callback(kernels[name].unload)
         undo.pop_all()
     return kernels
+
+
+def make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
+    """A rank's arena as the first round must find it."""
+    arena = cfg.arena
+    cleared = [(int(region.offset), int(region.nbytes)) for region in arena.cleared]
+    return DeviceMemory(device, int(arena.allocation), cleared, begin=0 if cfg.skip_a2a else arena.begin(rank))
 
 
 def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:
