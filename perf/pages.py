@@ -34,7 +34,7 @@ from perf.tables import (
 from perf.values import exact_pairs, medians
 
 PLOTS = {
-    "peers": "Pairs by tokens beside NCCL and DeepEP",
+    "peers": "Pairs by tokens, with NCCL and DeepEP",
     "latency": "Dispatch, partial combine and pair by tokens: measured, model, floor",
 }
 """Plot -> what it shows, for those who do not see it. The first is of every run that has other libraries, the second
@@ -136,8 +136,8 @@ def host_text(run: dict, catalogue: str) -> str:
     theirs = {name: [row["host_us"] for row in rows if row["peer"] == name] for name in PEERS}
     beside = (f"{name.replace('_', ' ')} {min(all_):.0f} to {max(all_):.0f}" for name, all_ in theirs.items() if all_)
     return (
-        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, which vary with the CPU more "
-        f"than with the size ([remarks]({catalogue})); {', '.join(beside)}."
+        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, mostly the CPU's spread "
+        f"([remarks]({catalogue})); {', '.join(beside)}."
     )
 
 
@@ -291,7 +291,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
         f"`python -m perf.report` writes this page from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; "
         f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
         f"`python -m perf.tables {file}` prints more sizes, tails, other shapes, Zipf routing, SM budgets and SwiGLU. "
-        "Losses are given by tokens per rank, those of SwiGLU by rows.",
+        "Losses are by tokens per rank, of SwiGLU by rows.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
     ]
     for name in runs:

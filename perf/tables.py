@@ -188,11 +188,11 @@ def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
 def exact_text(run: dict) -> str:
     """How `exact_pairs` of a run came about."""
     if medians(run, "pair_exact"):
-        return "*exact* (the default mode): measured as a pair"
+        return "*exact*: measured as a pair"
     dispatch, combine, pairs = (medians(run, name) for name in ("dispatch", "combine_partial", "pair"))
     off = [time / (dispatch[key] + combine[key]) - 1 for key, time in pairs.items() if key in combine]
     known = f"; partial pairs differ from such sums by {min(off):+.0%} to {max(off):+.0%}" if off else ""
-    return f"*exact* (the default mode): **summed from dispatch and combine, not measured as a pair**{known}"
+    return f"*exact*: **summed from dispatch and combine, not measured as a pair**{known}"
 
 
 def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection[int] | None = None) -> str:
