@@ -19,7 +19,7 @@ SAY       := @echo make:
 ARCH :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu mutants soak sanitize perf lint build wheel clean
+.PHONY: help demo test test-gpu mutants soak sanitize perf lint docs build wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -64,6 +64,12 @@ lint: $(VENV)/lint.stamp  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy -p cute_ep
+
+docs: $(VENV)/docs.stamp  ## the documents and the API reference as web pages, in build/docs; a broken link is an error
+	@rm -rf build/docs
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -c docs . build/docs
+	@cp build/docs/README.html build/docs/index.html
+	$(SAY) "wrote build/docs/index.html"
 
 build: $(if $(ARCH),build-some,build/library/all.stamp)  ## compile the kernels into build/library (ARCH=sm_90a: only those)
 
@@ -116,7 +122,7 @@ $(VENV)/package.stamp: pyproject.toml
 	fi
 	@touch $@
 
-# What building, testing and linting need besides, by the names of the extras in pyproject.toml.
+# What building, testing, linting and documents need besides, by the names of the extras in pyproject.toml.
 EXTRA = $(PY) -c 'import sys, tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
     print(*extras[sys.argv[1]], sep="\n")'

@@ -18,8 +18,10 @@ from perf.tables import (
     PEERS_TEXT,
     ceilings_row,
     exact_text,
+    gpus_text,
     machine_text,
     markdown,
+    measured_text,
     mirror_pairs,
     mirror_text,
     mirror_title,
@@ -32,18 +34,18 @@ from perf.tables import (
 from perf.values import exact_pairs, medians
 
 PLOTS = {
-    "peers": "Pairs by tokens beside NCCL and DeepEP",
+    "peers": "Pairs by tokens, with NCCL and DeepEP",
     "latency": "Dispatch, partial combine and pair by tokens: measured, model, floor",
 }
 """Plot -> what it shows, for those who do not see it. The first is of every run that has other libraries, the second
 of the main one."""
 README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
-TIMES_TEXT = "Dispatch and then combine, p50 in microseconds of CUDA-graph replay, slowest GPU, all SMs"
+TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
 STANDING_TEXT = (
-    "Rounds follow one another at once in a graph, so with few tokens a launch takes its SMs while the one before ends "
-    "(in a layer matmuls stand between). Caches are warm: four input sets alternate (all libraries), and small ones "
-    "stay in L2. Our output buffers have room for exactly the rows that arrive."
+    "Rounds in a graph follow each other without a gap, so with few tokens a launch takes its SMs while the one "
+    "before ends; a layer has matmuls in between. Four input sets alternate (all libraries), and L2 holds small ones. "
+    "Our output buffers have room for exactly the rows that arrive."
 )
 
 
@@ -85,7 +87,7 @@ def headline(run: dict) -> str:
 
     gpus = list(run["machine"]["gpus"].values())
     sizes = " / ".join(str(tokens) for tokens, _ in points)
-    note = "" if medians(run, "pair_exact") else " (here a dispatch and a combine timed separately and added)"
+    note = "" if medians(run, "pair_exact") else " (sum of a dispatch and a combine timed separately)"
     largest = points[-1]
     theirs = {name: fastest(run, name.lower(), largest) for name in ("NCCL", "DeepEP")}
     lost = [name for name, time in theirs.items() if time is not None and time < exact[largest]]
@@ -93,10 +95,10 @@ def headline(run: dict) -> str:
     return (
         f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
         f'tokens per rank) a dispatch and a combine take {times(partial)} us with `mode="partial"`: '
-        f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives measured beside them, "
+        f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives in the same run, "
         f"{faster(partial, 'deepep')} times as fast as DeepEP V1. The default mode, `exact`{note}, takes "
         f"{times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as fast{warning}. "
-        "[Speed](#speed) says how this was measured."
+        "[Speed](#speed) has the conditions."
     )
 
 
@@ -134,8 +136,8 @@ def host_text(run: dict, catalogue: str) -> str:
     theirs = {name: [row["host_us"] for row in rows if row["peer"] == name] for name in PEERS}
     beside = (f"{name.replace('_', ' ')} {min(all_):.0f} to {max(all_):.0f}" for name, all_ in theirs.items() if all_)
     return (
-        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, nearly the same work at "
-        f"every size, so the spread is the CPU's ([remarks]({catalogue})); {', '.join(beside)}."
+        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, mostly the CPU's spread "
+        f"([remarks]({catalogue})); {', '.join(beside)}."
     )
 
 
@@ -180,13 +182,13 @@ def plots_text(name: str, results: Path, page: Path, shown: Collection[str]) -> 
 def times_text(run: dict, more: str) -> str:
     """What the numbers of a table of pairs are."""
     theirs = (
-        "no other library here leaves rows in expert order without gaps, none was tuned to these GPUs (shown: the "
-        "fastest of each)"
+        "none leaves rows in expert order without gaps, and none was tuned to these GPUs. Shown are the fastest of "
+        "each library"
     )
     included = f"; theirs [differ]({more}): {theirs}" if run["peers"] else ""
     return (
-        f'{TIMES_TEXT}. *partial*: `mode="partial"`; {exact_text(run)}. Ours include routing, quantisation and '
-        f"expansion to expert-major rows{included}."
+        f"{TIMES_TEXT}. {exact_text(run)}. Ours include routing, quantisation and expansion to expert-major rows"
+        f"{included}."
     )
 
 
@@ -207,10 +209,14 @@ def fastest_table(run: dict) -> str:
     return markdown(("tokens", *shown), [row for row in rows if any(row[1:])])
 
 
-def loss_line(loss: Loss) -> str:
-    """A loss in a line, with both times at the largest size."""
-    sizes, theirs, ours = zip(*loss.points, strict=True)
-    return f"{loss.case}: {loss.other} at {', '.join(map(str, sizes))} ({theirs[-1]:.1f}, ours {ours[-1]:.1f})"
+def loss_lines(found: Iterable[Loss]) -> list[str]:
+    """A line for each case that is lost, with both times at the largest size."""
+    lines: dict[str, list[str]] = {}
+    for loss in found:
+        sizes, theirs, ours = zip(*loss.points, strict=True)
+        text = f"{loss.other} at {', '.join(map(str, sizes))} ({theirs[-1]:.1f}, ours {ours[-1]:.1f})"
+        lines.setdefault(loss.case, []).append(text)
+    return [f"{case}: {'; '.join(texts)}" for case, texts in lines.items()]
 
 
 def losses_text(run: dict) -> str:
@@ -228,10 +234,10 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
     """The README's text: of the main run, and where partial pairs lose with other numbers of GPUs."""
     (name, run), *others = runs.items()
     page, more = places.readme, link(places.more, places.readme)
-    lines = [loss_line(loss) for loss in losses(run)]
-    elsewhere = [(other_name, loss) for other_name, other in others for loss in losses(other)]
-    lines += [f"{other_name}, {loss_line(loss)}" for other_name, loss in elsewhere if loss.case == PARTIAL]
-    often = any(loss.case != PARTIAL for _, loss in elsewhere)
+    lines, elsewhere = loss_lines(losses(run)), {other_name: list(losses(other)) for other_name, other in others}
+    for other_name, found in elsewhere.items():
+        lines += [f"{other_name}, {line}" for line in loss_lines(loss for loss in found if loss.case == PARTIAL)]
+    often = any(loss.case != PARTIAL for found in elsewhere.values() for loss in found)
     left_out = f"; of other runs only partial pairs, they lose more: [{more}]({more})" if often else ""
     known = "\n".join(f"- {line}" for line in lines)
     shape = f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing"
@@ -240,13 +246,13 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
         plots_text(name, places.results, page, tuple(PLOTS)[:1]),
         times_text(run, more),
         fastest_table(run),
-        f"{STANDING_TEXT} {conditions_text(run)}",
-        f"Where another library was faster, by tokens per rank (times: at the last{left_out}):\n\n{known}"
+        conditions_text(run),
+        f"Another library was faster at these numbers of tokens per rank (times: at the last{left_out}):\n\n{known}"
         if known
         else "",
-        f"[{more}]({more}) has all libraries, other numbers of GPUs, the model, [perf/results]"
-        f"({link(places.catalogue, page)}) the data. `make perf` measures your machine. What was tried: "
-        f"[docs/lessons.md]({link(places.lessons, page)}).",
+        f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and the model, [perf/results]"
+        f"({link(places.catalogue, page)}) the data, [docs/lessons.md]({link(places.lessons, page)}) what was tried. "
+        "`make perf` measures your machine.",
     ]
     return paragraphs(parts)
 
@@ -282,10 +288,10 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     file = link(places.results / f"{next(iter(runs))}.json", places.readme)
     parts = [
         "# Speed in detail",
-        f"Written by `python -m perf.report` from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; hidden "
-        f"{MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
-        f"`python -m perf.tables {file}` prints all: more sizes, tails, other shapes, Zipf routing, SM "
-        "budgets, SwiGLU. Losses are by tokens per rank, of SwiGLU by rows.",
+        f"`python -m perf.report` writes this page from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; "
+        f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
+        f"`python -m perf.tables {file}` prints more sizes, tails, other shapes, Zipf routing, SM budgets and SwiGLU. "
+        "Losses are by tokens per rank, of SwiGLU by rows.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
     ]
     for name in runs:
@@ -293,8 +299,8 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     parts += [
         f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on.",
         markdown(("run", *next(iter(ceilings.values())), "farthest, uniform", "farthest, Zipf"), far),
-        f"## The model\n\nCases within {GOOD:.0%} of what `python -m perf.model` says, by routing, without those that "
-        "its constants are fitted to (dispatch and combines, main shape, uniform routing):",
+        f"## The model\n\nCases within {GOOD:.0%} of `python -m perf.model`, by routing, without those that its "
+        "constants are fitted to (dispatch and combines, main shape, uniform routing):",
         markdown(("run", *groups), [(name, *(own.get(one, "") for one in groups)) for name, own in explained.items()]),
         predictions_text(main, fits[next(iter(runs))]),
     ]
@@ -304,7 +310,12 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
 def catalogue_table(runs: Mapping[str, dict]) -> str:
     """What the kept runs are."""
     rows = [
-        (f"[{name}.json]({name}.json)", machine_text(run), f"`{run['machine']['command']}`", taken_text(run))
+        (
+            f"[{name}.json]({name}.json)",
+            f"{gpus_text(run)}, {measured_text(run)}",
+            f"`{run['machine']['command']}`",
+            taken_text(run),
+        )
         for name, run in runs.items()
     ]
-    return markdown(("run", "machine, date and commit", "command", "from another run"), rows)
+    return markdown(("run", "GPUs, date and commit", "command", "from another run"), rows)

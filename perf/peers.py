@@ -31,16 +31,14 @@ from perf.cases import MAIN, QUICK_TOKENS, Shape
 PEER_SMS = {"deepep_normal": 24}
 """SMs of those that take a number of them."""
 PEERS = {
-    "nccl_ag_rs": "NCCL all-gather of all tokens and reduce-scatter of BF16 rows, without multicast, symmetric memory "
-    "and (against NCCL's default) registration of buffers in graphs; no gather into expert order, no weighted sum on a "
-    "rank",
-    "nccl_all_to_all": "NCCL all_to_all of a BF16 row per (token, expert), splits known beforehand; with gather and "
-    "weighted sum, as unfused torch operations",
-    "deepep_low_latency": "DeepEP V1, low-latency kernels; FP8 quantised inside; rows end as [local expert, "
-    "slots, hidden]",
+    "nccl_ag_rs": "NCCL all-gather of all tokens, reduce-scatter of BF16 rows; no multicast, symmetric memory or "
+    "(unlike NCCL's default) registration of buffers in graphs; no expert order, no weighted sum on a rank",
+    "nccl_all_to_all": "NCCL all_to_all of a BF16 row per (token, expert), known splits; with gather and weighted "
+    "sum as unfused torch operations",
+    "deepep_low_latency": "DeepEP V1, low-latency kernels; quantises FP8; rows end as [local expert, slots, hidden]",
     "deepep_normal": f"DeepEP V1, normal kernels, {PEER_SMS['deepep_normal']} SMs, default chunk sizes, worst-case row "
-    "count (no host synchronisation); FP8 quantised by the caller, not timed; rows end in source order; no weighted "
-    "sum on a rank",
+    "count (no host synchronisation); the caller quantises FP8, untimed; rows end in source order; no weighted sum on "
+    "a rank",
 }
 """What each peer does, for whoever reads its times."""
 MODULES = {"deepep_low_latency": "deep_ep", "deepep_normal": "deep_ep"}

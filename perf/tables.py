@@ -34,8 +34,8 @@ CONDITIONS_TEXT = (
     "as in a layer; its time is taken off. *Default buffers*: those of `ep.allocate()`."
 )
 FLOOR_TEXT = (
-    "Floor of a launch: its bytes over the busiest link or at the busiest memory, whichever take longer at the fastest "
-    "copy of the run, plus one flag and one empty launch; with few tokens, whose bytes stay in L2, less is possible"
+    "Floor of a launch: the time of its bytes on the busiest link or in the busiest memory, whichever is longer, at "
+    "the rate of the run's fastest copy, plus one flag and one empty launch; few tokens stay in L2 and may take less"
 )
 TAKEN = {"swiglu": "SwiGLU", "compiled": "SwiGLU through torch.compile"}
 """Sections that may be of another run (`perf.runs.CARRIED`), as the text calls them."""
@@ -130,7 +130,7 @@ def mirror_text(run: dict) -> str:
     return (
         f"That is optimistic: with the kernels of {short_commit(bias[0]['commit'])} ({bias[0]['date'][:10]}) "
         f"{run['mirror'][0]['ranks']} GPUs took {min(ratios):.3f} to {max(ratios):.3f} times as long, "
-        f"{sum(ratios) / len(ratios):.3f} on average over {len(ratios)} cases; corrected: times the ratio of its case"
+        f"{sum(ratios) / len(ratios):.3f} on average over {len(ratios)} cases; corrected by the ratio of each case"
     )
 
 
@@ -188,11 +188,11 @@ def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
 def exact_text(run: dict) -> str:
     """How `exact_pairs` of a run came about."""
     if medians(run, "pair_exact"):
-        return "*exact* (the default mode): measured as a pair"
+        return "*exact*: measured as a pair"
     dispatch, combine, pairs = (medians(run, name) for name in ("dispatch", "combine_partial", "pair"))
     off = [time / (dispatch[key] + combine[key]) - 1 for key, time in pairs.items() if key in combine]
     known = f"; partial pairs differ from such sums by {min(off):+.0%} to {max(off):+.0%}" if off else ""
-    return f"*exact* (the default mode): **summed from dispatch and combine, not measured as a pair**{known}"
+    return f"*exact*: **summed from dispatch and combine, not measured as a pair**{known}"
 
 
 def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection[int] | None = None) -> str:
@@ -245,16 +245,25 @@ def clocks_text(run: dict) -> str:
     )
 
 
+def gpus_text(run: dict) -> str:
+    """Number and name of the GPUs."""
+    gpus = list(run["machine"]["gpus"].values())
+    return f"{len(gpus)} x {gpus[0]}"
+
+
+def measured_text(run: dict) -> str:
+    """Date and commit."""
+    return f"{run['machine']['date'][:10]}, commit {short_commit(run['machine']['commit'])}"
+
+
 def machine_text(run: dict) -> str:
     """GPUs, versions, date and commit in one line."""
     machine = run["machine"]
-    gpus, ranks = list(machine["gpus"].values()), len(machine["devices"])
-    links = machine.get("links")
+    ranks, links = len(machine["devices"]), machine.get("links")
     link = f", {links[0][1]} between GPUs" if links and len(links) > 1 else ""
     return (
-        f"{len(gpus)} x {gpus[0]}{link}, {ranks} rank{'s' if ranks > 1 else ''}, driver {machine['driver']}, CUDA "
-        f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, {machine['date'][:10]}, commit "
-        f"{short_commit(machine['commit'])}"
+        f"{gpus_text(run)}{link}, {ranks} rank{'s' if ranks > 1 else ''}, driver {machine['driver']}, CUDA "
+        f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, {measured_text(run)}"
     )
 
 

@@ -224,9 +224,10 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dispatched(DispatchBuffers):
-    """One rank's share of a dispatched batch, expert-major. N = `num_rows` rows are valid, all on the device.
+    """One rank's share of a dispatched batch, expert-major, in tensors as of `DispatchBuffers`. N = `num_rows` rows are
+    valid, all on the device.
 
-    Attributes (besides those of the buffers that hold it):
+    Attributes:
         rank: whose share it is.
         topk_ids: this rank's own [T, K] int32 or int64 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.

@@ -73,13 +73,13 @@ ROUTINGS: dict[str, Callable[[EPConfig, int, torch.Generator], torch.Tensor]] = 
 }
 """How tokens choose experts. Only with `repeated` does an expert appear more than once in a token.
 
-uniform: top_k of all experts with equal probability.
-zipf: expert e in proportion to 1 / (e + 1), so rank 0 is the busiest.
-one_expert: slot 0 is expert 0, the other slots are uniform over the rest.
-one_rank: the experts of the last rank; when it owns fewer than top_k, all of them and uniform others.
-masked: uniform, then a third of the ids and every fifth token (1, 6, ...) whole are -1.
-repeated: uniform, then the last slot of every third token (0, 3, ...) is its first one, and all slots of every sixth
-    (1, 7, ...) are.
+- uniform: top_k of all experts with equal probability.
+- zipf: expert e in proportion to 1 / (e + 1), so rank 0 is the busiest.
+- one_expert: slot 0 is expert 0, the other slots are uniform over the rest.
+- one_rank: the experts of the last rank; when it owns fewer than top_k, all of them and uniform others.
+- masked: uniform, then a third of the ids and every fifth token (1, 6, ...) whole are -1.
+- repeated: uniform, then the last slot of every third token (0, 3, ...) is its first one, and all slots of every sixth
+  (1, 7, ...) are.
 """
 
 

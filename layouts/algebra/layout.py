@@ -139,8 +139,8 @@ class Swizzle:
     """x ^ ((x & mask) >> shift), mask = `bits` ones at `base + max(shift, 0)`; a negative shift moves left.
 
     CuTe's `Swizzle<bits, base, shift>` and `make_swizzle(bits, base, shift)`. An involution that keeps the
-    low `base` bits. Works on Python ints and on the DSL's integers. Raises LayoutError when |shift| < bits,
-    where the source and target bits would overlap.
+    low `base` bits. Works on Python ints and on the DSL's integers. Raises LayoutError when abs(shift) < bits, where
+    the source and target bits would overlap.
     """
 
     bits: int

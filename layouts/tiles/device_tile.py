@@ -2,9 +2,8 @@
 
 A view is an iterator (pointer), a layout of flat modes in scalars, and the number of contiguous scalars per
 element. Verbs are CuTe's own (`local_tile`, `zipped_divide`, `slice_and_offset`, `domain_offset`, `copy`);
-the conditions are those of the host type, from `tile_guards`, tested while tracing. Extents and strides
-that are only known at run time are not tested. Views are Python objects: build them inside a run-time loop,
-do not carry them through it.
+the conditions are those of the host type (`guards`), tested while tracing. Extents and strides that are only known at
+run time are not tested. Views are Python objects: build them inside a run-time loop, do not carry them through it.
 
 Coordinates are widened to 64 bits wherever `offset_bits` of the view says so: the DSL multiplies 32-bit
 coordinates in 32 bits even where the product does not fit.

@@ -1,9 +1,9 @@
 """`TileTensor`: a view into memory that is tiled, vectorised and dealt out to threads, after Mojo's type.
 
 This is the host side: offsets are Python ints, storage (if any) is a flat sequence.
-`device_tile.DeviceTile` has the same verbs over a `cute.Tensor` and applies the same conditions, those of
-`tile_guards`, so that a view checked on the host is the view the kernel takes. Where Mojo's type reads the
-wrong elements without an error, both raise LayoutError instead.
+`device_tile.DeviceTile` has the same verbs over a `cute.Tensor` and applies the same conditions (`guards`), so that a
+view checked on the host is the view the kernel takes. Where Mojo's type reads the wrong elements without an error, both
+raise LayoutError instead.
 """
 
 from __future__ import annotations

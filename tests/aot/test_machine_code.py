@@ -197,13 +197,13 @@ def test_posts_release_and_waits_acquire(sass: Sass, variant: Variant) -> None:
     acquiring, relaxed_polls, bad_waits = waits(sass(variant))
     assert not bad_posts and not bad_waits
     escapes = dispatches or not variant.kernel.endswith("partial")  # no word of a partial sum is SENTINEL
-    assert releases == 1 + sends * (1 + escapes), "consumed; message_ready or return_ready, of chunks, of a blank slice"
+    assert releases == 1 + sends * (1 + escapes), "consumed; message_ready or return_ready, of chunks and of SENTINEL"
     assert relaxed_posts >= 4 if dispatches and sends else relaxed_posts == 0
     looks = receives * (3 if dispatches else 1)
     meets = dispatches and receives
     assert acquiring == 2 * (sends + receives + meets) + looks, (
         "consumed, a slice, CTAs that meet: once before the loop and once in it; behind payload, scales or row scale "
-        "that are blank"
+        "that are SENTINEL"
     )
     assert relaxed_polls >= 4 if dispatches and receives else relaxed_polls == 0, "words of the table, of an entry"
 

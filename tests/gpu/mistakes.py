@@ -61,9 +61,9 @@ def _acknowledge_if(condition: str) -> tuple[Edit, ...]:
 
 
 MUTANTS = {
-    # senders do not wait before they overwrite
+    # senders do not wait before they overwrite: round n+2 returns before a late rank has read n
     "NO_CONSUMED_WAIT": Mutant("combines", _wait_for("Int64(0)")),
-    # a receiving launch posts its own round as consumed, not the last completed one
+    # a receiving launch signals its own round as consumed, not the last completed one: the same
     "ACK_OWN_ROUND": Mutant(
         "combines",
         tuple(
@@ -71,7 +71,7 @@ MUTANTS = {
             for file, signal in _ACKNOWLEDGE.items()
         ),
     ),
-    # a sending launch posts "consumed" after its wait for "consumed"
+    # a sending launch signals "consumed" after its wait for "consumed": the third `dispatch_async` waits for itself
     "ACK_AFTER_WAIT": Mutant(
         "split",
         (
@@ -100,9 +100,9 @@ MUTANTS = {
             ),
         ),
     ),
-    # only launches that receive signal "consumed"
+    # only launches that receive signal "consumed": the same
     "ACK_ON_RECEIVE": Mutant("split", _acknowledge_if("self.receive")),
-    # receivers wait for flag == n, not flag >= n
+    # receivers wait for flag == n, not flag >= n: the flag has moved on
     "EQUAL": Mutant(
         "split",
         (
@@ -125,9 +125,9 @@ MUTANTS = {
             ),
         ),
     ),
-    # senders wait for n-1, not n-2
+    # senders wait for n-1, not n-2: the second `dispatch_async` waits for the first `dispatch_wait`
     "WAIT_PREVIOUS": Mutant("split", _wait_for("epoch + 1")),
-    # combine reads the header from the arena, not from the handle
+    # combine reads the header from the arena, not from the batch: it is a later dispatch's
     "ARENA_HEADER": Mutant(
         "two ahead",
         (
@@ -146,7 +146,7 @@ MUTANTS = {
             ),
         ),
     ),
-    # every round uses the same slots
+    # every round uses the same slots: round n+1 overwrites n's table
     "ONE_PARITY": Mutant(
         "split",
         (
@@ -161,7 +161,7 @@ MUTANTS = {
             ),
         ),
     ),
-    # readers leave lamport words as they are
+    # readers leave lamport words as they are: rows of round n-2 are taken
     "NO_CLEAR": Mutant(
         "turns",
         (
@@ -178,7 +178,7 @@ MUTANTS = {
             ),
         ),
     ),
-    # "consumed" does not order the clearing before it
+    # "consumed" does not order the clearing before it: no GPU has shown it, tests/aot sees it in machine code
     "WEAK_ACK": Mutant(
         "combines of few",
         (

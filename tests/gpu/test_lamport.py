@@ -21,7 +21,7 @@ from .conftest import connected
 from .test_features import DTYPES
 
 ROUNDS = {1: 8, 16: 8, LAMPORT_TOKENS: 4, LAMPORT_TOKENS + 1: 4}
-"""By tokens. Some in each parity, so that words which were not cleared again, or are blank for ever, meet others."""
+"""By tokens. Some in each parity, so that words that were not cleared again, or stay SENTINEL forever, meet others."""
 
 
 def blanked(rows: torch.Tensor, seed: int) -> torch.Tensor:

@@ -79,7 +79,7 @@ def warmed_counters(
 ) -> list[torch.Tensor]:
     """One mismatch counter a round, at zero, for each rank, after one use of every torch kernel that counts.
 
-    CUDA loads a kernel at its first launch and waits for the device to be idle: for ever, when a rank's kernel spins
+    CUDA loads a kernel at its first launch and waits for the device to be idle: forever, when a rank's kernel spins
     there for a rank that the same host thread has yet to launch. The counters lie 128 bytes apart, since torch chooses
     kernels by alignment, too.
     """

@@ -1,5 +1,5 @@
-"""How rows are dealt out to warps, how an LL word is put together, what a blank word is, and division: device code,
-run on the CPU."""
+"""How rows are dealt out to warps, how an LL word is put together, when a Lamport word is there, and division: device
+code, run on the CPU."""
 
 from __future__ import annotations
 

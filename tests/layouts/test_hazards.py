@@ -153,5 +153,5 @@ def test_we_refuse_what_kills_the_process(expression, death, ours):
 
 @pytest.mark.slow
 def test_a_cute_layout_that_outlives_its_context_kills_the_process():
-    """Why nothing but Python ints leaves `eager`; ours are plain values, usable for ever."""
+    """Why nothing but Python ints leaves `eager`; ours are plain values, usable forever."""
     assert raw("kept = run(lambda: L((4, 8)))\nrun(lambda: str(cute.coalesce(kept)))")[0] == -signal.SIGSEGV

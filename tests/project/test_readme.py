@@ -101,8 +101,9 @@ def test_the_numbers_of_memory_are_what_the_code_computes() -> None:
     """MiB for the three formats at 128 and at 4096 tokens, large ones to two digits; and the largest output buffer."""
     small, large = ([config(fmt, tokens) for fmt in ("bf16", "fp8", "nvfp4")] for tokens in (128, 4096))
     mib = [memory_bytes(cfg) / 2**20 for cfg in small]
-    assert ", ".join(f"{size:.0f}" for size in mib[:2]) == "44, 38" and f"\n{mib[2]:.0f} MiB (`bf16`, `fp8`" in TEXT
-    assert ", ".join(f"{round(memory_bytes(cfg) / 2**20, -1):.0f}" for cfg in large) + " MiB for 4096" in TEXT
+    words = " ".join(TEXT.split())
+    assert ", ".join(f"{size:.0f}" for size in mib) + " MiB (`bf16`, `fp8`, `nvfp4`) for 128 tokens" in words
+    assert ", ".join(f"{round(memory_bytes(cfg) / 2**20, -1):.0f}" for cfg in large) + " MiB for 4096" in words
     rows = large[0].max_rows
     text = (DOCS / "reference.md").read_text()
     assert f"{rows} rows, {rows * 2 * 7168 / 2**30:.2f} GiB" in text
@@ -177,18 +178,19 @@ def test_named_tests_exist(page: str) -> None:
 
 
 def test_only_transport_across_nodes_is_left_for_later() -> None:
-    """Each row of the map has a state with a meaning, and a test unless it is not taken."""
-    tables = [line for line in (ROOT / "docs/seed_map.md").read_text().splitlines() if line.startswith("| ")]
+    """Each row of the map has a state with a meaning, and a test unless it is left for later."""
+    text, _, not_taken = (ROOT / "docs/seed_map.md").read_text().partition("## Not taken")
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables if "| --- |" not in line]
     rows = [row for row in rows if row[0] != "`ep_comm`"]
-    assert len(rows) > 80 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
-    assert len({name for row in rows for name in re.findall(r"`[^`]+`", row[0])}) > 180
+    assert len(rows) > 70 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
+    assert len({name for part in (not_taken, *(row[0] for row in rows)) for name in re.findall(r"`[^`]+`", part)}) > 180
     later = [name for name, _, _, state in rows if state.startswith("later")]
     assert later == ["`use_shmem`, NVSHMEM, RC mapping, `n_nodes`"]
     for name, _, shown_by, state in rows:
-        kind = re.match(r"works|replaced|not taken|new|later", state)
+        kind = re.match(r"works|replaced|new|later", state)
         assert kind, name
-        assert "tests/" in shown_by or kind[0] in ("not taken", "later"), name
+        assert "tests/" in shown_by or kind[0] == "later", name
 
 
 def test_files_and_names_of_the_map_exist() -> None:

@@ -58,7 +58,7 @@
  * moment between the wait and the end of the launch. A reader takes the slice when neither word is SENTINEL, or when the
  * flag is there, and then both must be what was sent. (It needs both, so without -DFINE words 0 are stored before
  * words 1.) Clearing is a weak store: it lands at any moment between the read and the release that signals the round as
- * consumed. So a word that was taken is FADING until that step. The own rank's later looks find it blank (stream
+ * consumed. So a word that was taken is FADING until that step. The own rank's later looks find SENTINEL (stream
  * order); the step in which a peer passes its wait, the earliest moment of a store, asserts that the words are SENTINEL.
  *
  * Flags. A flag has one writer and one reading rank, only grows, and is only compared; a word changes only after its

@@ -12,7 +12,6 @@ from tests.gpu.mistakes import MUTANTS, UNCHANGED
 from tests.gpu.schedules import CASES
 
 MODEL = mutants.ROOT / "tests" / "protocol" / "ep_protocol.pml"
-PROTOCOL = mutants.ROOT / "docs" / "protocol.md"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -36,9 +35,3 @@ def test_mutants_have_names_of_the_model_and_schedules_that_exist() -> None:
     names = set(re.findall(r"#define (\w+) \d+ +/\*", MODEL.read_text()))
     assert MUTANTS.keys() <= names
     assert {mutant.schedule for mutant in MUTANTS.values()} <= CASES.keys()
-
-
-def test_the_document_lists_them() -> None:
-    section = PROTOCOL.read_text().partition("## Mutants")[2]
-    listed = dict(re.findall(r"^\| `(\w+)` \|.*\| `([\w ]+)` \|", section, re.MULTILINE))
-    assert listed == {name: mutant.schedule for name, mutant in MUTANTS.items()}

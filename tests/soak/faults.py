@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = 2
 """Of the group that something happens to."""
 LIMIT_S = 60.0
-"""A process that takes longer is ended: a fault must never make anything wait for ever."""
+"""A process that takes longer is ended: a fault must never make anything wait forever."""
 
 
 @dataclass(frozen=True)
