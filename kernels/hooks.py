@@ -21,8 +21,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
+from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import array, pointer, vector_atom, vector_tensor
+from cute_ep.kernels.device.memory import array, pointer, rows
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 MINUS_ZEROS = 0x80008000
@@ -44,11 +45,11 @@ def residual_add(coords, value, context: EpilogueContext):
     """Add a residual; context.data: [tokens, hidden] bfloat16, or 0: nothing is added."""
     token, column = coords
     vectors = quotient(context.hidden, VECTOR_ELEMENTS)
-    gResidual = vector_tensor(context.data, vectors, context.tokens, Int64(vectors) * VECTOR_BYTES)
+    gResidual = rows(context.data, vectors, context.tokens, Int64(vectors) * VECTOR_BYTES)
     rResidual = cute.make_rmem_tensor(VECTOR_BYTES // 4, Uint32)
     rResidual.fill(MINUS_ZEROS)
     if context.data != Int64(0):
-        cute.copy(vector_atom(), gResidual[None, quotient(column, VECTOR_ELEMENTS), token], rResidual)
+        cute.copy(weak(), gResidual[None, quotient(column, VECTOR_ELEMENTS), token], rResidual)
     return value + cute.recast_tensor(rResidual, BFloat16).load().to(Float32)
 
 

@@ -28,9 +28,10 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, halves, round_vector, unit_amax
+from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.device.divide import quotient, remainder, round_up
-from cute_ep.kernels.device.memory import array, item_coord, pointer, vector_atom, vector_tensor
+from cute_ep.kernels.device.memory import array, item_coord, pointer, rows
 from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.layouts.algebra.layout import Layout
@@ -167,7 +168,7 @@ class Rows:
         rX[None, None, slot].fill(0)
         if left > 32 * slot:
             for part in cutlass.range_constexpr(self.sources):
-                cute.copy(vector_atom(), gX[None, part, slot], rX[None, part, slot])
+                cute.copy(weak(), gX[None, part, slot], rX[None, part, slot])
 
     @cute.jit
     def _stage(self, args, rX, sValue, vector) -> None:
@@ -177,7 +178,7 @@ class Rows:
             rValue.store(rX[None, 0].load())
         else:
             self._swiglu(args, rX, rValue)
-        cute.copy(vector_atom(), rValue, sValue[swizzled(vector), None])
+        cute.copy(weak(), rValue, sValue[swizzled(vector), None])
 
     @cute.jit
     def _swiglu(self, args, rX, rValue) -> None:
@@ -209,17 +210,17 @@ class Rows:
         """Lane l encodes unit l of each segment, 32 units, of the tile."""
         units = quotient(args.width, VECTOR_ELEMENTS * self.unit_vectors)
         first = tile * (32 * self.segments) + lane
-        gOut = vector_tensor(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
+        gOut = rows(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
         rX = cute.make_rmem_tensor(4 * self.unit_vectors, Uint32)
         rQ = cute.make_rmem_tensor(4, Uint32)
         for segment in cutlass.range_constexpr(self.segments):
             for part in cutlass.range_constexpr(self.unit_vectors):
                 vector = (segment * 32 + lane) * self.unit_vectors + part
-                cute.copy(vector_atom(), sValue[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
+                cute.copy(weak(), sValue[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
             bits = self.codec.encode(rX, rQ, state)
             unit = first + segment * 32
             if unit < units:
-                cute.copy(vector_atom(), rQ, gOut[None, segment * 32, 0])
+                cute.copy(weak(), rQ, gOut[None, segment * 32, 0])
             else:
                 bits = Uint32(0)
             if cutlass.const_expr(self.fmt.scale is not None):

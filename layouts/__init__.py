@@ -1,9 +1,8 @@
 """Layouts, formats, records and buffer maps: plain Python numbers, no torch.
 
 `maps`: where every byte is, with the sizes, limits and names that kernels and runtime read. `algebra`: CuTe's layout
-algebra and pictures of layouts. `tiles`: tiled views. The last two are for `cute-ep layout`, tests and readers; of them
-a kernel uses only `Layout`, for two small index maps (`kernels/swiglu.py`), and build and library ask `algebra.eager`
-for the DSL's name and how it is installed. What this file exports is the algebra.
+algebra. `tiles`: tiled views. Kernels take `Layout` and `Swizzle` from the algebra, and their tiles are tested against
+the views; the rest is for `cute-ep layout` and for readers. This file exports the algebra.
 """
 
 from cute_ep.layouts.algebra.algebra import (
@@ -21,7 +20,6 @@ from cute_ep.layouts.algebra.algebra import (
     left_inverse,
     logical_divide,
     logical_product,
-    offset_bits,
     raked_product,
     recast_layout,
     right_inverse,
@@ -52,7 +50,6 @@ __all__ = [
     "left_inverse",
     "logical_divide",
     "logical_product",
-    "offset_bits",
     "raked_product",
     "recast_layout",
     "right_inverse",

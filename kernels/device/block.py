@@ -6,8 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint8, Uint32
 
+from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.kernels.device.memory import vector_atom, vector_tensor
+from cute_ep.kernels.device.memory import rows
+from cute_ep.layouts.algebra.layout import Swizzle
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
 from cute_ep.layouts.maps.record import Region
@@ -31,10 +33,9 @@ def shared_array(region: Region, dtype):
     return cute.make_tensor(pointer, cute.make_layout(region.shape, stride=region.stride))
 
 
-def swizzled(vector):
-    """Where shared memory holds a vector: eight lanes that write or read together meet all 32 banks, whether their
-    vectors are 1, 2 or 4 apart."""
-    return vector ^ ((vector >> 3) & 7)
+swizzled = Swizzle(3, 0, 3)
+"""Where shared memory holds a vector: eight lanes that write or read together meet all 32 banks, whether their vectors
+are 1, 2 or 4 apart."""
 
 
 @cute.jit
@@ -90,15 +91,15 @@ LOADS_IN_FLIGHT = 4
 def block_memcpy(destination, source, num_bytes, tid: Int32) -> None:
     """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
     vectors = Int32(quotient(num_bytes, VECTOR_BYTES))
-    gSource = vector_tensor(source, vectors, 1)
-    gDestination = vector_tensor(destination, vectors, 1)
+    gSource = rows(source, vectors, 1)
+    gDestination = rows(destination, vectors, 1)
     rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
     for first in cutlass.range(tid, vectors, THREADS * LOADS_IN_FLIGHT, unroll=1):
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             vector = first + slot * THREADS
             if vector < vectors:
-                cute.copy(vector_atom(), gSource[None, vector, 0], rX[None, slot])
+                cute.copy(weak(), gSource[None, vector, 0], rX[None, slot])
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             vector = first + slot * THREADS
             if vector < vectors:
-                cute.copy(vector_atom(), rX[None, slot], gDestination[None, vector, 0])
+                cute.copy(weak(), rX[None, slot], gDestination[None, vector, 0])

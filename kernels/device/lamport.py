@@ -16,8 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from cute_ep.kernels.device.atoms import WORDS
 from cute_ep.kernels.device.divide import remainder
-from cute_ep.kernels.device.memory import WORDS, load_vector, pointer, vector_at, vector_atom
 from cute_ep.kernels.device.slices import has_bit
 from cute_ep.kernels.device.sync import now_ns, report
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, SENTINEL, Region
@@ -45,41 +45,6 @@ def has_sentinel(words) -> Boolean:
     for index in range(1, WORDS):
         largest = cutlass.max(largest, words[index])
     return largest == Uint32(SENTINEL)
-
-
-def send_vector(words, address: Int64) -> None:
-    """Store 16 bytes that somebody may look at (own or peer memory)."""
-    cute.arch.inline_ptx(
-        "st.relaxed.sys.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[address, *(Uint32(words[index]) for index in range(WORDS))],
-    )
-
-
-def send_word(word: Uint32, address: Int64) -> None:
-    """Store 4 bytes that somebody may look at."""
-    cute.arch.store(pointer(address, Uint32), word, sem="relaxed", scope="sys")
-
-
-def poll_vector(words, address: Int64) -> None:
-    """Load 16 bytes that may be on their way."""
-    load_vector(words, address, "relaxed.sys.global")
-
-
-def poll_word(address: Int64) -> Uint32:
-    """Load 4 bytes that may be on their way."""
-    return cute.arch.load(pointer(address, Uint32), Uint32, sem="relaxed", scope="sys")
-
-
-def clear_vector(address: Int64) -> None:
-    """Clear 16 bytes that this rank has taken."""
-    words = cute.make_rmem_tensor(WORDS, Uint32)
-    words.fill(SENTINEL)
-    cute.copy(vector_atom(), words, vector_at(address, 0))
-
-
-def clear_word(address: Int64) -> None:
-    """Clear 4 bytes that this rank has taken."""
-    cute.arch.store(pointer(address, Uint32), Uint32(SENTINEL))
 
 
 def _ticks(time_ns: Int64) -> Int32:

@@ -1,26 +1,42 @@
-"""Bridge from byte maps to CuTe tensors: the one place where an address becomes a tensor inside a kernel.
+"""Tensors over global memory: the one place where an address becomes a tensor inside a kernel.
 
-Mode 0 of a vector tensor is one 16-byte access, (4 x Uint32) : (1); its copy atom is `vector_atom()`.
+| tensor      | axes               | shape : stride, in its elements                        |
+| ----------- | ------------------ | ------------------------------------------------------ |
+| `array`     | as given           | row-major, 64-bit strides                              |
+| `vectors`   | (word, vector)     | (4, V) : (1, 4)                                        |
+| `rows`      | (word, vector, row)| (4, V, R) : (1, 4, pitch)                              |
+| `lane_tile` | (word, slot)       | (4, S) : (1, 128), from vector 32 first + lane of a row|
+| `lane_words`| (slot)             | (S) : (32), from a word on                             |
+
+A warp takes a row of vectors 32 at a time: vector 32 s + l is slot s of lane l, so the thread-value layout of the row
+is (lane, (word, slot)) : (4, (1, 128)), of which `lane_tile` is one lane's part.
 """
 
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import CopyUniversalOp
+from cutlass import Int64, Uint32
 
+from cute_ep.kernels.device.atoms import WORDS
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import Region
+from cute_ep.layouts.maps.scales import WORD_BYTES
 
-WORDS = VECTOR_BYTES // 4
+LANES = 32
+SLOTS = 1 << 10
+"""More slots than a lane has of any row."""
 
 
 class DeviceRegion(Region):
-    """A region whose offsets are 64-bit. A stride of 32 bits costs one instruction, one of 64 bits three."""
+    """A region of the arena in a kernel: offsets are those of its CuTe layout, in bytes and 64 bits."""
 
-    def product(self, index, stride):
-        """A 32-bit stride stays one until it is multiplied."""
-        return Int64(index) * Int64(stride)
+    def at(self, *coord):
+        """Offset of the element at `coord` (leading modes; missing ones are 0)."""
+        strides = tuple(Int64(stride) for stride in self.stride[: len(coord)])
+        if not coord:
+            return self.offset
+        layout = cute.make_layout((1 << 30,) * len(coord), stride=strides)
+        return self.offset + cute.crd2idx(tuple(Int64(index) for index in coord), layout)
 
 
 def pointer(address: Int64, dtype, align: int | None = None):
@@ -36,46 +52,37 @@ def array(address: Int64, dtype, *shape):
     return cute.make_tensor(pointer(address, dtype), cute.make_layout(tuple(shape), stride=tuple(stride)))
 
 
-def vector_tensor(address: Int64, vectors, rows, pitch_bytes=VECTOR_BYTES):
-    """Rows of 16-byte vectors: (word, vector, row) : (1, 4, pitch), every vector aligned to 16 bytes."""
+def rows(address: Int64, vectors, count, pitch_bytes=VECTOR_BYTES):
+    """Rows of 16-byte vectors, `pitch_bytes` apart."""
     if isinstance(pitch_bytes, int):
         pitch = pitch_bytes // 4
     else:
         pitch = cute.assume(Int64(pitch_bytes) >> 2, divby=WORDS)
-    layout = cute.make_layout((WORDS, vectors, rows), stride=(1, WORDS, pitch))
+    layout = cute.make_layout((WORDS, vectors, count), stride=(1, WORDS, pitch))
     return cute.make_tensor(pointer(address, Uint32, align=VECTOR_BYTES), layout)
 
 
-def vector_at(address: Int64, index):
-    """The four words of 16-byte vector number `index` behind an address."""
-    return vector_tensor(address + Int64(index) * VECTOR_BYTES, 1, 1)[None, 0, 0]
+def vector(address: Int64, index=0):
+    """Vector number `index` of a row."""
+    return lane_tile(address, 0, index)[None, 0]
 
 
-def vector_atom():
-    """Copy atom of one 16-byte access."""
-    return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
+def lane_tile(address: Int64, first, lane):
+    """A lane's vectors of a row, from segment `first` on."""
+    place = address + Int64(first * LANES + lane) * VECTOR_BYTES
+    layout = cute.make_layout((WORDS, SLOTS), stride=(1, WORDS * LANES))
+    return cute.make_tensor(pointer(place, Uint32, align=VECTOR_BYTES), layout)
 
 
-def load_vector(words, address: Int64, how: str) -> None:
-    """Load 16 bytes with PTX qualifiers that a copy atom does not have: `how` stands between "ld." and ".v4.b32"."""
-    _load(words, f"ld.{how}.{FOUR_WORDS};", address)
+def lane_words(address: Int64, word):
+    """A lane's words of a row of words, from number `word` on."""
+    place = address + Int64(word) * WORD_BYTES
+    return cute.make_tensor(pointer(place, Uint32), cute.make_layout(SLOTS, stride=LANES))
 
 
-def load_row(words, address: Int64, once: Boolean) -> None:
-    """Load 16 bytes; with `once` they are the first to leave the caches."""
-    loads = f"@once ld.global.cs.{FOUR_WORDS}; @!once ld.global.{FOUR_WORDS};"
-    _load(words, f"{{ .reg .pred once; setp.ne.u32 once, {{$r1}}, 0; {loads} }}", address, Int32(once))
-
-
-FOUR_WORDS = "v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]"
-"""Operands of a load of `_load`."""
-
-
-def _load(words, ptx: str, *arguments) -> None:
-    """Run PTX that leaves four words, from an address that is its first argument."""
-    seen = cute.arch.inline_ptx(ptx, write_only_types=[Uint32] * WORDS, read_only_args=list(arguments))
-    for index in range(WORDS):
-        words[index] = seen[index]
+def place_of(tensor, index):
+    """Pointer to an element."""
+    return tensor.iterator + cute.crd2idx(index, tensor.layout)
 
 
 def item_coord(item, extent):

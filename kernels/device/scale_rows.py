@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.memory import item_coord, pointer, vector_at, vector_atom
+from cute_ep.kernels.device.memory import item_coord, pointer, vector
 from cute_ep.layouts.maps.arguments import Scales
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
@@ -21,7 +22,17 @@ def scale_word_offset(scales: Scales, row, column) -> Int64:
 
 def store_scale_word(scales: Scales, row, column, word: Uint32) -> None:
     """Store one word of scale factors."""
-    cute.arch.store(pointer(scales.data + WORD_BYTES * scale_word_offset(scales, row, column), Uint32), word)
+    cute.arch.store(pointer(scale_row_address(scales, row, column), Uint32), word)
+
+
+def scale_row_address(scales: Scales, row, column=0) -> Int64:
+    """Address of a word of scale factors, word 0 of a row if no other is asked for."""
+    return scales.data + WORD_BYTES * scale_word_offset(scales, row, column)
+
+
+def store_scale_column(scales: Scales, home: Int64, column, word: Uint32) -> None:
+    """Store the word of a column of the row whose word 0 is at `home`."""
+    cute.arch.store(pointer(home + Int64(column) * Int64(scales.step * WORD_BYTES), Uint32), word)
 
 
 @cute.jit
@@ -36,13 +47,13 @@ def zero_scale_rows(scales, first: Int32, end: Int32, part: Int32, parts: cutlas
         taken = quotient(in_block - lane + 31, 32)  # words of a column that belong to rows before `first`
         if first == end:
             taken = Int32(LANE_ROWS)
-        home = scales.data + WORD_BYTES * scale_word_offset(scales, first - in_block + lane, part)
+        home = scale_row_address(scales, first - in_block + lane, part)
         step = Int64(scales.step) * (WORD_BYTES * parts)
         rZero = cute.make_rmem_tensor(LANE_ROWS, Uint32)
         rZero.fill(0)
         for _ in cutlass.range(part, scales.words, parts, unroll=1):
             if taken <= 0:
-                cute.copy(vector_atom(), rZero, vector_at(home, 0))
+                cute.copy(weak(), rZero, vector(home))
             else:
                 if (taken & 1) != 0:
                     cute.arch.store(pointer(home + taken * WORD_BYTES, Uint32), Uint32(0))

@@ -1,5 +1,5 @@
-"""The vocabulary of synchronisation: every signal, wait and kernel exit in this package is one of these (the last two,
-with their waits, are in `lamport`).
+"""The vocabulary of synchronisation: every signal, wait and kernel exit in this package is one of these (the
+last two are `atoms`, with waits in `lamport`).
 
 Flags are 64-bit epochs that only grow, stored by exactly one rank and never reset, so a wait is `flag >= epoch`. LL
 words (the name is NCCL's) carry a 32-bit value below the low 32 bits of its epoch, in one 64-bit store: the value needs
@@ -16,8 +16,8 @@ no ordering. (A word that no round has written for exactly 2^32 rounds would pas
 | `count_exit`   | atom.relaxed                          | publication -> retraction, if a wait failed      |
 | `grid_barrier` | atom.release.gpu, ld.acquire.sys loop | all of every CTA before it -> all after it       |
 | `take_ticket`  | atom.relaxed.gpu                      | nothing: a ticket goes to one CTA                |
-| `send_vector`  | st.relaxed.sys.v4.b32                 | nothing: a word that is not SENTINEL has arrived |
-| `poll_vector`  | ld.relaxed.sys.v4.b32                 | nothing: the value is in the word                |
+| `send`         | st.relaxed.sys.v4.b32                 | nothing: a word that is not SENTINEL has arrived |
+| `poll`         | ld.relaxed.sys.v4.b32                 | nothing: the value is in the word                |
 
 `signal` covers stores of other lanes of the warp, or threads of the CTA, when a warp or CTA barrier stands between
 (causality order is transitive).
@@ -35,7 +35,7 @@ from cutlass._mlir.dialects import nvvm
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.divide import remainder
-from cute_ep.kernels.device.memory import pointer, vector_tensor
+from cute_ep.kernels.device.memory import pointer, rows
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord
 
 
@@ -78,7 +78,7 @@ def report(wait_context: WaitContext, record: Int32, phase: cutlass.Constexpr, i
     words[StatusWord.INDEX] = Uint32(index)
     words[StatusWord.EXPECTED] = Uint32(expected)
     words[StatusWord.SEEN] = Uint32(seen)
-    records = vector_tensor(wait_context.status, 1, Int32(1 << 30))
+    records = rows(wait_context.status, 1, Int32(1 << 30))
     cute.autovec_copy(words, records[None, 0, record])
     cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(phase not in INPUT_ERRORS):

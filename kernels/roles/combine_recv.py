@@ -15,16 +15,16 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque, round_vector
+from cute_ep.kernels.device.atoms import clear, poll, weak
 from cute_ep.kernels.device.context import given_id, owns_shared
-from cute_ep.kernels.device.lamport import clear_vector, has_sentinel, home_of, is_lamport, poll_vector, wait_lamport
-from cute_ep.kernels.device.memory import vector_at, vector_atom, vector_tensor
+from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
+from cute_ep.kernels.device.memory import lane_tile, rows, vector
 from cute_ep.kernels.device.slices import SEGMENT, Tickets, are_many, first_item, from_lane, has_bit, lowest, slice_of
 from cute_ep.kernels.device.sync import wait_signal, warp_all
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.roles.combine_schedule import row_units
 from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, OutputType, Phase
@@ -161,18 +161,18 @@ class CombineRecv:
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
             unit = segment * SEGMENT + opaque(ctx.lane)
             end = cutlass.min(row_units(ctx), row_slice.last * SEGMENT)
-            home = self._home(ctx, row_slice) + Int64(unit) * VECTOR_BYTES
+            home = self._home(ctx, row_slice)
             rSum.fill(0.0)
             left = filled
             while left != Uint32(0):
                 again = left
                 for turn in cutlass.range_constexpr(slots):
                     if left != Uint32(0):
-                        at = home + Int64(lowest(left) * pitch)
+                        tSlot = lane_tile(home + Int64(lowest(left) * pitch), 0, unit)
                         left = left & (left - Uint32(1))
                         for part in cutlass.range_constexpr(self.segments):
                             if unit + part * SEGMENT < end:
-                                cute.copy(vector_atom(), vector_at(at, part * SEGMENT), rX[None, part, turn])
+                                cute.copy(weak(), tSlot[None, part], rX[None, part, turn])
                             else:
                                 rX[None, part, turn].fill(0)
                 for turn in cutlass.range_constexpr(slots):
@@ -204,12 +204,12 @@ class CombineRecv:
         words. False after a timeout."""
         valid = unit < row_units(ctx)
         pitch = ctx.arena.returns.stride[2]
-        home = self._home(ctx, row_slice) + Int64(unit) * VECTOR_BYTES
+        home = self._home(ctx, row_slice)
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         left = filled
         while alive and left != Uint32(0):
-            poll = partial(self._poll, rX, home, pitch, valid, left)
+            poll = partial(self._poll, ctx, rX, home, pitch, unit, left)
             alive = self._wait_lamport(ctx, row_slice, filled, owner, poll)
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
@@ -217,19 +217,19 @@ class CombineRecv:
                     left = left & (left - Uint32(1))
                     use(rX[None, turn], slot)
                     if is_lamport(ctx.sums.tokens) & valid:
-                        clear_vector(home + Int64(slot * pitch))
+                        clear(vector(home + Int64(slot * pitch), unit))
         return alive
 
     @cute.jit
-    def _poll(self, rX, home: Int64, pitch: Int32, valid: Boolean, left: Uint32, flagged: Uint32) -> Uint32:
+    def _poll(self, ctx, rX, home: Int64, pitch: Int32, unit, left: Uint32, flagged: Uint32) -> Uint32:
         """One unit of the lowest slots of `left` into rX."""
         missing = Uint32(0)
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
             if left != Uint32(0):
                 slot = lowest(left)
                 left = left & (left - Uint32(1))
-                if valid:
-                    poll_vector(rX[None, turn], home + Int64(slot * pitch))
+                if unit < row_units(ctx):
+                    poll(vector(home + Int64(slot * pitch), unit), rX[None, turn])
                     if has_sentinel(rX[None, turn]):
                         missing = missing | (Uint32(1) << Uint32(slot))
         return missing & ~flagged
@@ -243,8 +243,8 @@ class CombineRecv:
             rX.fill(LOST)
             if row < ctx.rows.capacity:
                 row_bytes = Int64(ctx.group.hidden) * COMBINE_ITEMSIZE
-                gRow = vector_tensor(ctx.rows.data, vector + 1, ctx.rows.capacity, row_bytes)
-                cute.copy(vector_atom(), gRow[None, vector, row], rX)
+                gRow = rows(ctx.rows.data, vector + 1, ctx.rows.capacity, row_bytes)
+                cute.copy(weak(), gRow[None, vector, row], rX)
             accumulate(rSum, rX, None)
 
     @cute.jit
@@ -270,7 +270,7 @@ class CombineRecv:
         if unit < row_units(ctx):
             index = (Int64(token) * ctx.top_k + slot) * row_units(ctx) + unit
             if ctx.sums.out_type == int(OutputType.BF16):
-                cute.copy(vector_atom(), rX, vector_at(ctx.sums.out, index))
+                cute.copy(weak(), rX, vector(ctx.sums.out, index))
             else:
                 rRow = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
                 for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
@@ -288,10 +288,10 @@ class CombineRecv:
             for half in cutlass.range_constexpr(2):
                 for word in cutlass.range_constexpr(4):
                     rX[word] = rWords[4 * half + word]
-                cute.copy(vector_atom(), rX, vector_at(ctx.sums.out, 2 * index + half))
+                cute.copy(weak(), rX, vector(ctx.sums.out, 2 * index + half))
         else:
             if ctx.sums.out_type == int(OutputType.FP16):
                 round_vector(rSum, rX, Float16)
             else:
                 round_vector(rSum, rX, BFloat16)
-            cute.copy(vector_atom(), rX, vector_at(ctx.sums.out, index))
+            cute.copy(weak(), rX, vector(ctx.sums.out, index))

@@ -13,10 +13,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
+from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
-from cute_ep.kernels.device.memory import vector_atom, vector_tensor
+from cute_ep.kernels.device.memory import rows
 from cute_ep.kernels.device.slices import (
     Tickets,
     are_many,
@@ -55,11 +56,11 @@ class CombineSchedule:
         """Read the headers: (source, token, whether there is something to send) of the warp's first item. A CTA
         barrier must follow before any other method."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
-        gHeader = vector_tensor(ctx.batch.headers, 1, ctx.ranks)
+        gHeader = rows(ctx.batch.headers, 1, ctx.ranks)
         rHeader = cute.make_rmem_tensor(len(HeaderWord), Uint32)
         rHeader.fill(0)
         if ctx.lane < ctx.ranks:
-            cute.copy(vector_atom(), gHeader[None, 0, ctx.lane], rHeader)
+            cute.copy(weak(), gHeader[None, 0, ctx.lane], rHeader)
             if ctx.warp == 0:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
                     sHeader[ctx.lane, word] = Int32(rHeader[word])

@@ -13,15 +13,15 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, opaque, round_vector
+from cute_ep.kernels.device.atoms import load_row, send
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, send_vector
-from cute_ep.kernels.device.memory import array, load_row
+from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
+from cute_ep.kernels.device.memory import array, lane_tile, vector
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.kernels.roles.combine_schedule import CombineSchedule, row_units
-from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, SEGMENT_BYTES, chunk_of
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW
 
@@ -183,7 +183,6 @@ class CombineSend:
         Returns whether this lane stored a SENTINEL word."""
         units = row_units(ctx)
         unit = segment * SEGMENT + opaque(ctx.lane)
-        at = ctx.rows.data + Int64(unit) * VECTOR_BYTES
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
@@ -196,12 +195,13 @@ class CombineSend:
                 if left != Uint32(0):
                     one = from_lane(row, lowest(left))
                     left = left & (left - Uint32(1))
-                    row_at = at + Int64(one) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
+                    row_at = ctx.rows.data + Int64(one) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
+                    tRow = lane_tile(row_at, 0, unit)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
                         if (unit + part * SEGMENT < units) & (self.partial | (one < ctx.rows.capacity)):
-                            load_row(rX[None, part, turn], row_at + part * SEGMENT_BYTES, once)
+                            load_row(tRow[None, part], rX[None, part, turn], once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)
@@ -222,7 +222,7 @@ class CombineSend:
         """One unit of a row to a slot; returns whether it has a SENTINEL word."""
         collided = Boolean(False)
         if unit < row_units(ctx):
-            send_vector(rX, home + slot * ctx.arena.returns.stride[2] + Int64(unit) * VECTOR_BYTES)
+            send(rX, vector(home + slot * ctx.arena.returns.stride[2], unit))
             if cutlass.const_expr(not self.partial):
                 collided = has_sentinel(rX)
         return collided

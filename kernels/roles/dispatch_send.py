@@ -17,11 +17,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.device.arith import opaque, unit_amax
+from cute_ep.kernels.device.atoms import send, send_word
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import given_id, owns_shared
 from cute_ep.kernels.device.divide import quotient, remainder
-from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, send_vector, send_word
-from cute_ep.kernels.device.memory import array, pointer
+from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
+from cute_ep.kernels.device.memory import array, lane_tile, lane_words, pointer, vector
 from cute_ep.kernels.device.slices import (
     SEGMENT,
     has_bit,
@@ -36,8 +37,7 @@ from cute_ep.kernels.device.slices import (
 )
 from cute_ep.kernels.device.sync import signal, take_ticket
 from cute_ep.kernels.roles.prefetch import Prefetch
-from cute_ep.layouts.maps.arena import CHUNK, SEGMENT_BYTES, SENTINEL, StateWord, chunk_of, segment_words
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of, segment_words
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY
@@ -205,17 +205,16 @@ class DispatchSend:
     def _send_units(self, ctx, message: Int64, rQ, base, count, mask: Uint32) -> None:
         """The lane's first `count` units from segment `base` on to each destination. Warps and ranks start with
         different ones, or all would turn to the same link (4 x H200, 4096 BF16 tokens: 471 us instead of 468)."""
-        first = message + Int64(base * SEGMENT + ctx.lane) * VECTOR_BYTES
         peer, _ = ctx.by_ranks.split(ctx.rank + ctx.cta + ctx.warp)
         for _ in cutlass.range(ctx.ranks, unroll=1):
             peer += 1
             if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                home = ctx.sPeers[peer] + first
+                tMessage = lane_tile(ctx.sPeers[peer] + message, base, ctx.lane)
                 for slot in cutlass.range_constexpr(self.prefetch.units):
                     if slot < count:
-                        send_vector(rQ[None, slot], home + slot * SEGMENT_BYTES)
+                        send(rQ[None, slot], tMessage[None, slot])
 
     @cute.jit
     def _push_scales(self, ctx, message: Int64, start, end, mask: Uint32) -> Boolean:
@@ -230,10 +229,10 @@ class DispatchSend:
             sVector = cute.local_tile(sStaged[warp, None], (4,), (lane,))
             cute.autovec_copy(sVector, rWord)
             collided = has_sentinel(rWord)
-            offset = Int64(ctx.wire.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
+            scales = message + Int64(ctx.wire.scales_at) + Int64(start) * (self.scale_words * WORD_BYTES)
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send_vector(rWord, ctx.sPeers[peer] + message + offset + Int64(lane) * VECTOR_BYTES)
+                    send(rWord, vector(ctx.sPeers[peer] + scales, lane))
         cute.arch.sync_warp()
         return collided
 
@@ -242,7 +241,7 @@ class DispatchSend:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
         lane = ctx.lane
         if has_bit(mask, lane):
-            send_word(value, ctx.sPeers[lane] + message + ctx.wire.row_scale_at)
+            send_word(value, pointer(ctx.sPeers[lane] + message + ctx.wire.row_scale_at, Uint32))
 
     @cute.jit
     def _push_given_scales(self, ctx, message: Int64, row_slice, mask: Uint32) -> Boolean:
@@ -261,7 +260,7 @@ class DispatchSend:
             collided = collided | (bits == Uint32(SENTINEL))
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 if has_bit(mask, peer):
-                    send_word(bits, ctx.sPeers[peer] + at + Int64(word) * WORD_BYTES)
+                    send_word(bits, lane_words(ctx.sPeers[peer] + at, word).iterator)
         if (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
             gRowScale = array(ctx.input.row_scales, Uint16, ctx.input.tokens)
             self._push_row_scale(ctx, message, mask, Uint32(gRowScale[row_slice.token]))

@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.device.arith import opaque
+from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, round_up
-from cute_ep.kernels.device.memory import array, item_coord, vector_atom, vector_tensor
+from cute_ep.kernels.device.memory import array, item_coord, rows
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.roles.row_tables import Tables
@@ -108,11 +109,11 @@ class Outputs:
         lane = ctx.lane
         units = quotient(ctx.wire.payload_bytes, VECTOR_BYTES)
         vectors = (end - first) * units
-        gOut = vector_tensor(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
+        gOut = rows(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
         for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_JOBS, unroll=1):
-            cute.copy(vector_atom(), rZero, gOut[None, vector, 0])
+            cute.copy(weak(), rZero, gOut[None, vector, 0])
         if part == 0:
             gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
             gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)

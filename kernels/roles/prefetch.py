@@ -15,8 +15,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import opaque
+from cute_ep.kernels.device.atoms import fetch, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
-from cute_ep.kernels.device.memory import vector_at, vector_atom
+from cute_ep.kernels.device.memory import lane_tile, vector
 from cute_ep.kernels.device.slices import SEGMENT, units_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
@@ -66,15 +67,11 @@ class Prefetch:
                 lane = opaque(ctx.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
                 left = cutlass.min(last * (SEGMENT * self.vectors), self._row_vectors(ctx)) - first
-                source = self._row(ctx, token) + Int64(first) * VECTOR_BYTES
+                tRow = lane_tile(self._row(ctx, token), 0, first)
                 sTile = self._tile(ctx, stage)
                 for part in cutlass.range_constexpr(self.units * self.vectors):
-                    place = sTile[swizzled(part * SEGMENT + lane), None]
-                    size = cutlass.select_(left > part * SEGMENT, Int32(VECTOR_BYTES), Int32(0))
-                    cute.arch.inline_ptx(
-                        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                        read_only_args=[place.iterator.toint(), source + part * (SEGMENT * VECTOR_BYTES), size],
-                    )
+                    sVector = sTile[swizzled(part * SEGMENT + lane), None]
+                    fetch(tRow[None, part], sVector, left > part * SEGMENT)
             cute.arch.cp_async_commit_group()
 
     def wait(self) -> None:
@@ -91,7 +88,7 @@ class Prefetch:
             sTile = self._tile(ctx, stage)
             for part in cutlass.range_constexpr(self.vectors):
                 vector = (slot * SEGMENT + lane) * self.vectors + part
-                cute.copy(vector_atom(), sTile[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
+                cute.copy(weak(), sTile[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
         else:
             self.load(ctx, token, (base + slot) * SEGMENT + lane, rX)
 
@@ -101,5 +98,5 @@ class Prefetch:
         rX.fill(0)
         if unit < units_of(ctx.wire.payload_bytes):
             for part in cutlass.range_constexpr(self.vectors):
-                vector = vector_at(self._row(ctx, token), unit * self.vectors + part)
-                cute.copy(vector_atom(), vector, cute.local_tile(rX, (4,), (part,)))
+                gVector = vector(self._row(ctx, token), unit * self.vectors + part)
+                cute.copy(weak(), gVector, cute.local_tile(rX, (4,), (part,)))

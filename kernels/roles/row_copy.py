@@ -13,26 +13,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.device.arith import opaque
+from cute_ep.kernels.device.atoms import clear, clear_word, poll, poll_word, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
-from cute_ep.kernels.device.lamport import (
-    clear_vector,
-    clear_word,
-    has_sentinel,
-    home_of,
-    is_lamport,
-    poll_vector,
-    poll_word,
-    wait_lamport,
-)
-from cute_ep.kernels.device.memory import array, pointer, vector_at, vector_atom
-from cute_ep.kernels.device.scale_rows import scale_word_offset
-from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, own_units, units_of
+from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
+from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer
+from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
+from cute_ep.kernels.device.slices import from_lane, lowest, own_units, units_of
 from cute_ep.kernels.device.sync import wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
-from cute_ep.layouts.maps.arena import SEGMENT_BYTES, SENTINEL, HeaderWord, chunk_of
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
 from cute_ep.layouts.maps.routing import Phase
-from cute_ep.layouts.maps.scales import WORD_BYTES
 
 SCALES_IN_FLIGHT = 2
 """Scale words that a lane loads before it stores the first."""
@@ -106,19 +96,18 @@ class RowCopy:
         alive = Boolean(True)
         base = row_slice.first
         while alive and base < row_slice.last:
-            # the first unit of the lane's; its others are SEGMENT units apart
-            message = self._message(ctx, source, row_slice) + Int64(base * SEGMENT + lane) * VECTOR_BYTES
+            tMessage = lane_tile(self._message(ctx, source, row_slice), base, lane)
             count = own_units(base, row_slice.last, units, lane)
-            poll = partial(self._poll_units, rQ, message, count)
+            poll = partial(self._poll_units, rQ, tMessage, count)
             alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     if slot < count:
-                        clear_vector(message + slot * SEGMENT_BYTES)
+                        clear(tMessage[None, slot])
             if (ctx.scales.words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
                 words = self._scale_count(ctx, row_slice) - lane
-                self._poll_scales(rWord, self._first_scale(ctx, source, row_slice), words, Uint32(0))
-            store = partial(self._store_units, rQ, count, Int64(base * SEGMENT + lane) * VECTOR_BYTES)
+                self._poll_scales(rWord, self._scale_tile(ctx, source, row_slice, 0), words, Uint32(0))
+            store = partial(self._store_units, rQ, count, base, lane)
             self._to_each(home, wanted, shared_home, shared_row, store)
             base += LOADS_IN_FLIGHT
         return alive
@@ -137,25 +126,26 @@ class RowCopy:
             store(target)
 
     @cute.jit
-    def _store_units(self, rQ, count, first: Int64, home: Int64) -> None:
-        """`count` units of a lane, the first one `first` bytes behind a row's begin, SEGMENT units apart."""
+    def _store_units(self, rQ, count, first, lane, home: Int64) -> None:
+        """`count` units of a lane, from segment `first` on, to the row at `home`."""
+        tOut = lane_tile(home, first, lane)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
-                cute.copy(vector_atom(), rQ[None, slot], vector_at(home + first, slot * SEGMENT))
+                cute.copy(weak(), rQ[None, slot], tOut[None, slot])
 
     @cute.jit
-    def _poll_units(self, rQ, message: Int64, count, flagged: Uint32) -> Uint32:
+    def _poll_units(self, rQ, tMessage, count, flagged: Uint32) -> Uint32:
         collided = Boolean(False)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
-                poll_vector(rQ[None, slot], message + slot * SEGMENT_BYTES)
+                poll(tMessage[None, slot], rQ[None, slot])
                 collided = collided | has_sentinel(rQ[None, slot])
         return Uint32(collided) & ~flagged
 
-    def _first_scale(self, ctx, source, row_slice) -> Int64:
-        """Address of the lane's first scale word of a slice."""
-        word = row_slice.first * ctx.wire.segment_words + ctx.lane
-        return self._message(ctx, source, row_slice) + ctx.wire.scales_at + Int64(word) * WORD_BYTES
+    def _scale_tile(self, ctx, source, row_slice, base):
+        """The lane's scale words of a slice, from the slice's word `base` on."""
+        word = row_slice.first * ctx.wire.segment_words + ctx.lane + base
+        return lane_words(self._message(ctx, source, row_slice) + ctx.wire.scales_at, word)
 
     def _scale_count(self, ctx, row_slice) -> Int32:
         """Scale words of a slice."""
@@ -172,28 +162,28 @@ class RowCopy:
         alive = Boolean(True)
         base = Int32(0)
         while alive and base < count:
-            scales = self._first_scale(ctx, source, row_slice) + Int64(base) * WORD_BYTES
+            tScale = self._scale_tile(ctx, source, row_slice, base)
             words = count - base - ctx.lane
             missing = Boolean(base != 0)
             for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                 missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(SENTINEL)))
             if cute.arch.vote_any_sync(missing):
-                poll = partial(self._poll_scales, rWord, scales, words)
+                poll = partial(self._poll_scales, rWord, tScale, words)
                 alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
-                        clear_word(scales + slot * (32 * WORD_BYTES))
+                        clear_word(place_of(tScale, slot))
             word = row_slice.first * ctx.wire.segment_words + base + ctx.lane
             if self.tables.are_tiled():
                 kept = ctx.base + ctx.arena.staged_scales.at(opaque(source), opaque(row_slice.token))
+                tKept = lane_words(kept, word)
                 for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
                     if 32 * slot < words:
-                        place = kept + Int64(word + 32 * slot) * WORD_BYTES
-                        cute.arch.store(pointer(place, Uint32), rWord[slot])
+                        tKept[slot] = rWord[slot]
             else:
-                home = ctx.scales.data + WORD_BYTES * scale_word_offset(ctx.scales, scale_row, 0)
-                shared_home = ctx.scales.data + WORD_BYTES * scale_word_offset(ctx.scales, shared_row, 0)
+                home = scale_row_address(ctx.scales, scale_row)
+                shared_home = scale_row_address(ctx.scales, shared_row)
                 store = partial(self._store_words, ctx, rWord, word, words)
                 self._to_each(home, wanted, shared_home, shared_row, store)
             base += 32 * SCALES_IN_FLIGHT
@@ -204,16 +194,15 @@ class RowCopy:
         """The words of `_poll_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
-                place = home + Int64(word + 32 * slot) * Int64(ctx.scales.step * WORD_BYTES)
-                cute.arch.store(pointer(place, Uint32), rWord[slot])
+                store_scale_column(ctx.scales, home, word + LANES * slot, rWord[slot])
 
     @cute.jit
-    def _poll_scales(self, rWord, scales: Int64, words, flagged: Uint32) -> Uint32:
-        """Words 0, 32, 64, ... of the `words` that follow an address."""
+    def _poll_scales(self, rWord, tScale, words, flagged: Uint32) -> Uint32:
+        """The lane's words, of which the first has `words` behind it in the row."""
         collided = Boolean(False)
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
-                rWord[slot] = poll_word(scales + slot * (32 * WORD_BYTES))
+                rWord[slot] = poll_word(place_of(tScale, slot))
                 collided = collided | (rWord[slot] == Uint32(SENTINEL))
         return Uint32(collided) & ~flagged
 
@@ -221,7 +210,7 @@ class RowCopy:
     def _copy_row_scale(self, ctx, source, row_slice, row, shared_row) -> Boolean:
         at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
-        poll = partial(self._poll_scales, rWord, at, Int32(1))
+        poll = partial(self._poll_scales, rWord, lane_words(at, 0), Int32(1))
         alive = self._wait_lamport(ctx, source, row_slice, poll)
         scale = Uint16(rWord[0])
         gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
@@ -231,5 +220,5 @@ class RowCopy:
             if shared_row >= 0:
                 gRowScale[shared_row] = scale
             if is_lamport(self._tokens(source)):
-                clear_word(at)
+                clear_word(pointer(at, Uint32))
         return alive

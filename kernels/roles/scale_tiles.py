@@ -20,11 +20,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import opaque
+from cute_ep.kernels.device.atoms import WORDS, weak
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
-from cute_ep.kernels.device.memory import WORDS, array, vector_at, vector_atom
-from cute_ep.kernels.device.scale_rows import scale_word_offset
+from cute_ep.kernels.device.memory import array, vector
+from cute_ep.kernels.device.scale_rows import scale_row_address
 from cute_ep.kernels.device.slices import first_item, from_lane, item_stride
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
@@ -87,18 +88,18 @@ class ScaleTiles:
             for part in cutlass.range_constexpr(LANE_ROWS):
                 where = self._from_finder(rWhere, lane, turn, part)
                 source = ctx.base + Int64(where) * VECTOR_BYTES + inside
-                cute.copy(vector_atom(), vector_at(source, 0), rX[None, part])
+                cute.copy(weak(), vector(source), rX[None, part])
             for part in cutlass.range_constexpr(LANE_ROWS):
                 if self._from_finder(rWhere, lane, turn, part) == Uint32(0):
                     rX[None, part].fill(0)
             row = self._row(ctx, first_line + turn * SIDE_BY_SIDE + quotient(lane, WORDS), 0)
             if row < rows:
-                line = ctx.scales.data + WORD_BYTES * scale_word_offset(ctx.scales, row, place)
+                line = scale_row_address(ctx.scales, row, place)
                 for word in cutlass.range_constexpr(WORDS):
                     if place + word < ctx.scales.words:
                         for part in cutlass.range_constexpr(LANE_ROWS):
                             rLine[part] = rX[word, part]
-                        cute.copy(vector_atom(), rLine, vector_at(line, 0))
+                        cute.copy(weak(), rLine, vector(line))
                     line += Int64(ctx.scales.step) * WORD_BYTES
 
     def _from_finder(self, rWhere, lane, turn: int, part: int) -> Uint32:

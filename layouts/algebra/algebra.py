@@ -25,7 +25,6 @@ from cute_ep.layouts.algebra.layout import (
     int_leaves,
     int_text,
     is_injective,
-    offset_bits,
     row_major,
 )
 
@@ -44,7 +43,6 @@ __all__ = [
     "left_inverse",
     "logical_divide",
     "logical_product",
-    "offset_bits",
     "raked_product",
     "recast_layout",
     "right_inverse",

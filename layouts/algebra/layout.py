@@ -198,15 +198,6 @@ def idx2crd(index: int, shape: IntTuple) -> IntTuple:
     return _renest(shape, iter(digits))
 
 
-def offset_bits(layout: Layout | None) -> int:
-    """32 if every offset of `layout` fits in a signed 32-bit integer, else 64; 64 for None (not known).
-
-    The one place that decides the width of device offsets: the DSL multiplies 32-bit coordinates by strides
-    in 32 bits, without an error, whatever the cosize.
-    """
-    return 32 if layout is not None and layout.cosize < 2**31 else 64
-
-
 def is_injective(layout: Layout) -> bool:
     """Whether no two coordinates share an offset. Raises LayoutError where that is too large to decide."""
     modes = [mode for mode in layout.modes if mode[0] > 1]

@@ -1,9 +1,9 @@
 """`TileTensor`: a view into memory that is tiled, vectorised and dealt out to threads, after Mojo's type.
 
-This is the host side: offsets are Python ints, storage (if any) is a flat sequence.
-`device_tile.DeviceTile` has the same verbs over a `cute.Tensor` and applies the same conditions (`guards`), so that a
-view checked on the host is the view the kernel takes. Where Mojo's type reads the wrong elements without an error, both
-raise LayoutError instead.
+Offsets are Python ints, storage (if any) is a flat sequence. Where Mojo's type reads the wrong elements without an
+error, this one raises LayoutError. What kernels take of a row (`lane_tile` in `kernels/device/memory.py`) is written as
+a layout and tested against these verbs: the same verbs over a `cute.Tensor` cost five kernels 8 bytes of spills and up
+to 80 instructions (sm_90a, DSL 4.8.1).
 """
 
 from __future__ import annotations

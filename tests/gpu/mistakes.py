@@ -133,7 +133,7 @@ MUTANTS = {
         (
             Edit(
                 "kernels/roles/combine_schedule.py",
-                "            cute.copy(vector_atom(), gHeader[None, 0, ctx.lane], rHeader)\n",
+                "            cute.copy(weak(), gHeader[None, 0, ctx.lane], rHeader)\n",
                 "            for word in cutlass.range_constexpr(len(HeaderWord)):\n"
                 "                at = ctx.base + ctx.arena.table.at(ctx.epoch & 1, ctx.lane, word)\n"
                 '                LL = cute.arch.load(pointer(at, Int64), Int64, sem="relaxed", scope="sys")\n'
@@ -141,8 +141,8 @@ MUTANTS = {
             ),
             Edit(
                 "kernels/roles/combine_schedule.py",
-                "import vector_atom, vector_tensor",
-                "import pointer, vector_atom, vector_tensor",
+                "from cute_ep.kernels.device.memory import rows",
+                "from cute_ep.kernels.device.memory import pointer, rows",
             ),
         ),
     ),
@@ -166,15 +166,14 @@ MUTANTS = {
         "turns",
         (
             Edit(
-                "kernels/device/lamport.py",
-                "    words.fill(SENTINEL)\n    cute.copy(vector_atom(), words, vector_at(address, 0))\n",
-                "    words.fill(SENTINEL)\n",
+                "kernels/device/atoms.py",
+                "    rWord.fill(SENTINEL)\n    cute.copy(weak(), rWord, gWord)\n",
+                "    rWord.fill(SENTINEL)\n",
             ),
             Edit(
-                "kernels/device/lamport.py",
-                '    """Clear 4 bytes that this rank has taken."""\n'
-                "    cute.arch.store(pointer(address, Uint32), Uint32(SENTINEL))\n",
-                '    """Clear 4 bytes that this rank has taken."""\n',
+                "kernels/device/atoms.py",
+                '    """Store SENTINEL at a pointer."""\n    cute.arch.store(place, Uint32(SENTINEL))\n',
+                '    """Store SENTINEL at a pointer."""\n',
             ),
         ),
     ),

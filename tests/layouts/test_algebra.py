@@ -21,7 +21,6 @@ from cute_ep.layouts.algebra.algebra import (
     left_inverse,
     logical_divide,
     logical_product,
-    offset_bits,
     raked_product,
     recast_layout,
     right_inverse,
@@ -103,15 +102,6 @@ def test_coordinates_from_numbers_and_from_offsets():
         idx2crd(12, ((2, 2), 3))
     with pytest.raises(LayoutError, match="offset 3"):
         L("(2,2):(1,10)").offset2crd(3)
-
-
-def test_offset_bits_turns_at_two_to_the_31():
-    assert offset_bits(L(f"{2**31}:1")) == 32 + 32
-    assert offset_bits(L(f"{2**31 - 1}:1")) == 32
-    assert offset_bits(L("(2,2):(0,2147483646)")) == 32
-    assert offset_bits(L("(2,2):(1,2147483646)")) == 64
-    assert offset_bits(row_major(64, 16, 1024, 14368)) == 64
-    assert offset_bits(None) == 64
 
 
 def test_injectivity():

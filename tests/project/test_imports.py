@@ -33,7 +33,7 @@ ROOMS = (
     "cute_ep",
 )
 """Each may import itself and those before it."""
-DSL_FILES = {"layouts/algebra/eager.py", "layouts/tiles/device_tile.py"}
+DSL_FILES = {"layouts/algebra/eager.py"}
 """Files of `layouts` that bridge to the CuTe DSL."""
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""

@@ -129,7 +129,10 @@ def test_outputs_over_what_is_read_are_refused():
             first.combine(rows, batch, out=out)
     with pytest.raises(EPInputError, match="out: shares memory with rows"):
         first.combine(batch.tokens, batch, out=batch.tokens[:5])
-    first.combine_wait(first.combine_async(rows, batch), out=rows[:5])  # read before this call
+    sent = first.combine_async(rows, batch)
+    with pytest.raises(EPInputError, match="out: shares memory with rows"):
+        first.combine_wait(sent, out=rows[:5])
+    first.combine_wait(sent)
     with pytest.raises(EPInputError, match=r"out\.tokens: shares memory with x"):
         first.dispatch(batch.tokens[:5], inputs[0].topk_ids, out=batch)
     first.dispatch(batch.tokens[:5], inputs[0].topk_ids, out=first.allocate())

@@ -1,0 +1,94 @@
+"""How bytes move: every copy in a kernel is one of these atoms, 16 bytes a thread unless it says words.
+
+| atom                    | PTX                                | for                                               |
+| ----------------------- | ---------------------------------- | ------------------------------------------------- |
+| `weak`                  | ld / st.global.v4, ld / st.shared  | what only this launch touches, or a wait protects |
+| `send`, `send_word`     | st.relaxed.sys.global              | an arena, in which somebody may be polling        |
+| `poll`, `poll_word`     | ld.relaxed.sys.global              | Lamport words that may be on their way            |
+| `clear`, `clear_word`   | st.global                          | Lamport words that this rank has taken            |
+| `load_row`              | ld.global or ld.global.cs          | expert rows, which may be the first to leave L2   |
+| `fetch`                 | cp.async.cg.shared.global          | rows on their way into shared memory              |
+
+`send`, `poll` and `load_row` are PTX, not `cute.copy`: as copy atoms (CopyR2GOp, CopyG2ROp with a memory order) combine
+spills 8 bytes a thread on sm_90a, and an atom's cache hint is no choice of run time (DSL 4.8.1). `fetch` fills the rest
+of a vector with zeros, which CopyG2SOp cannot.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32
+from cutlass.cute.nvgpu import CopyUniversalOp
+
+from cute_ep.layouts.maps.arena import SENTINEL
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+
+WORDS = VECTOR_BYTES // 4
+
+
+def weak():
+    """Copy atom of one plain access."""
+    return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
+
+
+def send(rWord, gWord) -> None:
+    """Store a vector into own or peer memory."""
+    cute.arch.inline_ptx(
+        "st.relaxed.sys.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+        read_only_args=[gWord.iterator.toint(), *(Uint32(rWord[index]) for index in range(WORDS))],
+    )
+
+
+def send_word(word: Uint32, place) -> None:
+    """Store a word at a pointer into own or peer memory."""
+    cute.arch.store(place, word, sem="relaxed", scope="sys")
+
+
+def poll(gWord, rWord) -> None:
+    """Load a vector."""
+    _load(rWord, f"ld.relaxed.sys.global.{FOUR_WORDS};", gWord)
+
+
+def poll_word(place) -> Uint32:
+    """Load the word at a pointer."""
+    return cute.arch.load(place, Uint32, sem="relaxed", scope="sys")
+
+
+def clear(gWord) -> None:
+    """Store SENTINEL in all words of a vector."""
+    rWord = cute.make_rmem_tensor(WORDS, Uint32)
+    rWord.fill(SENTINEL)
+    cute.copy(weak(), rWord, gWord)
+
+
+def clear_word(place) -> None:
+    """Store SENTINEL at a pointer."""
+    cute.arch.store(place, Uint32(SENTINEL))
+
+
+def load_row(gWord, rWord, once: Boolean) -> None:
+    """Load a vector; with `once` it is the first to leave the caches."""
+    loads = f"@once ld.global.cs.{FOUR_WORDS}; @!once ld.global.{FOUR_WORDS};"
+    _load(rWord, f"{{ .reg .pred once; setp.ne.u32 once, {{$r1}}, 0; {loads} }}", gWord, Int32(once))
+
+
+def fetch(gWord, sWord, inside: Boolean) -> None:
+    """Begin to copy a vector into shared memory, or zeros if it is not `inside`."""
+    size = cutlass.select_(inside, Int32(VECTOR_BYTES), Int32(0))
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[sWord.iterator.toint(), gWord.iterator.toint(), size],
+    )
+
+
+FOUR_WORDS = "v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]"
+"""Operands of a load of `_load`."""
+
+
+def _load(rWord, ptx: str, gWord, *arguments) -> None:
+    """Run PTX that leaves four words, from an address that is its first argument."""
+    read = [gWord.iterator.toint(), *arguments]
+    seen = cute.arch.inline_ptx(ptx, write_only_types=[Uint32] * WORDS, read_only_args=read)
+    for index in range(WORDS):
+        rWord[index] = seen[index]
