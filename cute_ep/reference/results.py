@@ -157,7 +157,9 @@ def rows_needed(dispatched: Dispatched) -> int:
 
 
 def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
-    """EPInputError when `rows` has fewer than the batch, which is in place."""
+    """EPInputError when `rows` has fewer than the batch, or the batch is not in place."""
+    if dispatched.row_offsets[0] == UNKNOWN:
+        raise EPInputError(f"dispatched: all ranks must dispatch before rank {dispatched.rank} combines")
     need, name = rows_needed(dispatched), "num_rows"
     if dispatched.num_rows is None:
         name = "dispatched.row_map.max() + 1"

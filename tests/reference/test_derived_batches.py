@@ -64,6 +64,14 @@ def test_some_ranks_may_give_a_batch_of_tensors_and_others_their_own() -> None:
         assert_bits(total, want[rank], f"rank {rank}")
 
 
+def test_a_batch_of_tensors_is_refused_before_all_ranks_have_dispatched() -> None:
+    ranks, given = connect_reference(CFG), make_inputs(CFG, TOKENS, "uniform", 5)
+    batch = ranks[0].dispatch(given[0].x, given[0].topk_ids, given[0].router_weights)
+    rows = torch.zeros(batch.tokens.shape).bfloat16()
+    with pytest.raises(EPInputError, match="dispatched: all ranks must dispatch before rank 0 combines"):
+        ranks[0].combine(rows, from_tensors(batch))
+
+
 @pytest.mark.parametrize("name", READ_BY_COMBINE)
 def test_a_batch_of_tensors_has_all_that_combine_reads(name: str) -> None:
     _, (batch, *_), _ = round_of()
