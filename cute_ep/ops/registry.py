@@ -48,8 +48,9 @@ def register(communicator: EPCommunicator) -> str:
     names.
 
     Args:
-        communicator: one that has its device to itself: a process's own (`connect`), one of several GPUs in one process
-            (`connect_local`), or the only rank.
+        communicator: one that has its device to itself. Give each rank a process: where one process has several GPUs,
+            a backward pass launches for all of them from threads of torch's, and a rank that CUDA makes wait while it
+            loads a kernel may keep the others waiting until they time out.
 
     Raises:
         EPInputError: it is none, is closed, or shares its device with other ranks of this process. Their results are in
