@@ -57,6 +57,7 @@ docs/api/connecting
 docs/api/communicators
 docs/api/batches
 docs/api/rows
+docs/api/ops
 docs/api/distributed
 docs/api/errors
 docs/api/hooks
@@ -70,6 +71,7 @@ docs/api/testing
 :caption: Documents
 
 docs/use
+docs/ops
 docs/reference
 docs/numerics
 docs/performance

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -148,6 +149,8 @@ class DispatchBuffers:
 
 BUFFERS = tuple(field.name for field in fields(DispatchBuffers))
 """Names of the tensors of `DispatchBuffers`."""
+READ_BY_COMBINE = ("tokens", "row_offsets", "row_map", "headers")
+"""Those that a combine in any mode reads or checks; partial mode multiplies by `weights` too."""
 
 
 def tensors_of(buffers: DispatchBuffers) -> dict[str, torch.Tensor | None]:
@@ -255,6 +258,81 @@ class Dispatched(DispatchBuffers):
         fields.update(own)
         fields["as_made"], fields["turn"] = True, buffers.use.turn
         return batch
+
+    @classmethod
+    def of_tensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor | None],
+        *,
+        rank: int,
+        topk_ids: torch.Tensor,
+        router_weights: torch.Tensor | None,
+        return_slices: int,
+    ) -> Dispatched:
+        """A batch put together from tensors that a dispatch of this rank wrote, such as those that a torch op returned.
+
+        `combine` takes it and checks shapes, types and devices. It cannot see whether the tensors belong together, nor
+        whether a later dispatch has overwritten them: both are the caller's promise.
+
+        Args:
+            tensors: by the names of `DispatchBuffers`. Combine needs READ_BY_COMBINE; those that are left out, or None,
+                are None in the batch. Of `tokens` it reads only how many rows there are; another tensor with as many
+                rows does.
+            rank: the rank that dispatched.
+            topk_ids, router_weights: what that rank gave to its dispatch.
+            return_slices: `Dispatched.return_slices` of that dispatch.
+
+        Raises:
+            EPInputError: a name is unknown, or a tensor that combine needs is missing.
+        """
+        for name in tensors:
+            if name not in BUFFERS:
+                raise EPInputError(f"tensors[{name!r}]: must be one of {', '.join(BUFFERS)}")
+        for name in READ_BY_COMBINE:
+            if tensors.get(name) is None:
+                raise EPInputError(f"tensors[{name!r}] = None: must be what dispatch wrote, combine reads it")
+        parts: dict[str, Any] = dict.fromkeys(BUFFERS) | dict(tensors)
+        return cls(**parts, rank=rank, topk_ids=topk_ids, router_weights=router_weights, return_slices=return_slices)
+
+    def derived(
+        self,
+        *,
+        row_map: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        topk_ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        router_weights: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """The same batch with other tensors, which tell combine to take rows from other places or to sum otherwise.
+
+        Every rank derives in the same way, since what one rank sends another one waits for: where `topk_ids` has an
+        expert, that expert's rank must have a row in `row_map`. In partial mode one row per (token, rank) is enough,
+        and entries of -1 are left out of the sum. On a GPU a rank waits for a missing row until its timeout; the CPU
+        raises EPInputError.
+
+        Args:
+            row_map: [R, Tmax, K] int32, the row of `rows` to return for each entry (source, token, k), -1 for none. The
+                derived batch has no `num_rows`.
+            tokens: a tensor with as many rows as combine may read.
+            topk_ids: [T, K] int32 or int64, the entries of the own tokens that come home; -1 masks one.
+            weights: [R, Tmax, K] float32 that this rank multiplies its rows by in partial mode.
+            router_weights: [T, K] float32 that this rank multiplies what comes home by in exact mode. In partial mode
+                the experts' ranks multiply, by `weights`.
+
+        Raises:
+            EPInputError: a tensor has another shape than the one that it replaces.
+        """
+        given = {"row_map": row_map, "topk_ids": topk_ids, "weights": weights, "router_weights": router_weights}
+        for name, tensor in given.items():
+            own = self.row_map if name in ("row_map", "weights") else self.topk_ids
+            if tensor is not None and tensor.shape != own.shape:
+                raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be {tuple(own.shape)}, as in the batch")
+        changes = {name: tensor for name, tensor in {**given, "tokens": tokens}.items() if tensor is not None}
+        return self._changed({**changes, "num_rows": None} if row_map is not None else changes)
+
+    def _changed(self, changes: Mapping[str, Any]) -> Self:
+        """`derived`, of arguments that were checked."""
+        return replace(self, **changes)
 
     def is_latest_of(self, origin: Origin) -> bool:
         """Whether this communicator made the batch, as it is, and its buffers have not been used again since."""

@@ -71,6 +71,13 @@ class EPCommunicator(ABC):
         was interrupted."""
 
     @property
+    @abstractmethod
+    def shares_device(self) -> bool:
+        """Whether other ranks of the group are on the same device in this process. Results of a call are then in place
+        after `synchronize`; otherwise work that the caller's stream is given next, or on the CPU the caller, finds
+        them."""
+
+    @property
     def closed(self) -> bool:
         """Whether `close` has been called."""
         return self._closed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_ep.api.calls import DispatchInput
-from cute_ep.api.config import EPConfig, is_number
+from cute_ep.api.config import EPConfig, is_integer, is_number
 from cute_ep.api.dispatched import (
     ID_TYPES,
     DispatchBuffers,
@@ -25,7 +25,7 @@ from cute_ep.api.dispatched import (
 )
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.tensors import check_detached, check_tensor, check_written
-from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.arena import MAX_SLICES, HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.routing import OutputType
 from cute_ep.layouts.maps.variants import COMBINE_MODES
@@ -177,7 +177,16 @@ def check_batch(
             )
     if dispatched.rank != rank:
         raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
-    check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=(cfg.groups + 1,), device=device)
+    check_tensor("dispatched.tokens", dispatched.tokens, device=device)
+    if not dispatched.tokens.dim():
+        raise EPInputError("dispatched.tokens.shape = (): must have a dimension of rows")
+    slices, most = dispatched.return_slices, MAX_SLICES.bit_length() - 1
+    if not (is_integer(slices) and 0 <= slices <= most):
+        raise EPInputError(f"dispatched.return_slices = {slices!r}: must be an integer in [0, {most}]")
+    offsets = (cfg.groups + 1,)
+    check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=offsets, dtype=torch.int32, device=device)
+    if dispatched.num_rows is not None:
+        check_tensor("dispatched.num_rows", dispatched.num_rows, shape=(1,), dtype=torch.int32, device=device)
     check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
     headers = (cfg.peers, len(HeaderWord))
     check_tensor("dispatched.headers", dispatched.headers, shape=headers, dtype=torch.int32, device=device)
@@ -233,6 +242,8 @@ def combine_weights(
         return None
     if mode == "partial" and router_weights is not None:
         raise EPInputError("router_weights = tensor: must be None in partial mode, give them to dispatch")
+    if mode == "partial" and dispatched.weights is None:
+        raise EPInputError("dispatched.weights = None: must be the weights that travelled, partial combine reads them")
     weights = dispatched.router_weights if router_weights is None else router_weights
     if weights is None:
         where = "dispatch" if mode == "partial" else "dispatch or combine"

@@ -90,6 +90,10 @@ class ReferenceCommunicator(EPCommunicator):
             raise copy(self._failure)
 
     @property
+    def shares_device(self) -> bool:
+        return len(self._exchange.dispatch.order) > 1
+
+    @property
     def failed(self) -> bool:
         return self._failure is not None
 

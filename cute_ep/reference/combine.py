@@ -114,7 +114,7 @@ def returned_rows(
     cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, part: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, at least
-    world_size where no row returns, and [n, top_k, hidden] bfloat16, zeros there."""
+    world_size where no row returns (masked, or not in `row_map`), and [n, top_k, hidden] bfloat16, zeros there."""
     every, index = lower_halves(dispatched[source].topk_ids), 0 if cfg.skip_a2a else source
     ids = every[part]
     server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
@@ -122,8 +122,9 @@ def returned_rows(
         server[server != source] = cfg.world_size
     returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
     for rank in [source] if cfg.skip_a2a else range(cfg.world_size):
-        here = server == rank
         row = dispatched[rank].row_map[index, : every.shape[0]][part]
+        server[(server == rank) & (row < 0)] = cfg.world_size
+        here = server == rank
         returned[here] = rows[rank][row[here].long()]
     return server, returned
 

@@ -6,8 +6,8 @@ All of it computes as kernels do, without the modes of torch in which the caller
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -21,7 +21,7 @@ from cute_ep.api.rounds import PendingDispatch
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
-from cute_ep.reference.dispatch import Source, encode_checked
+from cute_ep.reference.dispatch import Source, encode_checked, lower_halves
 
 ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
 OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
@@ -58,6 +58,10 @@ class OwnDispatched(Dispatched):
 
     number: int = 0
     read_again: ReadAgain | None = None
+
+    def _changed(self, changes: Mapping[str, Any]) -> Self:
+        made = super()._changed(changes)
+        return replace(made, read_again=ReadAgain(copied(made.topk_ids), copied(made.router_weights)))
 
 
 class OwnPending(PendingDispatch):
@@ -124,55 +128,101 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchB
 @dataclass(frozen=True, eq=False)
 class Returned:
     """What a rank gives back in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
-    the round of its dispatch."""
+    the round of its dispatch, 0 where the batch was put together from tensors."""
 
     rows: torch.Tensor
     row_map: torch.Tensor
+    weights: torch.Tensor | None
     topk_ids: torch.Tensor
     mode: str
     dispatch: int
 
     def check_agreement(self, others: Mapping[int, Returned]) -> None:
-        """EPInputError unless the others have this mode and give back rows of the same dispatch."""
+        """EPInputError unless the others have this mode and give back rows of one dispatch, if both know theirs."""
         for peer, other in others.items():
-            if (other.mode, other.dispatch) != (self.mode, self.dispatch):
+            known = self.dispatch and other.dispatch
+            if other.mode != self.mode or (known and other.dispatch != self.dispatch):
                 raise EPInputError(
                     f"mode = {self.mode!r} of dispatch round {self.dispatch}: must match rank {peer}'s combine, "
                     f"{other.mode!r} of round {other.dispatch}"
                 )
 
 
+def rows_needed(dispatched: Dispatched) -> int:
+    """Rows of a batch that is in place: `num_rows`, or of one without as many as its `row_map` names."""
+    if dispatched.num_rows is not None:
+        return int(dispatched.num_rows)
+    named = dispatched.row_map[dispatched.row_map != LOST_ROW]
+    return int(named.max()) + 1 if named.numel() else 0
+
+
 def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
-    """EPInputError when `rows` has fewer than the batch, whose `num_rows` is in place."""
-    need = int(dispatched.num_rows)
+    """EPInputError when `rows` has fewer than the batch, or the batch is not in place."""
+    if dispatched.row_offsets[0] == UNKNOWN:
+        raise EPInputError(f"dispatched: all ranks must dispatch before rank {dispatched.rank} combines")
+    need, name = rows_needed(dispatched), "num_rows"
+    if dispatched.num_rows is None:
+        name = "dispatched.row_map.max() + 1"
     if rows.shape[0] < need:
-        raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least num_rows = {need}")
+        raise EPInputError(f"rows.shape[0] = {rows.shape[0]}: must be at least {name} = {need}")
 
 
 @no_modes()
 def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
     """What a rank sends in a combine; `rows` has enough of them, `number` is the round of its dispatch."""
-    need = int(dispatched.num_rows)
+    need = rows_needed(dispatched)
     # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
     _, shared = cfg.shared_slice(dispatched.topk_ids.shape[0], dispatched.rank)
     held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
     more = max(shared - held.shape[0], 0) + 1
     lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan), torch.bfloat16)
-    row_map = dispatched.row_map.clamp(max=held.shape[0])
-    return Returned(torch.cat([held, lost]), row_map, dispatched.topk_ids.clone(), mode, number)
+    row_map, weights = dispatched.row_map.clamp(max=held.shape[0]), copied(dispatched.weights)
+    return Returned(torch.cat([held, lost]), row_map, weights, dispatched.topk_ids.clone(), mode, number)
 
 
 @writing_modes()
 def add_up(cfg: EPConfig, rank: int, given: Mapping[int, Any], weights: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the output of rank `rank`'s combine into `out`. `given`: the `Returned` of each rank; EPInputError unless
-    they agree."""
+    they agree, and each expert's rank has a row where this rank's ids have the expert."""
     mode, rows = given[rank].mode, {peer: one.rows for peer, one in given.items()}
     given[rank].check_agreement(given)
+    server, row, travelled = _entries(cfg, rank, given)
+    _check_rows_come(cfg, server, row, mode)
     if weights is None:
         made = reference.unweighted_source(cfg, rank, rows, given, out.dtype)
     else:
+        weights = travelled if mode == "partial" else weights
         made = reference.combine_source(cfg, rank, rows, given, weights, mode, out.dtype)
     out.copy_(made)
+
+
+def _entries(cfg: EPConfig, source: int, given: Mapping[int, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rank that owns the expert, its row, the weight that it has for the row) of each entry of the tokens of rank
+    `source`, [T, top_k]; world_size, -1 and 0 where an entry is masked or its expert is of another group."""
+    ids = lower_halves(given[source].topk_ids)
+    server = torch.where(ids >= 0, ids // cfg.local_experts, cfg.world_size)
+    if cfg.skip_a2a:
+        server[server != source] = cfg.world_size
+    row, weights, index = torch.full_like(ids, -1), torch.zeros(ids.shape), 0 if cfg.skip_a2a else source
+    for rank, one in given.items():
+        here = server == rank
+        row[here] = one.row_map[index, : len(ids)][here]
+        if one.weights is not None:
+            weights[here] = one.weights[index, : len(ids)][here]
+    return server, row, weights
+
+
+def _check_rows_come(cfg: EPConfig, server: torch.Tensor, row: torch.Tensor, mode: str) -> None:
+    """EPInputError where kernels would wait for a row in vain. In partial mode one a (token, rank) is enough."""
+    for rank in range(cfg.world_size):
+        asked, there = server == rank, (server == rank) & (row >= 0)
+        if mode == "partial":
+            asked, there = asked.any(1), there.any(1)
+        if found := (asked & ~there).nonzero().tolist():
+            raise EPInputError(
+                f"dispatched.row_map of rank {rank}: has no row for topk_ids{found[0]}, which the source waits for; "
+                "mask the entry there with -1, or give it a row"
+            )
 
 
 @writing_modes()

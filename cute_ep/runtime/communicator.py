@@ -289,6 +289,10 @@ class Communicator(EPCommunicator):
             sys.stderr.write(f"cute_ep rank {self.rank}: not closed, its memory stays allocated: {failure}\n")
 
     @property
+    def shares_device(self) -> bool:
+        return self._shared_device
+
+    @property
     def failed(self) -> bool:
         return self._interrupted or self._status.failed
 

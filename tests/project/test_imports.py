@@ -27,6 +27,7 @@ ROOMS = (
     "cute_ep.tuning",
     "cute_ep.reference",
     "cute_ep.runtime",
+    "cute_ep.ops",
     "cute_ep.testing",
     "cute_ep.bench",
     "cute_ep.cli",
@@ -120,6 +121,7 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/aot/library.py", "cutlass"),
         ("cute_ep/reference/backend.py", "cute_ep.runtime.driver.check"),
         ("cute_ep/runtime/connection.py", "cute_ep.bench.machine.parse_devices"),
+        ("cute_ep/runtime/connection.py", "cute_ep.ops.register"),
         ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
         ("cute_ep/api/config.py", "cute_ep.reference.formats"),
         ("cute_ep/cli/main.py", "kernels.block"),
@@ -151,6 +153,8 @@ def test_no_bare_folder_names(path: str) -> None:
         ("cute_ep.aot.build", ("torch", "cutlass", "cuda")),
         ("cute_ep.reference", ("cutlass",)),
         ("cute_ep.reference.backend", ("cutlass", "cute_ep.runtime.driver")),
+        ("cute_ep.runtime.connection", ("cutlass", "cute_ep.ops")),
+        ("cute_ep.ops", ("cutlass", "cute_ep.runtime", "cute_ep.reference")),
     ],
 )
 def test_importing_a_module_imports_none_of_these(module: str, absent: tuple[str, ...]) -> None:

@@ -1,0 +1,195 @@
+"""Functions over the ops: they take and return batches, and call the library directly where no op is needed.
+
+A call goes through torch's dispatcher only where something there looks at it: a gradient, a compiler, a mode. Otherwise
+it saves that time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.types import CombineMode
+from cute_ep.ops import gradients, library
+from cute_ep.ops.registry import communicator_of, registered
+
+
+class Batch(NamedTuple):
+    """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
+
+    Tensors that the configuration has not are empty. In a batch from `dispatch` rows behind the last one are zeros.
+
+    Attributes:
+        comm: name of the communicator.
+        topk_ids, router_weights: this rank's own, as dispatch was given them.
+    """
+
+    comm: str
+    topk_ids: Tensor
+    router_weights: Tensor | None
+    tokens: Tensor
+    scales: Tensor
+    row_scales: Tensor
+    row_offsets: Tensor
+    row_counts: Tensor
+    scales_offsets: Tensor
+    expert_ids: Tensor
+    src_info: Tensor
+    num_rows: Tensor
+    row_map: Tensor
+    headers: Tensor
+    weights: Tensor
+
+    def dispatched(self) -> Dispatched:
+        """The batch as the rest of the library takes it, such as `dequantize`. Not in compiled code."""
+        shapes = buffer_shapes(communicator_of(self.comm).cfg, self.tokens.shape[0])
+        tensors: dict[str, Any] = {name: None if shapes[name] is None else getattr(self, name) for name in BUFFERS}
+        return replace(library.batch_of(*_read(self.tokens, self, "exact")), **tensors)
+
+
+def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor | None, ...], str]:
+    """(rows, KEPT of the batch, its communicator): what a combine reads."""
+    weights = None if mode == "unweighted" else batch.router_weights
+    return (
+        rows,
+        (batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights),
+        batch.comm,
+    )
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that the library's own calls take."""
+
+
+def _needs_op(*tensors: Tensor | None) -> bool:
+    """Whether something but the kernel must see a call: a compiler, a mode such as that of `make_fx`, a subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return any(tensor is not None and type(tensor) not in PLAIN for tensor in tensors)
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _refuse_gradient(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if _needs_gradient(tensor):
+            raise EPInputError(
+                f"{name}.requires_grad = True: must be False, calls into given memory compute no gradient; call under "
+                "torch.no_grad(), or use dispatch and combine"
+            )
+
+
+def dispatch(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    comm: str,
+    *,
+    input_scale: Tensor | None = None,
+    capacity: int | None = None,
+) -> Batch:
+    """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in exact mode.
+
+    Args:
+        x, topk_ids, router_weights, input_scale: as there; strided tensors are copied. Router weights get their
+            gradient from `combine`.
+        comm: what `register` returned.
+        capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`.
+
+    Raises:
+        EPInputError: as there; or `x` requires a gradient, and the communicator has a format with scale factors or
+            hooks.
+        EPTimeout: as there.
+    """
+    sent = None if router_weights is None else router_weights.detach()
+    if _needs_op(x, topk_ids, router_weights):
+        call = torch.ops.cute_ep.dispatch
+    elif _needs_gradient(x):
+        gradients.check_differentiable(comm)
+        call = torch.ops.cute_ep.dispatch
+    else:
+        call = library.dispatch
+    return Batch(comm, topk_ids, router_weights, *call(x, topk_ids, sent, input_scale, comm, capacity))
+
+
+def combine(rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """As `EPCommunicator.combine`, differentiable in `rows` and in the batch's `router_weights`.
+
+    The backward pass makes a dispatch if rows require a gradient, then a combine in unweighted mode if router weights
+    do. Gradients of rows are bfloat16, zeros in rows of no token.
+
+    Args:
+        rows: [N >= num_rows, hidden] bfloat16; a strided tensor is copied.
+        batch: what `dispatch` or `dispatch_into` returned.
+        mode, dtype: as there.
+
+    Raises:
+        EPInputError: as there; or a gradient is required in unweighted mode, of router weights with a fused shared
+            expert, or where dispatch has none.
+        EPTimeout: as there.
+    """
+    rows, kept, comm = _read(rows, batch, mode)
+    if _needs_op(rows, batch.row_map):
+        call = torch.ops.cute_ep.combine
+    elif _needs_gradient(rows, kept[1]):
+        gradients.check_differentiable(comm, mode, weights=_needs_gradient(kept[1]))
+        call = torch.ops.cute_ep.combine
+    else:
+        call = library.combine
+    return call(rows, *kept, comm, mode, dtype)
+
+
+def dispatch_into(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    comm: str,
+    buffers: DispatchBuffers,
+    *,
+    input_scale: Tensor | None = None,
+) -> Batch:
+    """`dispatch` into memory of the caller, which it overwrites. Computes no gradient.
+
+    Args:
+        buffers: what `EPCommunicator.allocate` returned. Rows behind the last one keep what they held.
+
+    Returns:
+        The batch in these buffers, until another call is given them.
+
+    Raises:
+        EPInputError, EPTimeout: as `EPCommunicator.dispatch`; `x` or `router_weights` requires a gradient.
+    """
+    _refuse_gradient(x=x, router_weights=router_weights)
+    tensors = [getattr(buffers, name) for name in BUFFERS]
+    if _needs_op(x, topk_ids, router_weights):
+        order = registered(comm).order
+        torch.ops.cute_ep.dispatch_out(x, topk_ids, router_weights, input_scale, comm, order, *tensors)
+    else:
+        library.dispatch_into(x, topk_ids, router_weights, input_scale, comm, buffers)
+    tensors = [x.new_empty(0) if tensor is None else tensor for tensor in tensors]
+    return Batch(comm, topk_ids, router_weights, *tensors)
+
+
+def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "exact") -> Tensor:
+    """`combine` into memory of the caller. Computes no gradient.
+
+    Args:
+        out: [T, hidden], unweighted [T, top_k, hidden], of a type that `combine` returns; overwritten, and returned.
+
+    Raises:
+        EPInputError, EPTimeout: as `EPCommunicator.combine`; `rows` or router weights require a gradient.
+    """
+    rows, kept, comm = _read(rows, batch, mode)
+    _refuse_gradient(rows=rows, router_weights=kept[1])
+    if _needs_op(rows, out):
+        torch.ops.cute_ep.combine_out(rows, *kept, comm, mode, registered(comm).order, out)
+    else:
+        library.combine_out(rows, *kept, comm, mode, None, out)
+    return out

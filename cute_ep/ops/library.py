@@ -1,0 +1,232 @@
+"""The torch ops: schemas, what they compute, their shapes, and that a compiler keeps all of them in their order.
+
+The functional ops are ordered effects: compiled code neither drops nor merges nor reorders their calls, whatever
+becomes of their results. In-place ops cannot be (torch takes no effect that writes an argument); each says that it
+writes the communicator's `order` tensor instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.ops.registry import communicator_of, registered
+
+OLDEST_TORCH = "2.10"
+NAMESPACE = "cute_ep"
+SENT = "Tensor x, Tensor topk_ids, Tensor? router_weights, Tensor? input_scale, str comm"
+WRITTEN = ", ".join(f"Tensor(a{index}!)? {name}" for index, name in enumerate(BUFFERS))
+KEPT = "Tensor topk_ids, Tensor? router_weights, Tensor row_offsets, Tensor row_map, Tensor headers, Tensor weights"
+"""What combine reads of a batch."""
+SCHEMAS = {
+    "dispatch": f"({SENT}, SymInt? capacity) -> ({', '.join(['Tensor'] * len(BUFFERS))})",
+    "combine": f"(Tensor rows, {KEPT}, str comm, str combine_mode, ScalarType dtype) -> Tensor",
+    "combine_backward": f"(Tensor grad, Tensor? rows, {KEPT}, str comm, SymInt? capacity) -> (Tensor, Tensor)",
+    "dispatch_out": f"({SENT}, Tensor(z!) order, {WRITTEN}) -> ()",
+    "combine_out": f"(Tensor rows, {KEPT}, str comm, str combine_mode, Tensor(z!) order, Tensor(a!) out) -> ()",
+}
+"""By name. torch has an argument `mode` of its own where it makes in-place ops functional, so none is called that."""
+EFFECTS = ("dispatch", "combine", "combine_backward")
+
+if torch.__version__ < OLDEST_TORCH:
+    raise ImportError(
+        f"torch = {torch.__version__}: must be {OLDEST_TORCH} or newer, cute_ep.ops needs ordered effects"
+    )
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
+# ---- what they compute
+
+
+def new_buffers(comm: str, capacity: int | None) -> DispatchBuffers:
+    """Buffers for `capacity` rows in which what dispatch leaves alone is defined: rows behind the last one are zeros,
+    their `src_info` and the `row_map` of tokens that do not exist -1."""
+    communicator = communicator_of(comm)
+    buffers = DispatchBuffers.allocate(communicator.cfg, communicator.device, capacity)
+    for tensor in (buffers.tokens, buffers.scales, buffers.row_scales, buffers.weights):
+        if tensor is not None:
+            tensor.zero_()
+    buffers.row_map.fill_(-1)
+    buffers.src_info.fill_(-1)
+    return buffers
+
+
+def dispatch_into(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    input_scale: Tensor | float | None,
+    comm: str,
+    buffers: DispatchBuffers,
+) -> Dispatched:
+    """Dispatch into these buffers, and remember what combine needs on the host."""
+    weights = None if router_weights is None else router_weights.contiguous()
+    batch = communicator_of(comm).dispatch(x.contiguous(), topk_ids.contiguous(), weights, input_scale, buffers)
+    registered(comm).slices[topk_ids.shape[0]] = batch.return_slices
+    return batch
+
+
+def dispatch(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    input_scale: Tensor | float | None,
+    comm: str,
+    capacity: int | None,
+) -> tuple[Tensor, ...]:
+    """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty."""
+    buffers = new_buffers(comm, capacity)
+    dispatch_into(x, topk_ids, router_weights, input_scale, comm, buffers)
+    return tuple(x.new_empty(0) if (tensor := getattr(buffers, name)) is None else tensor for name in BUFFERS)
+
+
+def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
+    """The batch of which combine returns `rows`; `kept` is KEPT. EPInputError: this process knows no such dispatch."""
+    topk_ids, router_weights, row_offsets, row_map, headers, weights = kept
+    known, tokens = registered(comm), topk_ids.shape[0]
+    if tokens not in known.slices:
+        raise EPInputError(
+            f"topk_ids.shape[0] = {tokens}: must be the tokens of a dispatch that this process made with cute_ep.ops"
+        )
+    tensors = {"tokens": rows, "row_offsets": row_offsets, "row_map": row_map, "headers": headers, "weights": weights}
+    return Dispatched.of_tensors(
+        tensors,
+        rank=communicator_of(comm).rank,
+        topk_ids=topk_ids.contiguous(),
+        router_weights=None if router_weights is None else router_weights.contiguous(),
+        return_slices=known.slices[tokens],
+    )
+
+
+def combine(rows: Tensor, *arguments: Any) -> Tensor:
+    """As `EPCommunicator.combine`. arguments: KEPT, comm, mode, dtype."""
+    *kept, comm, mode, dtype = arguments
+    rows = rows.contiguous()
+    return communicator_of(comm).combine(rows, batch_of(rows, kept, comm), mode=mode, dtype=dtype)
+
+
+def row_weights(batch: Dispatched, cfg: EPConfig) -> Tensor:
+    """[capacity] float32 weight of each row: 1 of those of a shared expert, 0 of rows that are no token's.
+
+    Args:
+        batch: in `new_buffers`, dispatched with weights.
+    """
+    capacity, weights = batch.tokens.shape[0], batch.weights
+    assert weights is not None
+    place = torch.where((batch.row_map >= 0) & (batch.row_map < capacity), batch.row_map, capacity).long()
+    scale = weights.new_zeros(capacity + 1).scatter_(0, place.flatten(), weights.flatten())[:capacity]
+    if cfg.fused_shared_expert:
+        row = torch.arange(capacity, device=scale.device)
+        scale = torch.where(row < batch.row_counts[0], 1, scale)
+    return scale
+
+
+def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of an exact or partial combine: by a dispatch those of the rows, by an unweighted combine those of the
+    router weights. One op, so that compiled code gives the same bits.
+
+    Args:
+        grad: [T, hidden], of the output.
+        rows: [N, hidden], what was combined; None: no gradient of the router weights is wanted.
+        arguments: KEPT, comm, and N; None: no gradient of the rows is wanted.
+
+    Returns:
+        grad_rows: [N, hidden] bfloat16, weight * grad of each token's row, rounded once; zeros in other rows.
+        grad_weights: [T, top_k] float32, the inner product of the token's grad and the row; zeros where masked.
+        What is not wanted is empty.
+    """
+    *kept, comm, capacity = arguments
+    communicator, (topk_ids, weights, *_) = communicator_of(comm), kept
+    grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), weights.new_empty(0)
+    if capacity is not None:
+        batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, new_buffers(comm, capacity))
+        grad_rows = batch.tokens.mul_(row_weights(batch, communicator.cfg)[:, None])[:capacity]
+    if rows is not None:
+        rows, wide = rows.contiguous(), grad.float()
+        returned = communicator.combine(rows, batch_of(rows, kept, comm), mode="unweighted")
+        products = [(returned[:, slot] * wide).sum(1) for slot in range(communicator.cfg.top_k)]
+        grad_weights = torch.stack(products, dim=1)
+    return grad_rows, grad_weights
+
+
+def dispatch_out(
+    x: Tensor,
+    topk_ids: Tensor,
+    router_weights: Tensor | None,
+    input_scale: Tensor | None,
+    comm: str,
+    order: Tensor,
+    *buffers: Tensor | None,
+) -> None:
+    """`dispatch` into given memory: the tensors of `DispatchBuffers`, in their order."""
+    tensors: dict[str, Any] = dict(zip(BUFFERS, buffers, strict=True))
+    dispatch_into(x, topk_ids, router_weights, input_scale, comm, DispatchBuffers(**tensors))
+
+
+def combine_out(rows: Tensor, *arguments: Any) -> None:
+    """`combine` into given memory. arguments: KEPT, comm, mode, order, out."""
+    *kept, comm, mode, _, out = arguments
+    rows = rows.contiguous()
+    communicator_of(comm).combine(rows, batch_of(rows, kept, comm), mode=mode, out=out)
+
+
+# ---- their shapes
+
+
+def shape_dispatch(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Empty tensors as `dispatch` returns; arguments: its others."""
+    *_, comm, capacity = arguments
+    cfg = communicator_of(comm).cfg
+    shapes = buffer_shapes(cfg, align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment))
+    wanted = (shapes[name] or ((0,), x.dtype) for name in BUFFERS)
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in wanted)
+
+
+def shape_combine(rows: Tensor, topk_ids: Tensor, *arguments: Any) -> Tensor:
+    """An empty tensor as `combine` returns; arguments: its others."""
+    *_, comm, mode, dtype = arguments
+    leading = topk_ids.shape if mode == "unweighted" else topk_ids.shape[:1]
+    return rows.new_empty((*leading, communicator_of(comm).cfg.hidden), dtype=dtype)
+
+
+def shape_combine_backward(grad: Tensor, rows: Tensor | None, topk_ids: Tensor, *arguments: Any) -> tuple:
+    """Empty tensors as `combine_backward` returns; arguments: its others."""
+    *_, capacity = arguments
+    of_rows = (0,) if capacity is None else (capacity, grad.shape[1])
+    of_weights = (0,) if rows is None else topk_ids.shape
+    return grad.new_empty(of_rows, dtype=torch.bfloat16), grad.new_empty(of_weights, dtype=torch.float32)
+
+
+def shape_nothing(*arguments: Any) -> None:
+    """In-place ops return nothing."""
+
+
+# ---- registration
+
+
+def _register() -> None:
+    computed = {
+        "dispatch": (dispatch, shape_dispatch),
+        "combine": (combine, shape_combine),
+        "combine_backward": (combine_backward, shape_combine_backward),
+        "dispatch_out": (dispatch_out, shape_nothing),
+        "combine_out": (combine_out, shape_nothing),
+    }
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        real, fake = computed[name]
+        LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    for name in EFFECTS:
+        _register_effectful_op(getattr(torch.ops.cute_ep, name).default, _EffectType.ORDERED)
+
+
+_register()

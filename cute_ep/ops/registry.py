@@ -1,0 +1,90 @@
+"""Names of communicators: torch ops take strings, which graphs, guards and caches can hold."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+from itertools import count
+
+import torch
+
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.interface import EPCommunicator
+
+
+class Registered:
+    """What ops know of a communicator.
+
+    Attributes:
+        order: int32 [1] on the communicator's device, which in-place ops say that they write. It stands for the
+            communicator's state, so that compiled code keeps all of them, in their order.
+        slices: `return_slices` of the latest dispatch, by its number of tokens. A kernel of combine needs it, and no
+            tensor on the host has it.
+    """
+
+    def __init__(self, communicator: EPCommunicator) -> None:
+        self._communicator = weakref.ref(communicator)
+        self.order = torch.zeros(1, dtype=torch.int32, device=communicator.device)
+        self.slices: dict[int, int] = {}
+
+    @property
+    def communicator(self) -> EPCommunicator | None:
+        """None once nobody else has it."""
+        return self._communicator()
+
+
+_BY_NAME: dict[str, Registered] = {}
+_NAMES: weakref.WeakKeyDictionary[EPCommunicator, str] = weakref.WeakKeyDictionary()
+_NUMBERS: Iterator[int] = count()
+
+
+def register(communicator: EPCommunicator) -> str:
+    """The name by which ops find a communicator; the same one each time.
+
+    The name is a string, so a module that holds it can be copied, pickled and compiled. It holds no communicator: keep
+    the communicator yourself, for as long as ops run. It contains a digest of the configuration, since shapes that a
+    compiler cache keeps follow from it; processes that register in the same order give their communicators the same
+    names.
+
+    Args:
+        communicator: one that has its device to itself. Give each rank a process: where one process has several GPUs,
+            a backward pass launches for all of them from threads of torch's, and a rank that CUDA makes wait while it
+            loads a kernel may keep the others waiting until they time out.
+
+    Raises:
+        EPInputError: it is none, is closed, or shares its device with other ranks of this process. Their results are in
+            place only after `synchronize`, which no op can wait for.
+    """
+    if not isinstance(communicator, EPCommunicator):
+        raise EPInputError(f"communicator = {type(communicator).__name__}: must be what connect returned")
+    if communicator.closed:
+        raise EPInputError(f"communicator = {communicator!r}: must be open")
+    if communicator.shares_device:
+        raise EPInputError(
+            f"communicator = {communicator!r}: must have its device to itself in this process, ops return finished "
+            "results; use a process per rank (cute_ep.connect)"
+        )
+    name = _NAMES.get(communicator)
+    if name is None:
+        digest = hashlib.sha256(repr((communicator.cfg, communicator.hooks)).encode()).hexdigest()[:12]
+        name = _NAMES[communicator] = f"{next(_NUMBERS)}-{digest}"
+        _BY_NAME[name] = Registered(communicator)
+        weakref.finalize(communicator, _BY_NAME.pop, name, None)
+    return name
+
+
+def registered(name: str) -> Registered:
+    """What is known of the communicator of a name. EPInputError: there is none."""
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise EPInputError(f"comm = {name!r}: must be what cute_ep.ops.register returned for a communicator that lives")
+    return found
+
+
+def communicator_of(name: str) -> EPCommunicator:
+    """The communicator of a name. EPInputError: there is none any more."""
+    communicator = registered(name).communicator
+    if communicator is None:
+        raise EPInputError(f"comm = {name!r}: the communicator is gone; keep it for as long as ops use its name")
+    return communicator

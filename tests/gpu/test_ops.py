@@ -1,0 +1,137 @@
+"""The torch ops on GPUs: torch's checks, gradients, compiled code, graphs. `tests/ops` has them on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import cute_ep.ops
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.reference.backend import connect_reference
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.workloads import make_inputs
+from tests.ops.layer import check, given, gradients, layer
+from tests.ops.ranks import ALONE
+from tests.ops.test_processes import run_on_two
+from tests.ops.worker import CHECKS
+
+from .conftest import connected
+
+STEPS = 20
+OPS = torch.ops.cute_ep
+
+
+@pytest.fixture
+def ep() -> Iterator[EPCommunicator]:
+    torch._dynamo.reset()
+    with connected(ALONE, ["cuda:0"]) as (ep,):
+        yield ep
+
+
+def inputs(seed: int = 1, tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (one,) = make_inputs(ALONE, (tokens,), "masked", seed)
+    return one.x.cuda(), one.topk_ids.cuda(), one.router_weights.cuda()
+
+
+def passes(op: Callable, arguments: tuple) -> bool:
+    return set(opcheck(op, arguments).values()) == {"SUCCESS"}
+
+
+def test_opcheck(ep: EPCommunicator) -> None:
+    comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
+    assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None))
+    batch = cute_ep.ops.dispatch(x, ids, weights, comm)
+    kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
+    rows = torch.randn_like(batch.tokens)
+    for mode in ("exact", "partial", "unweighted"):
+        assert passes(OPS.combine, (rows, *kept, comm, mode, torch.float32) if mode != "unweighted" else (
+            rows, ids, None, *kept[2:], comm, mode, torch.float32))  # fmt: skip
+    assert passes(OPS.combine_backward, (x, rows, *kept, comm, 21))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "masked", "repeated", "one_expert"])
+def test_gradients_are_those_of_a_dense_layer(ep: EPCommunicator, routing: str) -> None:
+    one, comm = given(ALONE, (7,), routing), cute_ep.ops.register(ep)
+    for mode in ("exact", "partial"):
+        check(one, 0, gradients(one, 0, comm, mode))
+    ep.synchronize()
+
+
+def test_gradients_of_random_numbers_are_those_of_the_reference(ep: EPCommunicator) -> None:
+    """Of rows and tokens bit for bit; of router weights but for the order of a sum of float32 products."""
+    (other,) = connect_reference(ALONE)
+    made = []
+    for communicator in (ep, other):
+        x, ids, weights = (part.to(communicator.device) for part in inputs())
+        x.requires_grad_()
+        weights.requires_grad_()
+        batch = cute_ep.ops.dispatch(x, ids, weights, cute_ep.ops.register(communicator))
+        batch.tokens.retain_grad()
+        cute_ep.ops.combine(batch.tokens * 1.5, batch).backward(x.detach().flip(0))
+        made.append([part.grad.cpu() for part in (batch.tokens, x, weights)])
+    (of_rows, of_x, of_weights), want = made
+    assert_bits(of_rows, want[0], "rows")
+    assert_bits(of_x, want[1], "tokens")
+    torch.testing.assert_close(of_weights, want[2], rtol=1e-5, atol=1e-5 * float(want[2].abs().max()))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_gives_the_same_bits(ep: EPCommunicator, backend: str) -> None:
+    one, comm = given(ALONE, (7,), "masked"), cute_ep.ops.register(ep)
+    want = gradients(one, 0, comm)
+    for got, wanted in zip(
+        gradients(one, 0, comm, call=torch.compile(layer, backend=backend, fullgraph=True)), want, strict=True
+    ):
+        assert_bits(got, wanted, backend)
+
+
+def test_reduced_overhead_with_changing_routing(ep: EPCommunicator) -> None:
+    """Compiled code in CUDA graphs of inductor's: warm-up runs and replays are rounds like any other."""
+    comm = cute_ep.ops.register(ep)
+
+    def step(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        batch = cute_ep.ops.dispatch(x, ids, weights, comm)
+        return cute_ep.ops.combine(batch.tokens * 2, batch)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for seed in range(STEPS):
+            torch.compiler.cudagraph_mark_step_begin()
+            arguments = inputs(seed)
+            assert_bits(compiled(*arguments).clone(), step(*arguments), f"step {seed}")
+    ep.synchronize()
+
+
+def test_calls_into_given_memory_are_captured(ep: EPCommunicator) -> None:
+    comm, buffers = cute_ep.ops.register(ep), ep.allocate()
+    x, ids, weights = inputs()
+    out = torch.empty_like(x)
+
+    def step() -> None:
+        batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
+        cute_ep.ops.combine_into(batch.tokens, batch, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(STEPS):
+        for part, new in zip((x, ids, weights), inputs(seed), strict=True):
+            part.copy_(new)
+        out.zero_()
+        graph.replay()
+        batch = cute_ep.ops.dispatch(x, ids, weights, comm)
+        assert_bits(out, cute_ep.ops.combine(batch.tokens, batch), f"replay {seed}")
+    ep.synchronize()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="processes on one GPU run in time slices, not side by side")
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_processes(tmp_path: Path, name: str) -> None:
+    """As `tests/ops/test_processes.py`, on two GPUs."""
+    run_on_two(name, tmp_path)

@@ -1,0 +1,101 @@
+"""Calls go through torch's dispatcher where something there looks at them, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cute_ep.ops
+from cute_ep import connect_local
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.testing.workloads import make_inputs
+
+from .ranks import ALONE, counted
+
+
+@pytest.fixture
+def ep() -> EPCommunicator:
+    (ep,) = connect_local(ALONE, ["cpu"])
+    return ep
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (one,) = make_inputs(ALONE, (5,), "masked", 1)
+    return one.x, one.topk_ids, one.router_weights
+
+
+def ops_of(program: Callable, *arguments: Any) -> list[str]:
+    """The ops of cute_ep that torch's profiler sees."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        program(*arguments)
+    return [event.name.partition("::")[2] for event in profile.events() if event.name.startswith("cute_ep::")]
+
+
+def round_of(comm: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    batch = cute_ep.ops.dispatch(x, ids, weights, comm)
+    return cute_ep.ops.combine(batch.tokens, batch)
+
+
+def test_without_gradients_the_library_is_called_directly(ep: EPCommunicator) -> None:
+    comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
+    assert ops_of(round_of, comm, x, ids, weights) == []
+    with torch.no_grad():
+        assert ops_of(round_of, comm, x.requires_grad_(), ids, weights.requires_grad_()) == []
+    assert ops_of(round_of, comm, x, ids, weights) == ["dispatch", "combine"]
+
+
+def test_only_the_router_weights_need_a_gradient_of_combine(ep: EPCommunicator) -> None:
+    comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
+    assert ops_of(round_of, comm, x, ids, weights.requires_grad_()) == ["combine"]
+
+
+class Seen(TorchDispatchMode):
+    """The ops of cute_ep that a mode is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "cute_ep":
+            self.ops.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_mode_sees_every_call(ep: EPCommunicator) -> None:
+    comm, (x, ids, weights), buffers = cute_ep.ops.register(ep), inputs(), ep.allocate()
+    with Seen() as seen:
+        round_of(comm, x, ids, weights)
+        batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
+        cute_ep.ops.combine_into(batch.tokens, batch, torch.empty_like(x))
+    assert seen.ops == ["dispatch.default", "combine.default", "dispatch_out.default", "combine_out.default"]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the mode", "after the mode"])
+def test_fake_tensors_are_never_sent(ep: EPCommunicator, inside: bool) -> None:
+    comm, calls, mode = cute_ep.ops.register(ep), counted(ep), FakeTensorMode()
+    fakes = [mode.from_tensor(one) for one in inputs()]
+    with mode if inside else nullcontext():
+        assert round_of(comm, *fakes).shape == (5, ALONE.hidden)
+    assert calls == []
+
+
+def test_make_fx_records_the_calls(ep: EPCommunicator) -> None:
+    comm = cute_ep.ops.register(ep)
+    graph = make_fx(lambda *arguments: round_of(comm, *arguments))(*inputs()).graph
+    targets = [str(node.target) for node in graph.nodes if "cute_ep" in str(node.target)]
+    assert targets == ["cute_ep.dispatch.default", "cute_ep.combine.default"]
+
+
+def test_a_default_device_and_autocast_are_no_reason_for_an_op(ep: EPCommunicator) -> None:
+    comm, arguments = cute_ep.ops.register(ep), inputs()
+    want = round_of(comm, *arguments)
+    with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(round_of(comm, *arguments), want)

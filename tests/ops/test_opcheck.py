@@ -1,0 +1,101 @@
+"""torch's own checks of every op: schema, shapes, gradients registered, the same when traced, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import cute_ep.ops
+from cute_ep import connect_local
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import BUFFERS
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.testing.workloads import make_inputs
+
+from .ranks import ALONE
+
+TOKENS = 7
+OPS = torch.ops.cute_ep
+
+
+@pytest.fixture
+def ep() -> EPCommunicator:
+    (ep,) = connect_local(ALONE, ["cpu"])
+    return ep
+
+
+def inputs(cfg: EPConfig = ALONE) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (one,) = make_inputs(cfg, (TOKENS,), "masked", 1)
+    return one.x, one.topk_ids, one.router_weights
+
+
+def kept(batch: cute_ep.ops.Batch) -> tuple[torch.Tensor | None, ...]:
+    return batch.topk_ids, batch.router_weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
+
+
+def passes(op: Any, arguments: tuple) -> bool:
+    done = opcheck(op, arguments)
+    return len(done) == 4 and set(done.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["plain", "gradient"])
+@pytest.mark.parametrize("capacity", [None, 37], ids=["largest", "37 rows"])
+def test_dispatch(ep: EPCommunicator, gradient: bool, capacity: int | None) -> None:
+    x, ids, weights = inputs()
+    assert passes(OPS.dispatch, (x.requires_grad_(gradient), ids, weights, None, cute_ep.ops.register(ep), capacity))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "nvfp4", "nvfp4_row"])
+def test_dispatch_in_other_formats(fmt: Any) -> None:
+    cfg = replace(ALONE, dispatch_format=fmt, hidden=128, row_alignment=None)
+    (ep,) = connect_local(cfg, ["cpu"])
+    scale = torch.tensor([2.0]) if fmt == "nvfp4" else None
+    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None))
+
+
+@pytest.mark.parametrize(
+    ("mode", "gradient"),
+    [("exact", False), ("partial", False), ("unweighted", False), ("exact", True), ("partial", True)],
+    ids=["exact", "partial", "unweighted", "exact with gradient", "partial with gradient"],
+)
+def test_combine(ep: EPCommunicator, mode: str, gradient: bool) -> None:
+    x, ids, weights = inputs()
+    batch = cute_ep.ops.dispatch(x, ids, weights.requires_grad_(gradient), cute_ep.ops.register(ep))
+    rows = torch.randn(batch.tokens.shape).bfloat16().requires_grad_(gradient)
+    read = kept(batch if mode != "unweighted" else batch._replace(router_weights=None))
+    assert passes(OPS.combine, (rows, *read, batch.comm, mode, torch.float32))
+
+
+@pytest.mark.parametrize("wanted", ["rows", "weights", "both"])
+def test_combine_backward(ep: EPCommunicator, wanted: str) -> None:
+    x, ids, weights = inputs()
+    batch = cute_ep.ops.dispatch(x, ids, weights, cute_ep.ops.register(ep))
+    rows = None if wanted == "rows" else torch.randn(batch.tokens.shape).bfloat16()
+    capacity = None if wanted == "weights" else 21
+    assert passes(OPS.combine_backward, (torch.randn(x.shape), rows, *kept(batch), batch.comm, capacity))
+
+
+@pytest.fixture
+def defined_memory() -> Iterator[None]:
+    """New tensors hold a number, so that what a call leaves alone is the same each time."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.mark.usefixtures("defined_memory")
+def test_calls_into_given_memory(ep: EPCommunicator) -> None:
+    (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
+    order, tensors = torch.zeros(1, dtype=torch.int32), [getattr(buffers, name) for name in BUFFERS]
+    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order, *tensors))
+    batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
+    rows, out = torch.randn(batch.tokens.shape).bfloat16(), torch.empty_like(x)
+    assert passes(OPS.combine_out, (rows, *kept(batch), comm, "partial", order, out))
