@@ -31,6 +31,8 @@ ROOMS = (
     "cute_ep.testing",
     "cute_ep.bench",
     "cute_ep.cli",
+    "cute_ep.distributed",
+    "cute_ep.integrations",
     "cute_ep",
 )
 """Each may import itself and those before it."""
@@ -39,6 +41,8 @@ DSL_FILES = {"layouts/algebra/eager.py"}
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""
 TORCH_STACK = {"torch", "cuda", "rich"}
+ADAPTED = {"transformers"}
+"""Other libraries, each imported by `cute_ep.integrations.<its name>` only."""
 
 
 def sources() -> list[str]:
@@ -83,6 +87,8 @@ def allowed(path: str, name: str) -> bool:
         return True
     if within(name, "cutlass"):
         return folder == "kernels" or path in (*DSL_FILES, BUILD_FILE)
+    if (top := name.split(".")[0]) in ADAPTED:
+        return within(module_of(path), f"cute_ep.integrations.{top}")
     if not within(name, "cute_ep"):
         return folder == "cute_ep" and name.split(".")[0] in TORCH_STACK
     if folder == "cute_ep" and within(name, "cute_ep.kernels") and path != BUILD_FILE:
@@ -122,6 +128,9 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/reference/backend.py", "cute_ep.runtime.driver.check"),
         ("cute_ep/runtime/connection.py", "cute_ep.bench.machine.parse_devices"),
         ("cute_ep/runtime/connection.py", "cute_ep.ops.register"),
+        ("cute_ep/ops/calls.py", "cute_ep.integrations.exchange"),
+        ("cute_ep/distributed.py", "cute_ep.integrations.exchange"),
+        ("cute_ep/integrations/exchange.py", "transformers"),
         ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
         ("cute_ep/api/config.py", "cute_ep.reference.formats"),
         ("cute_ep/cli/main.py", "kernels.block"),
@@ -154,6 +163,8 @@ def test_no_bare_folder_names(path: str) -> None:
         ("cute_ep.reference", ("cutlass",)),
         ("cute_ep.reference.backend", ("cutlass", "cute_ep.runtime.driver")),
         ("cute_ep.runtime.connection", ("cutlass", "cute_ep.ops")),
+        ("cute_ep.distributed", ("cutlass", "cute_ep.integrations")),
+        ("cute_ep.integrations.exchange", ("transformers", "cute_ep.ops")),
         ("cute_ep.ops", ("cutlass", "cute_ep.runtime", "cute_ep.reference")),
     ],
 )

@@ -1,0 +1,240 @@
+"""Dispatch and combine by all ranks of one process, with gradients.
+
+`cute_ep.ops` serves one rank of a process; its ops cannot wait for ranks that the same thread has yet to call. Here one
+autograd function makes a call for all ranks, forward and backward, so every rank takes part in every round.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.types import CombineMode
+from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
+from cute_ep.layouts.maps.routing import shared_slice
+from cute_ep.runtime.connection import connect_local
+
+RETURNED = (torch.bfloat16, torch.float16, torch.float32)
+"""Types that combine returns; what has another type is cast from float32."""
+
+
+def _close(communicators: Sequence[EPCommunicator]) -> None:
+    for communicator in communicators:
+        communicator.close()
+
+
+class Exchange:
+    """The communicators of all ranks, which are in this process. Its calls may come from any thread.
+
+    Closes its communicators when nobody has it any more, or with `close()`, which may be called again.
+
+    Args:
+        cfg: the group's configuration, of bfloat16 rows.
+        devices: one a rank, as of `connect_local`.
+
+    Raises:
+        EPConfigError, VariantMissing: as `connect_local`.
+    """
+
+    def __init__(self, cfg: EPConfig, devices: Sequence[torch.device]) -> None:
+        self.cfg = cfg
+        self.communicators = connect_local(cfg, devices)
+        self.waits = any(communicator.shares_device for communicator in self.communicators)
+        self._dispatch = DistributedEPDispatch(self.communicators)
+        self._combine = DistributedEPCombine(self.communicators)
+        self._calling = RLock()
+        self.close = weakref.finalize(self, _close, self.communicators)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each rank's tensors are."""
+        return [communicator.device for communicator in self.communicators]
+
+    def dispatch(
+        self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacity: int
+    ) -> list[Dispatched]:
+        """A dispatch by all ranks. Where ranks share a device it waits for the results.
+
+        Args:
+            xs, ids, weights: one a rank, as of `EPCommunicator.dispatch`.
+            capacity: rows to make room for, the same on all ranks.
+
+        Returns:
+            One batch a rank, in memory of its own. `row_map` is -1 for tokens that do not exist.
+        """
+        buffers = [communicator.allocate(capacity) for communicator in self.communicators]
+        for one in buffers:
+            one.row_map.fill_(-1)
+        with self._calling:
+            batches = self._dispatch(xs, ids, weights, outs=buffers)
+            self._wait()
+        return batches
+
+    def combine(
+        self,
+        rows: Sequence[Tensor],
+        batches: Sequence[Dispatched],
+        weights: Sequence[Tensor] | None,
+        mode: CombineMode,
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
+        with self._calling:
+            sums = self._combine(rows, batches, weights, mode, dtype=dtype)
+            self._wait()
+        return sums
+
+    def _wait(self) -> None:
+        if self.waits:
+            for communicator in self.communicators:
+                communicator.synchronize()
+
+
+class Round:
+    """One pass of tokens through the experts of an exchange: tokens are shared out over the ranks, in their order.
+
+    Args:
+        exchange: the ranks.
+        ids: [T, K] int32 or int64, -1 masks an entry; T at most what the exchange has room for. Copied.
+        weights: [T, K] float32 router weights, without a gradient; copied.
+        gradients: whether `backward` may come. Then the weights travel along, and each rank's rows are cut to those
+            that there are, for which the host waits for the ranks.
+    """
+
+    def __init__(self, exchange: Exchange, ids: Tensor, weights: Tensor, *, gradients: bool) -> None:
+        self.exchange, self.tokens, self.gradients = exchange, len(ids), gradients
+        ranks = exchange.cfg.world_size
+        self.slices = [slice(first, first + count) for first, count in self._shares(ranks)]
+        self.ids = self.share(ids)
+        self.weights = self.share(weights)
+        self.capacity = ids.numel()
+        self.batches: list[Dispatched] = []
+        self.rows: list[int] = []
+
+    def _shares(self, ranks: int) -> list[tuple[int, int]]:
+        return [shared_slice(self.tokens, rank, ranks) for rank in range(ranks)]
+
+    def share(self, whole: Tensor) -> list[Tensor]:
+        """Each rank's part of the [T, ...] tensor of all tokens, on its device, contiguous."""
+        devices = self.exchange.devices
+        return [whole[part].to(device).contiguous() for part, device in zip(self.slices, devices, strict=True)]
+
+    def whole(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The [T, ...] tensor of all ranks' parts, in memory of its own."""
+        return torch.cat([part.to(device) for part in parts])
+
+    def dispatch(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[T, hidden] to each rank's rows, [N, hidden] bfloat16."""
+        sent = self.weights if self.gradients else None
+        parts = self.share(hidden.to(torch.bfloat16))
+        self.batches = self.exchange.dispatch(parts, self.ids, sent, self.capacity)
+        count = self.gradients or self.exchange.waits
+        self.rows = [int(batch.num_rows) if count else self.capacity for batch in self.batches]
+        return tuple(batch.tokens[:rows] for batch, rows in zip(self.batches, self.rows, strict=True))
+
+    def combine(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Each rank's rows, [N, hidden] bfloat16, to the weighted sums of the tokens, [T, hidden] of a type."""
+        returned = dtype if dtype in RETURNED else torch.float32
+        sums = self.exchange.combine([one.contiguous() for one in rows], self.batches, self.weights, "exact", returned)
+        return self.whole(sums, device).to(dtype)
+
+    def gradient_of_tokens(self, grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Each token gets the sum of its rows' gradients: a combine with weights of 1."""
+        returned = dtype if dtype in RETURNED else torch.float32
+        ones = [torch.ones_like(weights) for weights in self.weights]
+        rows = [one.contiguous() for one in grads]
+        return self.whole(self.exchange.combine(rows, self.batches, ones, "exact", returned), device).to(dtype)
+
+    def gradient_of_rows(self, grad: Tensor) -> list[Tensor]:
+        """weight * gradient of each row's token, rounded to bfloat16 once: a dispatch of the output's gradient."""
+        parts = self.share(grad.to(torch.bfloat16))
+        back = self.exchange.dispatch(parts, self.ids, None, self.capacity)
+        return [
+            (batch.tokens[:rows] * self._row_weights(own)[:rows, None]).to(torch.bfloat16)
+            for batch, own, rows in zip(back, self.batches, self.rows, strict=True)
+        ]
+
+    def _row_weights(self, batch: Dispatched) -> Tensor:
+        """[capacity] float32 weight of each row."""
+        assert batch.weights is not None
+        place = torch.where(batch.row_map < 0, self.capacity, batch.row_map).long().flatten()
+        return batch.weights.new_zeros(self.capacity + 1).scatter_(0, place, batch.weights.flatten())
+
+    def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""
+        returned = self.exchange.combine(rows, self.batches, None, "unweighted", torch.bfloat16)
+        parts = self.share(grad)
+        products = [
+            torch.stack([(one[:, slot].float() * part.float()).sum(1) for slot in range(one.shape[1])], dim=1)
+            for one, part in zip(returned, parts, strict=True)
+        ]
+        return self.whole(products, grad.device)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
+        ctx.round, ctx.dtype, ctx.device = one, hidden.dtype, hidden.device
+        return one.dispatch(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.round.gradient_of_tokens(grads, ctx.dtype, ctx.device)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: Round, like: Tensor, weights: Tensor, *rows: Tensor) -> Tensor:
+        ctx.round, ctx.kind = one, weights.dtype
+        rows = tuple(row.contiguous() for row in rows)
+        if ctx.needs_input_grad[2]:
+            ctx.save_for_backward(*rows)
+        return one.combine(rows, like.dtype, like.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, for_weights, *for_rows = ctx.needs_input_grad
+        of_rows = ctx.round.gradient_of_rows(grad) if any(for_rows) else [None] * len(for_rows)
+        of_weights = ctx.round.gradient_of_weights(grad, ctx.saved_tensors).to(ctx.kind) if for_weights else None
+        return None, None, of_weights, *of_rows
+
+
+def dispatch(one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Tokens to the ranks of their experts, differentiable.
+
+    Args:
+        one: the round, to which the batches are added.
+        hidden: [T, hidden] of any floating type; rounded to bfloat16 if it has another.
+
+    Returns:
+        One tensor a rank, [N, hidden] bfloat16 on its device, rows in the order of experts as `Dispatched` says.
+        `Round.batches` has the offsets. Without gradients and with a device for each rank N is the capacity, and rows
+        behind the last one hold anything.
+    """
+    return _Dispatch.apply(one, hidden)
+
+
+def combine(one: Round, rows: Sequence[Tensor], weights: Tensor, like: Tensor) -> Tensor:
+    """Expert outputs to their tokens, differentiable in rows and weights.
+
+    Args:
+        one: the round, dispatched.
+        rows: one tensor a rank, [N, hidden] bfloat16, row i the expert's output for row i that came.
+        weights: [T, K] of any floating type, whose float32 values the round was made with; gets the gradient.
+        like: a tensor on the device that the output should be on, and of its type.
+
+    Returns:
+        [T, hidden], the weighted sums in float32 in ascending order of slots, rounded once.
+    """
+    return _Combine.apply(one, like, weights, *rows)

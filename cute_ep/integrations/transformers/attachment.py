@@ -1,0 +1,220 @@
+"""Experts of a model of transformers over several ranks of this process."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from threading import RLock
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations import exchange
+from cute_ep.integrations.exchange import Exchange, Round
+from cute_ep.integrations.transformers.experts import (
+    Shards,
+    check_experts,
+    has_plain_swiglu,
+    is_experts,
+    run,
+    weight_names,
+)
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
+
+LOG = logging.getLogger(__name__)
+
+NAME = "cute_ep"
+"""Of the experts implementation, in transformers' registries."""
+
+
+class Attachment:
+    """What `attach` returned: the ranks on which the experts of one model run. A context manager, which detaches.
+
+    Holds neither the model nor its modules: when nobody has the model any more, the ranks are closed.
+
+    Attributes:
+        devices: one a rank.
+        max_tokens: tokens of a pass for which ranks make room when a layer runs first.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int) -> None:
+        self.devices = [torch.device(device) for device in devices]
+        if not 1 <= len(self.devices) <= MAX_RANKS:
+            raise EPConfigError(f"len(devices) = {len(self.devices)}: must be in [1, {MAX_RANKS}], one a rank")
+        if not (is_integer(max_tokens) and max_tokens > 0):
+            raise EPConfigError(f"max_tokens = {max_tokens!r}: must be a positive integer")
+        self.max_tokens = int(max_tokens)
+        found = dict(_experts_of(model))
+        if not found:
+            raise EPConfigError(
+                f"model = {type(model).__name__}: has no experts that transformers' experts interface calls"
+            )
+        for name, module in found.items():
+            check_experts(name, module)
+            if module in _LAYERS:
+                raise EPConfigError(f"{name}: is attached already, detach it first")
+            if getattr(module, "_is_expert_parallel", False):
+                raise EPConfigError(f"{name}: is split over processes already, by the model's expert parallel plan")
+        self._connecting = RLock()
+        self._exchanges: dict[tuple[int, int, int], Exchange] = {}
+        self._open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._before = [(config, config._experts_implementation) for config in _configs_of(model)]
+        for config, _ in self._before:
+            config._experts_implementation = {"": NAME}
+        for module in found.values():
+            _LAYERS[module] = _Layer(self, module)
+        self._modules = weakref.WeakSet(found.values())
+        self._end = weakref.finalize(model, self._close)
+
+    def detach(self) -> None:
+        """Give the model its experts implementation back and close the ranks; may be called again. A backward pass
+        through an output from before raises EPError then."""
+        for config, before in self._before:
+            if config._experts_implementation == NAME:
+                config._experts_implementation = {"": before}
+        self._before = []
+        for module in list(self._modules):
+            _LAYERS.pop(module, None)
+        self._end()
+
+    def _close(self) -> None:
+        self._exchanges.clear()
+        for one in list(self._open):
+            one.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def exchange(self, hidden: int, experts: int, top_k: int, tokens: int) -> Exchange:
+        """The ranks for layers of these shapes, with room for `tokens` tokens: connected when first needed, and again,
+        with twice the room or more, when more tokens come. One with less room closes when no graph needs it any more.
+
+        Raises:
+            EPConfigError, VariantMissing: as `connect_local`; or there are too many tokens for any communicator.
+        """
+        ranks = len(self.devices)
+        key, need = (hidden, align_up(experts, ranks), top_k), -(-tokens // ranks)
+        with self._connecting:
+            found = self._exchanges.get(key)
+            if found is not None and need <= found.cfg.max_tokens_per_rank:
+                return found
+            if need > MAX_TOKENS_PER_RANK:
+                raise EPInputError(
+                    f"hidden_states.shape[0] = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens a rank, here "
+                    f"{MAX_TOKENS_PER_RANK * ranks}; use shorter or fewer sequences a pass"
+                )
+            room = -(-self.max_tokens // ranks)
+            if found is not None:
+                room = 2 * found.cfg.max_tokens_per_rank
+                LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
+                del self._exchanges[key], found  # frees its memory, unless a graph needs it
+            room = min(max(room, need), MAX_TOKENS_PER_RANK)
+            made = Exchange(EPConfig(*key, max_tokens_per_rank=room, world_size=ranks), self.devices)
+            self._exchanges[key] = made
+            self._open.add(made)
+            return made
+
+
+def attach(model: nn.Module, *, devices: Sequence[str | torch.device], max_tokens: int) -> Attachment:
+    """Run the experts of a model over several ranks of this process, until `Attachment.detach`.
+
+    All experts modules in the model that transformers' experts interface serves get the implementation "cute_ep". The
+    parameters stay where they are, and the model can be trained, saved and loaded as before. A copy of the model, or
+    one that was pickled, must be attached itself: its experts raise EPError until then.
+
+    Tokens travel as bfloat16, and so do the experts' outputs and the gradients of both; sums are made in float32.
+
+    Args:
+        model: a model of transformers, or any module that contains one or its experts.
+        devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
+        max_tokens: most tokens (sequences times their length) that one pass has. If more come the ranks connect again,
+            with more room.
+
+    Raises:
+        EPConfigError: the model has no such experts, or some that are attached already, are quantised, or compute
+            something that this version does not know; or an argument breaks its rule.
+    """
+    return Attachment(model, devices, max_tokens)
+
+
+def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if is_experts(module):
+            yield name or "model", module
+
+
+def _configs_of(model: nn.Module) -> list[Any]:
+    """Every configuration in the model that chooses an experts implementation, once."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(one): one for one in configs if hasattr(one, "_experts_implementation")}.values())
+
+
+class _Layer:
+    """What is known of an attached experts module."""
+
+    def __init__(self, attachment: Attachment, module: Any) -> None:
+        self.attachment = attachment
+        ranks, experts = len(attachment.devices), module.num_experts
+        each = align_up(experts, ranks) // ranks  # the last ranks may have fewer, or none
+        counts = [max(0, min(each, experts - rank * each)) for rank in range(ranks)]
+        self.shards = Shards(counts, attachment.devices)
+        self.plain_swiglu: bool | None = None  # looked up when the layer runs first: weights may not be there before
+
+    def forward(self, module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if weights.shape != ids.shape:
+            raise EPInputError(f"top_k_weights.shape = {tuple(weights.shape)}: must be {tuple(ids.shape)}, as the ids")
+        if self.plain_swiglu is None:
+            self.plain_swiglu = has_plain_swiglu(module)
+        names, experts = weight_names(module), module.num_experts
+        read = (hidden, weights, *module.parameters(), *(getattr(module, name) for name in names))
+        with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
+        ranks = self.attachment.exchange(hidden.shape[1], experts, ids.shape[1], len(hidden))
+        ids = torch.where((ids < 0) | (ids >= experts), -1, ids)  # transformers masks with `num_experts`
+        one = Round(ranks, ids, weights.detach().float(), gradients=with_gradient)
+        shards = {name: self.shards.of(module, name) for name in names}
+        rows = []
+        for rank, tokens in enumerate(exchange.dispatch(one, hidden)):
+            own = {name: parts[rank] for name, parts in shards.items()}
+            rows.append(run(module, self.plain_swiglu, own, tokens, one.batches[rank]))
+        return exchange.combine(one, rows, weights, hidden)
+
+
+_LAYERS: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.disable
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts implementation "cute_ep", as transformers calls it. Differentiable in hidden states, weights and the
+    module's parameters. Compiled code calls it as it is, behind a graph break.
+
+    Args:
+        module: an attached experts module.
+        hidden_states: [T, hidden], of any floating type.
+        top_k_index: [T, K] int32 or int64 expert ids; one that is negative or no expert's masks the entry.
+        top_k_weights: [T, K] router weights, of any floating type.
+
+    Returns:
+        [T, hidden] of the type and on the device of `hidden_states`, in memory of its own.
+
+    Raises:
+        EPError: the module is not attached.
+        EPInputError, EPConfigError, EPTimeout: as the calls of the communicators.
+    """
+    layer = _LAYERS.get(module)
+    if layer is None:
+        raise EPError(
+            f"{type(module).__name__}: is not attached to ranks (its model is a copy, was loaded, or shares its "
+            "configuration with one that is attached); call cute_ep.integrations.transformers.attach(model, ...)"
+        )
+    return layer.forward(module, hidden_states, top_k_index, top_k_weights)

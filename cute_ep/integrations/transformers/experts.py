@@ -1,0 +1,182 @@
+"""What the experts of a rank compute between dispatch and combine, for every experts class of transformers.
+
+Classes differ by the flags that transformers' decorator `use_experts_implementation` gives them, and by `_apply_gate`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import silu
+
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPConfigError
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.runtime.local_ops import fused_silu
+
+KNOWN_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm"}
+"""What `run` computes. A class with another flag of this kind computes something else, so it is refused."""
+WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of experts' weights."""
+BEYOND = 40.0
+"""Magnitude up to which gates are compared with SwiGLU; limits of clamped gates are smaller."""
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers' experts interface calls this module."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
+
+
+def check_experts(name: str, module: nn.Module) -> None:
+    """EPConfigError unless `run` computes what this experts module does."""
+    unknown = {flag for flag in vars(module) if flag.startswith("has_")} - KNOWN_FLAGS
+    if wanted := sorted(flag for flag in unknown if getattr(module, flag)):
+        raise EPConfigError(
+            f"{name}.{wanted[0]} = {getattr(module, wanted[0])}: must be one of {', '.join(sorted(KNOWN_FLAGS))}; "
+            "this version of cute_ep does not know what such experts compute"
+        )
+    for weight in weight_names(module):
+        if not hasattr(module, weight):
+            raise EPConfigError(f"{name} = {type(module).__name__}: must have a parameter {weight}")
+        if (kind := getattr(module, weight).dtype) not in WEIGHTS:
+            raise EPConfigError(
+                f"{name}.{weight}.dtype = {kind}: must be one of {', '.join(map(str, WEIGHTS))}; quantised experts are "
+                "not supported"
+            )
+
+
+def weight_names(module: Any) -> tuple[str, ...]:
+    """Names of the parameters whose first dimension counts experts."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    return (*names, *(f"{name}_bias" for name in names)) if module.has_bias else names
+
+
+def has_plain_swiglu(module: Any) -> bool:
+    """Whether an experts module's gate is silu(gate) * up with all gates first, which `cute_ep.fused_silu` computes: it
+    is compared on a few numbers, on the module's device."""
+    if not module.has_gate:
+        return False
+    whole = module.gate_up_proj
+    width = whole.shape[2] if module.is_transposed else whole.shape[1]
+    numbers = torch.linspace(-BEYOND, BEYOND, 16 * width, device=whole.device, dtype=torch.float32)
+    probe = numbers.view(width, 16).t().contiguous()
+    gate, up = probe.chunk(2, dim=-1)
+    with torch.no_grad(), torch.autocast(whole.device.type, enabled=False):
+        return torch.allclose(module._apply_gate(probe), silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+class Shards:
+    """The weights of each rank's experts, from a module that has those of all.
+
+    A rank on the module's device gets views. One on another device gets copies: with gradients at every call, without
+    them once, as long as the parameter stays the same tensor, at the same address, of the same version. (Writes through
+    `.data` do not change its version.)
+
+    Args:
+        counts: experts of each rank; the sum is the module's number.
+        devices: where they should be.
+    """
+
+    def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
+        self.counts, self.devices = list(counts), devices
+        self._kept: dict[str, tuple[weakref.ref[Tensor], tuple[int, int], list[Tensor]]] = {}
+
+    def of(self, module: nn.Module, name: str) -> list[Tensor]:
+        """Each rank's part of a parameter, differentiable if gradients are enabled."""
+        whole = getattr(module, name)
+        if whole.shape[0] != sum(self.counts):
+            raise EPConfigError(
+                f"{name}.shape[0] = {whole.shape[0]}: must be the number of experts, {sum(self.counts)}"
+            )
+        keep = any(device != whole.device for device in self.devices) and not whole.is_inference()
+        keep = keep and not (torch.is_grad_enabled() and whole.requires_grad)
+        if not keep:
+            self._kept.pop(name, None)
+            return self._parts(whole)
+        found = self._kept.get(name)
+        state = (whole.data_ptr(), whole._version)
+        if found is None or found[0]() is not whole or found[1] != state:
+            with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients of something else
+                found = self._kept[name] = (weakref.ref(whole), state, self._parts(whole))
+        return found[2]
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        parts = whole.split(self.counts)  # one node for all of them: its gradient is put together once
+        return [part.to(device, non_blocking=True) for part, device in zip(parts, self.devices, strict=True)]
+
+
+def _by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """[N, in] rows by [G, in, out] weights to [N, out], group by group; the host reads the offsets."""
+    bounds = offsets.tolist()
+    groups = zip(bounds, bounds[1:], weight, strict=False)
+    done = [x[start:end] @ one for start, end, one in groups]
+    return torch.cat([*done, x.new_zeros(len(x) - bounds[-1], weight.shape[2])])
+
+
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """A linear layer with weights of each group of rows.
+
+    Args:
+        x: [N, in], of the weights' type.
+        weight: [G, out, in], transposed [G, in, out].
+        offsets: [G + 1] int32 ascending from 0, on the device.
+
+    Returns:
+        [N, out]; rows behind the last group hold anything.
+    """
+    weight = weight if transposed else weight.mT
+    aligned = not any(extent * weight.element_size() % VECTOR_BYTES for extent in weight.shape[1:])
+    if aligned and hasattr(nn.functional, "grouped_mm"):  # torch 2.10 or newer
+        return nn.functional.grouped_mm(x, weight, offs=offsets[1:])
+    return _by_group(x, weight, offsets)
+
+
+def _moved(module: nn.Module, x: Tensor) -> Tensor:
+    """`module(x)` where x is, which may be another device than the module's."""
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return functional_call(module, {name: one.to(x.device) for name, one in tensors.items()}, (x,))
+
+
+def run(module: Any, plain_swiglu: bool, weights: dict[str, Tensor], tokens: Tensor, batch: Dispatched) -> Tensor:
+    """The outputs of a rank's experts for its rows.
+
+    Args:
+        module: the experts module, for its flags, gate and activation.
+        plain_swiglu: what `has_plain_swiglu` returned for it. Without gradients bfloat16 experts use `fused_silu`.
+        weights: the rank's part of each of `weight_names`, G experts; G may be less than the groups of the batch, whose
+            last ones have no rows then.
+        tokens: [N, hidden] bfloat16, in the order of experts.
+        batch: the batch that they came in.
+
+    Returns:
+        [N, hidden] bfloat16.
+    """
+    up_name, down_name, *_ = weight_names(module)
+    up, down = weights[up_name], weights[down_name]
+    groups = len(up)
+    if not groups or not len(tokens):
+        return tokens
+    offsets = batch.row_offsets[: groups + 1]
+    group_of_row = None
+    if module.has_bias:
+        rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        group_of_row = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=groups - 1)
+
+    def linear(x: Tensor, weight: Tensor, name: str) -> Tensor:
+        out = grouped_linear(x.to(weight.dtype), weight, offsets, module.is_transposed)
+        return out if group_of_row is None else out + weights[f"{name}_bias"][group_of_row]
+
+    inner = linear(tokens, up, up_name)
+    if plain_swiglu and not (torch.is_grad_enabled() and inner.requires_grad) and inner.dtype == torch.bfloat16:
+        inner = fused_silu(inner, offsets)
+    else:
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = linear(inner, down, down_name)
+    if getattr(module, "has_post_expert_norm", False):
+        out = _moved(module.post_expert_norm, out)
+    return out.to(torch.bfloat16)

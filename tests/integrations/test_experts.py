@@ -1,0 +1,194 @@
+"""Every experts class that transformers' interface serves, on its own: outputs and all gradients."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'cute-ep[transformers]'")
+
+from cute_ep.api.errors import EPConfigError
+from cute_ep.integrations.transformers import attach
+from cute_ep.integrations.transformers.experts import KNOWN_FLAGS, Shards, grouped_linear, has_plain_swiglu
+from tests.integrations.models import EXPERTS, distance
+
+ROUNDING = 2.0**-8
+TOKENS, SLOTS = 10, 3
+NAMES: dict[str, Any] = dict(
+    hidden_act="silu",
+    hidden_activation="gelu_pytorch_tanh",
+    mlp_hidden_act="relu2",
+    hidden_size=64,
+    moe_hidden_size=64,
+    moe_latent_size=None,
+    intermediate_size=32,
+    moe_intermediate_size=32,
+    expert_ffn_hidden_size=32,
+    num_experts=EXPERTS,
+    num_local_experts=EXPERTS,
+    n_routed_experts=EXPERTS,
+    moe_num_experts=EXPERTS,
+    swiglu_alpha=1.702,
+    swiglu_limit=1.5,
+    mlp_gate_softcap=2.0,
+    mlp_up_softcap=2.0,
+    mlp_softcap=2.0,
+    gate_softcap=2.0,
+    up_softcap=2.0,
+    post_norm_eps=1e-6,
+    experts_implementation="eager",
+)
+"""What the classes read of a configuration."""
+
+
+def classes() -> list[tuple[str, str]]:
+    """(module, name) of every class with the decorator of the experts interface."""
+    folder = Path(transformers.__file__).parent / "models"
+    return [
+        (f"transformers.models.{path.parent.name}.{path.stem}", name)
+        for path in sorted(folder.glob("*/modeling_*.py"))
+        for name in re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.MULTILINE)
+    ]
+
+
+def make(module: str, name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """An experts module with random weights."""
+    made = getattr(importlib.import_module(module), name)(transformers.PreTrainedConfig(**NAMES))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+    return made.to(dtype)
+
+
+MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
+GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+
+
+def arguments(module: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states that bfloat16 has, ids, router weights."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = module.down_proj.shape[2 if module.is_transposed else 1]
+    x = torch.randn(TOKENS, hidden, generator=generator).bfloat16()
+    weights, ids = torch.rand(TOKENS, EXPERTS, generator=generator).topk(SLOTS)
+    return x.to(dtype).requires_grad_(), ids, weights.to(dtype).requires_grad_()
+
+
+def step(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> list[Tensor]:
+    """[output, gradients of x, weights and all parameters]."""
+    read = (x, weights, *module.parameters())
+    for one in read:
+        one.grad = None
+    out = module(x, ids, weights)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(out.dtype))
+    assert all(one.grad is not None for one in read)
+    return [out.detach(), *(one.grad.clone() for one in read)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("module", "name"), classes(), ids=[name for _, name in classes()])
+def test_outputs_and_gradients_are_the_classes_own(module: str, name: str) -> None:
+    """Each within its roundings to bfloat16, of which the gradient of x has two, and the same bits on 1, 2 and 4 ranks;
+    those of a norm behind the experts are sums over ranks."""
+    experts = make(module, name)
+    given = arguments(experts)
+    wanted, got = step(experts, *given), []
+    for ranks in (1, 2, 4):
+        with attach(experts, devices=["cpu"] * ranks, max_tokens=TOKENS):
+            got.append(step(experts, *given))
+            with torch.no_grad():
+                assert torch.equal(experts(*given), got[-1][0])
+    for one in got:
+        for number, (mine, own) in enumerate(zip(one, wanted, strict=True)):
+            assert distance(mine, own) <= (2 if number == 1 else 1) * ROUNDING, number
+    shared = 0 if not experts.has_post_expert_norm else 1
+    for one in got[1:]:
+        last = len(one) - shared
+        assert all(torch.equal(mine, first) for mine, first in zip(one[:last], got[0][:last], strict=True))
+        assert all(distance(mine, first) < 1e-6 for mine, first in zip(one[last:], got[0][last:], strict=True))
+
+
+def test_all_flags_of_the_decorator_are_known() -> None:
+    found = {flag for module, name in classes() for flag in vars(make(module, name)) if flag.startswith("has_")}
+    assert found == KNOWN_FLAGS
+
+
+@pytest.mark.parametrize(("module", "name"), [MIXTRAL, GPT_OSS])
+def test_bfloat16_experts_give_the_bits_of_grouped_experts(module: str, name: str) -> None:
+    """With router weights in float32 transformers' "grouped_mm" multiplies and adds in float32 and in the same order.
+    Its experts' outputs are rounded to bfloat16, as ours."""
+    experts = make(module, name, torch.bfloat16)
+    x, ids, weights = arguments(experts)
+    x = x.detach().bfloat16().requires_grad_()
+    experts.config._experts_implementation = "grouped_mm"
+    wanted = experts(x, ids, weights)
+    for ranks in (1, 2, 4):
+        with attach(experts, devices=["cpu"] * ranks, max_tokens=TOKENS):
+            assert torch.equal(experts(x, ids, weights), wanted)
+
+
+def test_inference_in_bfloat16_uses_the_fused_gate_where_it_is_swiglu() -> None:
+    """It rounds once where the module rounds twice, so that it is nearer to float32."""
+    plain, other = make(*MIXTRAL), make(*GPT_OSS)
+    assert has_plain_swiglu(plain) and not has_plain_swiglu(other)
+    assert not has_plain_swiglu(make("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts"))
+    experts = plain.bfloat16()
+    x, ids, weights = arguments(experts)
+    with torch.no_grad():
+        own = experts(x.bfloat16(), ids, weights)
+        with attach(experts, devices=["cpu"] * 2, max_tokens=TOKENS):
+            got = experts(x.bfloat16(), ids, weights)
+        true = experts.float()(x, ids, weights)
+    assert not torch.equal(got, own) and distance(got, true) <= distance(own, true)
+
+
+def test_experts_that_compute_something_unknown_are_refused() -> None:
+    experts = make(*MIXTRAL)
+    experts.has_second_gate = True
+    with pytest.raises(EPConfigError, match=r"model\.has_second_gate = True: must be one of has_bias, has_gate"):
+        attach(experts, devices=["cpu"], max_tokens=1)
+    experts.has_second_gate = False
+    attach(experts, devices=["cpu"], max_tokens=1).detach()
+
+
+def test_quantised_experts_are_refused() -> None:
+    experts = make(*MIXTRAL)
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(EPConfigError, match=r"model\.down_proj\.dtype = torch\.float8_e4m3fn"):
+        attach(experts, devices=["cpu"], max_tokens=1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_widths_that_grouped_matmuls_do_not_take(transposed: bool) -> None:
+    """5 and 6 elements are no multiples of 16 bytes; no rows, and a group without any."""
+    weight = torch.randn(3, 5, 6) if not transposed else torch.randn(3, 6, 5)
+    x, offsets = torch.randn(7, 6), torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    out = grouped_linear(x, weight, offsets, transposed)
+    for group, (start, end) in enumerate([(0, 2), (2, 2), (2, 6)]):
+        one = weight[group] if transposed else weight[group].T
+        torch.testing.assert_close(out[start:end], x[start:end] @ one)
+    assert grouped_linear(x[:0], weight, offsets * 0, transposed).shape == (0, 5)
+
+
+def test_copies_on_other_devices_are_kept_until_the_parameter_changes() -> None:
+    """The meta device stands for another GPU."""
+    module = nn.Module()
+    module.w = nn.Parameter(torch.randn(4, 2))
+    shards = Shards([2, 2], [torch.device("cpu"), torch.device("meta")])
+    with torch.no_grad():
+        first = shards.of(module, "w")
+        assert first[0].data_ptr() == module.w.data_ptr() and first[1].is_meta
+        assert shards.of(module, "w")[1] is first[1]
+        module.w.mul_(2)
+        second = shards.of(module, "w")
+        assert second[1] is not first[1] and shards.of(module, "w")[1] is second[1]
+        module.w = nn.Parameter(torch.randn(4, 2))
+        assert shards.of(module, "w")[1] is not second[1]
+    assert all(one.requires_grad for one in shards.of(module, "w"))
+    with pytest.raises(EPConfigError, match=r"w\.shape\[0\] = 3: must be the number of experts, 4"):
+        module.w = nn.Parameter(torch.randn(3, 2))
+        shards.of(module, "w")
