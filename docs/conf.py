@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 
 import cute_ep
+from cute_ep.integrations import versions
 
 project = "cute_ep"
 author = "The cute_ep authors"
@@ -32,7 +33,8 @@ html_copy_source = html_show_copyright = html_show_sphinx = smartquotes = False
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-autodoc_mock_imports = ["cutlass"]  # one page for all, whether the DSL is installed or not
+autodoc_mock_imports = ["cutlass", "transformers"]  # one page for all, whether these are installed or not
+versions.require = lambda *library: None  # what is mocked has no version
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
@@ -58,6 +60,7 @@ docs/api/communicators
 docs/api/batches
 docs/api/rows
 docs/api/ops
+docs/api/transformers
 docs/api/distributed
 docs/api/errors
 docs/api/hooks
@@ -72,6 +75,7 @@ docs/api/testing
 
 docs/use
 docs/ops
+docs/transformers
 docs/reference
 docs/numerics
 docs/performance

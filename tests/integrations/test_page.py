@@ -1,0 +1,30 @@
+"""docs/transformers.md: its script runs as printed, and its table names the models that are tested."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'cute-ep[transformers]'")
+
+from tests.integrations.models import MODELS
+from tests.integrations.test_experts import classes
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "transformers.md").read_text()
+
+
+def test_the_script_runs(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "torch.Size([2, 20])\n", done.stderr
+
+
+def test_the_table_and_the_number_of_classes_are_what_is_tested() -> None:
+    rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| ")][2:]
+    assert sorted(name.strip() for row in rows for name in row.split(",")) == sorted(MODELS)
+    assert f"All {len(classes())} experts classes" in PAGE
