@@ -1,0 +1,86 @@
+"""A rank of expert parallel models in a process of its own: `python -m tests.integrations.worker STORE RANK WORLD
+MODELS`, on GPUs if there are. MODELS is a folder with saved models, each named as its type."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from cute_ep.integrations.transformers import close, expert_parallel
+from tests.integrations.models import distance, text, trained
+
+ROUNDING = 2.0**-8
+LAYERS = 2
+
+
+def local(one: Any) -> torch.Tensor:
+    """A rank's part of a sharded tensor."""
+    return one.to_local() if hasattr(one, "to_local") else one
+
+
+def send_all_to_the_first_rank(model: Any) -> None:
+    """Every token of the first layer to its first experts, so that other ranks have no rows."""
+    experts = model.model.layers[0].mlp.experts
+    forward = experts.forward
+    experts.forward = lambda x, ids, weights: forward(
+        x, torch.arange(ids.shape[1]).expand_as(ids).contiguous(), weights
+    )
+
+
+def check(folder: Path, rank: int, sizes: dict[str, int], *, same_batch: bool) -> None:
+    """Logits and gradients are those of transformers' own implementation, with all batches as large as each other, with
+    one of a token, with more tokens than before, and with no rows for some ranks; `generate` gives the same tokens."""
+    made = {}
+    for name in ("all_to_all", "cute_ep"):
+        config = DistributedConfig(**sizes, ep_implementation=name)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).eval()
+        results = []
+        for length in ((5, 5), (9, 1), (3, 12)):
+            ids = text(2, length[0 if same_batch else rank % 2])
+            logits, gradients = trained(model, ids)
+            results.append((local(logits), {name: local(one) for name, one in gradients.items()}))
+        with torch.no_grad():
+            results.append((model.generate(text(2, 4), max_new_tokens=3, do_sample=False), {}))
+        send_all_to_the_first_rank(model)
+        logits, gradients = trained(model, text(2, 4))
+        results.append((local(logits), {name: local(one) for name, one in gradients.items()}))
+        made[name] = results
+    for number, (got, wanted) in enumerate(zip(made["cute_ep"], made["all_to_all"], strict=True)):
+        where = f"{folder.name}, {sizes}, pass {number}"
+        assert distance(got[0], wanted[0]) <= 4 * LAYERS * ROUNDING, where
+        assert got[1].keys() == wanted[1].keys(), where
+        scale = max([one.norm().item() for one in wanted[1].values()], default=0.0)
+        for name, gradient in wanted[1].items():
+            off = distance(got[1][name], gradient, 1e-2 * scale)
+            assert off <= 4 * LAYERS * ROUNDING, f"{where}: {name} is off by {off}"
+
+
+def main(store: Path, rank: int, world: int, models: Path) -> None:
+    torch.set_num_threads(1)
+    gpu = torch.device("cuda", rank) if torch.cuda.is_available() else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo" if gpu is None else "nccl", rank=rank, world_size=world, device_id=gpu, **rendezvous)
+    for folder in sorted(models.iterdir()):
+        check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
+        if AutoConfig.from_pretrained(folder).base_model_tp_plan:
+            check(folder, rank, {"tp_size": world, "ep_size": world}, same_batch=True)
+    assert expert_parallel._CONNECTED
+    close()
+    assert not expert_parallel._CONNECTED
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {rank} ok\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
