@@ -162,6 +162,18 @@ def test_quantised_experts_are_refused() -> None:
         attach(experts, devices=["cpu"], max_tokens=1)
 
 
+def test_inner_widths_that_neither_kernels_nor_grouped_matmuls_take() -> None:
+    """36 elements are no multiple of 16 bytes."""
+    experts = make(*MIXTRAL)
+    experts.gate_up_proj, experts.down_proj = (nn.Parameter(torch.randn(EXPERTS, *of)) for of in ((72, 64), (64, 36)))
+    experts = experts.bfloat16()
+    x, ids, weights = arguments(experts)
+    with torch.no_grad():
+        own = experts(x.bfloat16(), ids, weights)
+        with attach(experts, devices=["cpu"] * 2, max_tokens=TOKENS):
+            assert distance(experts(x.bfloat16(), ids, weights), own) <= 2 * ROUNDING
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_widths_that_grouped_matmuls_do_not_take(transposed: bool) -> None:
     """5 and 6 elements are no multiples of 16 bytes; no rows, and a group without any."""

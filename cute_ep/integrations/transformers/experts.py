@@ -172,7 +172,9 @@ def run(module: Any, plain_swiglu: bool, weights: dict[str, Tensor], tokens: Ten
         return out if group_of_row is None else out + weights[f"{name}_bias"][group_of_row]
 
     inner = linear(tokens, up, up_name)
-    if plain_swiglu and not (torch.is_grad_enabled() and inner.requires_grad) and inner.dtype == torch.bfloat16:
+    without_gradient = not (torch.is_grad_enabled() and inner.requires_grad)
+    fits = inner.dtype == torch.bfloat16 and inner.shape[1] // 2 * inner.element_size() % VECTOR_BYTES == 0
+    if plain_swiglu and without_gradient and fits:
         inner = fused_silu(inner, offsets)
     else:
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
