@@ -86,7 +86,7 @@ def report(wait_context: WaitContext, record: Int32, phase: cutlass.Constexpr, i
 
 
 POLLS_PER_TIME_CHECK = 64
-"""Polls between two looks at the clock and at the abort word, which cost more than a poll."""
+"""Polls between two checks of the clock and the abort word, which cost more than a poll."""
 
 
 @cute.jit
@@ -210,7 +210,7 @@ def take_ticket(counter: Int64) -> Int32:
 
 
 def reset_counter(counter: Int64) -> None:
-    """Set a counter of `grid_barrier` or `take_ticket` to 0, which nobody of this launch uses, or uses any more."""
+    """Reset a counter of `grid_barrier` or `take_ticket` that no CTA of this launch still reads."""
     cute.arch.store(pointer(counter, Int64), Int64(0), sem="relaxed", scope="gpu")
 
 

@@ -31,12 +31,13 @@ class Outputs:
         self.tables = tables
 
     @cute.jit
-    def zero_padding(self, ctx, first: Int32, count: Int32) -> None:
-        """CTA `first` of `count` receiving CTAs. Jobs go from the last warp down: those have the fewest rows."""
+    def zero_padding(self, ctx, receiver: Int32, receivers: Int32) -> None:
+        """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
+        fewest rows."""
         if self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1):
             jobs = (ctx.local_experts + ctx.shared.groups) * PADDING_JOBS
-            last_first = item_stride(count) - 1 - first_item(first, count, ctx.warp)
-            for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
+            last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
+            for job in cutlass.range(last_first, jobs, item_stride(receivers), unroll=1):
                 part, place = item_coord(job, PADDING_JOBS)
                 self._zero_group(ctx, place - ctx.shared.groups, part)
 
@@ -107,8 +108,8 @@ class Outputs:
     def _zero_rows(self, ctx, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
         lane = ctx.lane
-        units = quotient(ctx.wire.payload_bytes, VECTOR_BYTES)
-        vectors = (end - first) * units
+        row_vectors = quotient(ctx.wire.payload_bytes, VECTOR_BYTES)
+        vectors = (end - first) * row_vectors
         gOut = rows(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)

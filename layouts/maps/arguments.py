@@ -220,6 +220,11 @@ class Scales(NamedTuple):
     words: Size
     alignment: Size
 
+    @property
+    def is_atom(self) -> bool:
+        """Whether the layout is the 128x4 atom, in which four rows have their words side by side."""
+        return self.middle == 1
+
 
 class DispatchArgs(NamedTuple):
     """Parameters of dispatch. A half reads only its own: dispatch_async no `out` and `scales`, dispatch_wait no `ids`

@@ -365,7 +365,7 @@ def test_every_piece_has_a_flag(cfg: EPConfig) -> None:
 def test_scale_words_of_a_segment(fmt) -> None:
     """The scale factors of exactly the elements in a segment's payload, so that slices share no word."""
     elements = SEGMENT_BYTES * 8 // fmt.bits
-    assert SEGMENT_BYTES == 32 * 16, "one 16-byte unit a lane"
+    assert SEGMENT_BYTES == 32 * 16, "one 16-byte vector a lane"
     assert segment_words(fmt) * WORD_BYTES == fmt.scale_bytes(elements)
     assert (segment_words(fmt) == 0) == (fmt.scale is None)
     for segments in range(1, 9):
