@@ -86,7 +86,7 @@ class RowCopy:
 
     @cute.jit
     def _copy_payload(self, ctx, source, row_slice, row, wanted: Uint32, shared_row, rWord) -> Boolean:
-        """The slice's payload to all its rows; rWord gets a first poll of its scale words, whose latency the stores hide.
+        """The slice's payload to all its rows; rWord gets a first poll of its scale words, whose latency stores hide.
         False after a timeout."""
         lane = ctx.lane
         vectors = vectors_of(opaque(ctx.wire.payload_bytes))
