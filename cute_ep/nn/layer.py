@@ -31,8 +31,8 @@ class MoELayer(Connected):
     local expert e % local_experts of rank e // local_experts. Every rank makes the same calls in the same order, also
     without tokens, and backward passes too (docs/layer.md).
 
-    Matmuls are `torch.nn.functional.grouped_mm` in bfloat16. On GPUs of compute capability 9.0 and 10.0 torch runs a
-    kernel for it; on others it reads the offsets on the host and loops over experts, and cannot be captured.
+    Matmuls are `torch.nn.functional.grouped_mm` in bfloat16. On GPUs of compute capability 9.x and 10.x torch 2.10 runs
+    a kernel for it; on others it reads the offsets on the host and loops over experts, and cannot be captured.
 
     Attributes:
         router, shared: the modules given.
@@ -158,7 +158,7 @@ class MoELayer(Connected):
             [T, hidden] of the type of `x`; zero where a token has only masked entries.
 
         Raises:
-            as `forward`.
+            EPInputError, EPConfigError, EPError, EPTimeout: as `forward`.
         """
         self._check_tokens(x)
         routed = (x.shape[0], self.cfg.top_k)
