@@ -114,7 +114,7 @@ class MoELayer(Connected):
 
     def reset_parameters(self) -> None:
         """Draw the experts' weights from torch's default generator, of standard deviation fan_in ** -0.5; zero their
-        biases. Seed ranks differently for that, or their experts begin equal."""
+        biases. Seed ranks differently for that, or their experts begin equal. Leaves `router` and `shared` alone."""
         with torch.no_grad():
             self.gate_up.normal_(std=self.cfg.hidden**-0.5)
             self.down.normal_(std=self.inner**-0.5)

@@ -111,12 +111,18 @@ def test_a_layer_with_another_communicator_is_compiled_anew() -> None:
     assert calls == FORWARD
 
 
-def test_inference_clears_no_rows_and_computes_the_bits_of_the_cleared() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_clears_no_rows_and_computes_the_bits_of_the_cleared(mode: Any) -> None:
+    """Eager and compiled; and afterwards the layer trains."""
     layer = connected()
-    with torch.no_grad():
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with mode():
         want = layer(tokens())
+        assert_bits(compiled(tokens()), want, "compiled")
     layer.requires_grad_(False)
-    assert_bits(layer(tokens()), want, "output")
+    assert_bits(layer(tokens()), want, "without gradients")
+    layer.requires_grad_(True)
+    assert all(one.any() for one in trained(layer, layer, tokens()))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])

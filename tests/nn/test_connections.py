@@ -60,6 +60,15 @@ def test_copies_compute_the_same(layer: MoELayer, again: Callable[[MoELayer], Mo
     assert other.communicator is layer.communicator and len(connections._OPEN) == 1
 
 
+def test_copies_hold_no_name(layer: MoELayer) -> None:
+    """One of another process, or of a communicator that is closed, would stand for nothing."""
+    want = layer(tokens())
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved_and_loaded(layer)]
+    assert [one._comm for one in copies] == [None] * 3
+    disconnect()
+    assert all(torch.equal(one(tokens()), want) for one in copies)
+
+
 def test_a_copy_has_parameters_of_its_own(layer: MoELayer) -> None:
     other = copy.deepcopy(layer)
     with torch.no_grad():
@@ -126,7 +135,9 @@ def test_a_layer_that_moves_looks_for_another_communicator(layer: MoELayer) -> N
     assert layer.float()._comm is not None, "where it is has not changed"
     layer.to("meta")
     assert layer._comm is None
-    layer.to_empty(device="cpu").reset_parameters()
+    layer.to_empty(device="cpu")
+    for one in (layer, layer.router):
+        one.reset_parameters()
     assert layer(tokens()).isfinite().all()
 
 

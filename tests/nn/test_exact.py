@@ -59,7 +59,9 @@ def check(cfg: EPConfig, tokens: tuple[int, ...], routing: str, **options: Any) 
             assert torch.equal(layer.experts(x, own["ids"], weights), out)
         return out, x.grad, weights.grad, gradients_of(layer)
 
-    made, _ = on_all_ranks(cfg, program)
+    made, calls = on_all_ranks(cfg, program)
+    forward = ["dispatch", options.get("mode", "exact")]
+    assert calls == [[*forward, "dispatch", "unweighted", "exact", *forward]] * cfg.world_size
     for rank, (own, (out, of_x, of_weights, _)) in enumerate(zip(given, made, strict=True)):
         x, weights = (own[name].double().requires_grad_() for name in ("x", "weights"))
         want = dense(x, own["ids"], weights, experts)

@@ -70,9 +70,10 @@ def test_routings(layer: MoELayer, x: torch.Tensor, ids: torch.Tensor, weights: 
     assert layer.kept._dispatches.sent == 0
 
 
-def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer) -> None:
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
+def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gradients: bool) -> None:
     layer.capacity = 4
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         assert layer(zeros(9, 32) + 1).isnan().all()
     with pytest.raises(EPInputError, match="out holds 4 rows, but those that arrived take 27"):
         layer.communicator.synchronize()
