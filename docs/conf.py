@@ -58,6 +58,7 @@ docs/api/communicators
 docs/api/batches
 docs/api/rows
 docs/api/ops
+docs/api/nn
 docs/api/distributed
 docs/api/errors
 docs/api/hooks
@@ -72,6 +73,7 @@ docs/api/testing
 
 docs/use
 docs/ops
+docs/layer
 docs/reference
 docs/numerics
 docs/performance
