@@ -60,6 +60,7 @@ docs/api/communicators
 docs/api/batches
 docs/api/rows
 docs/api/ops
+docs/api/nn
 docs/api/transformers
 docs/api/distributed
 docs/api/errors
@@ -75,6 +76,7 @@ docs/api/testing
 
 docs/use
 docs/ops
+docs/layer
 docs/transformers
 docs/reference
 docs/numerics

@@ -9,6 +9,14 @@
 
 While a source has few tokens its returns take arena.lamport_returns and need no signal: see `lamport`.
 
+What moves, as axes and shape : stride. R ranks, T tokens of a rank (Lamport rows: at most LAMPORT_TOKENS), S slots of a
+token (max(R, top_k); of partial sums R), B = 2 hidden bytes and V = B / 16 vectors of a row, N expert rows:
+
+    rows, expert-major      (row, vector)                 (N, V)       : (V, 1)            vectors
+    arena.returns           (parity, token, slot, byte)   (2, T, S, B) : (T S B, S B, B, 1)
+    a warp's row            (lane, (word, segment))       (32, (4, V / 32)) : (4, (1, 128))  words of 4 bytes
+    out                     (token, vector)               (T, V)       : (V, 1)            vectors
+
 Three modes, chosen at compile time:
 
 - exact: every expert row travels to slot k of its token; the source computes  sum over k ascending of  w[k] * row,
@@ -91,8 +99,8 @@ class Combine:
                 staggered = self.send_role.schedule.are_staggered(ctx)
         if cutlass.const_expr(self.receive):
             if ctx.cta >= ctx.grid.receive_from and alive:
-                first, count = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
-                alive = self.recv_role.run(ctx, first, count, staggered)
+                receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
+                alive = self.recv_role.run(ctx, receiver, receivers, staggered)
         self._leave(ctx, alive)
 
     @cute.jit

@@ -9,6 +9,15 @@
             signal message_ready[s][chunk] = n --->  wait message_ready[s][chunk] >= n, copy to expert rows
                                               <---  signal dispatch_consumed[d] = n  (start of d's next launch)
 
+What moves, as axes and shape : stride. R ranks, T tokens of a rank (Lamport rows: at most LAMPORT_TOKENS), M bytes from
+one message to the next, V vectors of 16 payload bytes in a row, N rows of the output:
+
+    x, after encoding       (token, vector)                   (T, V)       : (V, 1)            vectors
+    arena.messages          (parity, source, token, byte)     (2, R, T, M) : (R T M, T M, M, 1)
+    a warp's row            (lane, (word, segment))           (32, (4, V / 32)) : (4, (1, 128))  words of 4 bytes
+    arena.entries, .weights (parity, source, token, k)        (2, R, T, K) : (R T K, T K, K, 1)  LL words
+    out.tokens              (row, vector)                     (N, V)       : (V, 1)            vectors
+
 While a source has few tokens its messages take arena.lamport_messages and need no signal: see `lamport`.
 
 Ordering: a signal follows a CTA barrier that follows the stores of a chunk of slices, so the stores are visible
@@ -76,8 +85,8 @@ class Dispatch:
             alive = self._send_half(ctx, rounds.sent if self.receive else None)
         if cutlass.const_expr(self.receive):
             if ctx.cta >= ctx.grid.receive_from and alive:
-                first = ctx.cta - ctx.grid.receive_from
-                alive = self.recv_role.run(ctx, first, ctx.ctas - ctx.grid.receive_from)
+                receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
+                alive = self.recv_role.run(ctx, receiver, receivers)
         self._leave(ctx, alive)
 
     @cute.jit

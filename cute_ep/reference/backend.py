@@ -198,7 +198,7 @@ class ReferenceCommunicator(EPCommunicator):
         return launch
 
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
-        """EPInputError unless a combine can give back these rows of a batch that was checked; the round of their
+        """EPInputError unless a combine can return these rows of a batch that was checked; the round of their
         dispatch."""
         check_mode(mode)
         if isinstance(dispatched, OwnDispatched):

@@ -127,7 +127,7 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchB
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """What a rank gives back in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
+    """What a rank returns in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
     the round of its dispatch, 0 where the batch was put together from tensors."""
 
     rows: torch.Tensor
@@ -138,7 +138,7 @@ class Returned:
     dispatch: int
 
     def check_agreement(self, others: Mapping[int, Returned]) -> None:
-        """EPInputError unless the others have this mode and give back rows of one dispatch, if both know theirs."""
+        """EPInputError unless the others have this mode and return rows of one dispatch, if both know theirs."""
         for peer, other in others.items():
             known = self.dispatch and other.dispatch
             if other.mode != self.mode or (known and other.dispatch != self.dispatch):

@@ -175,7 +175,7 @@ class Context:
         return block_all(alive)
 
     def has_signaled(self, flag: Int64, epoch: Int64) -> Boolean:
-        """One look at a flag; orders it before all that happens after."""
+        """One acquire load of a flag."""
         return cute.arch.load(pointer(flag, Int64), Int64, sem="acquire", scope="sys") >= epoch
 
     def not_aborted(self) -> Boolean:

@@ -23,7 +23,7 @@ from cute_ep.kernels.device.sync import now_ns, report
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, SENTINEL, Region
 
 POLLS_PER_CHECK = 32
-"""Polls of the words between two looks at their flag, the clock and the abort word."""
+"""Polls of the words between two checks of their flag, the clock and the abort word."""
 
 
 def is_lamport(tokens) -> Boolean:

@@ -42,7 +42,7 @@ def zero_scale_rows(scales, first: Int32, end: Int32, part: Int32, parts: cutlas
     The rows lie in one 128-row block, and end there when it is an atom: then lane l takes the four rows l, l + 32, ...,
     whose words of a column are 16 contiguous bytes, the last ones zeros.
     """
-    if scales.middle == 1:
+    if scales.is_atom:
         in_block = remainder(first, ATOM_ROWS)
         taken = quotient(in_block - lane + 31, 32)  # words of a column that belong to rows before `first`
         if first == end:

@@ -1,4 +1,4 @@
-"""Which warp carries what: a row is cut into slices, a slice into segments of 32 units of 16 bytes.
+"""Which warp carries what: a row is cut into slices, a slice into segments of 32 vectors of 16 bytes.
 
 A warp carries a slice by itself. While tokens are few a row has several slices, so that many warps carry it, on as many
 SMs as there are. Where rows are not Lamport rows, the warps of a CTA carry CHUNK neighbouring slices side by side,
@@ -25,7 +25,7 @@ from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
 
 SEGMENT = 32
-"""Units that a warp takes at a time, one a lane."""
+"""Vectors that a warp takes at a time, one a lane."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class RowSlice:
     last: Int32
 
 
-def slice_of(index: Int32, slices_log2: Int32, units: Int32, count=1) -> RowSlice:
-    """The slice with an index, in a source whose rows of `units` units have 2^slices_log2 slices, or `count`
+def slice_of(index: Int32, slices_log2: Int32, vectors: Int32, count=1) -> RowSlice:
+    """The slice with an index, in a source whose rows of `vectors` vectors have 2^slices_log2 slices, or `count`
     neighbouring slices of one row as one. The last slices of a short row are empty (first >= last): nobody sends them,
     nobody waits for them."""
     token = index >> slices_log2
-    segments = segments_of(units)
+    segments = segments_of(vectors)
     share = (segments + (Int32(1) << slices_log2) - 1) >> slices_log2
     first = (index - (token << slices_log2)) * share
     return RowSlice(index, token, first, cutlass.min(first + count * share, segments))
 
 
-def segments_of(units: Int32) -> Int32:
+def segments_of(vectors: Int32) -> Int32:
     """Segments of a row, the last one maybe in part."""
-    return quotient(units + (SEGMENT - 1), SEGMENT)
+    return quotient(vectors + (SEGMENT - 1), SEGMENT)
 
 
-def own_units(base: Int32, last: Int32, units: Int32, lane: Int32) -> Int32:
-    """How many of segments base .. last - 1 of a row of `units` units have one for the lane."""
-    return cutlass.min(last - base, quotient(units - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
+def own_vectors(base: Int32, last: Int32, vectors: Int32, lane: Int32) -> Int32:
+    """How many of segments base .. last - 1 of a row of `vectors` vectors have one for the lane."""
+    return cutlass.min(last - base, quotient(vectors - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
 
 
 @cute.jit
@@ -70,8 +70,8 @@ def most_slices(sHeader, ranks: Int32) -> Int32:
     return most
 
 
-def units_of(row_bytes) -> Int32:
-    """16-byte units of a row."""
+def vectors_of(row_bytes) -> Int32:
+    """16-byte vectors of a row."""
     return Int32(quotient(row_bytes, VECTOR_BYTES))
 
 

@@ -22,7 +22,7 @@ from cute_ep.kernels.device.memory import lane_tile, rows, vector
 from cute_ep.kernels.device.slices import SEGMENT, Tickets, are_many, first_item, from_lane, has_bit, lowest, slice_of
 from cute_ep.kernels.device.sync import wait_signal, warp_all
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
-from cute_ep.kernels.roles.combine_schedule import row_units
+from cute_ep.kernels.roles.combine_schedule import row_vectors
 from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.launch import WARPS
@@ -45,22 +45,23 @@ class CombineRecv:
         self.tickets = Tickets("reduce_tickets", shared)
 
     @cute.jit
-    def run(self, ctx, first: Int32, count: Int32, staggered: Boolean) -> Boolean:
-        """By CTA `first` of `count` receiving CTAs; `staggered`: its warps come at different times. False: timeout."""
+    def run(self, ctx, receiver: Int32, receivers: Int32, staggered: Boolean) -> Boolean:
+        """By each receiving CTA, number `receiver` of `receivers`; `staggered`: its warps come at different times.
+        False after a timeout."""
         alive = Boolean(True)
         items = ctx.sums.tokens << ctx.sums.return_slices
-        numbered = staggered | are_many(items, count)
+        numbered = staggered | are_many(items, receivers)
         number = WARPS - 1 - ctx.warp  # with few tokens the last warps have nothing to send before
         if numbered:
             number = self.tickets.draw(ctx.lane)
-        item = first_item(first, count, number)
+        item = first_item(receiver, receivers, number)
         while alive and item < items:
-            row_slice = slice_of(item, ctx.sums.return_slices, row_units(ctx))
+            row_slice = slice_of(item, ctx.sums.return_slices, row_vectors(ctx))
             if row_slice.first < row_slice.last:
                 alive = self._take(ctx, row_slice)
             item = items
             if numbered:
-                item = first_item(first, count, self.tickets.draw(ctx.lane))
+                item = first_item(receiver, receivers, self.tickets.draw(ctx.lane))
         return alive
 
     @cute.jit
@@ -114,7 +115,7 @@ class CombineRecv:
             flag = ctx.base + ctx.arena.return_ready.at(opaque(owner), opaque(row_slice.index))
             signaled = ctx.has_signaled(flag, ctx.epoch)
         slots = Uint32(cute.arch.vote_ballot_sync(signaled))
-        cute.arch.sync_warp()  # one lane's acquire, for the looks of all
+        cute.arch.sync_warp()  # one lane's acquire orders the polls of all
         return slots
 
     def _home(self, ctx, row_slice) -> Int64:
@@ -143,11 +144,11 @@ class CombineRecv:
         alive = Boolean(True)
         segment = row_slice.first
         while alive and segment < row_slice.last:
-            unit = segment * SEGMENT + ctx.lane
+            column = segment * SEGMENT + ctx.lane
             rSum.fill(0.0)
-            alive = self._take_slots(ctx, row_slice, filled, owner, unit, add)
-            if alive & (unit < row_units(ctx)):
-                self._finish(ctx, row_slice.token, unit, rSum)
+            alive = self._take_slots(ctx, row_slice, filled, owner, column, add)
+            if alive & (column < row_vectors(ctx)):
+                self._finish(ctx, row_slice.token, column, rSum)
             segment += 1
         return alive
 
@@ -159,8 +160,8 @@ class CombineRecv:
         rX = cute.make_rmem_tensor((4, self.segments, slots), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, self.segments), Float32)
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
-            unit = segment * SEGMENT + opaque(ctx.lane)
-            end = cutlass.min(row_units(ctx), row_slice.last * SEGMENT)
+            column = segment * SEGMENT + opaque(ctx.lane)
+            end = cutlass.min(row_vectors(ctx), row_slice.last * SEGMENT)
             home = self._home(ctx, row_slice)
             rSum.fill(0.0)
             left = filled
@@ -168,10 +169,10 @@ class CombineRecv:
                 again = left
                 for turn in cutlass.range_constexpr(slots):
                     if left != Uint32(0):
-                        tSlot = lane_tile(home + Int64(lowest(left) * pitch), 0, unit)
+                        tSlot = lane_tile(home + Int64(lowest(left) * pitch), 0, column)
                         left = left & (left - Uint32(1))
                         for part in cutlass.range_constexpr(self.segments):
-                            if unit + part * SEGMENT < end:
+                            if column + part * SEGMENT < end:
                                 cute.copy(weak(), tSlot[None, part], rX[None, part, turn])
                             else:
                                 rX[None, part, turn].fill(0)
@@ -181,35 +182,35 @@ class CombineRecv:
                         for part in cutlass.range_constexpr(self.segments):
                             accumulate(rSum[None, part], rX[None, part, turn], None)
             for part in cutlass.range_constexpr(self.segments):
-                if unit + part * SEGMENT < end:
-                    self._finish(ctx, row_slice.token, unit + part * SEGMENT, rSum[None, part])
+                if column + part * SEGMENT < end:
+                    self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
 
     @cute.jit
-    def _finish(self, ctx, token, unit, rSum) -> None:
+    def _finish(self, ctx, token, column, rSum) -> None:
         """The shared expert's row, the epilogue, and the output."""
-        self._add_shared(ctx, token, unit, rSum)
+        self._add_shared(ctx, token, column, rSum)
         if cutlass.const_expr(self.epilogue is not None):
             context = EpilogueContext(ctx.sums.epilogue_data, ctx.sums.tokens, ctx.group.hidden)
-            value = self.epilogue((token, unit * VECTOR_ELEMENTS), rSum.load(), context)
+            value = self.epilogue((token, column * VECTOR_ELEMENTS), rSum.load(), context)
             rSum.store(value)
-        self._store(ctx, rSum, Int64(token) * row_units(ctx) + unit)
+        self._store(ctx, rSum, Int64(token) * row_vectors(ctx) + column)
 
     def _add(self, rSum, weight: Float32, rX, slot) -> None:
-        """Add one unit of a slot; by all lanes."""
+        """Add one vector of a slot; by all lanes."""
         accumulate(rSum, rX, None if self.mode == "partial" else from_lane(weight, slot))
 
     @cute.jit
-    def _take_slots(self, ctx, row_slice, filled: Uint32, owner, unit, use: cutlass.Constexpr) -> Boolean:
-        """Wait for one unit of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
+    def _take_slots(self, ctx, row_slice, filled: Uint32, owner, column, use: cutlass.Constexpr) -> Boolean:
+        """Wait for one vector of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
-        valid = unit < row_units(ctx)
+        valid = column < row_vectors(ctx)
         pitch = ctx.arena.returns.stride[2]
         home = self._home(ctx, row_slice)
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         left = filled
         while alive and left != Uint32(0):
-            poll = partial(self._poll, ctx, rX, home, pitch, unit, left)
+            poll = partial(self._poll, ctx, rX, home, pitch, column, left)
             alive = self._wait_lamport(ctx, row_slice, filled, owner, poll)
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
@@ -217,19 +218,19 @@ class CombineRecv:
                     left = left & (left - Uint32(1))
                     use(rX[None, turn], slot)
                     if is_lamport(ctx.sums.tokens) & valid:
-                        clear(vector(home + Int64(slot * pitch), unit))
+                        clear(vector(home + Int64(slot * pitch), column))
         return alive
 
     @cute.jit
-    def _poll(self, ctx, rX, home: Int64, pitch: Int32, unit, left: Uint32, flagged: Uint32) -> Uint32:
-        """One unit of the lowest slots of `left` into rX."""
+    def _poll(self, ctx, rX, home: Int64, pitch: Int32, column, left: Uint32, flagged: Uint32) -> Uint32:
+        """One vector of the lowest slots of `left` into rX."""
         missing = Uint32(0)
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
             if left != Uint32(0):
                 slot = lowest(left)
                 left = left & (left - Uint32(1))
-                if unit < row_units(ctx):
-                    poll(vector(home + Int64(slot * pitch), unit), rX[None, turn])
+                if column < row_vectors(ctx):
+                    poll(vector(home + Int64(slot * pitch), column), rX[None, turn])
                     if has_sentinel(rX[None, turn]):
                         missing = missing | (Uint32(1) << Uint32(slot))
         return missing & ~flagged
@@ -255,9 +256,9 @@ class CombineRecv:
         alive = Boolean(True)
         segment = row_slice.first
         while alive and segment < row_slice.last:
-            unit = segment * SEGMENT + ctx.lane
-            store = partial(self._store_row, ctx, opaque(row_slice.token), unit)
-            alive = self._take_slots(ctx, row_slice, filled, owner, unit, store)
+            column = segment * SEGMENT + ctx.lane
+            store = partial(self._store_row, ctx, opaque(row_slice.token), column)
+            alive = self._take_slots(ctx, row_slice, filled, owner, column, store)
             for slot in cutlass.range(ctx.top_k, unroll=1):
                 if not has_bit(filled, slot):
                     store(rZero, slot)
@@ -265,10 +266,10 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _store_row(self, ctx, token, unit, rX, slot) -> None:
-        """One unit of a returned row into the output's slot."""
-        if unit < row_units(ctx):
-            index = (Int64(token) * ctx.top_k + slot) * row_units(ctx) + unit
+    def _store_row(self, ctx, token, column, rX, slot) -> None:
+        """One vector of a returned row into the output's slot."""
+        if column < row_vectors(ctx):
+            index = (Int64(token) * ctx.top_k + slot) * row_vectors(ctx) + column
             if ctx.sums.out_type == int(OutputType.BF16):
                 cute.copy(weak(), rX, vector(ctx.sums.out, index))
             else:

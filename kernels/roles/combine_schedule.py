@@ -76,7 +76,7 @@ class CombineSchedule:
         item = _first(ctx, items, chunks)
         source, run = self.split(ctx, cutlass.select_(chunks, chunk_of(item), item))
         index = cutlass.select_(chunks, run * CHUNK + remainder(item, CHUNK), run)
-        row_slice = slice_of(index, from_lane(log2, source), row_units(ctx))
+        row_slice = slice_of(index, from_lane(log2, source), row_vectors(ctx))
         due = (item < items) & (row_slice.token < from_lane(tokens, source)) & (row_slice.first < row_slice.last)
         return source, row_slice.token, due
 
@@ -108,7 +108,7 @@ class CombineSchedule:
 
     def row_slice(self, ctx, source, index, count=1):
         """`slice_of` in what a source gets back."""
-        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES), row_units(ctx), count)
+        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES), row_vectors(ctx), count)
 
     def chunk_slice(self, ctx, item):
         """(source, slices of a token that are carried together, as one) of an item of a chunk."""
@@ -192,6 +192,6 @@ def _first(ctx, items, chunks: Boolean) -> Int32:
     return static_first(items, ctx.cta, ctx.grid.send_ctas, warp, chunks)
 
 
-def row_units(ctx) -> Int32:
-    """16-byte units of a returned row."""
+def row_vectors(ctx) -> Int32:
+    """16-byte vectors of a returned row."""
     return quotient(ctx.group.hidden, VECTOR_ELEMENTS)

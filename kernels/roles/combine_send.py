@@ -20,7 +20,7 @@ from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
 from cute_ep.kernels.device.memory import array, lane_tile, vector
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest
 from cute_ep.kernels.device.sync import signal
-from cute_ep.kernels.roles.combine_schedule import CombineSchedule, row_units
+from cute_ep.kernels.roles.combine_schedule import CombineSchedule, row_vectors
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import NO_ROW
@@ -181,8 +181,8 @@ class CombineSend:
         """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
         words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use.
         Returns whether this lane stored a SENTINEL word."""
-        units = row_units(ctx)
-        unit = segment * SEGMENT + opaque(ctx.lane)
+        columns = row_vectors(ctx)
+        column = segment * SEGMENT + opaque(ctx.lane)
         rows = LOADS_IN_FLIGHT // self.segments
         rX = cute.make_rmem_tensor((4, segments, rows), Uint32)
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
@@ -193,14 +193,14 @@ class CombineSend:
             again = left
             for turn in cutlass.range_constexpr(rows):
                 if left != Uint32(0):
-                    one = from_lane(row, lowest(left))
+                    found = from_lane(row, lowest(left))
                     left = left & (left - Uint32(1))
-                    row_at = ctx.rows.data + Int64(one) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
-                    tRow = lane_tile(row_at, 0, unit)
+                    row_at = ctx.rows.data + Int64(found) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
+                    tRow = lane_tile(row_at, 0, column)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
-                        if (unit + part * SEGMENT < units) & (self.partial | (one < ctx.rows.capacity)):
+                        if (column + part * SEGMENT < columns) & (self.partial | (found < ctx.rows.capacity)):
                             load_row(tRow[None, part], rX[None, part, turn], once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
@@ -210,19 +210,21 @@ class CombineSend:
                         if cutlass.const_expr(self.partial):
                             accumulate(rSum[None, part], rX[None, part, turn], from_lane(weight, k))
                         else:
-                            collided = collided | self._store(ctx, home, k, unit + part * SEGMENT, rX[None, part, turn])
+                            collided = collided | self._store(
+                                ctx, home, k, column + part * SEGMENT, rX[None, part, turn]
+                            )
         if cutlass.const_expr(self.partial):
             for part in cutlass.range_constexpr(segments):
                 round_vector(rSum[None, part], rX[None, part, 0], BFloat16)
-                self._store(ctx, home, ctx.rank, unit + part * SEGMENT, rX[None, part, 0])
+                self._store(ctx, home, ctx.rank, column + part * SEGMENT, rX[None, part, 0])
         return collided
 
     @cute.jit
-    def _store(self, ctx, home: Int64, slot, unit, rX) -> Boolean:
-        """One unit of a row to a slot; returns whether it has a SENTINEL word."""
+    def _store(self, ctx, home: Int64, slot, column, rX) -> Boolean:
+        """One vector of a row to a slot; returns whether it has a SENTINEL word."""
         collided = Boolean(False)
-        if unit < row_units(ctx):
-            send(rX, vector(home + slot * ctx.arena.returns.stride[2], unit))
+        if column < row_vectors(ctx):
+            send(rX, vector(home + slot * ctx.arena.returns.stride[2], column))
             if cutlass.const_expr(not self.partial):
                 collided = has_sentinel(rX)
         return collided

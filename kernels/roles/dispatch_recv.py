@@ -14,7 +14,7 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import owns_shared
 from cute_ep.kernels.device.memory import array
-from cute_ep.kernels.device.slices import control_cta, slice_of, static_first, static_stride, units_of
+from cute_ep.kernels.device.slices import control_cta, slice_of, static_first, static_stride, vectors_of
 from cute_ep.kernels.device.sync import grid_barrier, wait_two_ll, warp_all
 from cute_ep.kernels.roles.outputs import Outputs
 from cute_ep.kernels.roles.row_copy import RowCopy
@@ -42,33 +42,33 @@ class DispatchRecv:
         self.scale_tiles = ScaleTiles(self.tables)
 
     @cute.jit
-    def run(self, ctx, first: Int32, count: Int32) -> Boolean:
-        """CTA `first` of `count` receiving CTAs. False after a timeout."""
+    def run(self, ctx, receiver: Int32, receivers: Int32) -> Boolean:
+        """By each receiving CTA, number `receiver` of `receivers`. False after a timeout."""
         alive = self.tables.read(ctx)
         if alive:
-            if first == control_cta(count):
+            if receiver == control_cta(receivers):
                 self.publish.run(ctx)
         sHeader = shared_array(self.tables.headers, Int32)
         sItems = shared_array(self.tables.items, Int32)
-        item = static_first(sItems[0], first, count, ctx.warp)
+        item = static_first(sItems[0], receiver, receivers, ctx.warp)
         while alive and item < sItems[0]:
             turn, index = ctx.by_ranks.split(item)
             source = ctx.rank + turn
             if source >= ctx.ranks:
                 source -= ctx.ranks
             row_slice = slice_of(
-                index, sHeader[source, int(HeaderWord.MESSAGE_SLICES)], units_of(ctx.wire.payload_bytes)
+                index, sHeader[source, int(HeaderWord.MESSAGE_SLICES)], vectors_of(ctx.wire.payload_bytes)
             )
             if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
                 alive = self._take(ctx, source, row_slice)
-            item += static_stride(sItems[0], count)
+            item += static_stride(sItems[0], receivers)
         if alive:
-            self.publish.zero_padding(ctx, first, count)
-        if self.tables.are_tiled():  # chance, where the tables were not read: then this CTA is not alive
+            self.publish.zero_padding(ctx, receiver, receivers)
+        if self.tables.are_tiled():  # undefined if the tables were not read; harmless, as `alive` is False then
             counter = ctx.state_word(StateWord.DISPATCH_BARRIER)
-            alive = grid_barrier(ctx.wait_context, counter, count, ctx.rank, alive, ctx.tid)
+            alive = grid_barrier(ctx.wait_context, counter, receivers, ctx.rank, alive, ctx.tid)
             if alive:
-                self.scale_tiles.run(ctx, opaque(first), opaque(count))
+                self.scale_tiles.run(ctx, opaque(receiver), opaque(receivers))
         return alive
 
     @cute.jit

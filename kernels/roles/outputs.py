@@ -12,10 +12,9 @@ from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, round_up
 from cute_ep.kernels.device.memory import array, item_coord, rows
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
-from cute_ep.kernels.device.slices import first_item, item_stride
+from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.scales import ATOM_ROWS
@@ -31,12 +30,13 @@ class Outputs:
         self.tables = tables
 
     @cute.jit
-    def zero_padding(self, ctx, first: Int32, count: Int32) -> None:
-        """CTA `first` of `count` receiving CTAs. Jobs go from the last warp down: those have the fewest rows."""
+    def zero_padding(self, ctx, receiver: Int32, receivers: Int32) -> None:
+        """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
+        fewest rows."""
         if self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1):
             jobs = (ctx.local_experts + ctx.shared.groups) * PADDING_JOBS
-            last_first = item_stride(count) - 1 - first_item(first, count, ctx.warp)
-            for job in cutlass.range(last_first, jobs, item_stride(count), unroll=1):
+            last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
+            for job in cutlass.range(last_first, jobs, item_stride(receivers), unroll=1):
                 part, place = item_coord(job, PADDING_JOBS)
                 self._zero_group(ctx, place - ctx.shared.groups, part)
 
@@ -107,8 +107,8 @@ class Outputs:
     def _zero_rows(self, ctx, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
         lane = ctx.lane
-        units = quotient(ctx.wire.payload_bytes, VECTOR_BYTES)
-        vectors = (end - first) * units
+        row_vectors = vectors_of(ctx.wire.payload_bytes)
+        vectors = (end - first) * row_vectors
         gOut = rows(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)

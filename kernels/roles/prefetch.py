@@ -18,7 +18,7 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import fetch, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
 from cute_ep.kernels.device.memory import lane_tile, vector
-from cute_ep.kernels.device.slices import SEGMENT, units_of
+from cute_ep.kernels.device.slices import SEGMENT, vectors_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -47,7 +47,7 @@ class Prefetch:
             self.tiles = shared.add("source_tiles", 4, WARPS * STAGES, TILE_VECTORS, 4)
 
     def _row_vectors(self, ctx) -> Int32:
-        return units_of(ctx.wire.payload_bytes) * self.vectors
+        return vectors_of(ctx.wire.payload_bytes) * self.vectors
 
     def _row(self, ctx, token) -> Int64:
         """Address of a token's row."""
@@ -81,7 +81,7 @@ class Prefetch:
             cute.arch.sync_warp()
 
     @cute.jit
-    def take_ticket(self, ctx, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
+    def read(self, ctx, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
         """The lane's unit of segment base + slot, from the tile that begins with `base`."""
         lane = opaque(ctx.lane)
         if cutlass.const_expr(self.ahead):
@@ -96,7 +96,7 @@ class Prefetch:
     def load(self, ctx, token, unit, rX) -> None:
         """One unit of a row, from where it is; zeros beyond the end of the row."""
         rX.fill(0)
-        if unit < units_of(ctx.wire.payload_bytes):
+        if unit < vectors_of(ctx.wire.payload_bytes):
             for part in cutlass.range_constexpr(self.vectors):
                 gVector = vector(self._row(ctx, token), unit * self.vectors + part)
                 cute.copy(weak(), gVector, cute.local_tile(rX, (4,), (part,)))

@@ -1,6 +1,6 @@
 """Copy role of a receiving warp: one slice of a message to the token's rows, with its scale factors.
 
-Words of Lamport rows are looked at until they have arrived, and cleared; other rows have been waited for by the flag of
+Words of Lamport rows are polled until they have arrived, and cleared; other rows have been waited for by the flag of
 their chunk. What a warp copies, it holds in registers in between, so a row of several experts is read once.
 """
 
@@ -18,7 +18,7 @@ from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
-from cute_ep.kernels.device.slices import from_lane, lowest, own_units, units_of
+from cute_ep.kernels.device.slices import from_lane, lowest, own_vectors, vectors_of
 from cute_ep.kernels.device.sync import wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
@@ -65,7 +65,7 @@ class RowCopy:
 
     @cute.jit
     def _wait_lamport(self, ctx, source, row_slice, poll) -> Boolean:
-        """Look at words of the slice until they are there; rows that are not Lamport rows have been waited for."""
+        """Poll words of the slice until they have arrived; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(~is_lamport(self._tokens(source)))
         check = partial(self._has_signaled, ctx, source, row_slice)
         return wait_lamport(ctx, poll, check, flagged, source, Phase.MESSAGE, row_slice.index)
@@ -86,10 +86,10 @@ class RowCopy:
 
     @cute.jit
     def _copy_payload(self, ctx, source, row_slice, row, wanted: Uint32, shared_row, rWord) -> Boolean:
-        """The slice's payload to all its rows; rWord is a first look at its scale words, whose latency the stores hide.
+        """The slice's payload to all its rows; rWord gets a first poll of its scale words, whose latency stores hide.
         False after a timeout."""
         lane = ctx.lane
-        units = units_of(opaque(ctx.wire.payload_bytes))
+        vectors = vectors_of(opaque(ctx.wire.payload_bytes))
         home = ctx.out.tokens + Int64(row) * ctx.wire.payload_bytes
         shared_home = ctx.out.tokens + Int64(shared_row) * ctx.wire.payload_bytes
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
@@ -97,8 +97,8 @@ class RowCopy:
         base = row_slice.first
         while alive and base < row_slice.last:
             tMessage = lane_tile(self._message(ctx, source, row_slice), base, lane)
-            count = own_units(base, row_slice.last, units, lane)
-            poll = partial(self._poll_units, rQ, tMessage, count)
+            count = own_vectors(base, row_slice.last, vectors, lane)
+            poll = partial(self._poll_vectors, rQ, tMessage, count)
             alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
                 for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
@@ -107,7 +107,7 @@ class RowCopy:
             if (ctx.scales.words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
                 words = self._scale_count(ctx, row_slice) - lane
                 self._poll_scales(rWord, self._scale_tile(ctx, source, row_slice, 0), words, Uint32(0))
-            store = partial(self._store_units, rQ, count, base, lane)
+            store = partial(self._store_vectors, rQ, count, base, lane)
             self._to_each(home, wanted, shared_home, shared_row, store)
             base += LOADS_IN_FLIGHT
         return alive
@@ -126,15 +126,15 @@ class RowCopy:
             store(target)
 
     @cute.jit
-    def _store_units(self, rQ, count, first, lane, home: Int64) -> None:
-        """`count` units of a lane, from segment `first` on, to the row at `home`."""
+    def _store_vectors(self, rQ, count, first, lane, home: Int64) -> None:
+        """`count` vectors of a lane, from segment `first` on, to the row at `home`."""
         tOut = lane_tile(home, first, lane)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
                 cute.copy(weak(), rQ[None, slot], tOut[None, slot])
 
     @cute.jit
-    def _poll_units(self, rQ, tMessage, count, flagged: Uint32) -> Uint32:
+    def _poll_vectors(self, rQ, tMessage, count, flagged: Uint32) -> Uint32:
         collided = Boolean(False)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
@@ -156,7 +156,7 @@ class RowCopy:
 
     @cute.jit
     def _copy_scales(self, ctx, source, row_slice, scale_row, wanted: Uint32, shared_row, rWord) -> Boolean:
-        """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a look at the
+        """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a poll of the
         first of them has seen. False after a timeout."""
         count = self._scale_count(ctx, row_slice)
         alive = Boolean(True)

@@ -50,8 +50,9 @@ class ScaleTiles:
         self.tables = tables
 
     @cute.jit
-    def run(self, ctx, first: Int32, count: Int32) -> None:
-        """By the warps of CTA `first` of `count`, behind their grid barrier. Lost rows leave nothing to write.
+    def run(self, ctx, receiver: Int32, receivers: Int32) -> None:
+        """By the warps of receiving CTA `receiver` of `receivers`, behind their grid barrier. Lost rows leave nothing
+        to write.
 
         Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
         and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
@@ -61,16 +62,16 @@ class ScaleTiles:
             rows = Int32(0)
         halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
         chunks = quotient(ctx.scales.words + (CHUNK_WORDS - 1), CHUNK_WORDS)
-        item = first_item(first, count, ctx.warp)
+        item = first_item(receiver, receivers, ctx.warp)
         while item < halves * chunks:
             half = Int32(Uint32(item) // Uint32(chunks))
             self._write(ctx, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
-            item += item_stride(count)
+            item += item_stride(receivers)
 
     def _row(self, ctx, line, part) -> Int32:
         """Scale row `part` of a line; lines are counted through all tiles."""
         in_tile = ATOM_ROWS // LANE_ROWS
-        is_atom = Int32(ctx.scales.middle == 1)
+        is_atom = Int32(ctx.scales.is_atom)
         return quotient(line, in_tile) * ATOM_ROWS + tile_row(remainder(line, in_tile), part, is_atom)
 
     @cute.jit
@@ -109,7 +110,7 @@ class ScaleTiles:
 
     @cute.jit
     def _find_messages(self, ctx, rows: Int32, first_line: Int32):
-        """Where the scale words of rows lie in the arena, in units of 16 bytes; 0 for padding. Lane (i, j) =
+        """Where the scale words of rows lie in the arena, in vectors of 16 bytes; 0 for padding. Lane (i, j) =
         (lane % LINES, lane // LINES) finds FOUND_ROWS rows, from part j * FOUND_ROWS on, of line i."""
         rWhere = cute.make_rmem_tensor(FOUND_ROWS, Uint32)
         rWhere.fill(0)

@@ -73,7 +73,7 @@ COUNTER_WORDS = 32
 MAX_STRIDE = 1 << 31
 """Kernels are given all strides but those of a region's first mode in 32 bits."""
 MAX_SCALED = 1 << 36
-"""Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte units in 32 bits."""
+"""Bytes of an arena where there are scale factors: `ScaleTiles` counts 16-byte vectors in 32 bits."""
 APART_SHARE, LEAST_APART = 256, 1 << 16
 """Each rank's arena begins further into its allocation than that of the rank before, by a power of two of at most
 1/APART_SHARE of an arena's bytes, but at least LEAST_APART."""
@@ -234,7 +234,7 @@ def region_arguments(regions: Mapping[str, Region]) -> Regions:
 
 
 def segment_words(fmt: Format) -> int:
-    """Scale words that belong to one segment, 32 units of 16 payload bytes; 0 when the format has no scales."""
+    """Scale words that belong to one segment, 32 vectors of payload; 0 when the format has no scales."""
     return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
 
 

@@ -19,7 +19,7 @@ SCALED = [name for name, fmt in FORMATS.items() if fmt.scale]
 GLOBAL_SCALES = (1.0, 0.37, 2688.0, 2.0**-30, 2.0**40, 2.0**-100, 2.0**100)
 CASES = [(name, scale) for name in SCALED for scale in (GLOBAL_SCALES if FORMATS[name].global_scale else (None,))]
 HIDDEN = (32, 96, 128, 896, 1056, 2048, 2880, 2944, 4096, 7168)
-"""Parts of a segment of 32 units, part tiles of 1024 elements, and the widths of models."""
+"""Parts of a segment of 32 vectors, part tiles of 1024 elements, and the widths of models."""
 
 
 def every_bf16() -> torch.Tensor:

@@ -45,13 +45,13 @@ def test_pieces_partition_a_row() -> None:
 
     Rows of up to 65536 bfloat16, more than any format sends; the token does not matter.
     """
-    units = np.array([*range(1, 34 * SEGMENT), 65536 // 8 - 1, 65536 // 8], np.int32)
+    vectors = np.array([*range(1, 34 * SEGMENT), 65536 // 8 - 1, 65536 // 8], np.int32)
     for log2 in range(MOST_LOG2 + 1):
         slices = 1 << log2
-        index, row = np.meshgrid(np.arange(3 * slices, dtype=np.int32), units, indexing="ij")
+        index, row = np.meshgrid(np.arange(3 * slices, dtype=np.int32), vectors, indexing="ij")
 
-        def fields(index, units, log2=log2):
-            row_slice = slice_of(index, Int32(log2), units)
+        def fields(index, vectors, log2=log2):
+            row_slice = slice_of(index, Int32(log2), vectors)
             return row_slice.index, row_slice.token, row_slice.first, row_slice.last
 
         results = run_map(fields, index.ravel(), row.ravel(), outputs=4)
@@ -65,23 +65,23 @@ def test_pieces_partition_a_row() -> None:
             inside = first[mine] < last[mine]
             assert (inside[1:] <= inside[:-1]).all(), "empty slices come last"
             assert (first[mine][1:][inside[1:]] == ends[:-1][inside[1:]]).all(), "slices follow one another"
-            assert (np.where(inside, last[mine], 0).max(axis=0) == segments_of(units)).all()
+            assert (np.where(inside, last[mine], 0).max(axis=0) == segments_of(vectors)).all()
 
 
 def test_neighbouring_pieces_as_one() -> None:
     """`count` slices of a row begin where the first begins and end where the last ends."""
-    units = np.array([*range(1, 34 * SEGMENT, 7), 65536 // 8], np.int32)
+    vectors = np.array([*range(1, 34 * SEGMENT, 7), 65536 // 8], np.int32)
     for log2 in range(MOST_LOG2 + 1):
         for count in (1 << step for step in range(log2 + 1)):
             first = np.arange(0, 2 << log2, count, dtype=np.int32)
-            index, row = (grid.ravel() for grid in np.meshgrid(first, units, indexing="ij"))
+            index, row = (grid.ravel() for grid in np.meshgrid(first, vectors, indexing="ij"))
 
-            def ends(index, units, log2=log2, count=count):
+            def ends(index, vectors, log2=log2, count=count):
                 whole, last = (
-                    slice_of(index, Int32(log2), units, count),
-                    slice_of(index + count - 1, Int32(log2), units),
+                    slice_of(index, Int32(log2), vectors, count),
+                    slice_of(index + count - 1, Int32(log2), vectors),
                 )
-                return whole.first, whole.last, slice_of(index, Int32(log2), units).first, last.last
+                return whole.first, whole.last, slice_of(index, Int32(log2), vectors).first, last.last
 
             whole_first, whole_last, first_first, last_last = run_map(ends, index, row, outputs=4)
             assert (whole_first == first_first).all() and (whole_last == last_last).all()
@@ -205,7 +205,7 @@ def test_numbers_that_are_taken_go_on_where_dealing_ends(ranks: int) -> None:
 
 
 def test_a_segment_is_what_a_warp_carries() -> None:
-    """One unit a lane, and no scale word lies across two segments, so slices share nothing."""
+    """One vector a lane, and no scale word lies across two segments, so slices share nothing."""
     assert SEGMENT * VECTOR_BYTES == SEGMENT_BYTES
     for fmt in FORMATS.values():
         if fmt.scale is not None:

@@ -28,6 +28,7 @@ ROOMS = (
     "cute_ep.reference",
     "cute_ep.runtime",
     "cute_ep.ops",
+    "cute_ep.nn",
     "cute_ep.testing",
     "cute_ep.bench",
     "cute_ep.cli",
@@ -128,6 +129,7 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/reference/backend.py", "cute_ep.runtime.driver.check"),
         ("cute_ep/runtime/connection.py", "cute_ep.bench.machine.parse_devices"),
         ("cute_ep/runtime/connection.py", "cute_ep.ops.register"),
+        ("cute_ep/ops/library.py", "cute_ep.nn.layer"),
         ("cute_ep/ops/calls.py", "cute_ep.integrations.exchange"),
         ("cute_ep/distributed.py", "cute_ep.integrations.exchange"),
         ("cute_ep/integrations/exchange.py", "transformers"),
@@ -163,9 +165,10 @@ def test_no_bare_folder_names(path: str) -> None:
         ("cute_ep.reference", ("cutlass",)),
         ("cute_ep.reference.backend", ("cutlass", "cute_ep.runtime.driver")),
         ("cute_ep.runtime.connection", ("cutlass", "cute_ep.ops")),
+        ("cute_ep.ops", ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.nn")),
+        ("cute_ep.nn", ("cutlass",)),
         ("cute_ep.distributed", ("cutlass", "cute_ep.integrations")),
         ("cute_ep.integrations.exchange", ("transformers", "cute_ep.ops")),
-        ("cute_ep.ops", ("cutlass", "cute_ep.runtime", "cute_ep.reference")),
     ],
 )
 def test_importing_a_module_imports_none_of_these(module: str, absent: tuple[str, ...]) -> None:
