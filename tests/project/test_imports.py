@@ -28,6 +28,7 @@ ROOMS = (
     "cute_ep.reference",
     "cute_ep.runtime",
     "cute_ep.ops",
+    "cute_ep.integrations",
     "cute_ep.testing",
     "cute_ep.bench",
     "cute_ep.cli",
