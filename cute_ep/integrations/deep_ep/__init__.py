@@ -1,4 +1,4 @@
-"""The interface of DeepEP V1 over this library: `Buffer` in normal mode."""
+"""The interface of DeepEP V1 over this library: `Buffer` in normal and in low-latency mode (docs/deep_ep.md)."""
 
 from __future__ import annotations
 

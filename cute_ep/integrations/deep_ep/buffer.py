@@ -11,14 +11,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
 from cute_ep.integrations.deep_ep.connections import Connections
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
+from cute_ep.integrations.deep_ep.low_latency import LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, dispatch_layout
 
 
-class Buffer:
+class Buffer(LowLatency):
     """One rank's end of DeepEP V1's interface, a process per rank, all on one machine.
 
     Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
@@ -29,7 +31,7 @@ class Buffer:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
         num_nvl_bytes, num_rdma_bytes: kept as attributes. Memory is allocated when it is needed, whatever they say.
         low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy: without
-            effect; only `destroy` gives memory back.
+            effect; every buffer has both modes, and only `destroy` gives memory back.
         enable_shrink: must be False.
         comm: must be None.
 
@@ -62,9 +64,10 @@ class Buffer:
             raise EPConfigError("enable_shrink = True: must be False, a group keeps all its ranks")
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self._connections = Connections(group)
-        self.rank, self.group_size = self._connections.rank, self._connections.size
-        self._normal = NormalMode(self._connections)
+        connections = Connections(group)
+        super().__init__(connections)
+        self.rank, self.group_size = connections.rank, connections.size
+        self._normal = NormalMode(connections)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Later calls would connect again."""
@@ -88,6 +91,14 @@ class Buffer:
     def capture() -> EventOverlap:
         """What the current stream has been given so far."""
         return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that a bfloat16 communicator of low-latency mode takes with 8 experts per token, for information."""
+        experts = min(8, num_experts)
+        return memory_bytes(EPConfig(hidden, num_experts, experts, num_max_dispatch_tokens_per_rank, num_ranks))
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that calls run on: the current one. EPError: there is no GPU."""
