@@ -58,6 +58,7 @@ docs/api/communicators
 docs/api/batches
 docs/api/rows
 docs/api/ops
+docs/api/integrations
 docs/api/distributed
 docs/api/errors
 docs/api/hooks
@@ -72,6 +73,7 @@ docs/api/testing
 
 docs/use
 docs/ops
+docs/deep_ep
 docs/reference
 docs/numerics
 docs/performance

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cute_ep.api.config import EPConfig, memory_bytes
 from tests.reference.test_processes import ROOT, ended
 
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -38,6 +40,33 @@ def test_a_program_that_knows_deep_ep_only_runs_in_real_processes(tmp_path: Path
     with ended(ranks):
         said = [one.communicate(timeout=120) for one in ranks]
     assert [out for out, _ in said] == ["rank 0 ok\n", "rank 1 ok\n"], said
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_runs_without_a_gpu(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deep_ep.md").read_text(), re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env=os.environ | WITHOUT_GPU,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with ended([torchrun]):
+        out, said = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == 0, said[-4000:]
+    assert len(re.findall(r"rank \d: \d+ rows", out)) == 2, out
+
+
+def test_the_page_says_what_memory_normal_mode_takes() -> None:
+    page, sizes = (ROOT / "docs" / "deep_ep.md").read_text(), []
+    for fmt, layout in (("bf16", None), ("fp8", "linear")):
+        cfg = EPConfig(7168, 8, 8, 4096, 8, dispatch_format=fmt, scale_layout=layout)  # type: ignore[arg-type]
+        sizes.append(memory_bytes(cfg) // 2**20)
+    assert f"{sizes[0]} MiB" in page and f"{sizes[1]} MiB" in page
 
 
 def imported(code: str, **environment: str) -> str:
