@@ -156,6 +156,7 @@ def test_no_bare_folder_names(path: str) -> None:
         ("cute_ep.reference.backend", ("cutlass", "cute_ep.runtime.driver")),
         ("cute_ep.runtime.connection", ("cutlass", "cute_ep.ops")),
         ("cute_ep.ops", ("cutlass", "cute_ep.runtime", "cute_ep.reference")),
+        ("cute_ep.integrations.rows", ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.ops")),
     ],
 )
 def test_importing_a_module_imports_none_of_these(module: str, absent: tuple[str, ...]) -> None:

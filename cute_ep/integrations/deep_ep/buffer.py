@@ -67,7 +67,7 @@ class Buffer(LowLatency):
         connections = Connections(group)
         super().__init__(connections)
         self.rank, self.group_size = connections.rank, connections.size
-        self._normal = NormalMode(connections)
+        self._normal = NormalMode(connections, lambda: Buffer.num_sms)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Later calls would connect again."""
@@ -188,12 +188,12 @@ class Buffer(LowLatency):
         begin(previous_event, async_finish, allocate_on_comm_stream)
         payload, scales = x if isinstance(x, tuple) else (x, None)
         _check_payload(payload, scales)
-        tokens, sms = payload.shape[0], Buffer.num_sms
+        tokens = payload.shape[0]
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
             route = _handle(handle).route
             require(tokens == len(route.ranks), f"x.shape[0] = {tokens}: must be {len(route.ranks)}, as of the handle")
-            rows, factors, _, _ = self._normal.dispatch(payload, scales, route.ranks, route.tokens, route.rows, sms)
+            rows, factors, _, _ = self._normal.dispatch(payload, scales, route.ranks, route.tokens, route.rows)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
@@ -215,7 +215,7 @@ class Buffer(LowLatency):
             room, most, received = self._normal.wait_for_counts(counts, expert_alignment)
         numbers = torch.arange(self.group_size, dtype=torch.int32, device=payload.device)
         ranks = torch.where(is_token_in_rank, numbers, -1)
-        rows, factors, returned, sources = self._normal.dispatch(payload, scales, ranks, most, room, sms)
+        rows, factors, returned, sources = self._normal.dispatch(payload, scales, ranks, most, room)
         route = Route(ranks, most, room, returned, {})
         ids = weights = None
         if topk_idx is not None and topk_weights is not None:

@@ -12,6 +12,7 @@ DeepEP returns, so nothing is copied. Three communicators take part:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -111,8 +112,9 @@ def dispatch_layout(
 class NormalMode:
     """Normal mode over the communicators of a group. All runs on the current stream."""
 
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
+    def __init__(self, connections: Connections, sms: Callable[[], int]) -> None:
+        """`sms`: says how many SMs kernels may take, when a communicator is connected."""
+        self._connections, self._sms = connections, sms
         self._rank, self._ranks = connections.rank, connections.size
 
     # ---- counts
@@ -145,7 +147,6 @@ class NormalMode:
         ranks: torch.Tensor,
         tokens: int,
         rows: int,
-        sms: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Returned, torch.Tensor]:
         """Send tokens to ranks.
 
@@ -158,7 +159,7 @@ class NormalMode:
         """
         hidden, scaled = x.shape[1], scales is not None
         wire = None if scales is None else _as_wide(scales, hidden)
-        communicator = self._connect(hidden, tokens, scaled, sms)
+        communicator = self._connect(hidden, tokens, scaled)
         out = communicator.allocate(max(rows, 1))
         batch = communicator.dispatch(x.contiguous(), ranks, scales=wire, out=out)
         factors = None
@@ -217,14 +218,14 @@ class NormalMode:
         route.of_entries[width] = Returned(communicator, _without_rows(batch))
         return batch
 
-    def _connect(self, hidden: int, tokens: int, scaled: bool = False, sms: int | None = None) -> EPCommunicator:
+    def _connect(self, hidden: int, tokens: int, scaled: bool = False) -> EPCommunicator:
         """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank."""
         ranks = self._ranks
         room = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         cfg = EPConfig(hidden, ranks, ranks, room, ranks)
         if scaled:
             cfg = replace(cfg, dispatch_format="fp8", scale_layout="linear")
-        return self._connections.get(cfg, sms)
+        return self._connections.get(cfg, self._sms())
 
 
 def _padded(words: torch.Tensor) -> torch.Tensor:
