@@ -128,18 +128,18 @@ def test_combine_adds_weighted_rows(monkeypatch: Patch, ranks: int, hook: bool, 
             assert_bits(total, want.bfloat16(), f"rank {rank}")
 
 
-def test_entries_masked_after_dispatch_have_weight_zero(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_entries_masked_after_dispatch_have_weight_zero(monkeypatch: Patch, dtype: torch.dtype) -> None:
+    """Where they stand, too."""
     given = inputs(2, "uniform")
-    ids = wide_ids(given)
 
     def program(buffer: Buffer) -> torch.Tensor:
-        own, later = given[buffer.rank], ids[buffer.rank].clone()
-        rows, _, handle = call(
-            buffer.low_latency_dispatch, own.x, ids[buffer.rank], MOST, EXPERTS, hook=False, use_fp8=False
-        )
-        later[:, 1:] = -1
+        own = given[buffer.rank]
+        ids = own.topk_ids.to(dtype, copy=True)
+        rows, _, handle = call(buffer.low_latency_dispatch, own.x, ids, MOST, EXPERTS, hook=False, use_fp8=False)
+        ids[:, 1:] = -1
         rows = rows.masked_fill(rows.isnan(), 0)
-        (out,) = call(buffer.low_latency_combine, rows, later, torch.ones(later.shape), handle, hook=False)
+        (out,) = call(buffer.low_latency_combine, rows, ids, torch.ones(ids.shape), handle, hook=False)
         return out
 
     for rank, out in enumerate(on_buffers(monkeypatch, 2, program)):
