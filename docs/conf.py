@@ -58,6 +58,7 @@ docs/api/communicators
 docs/api/batches
 docs/api/rows
 docs/api/ops
+docs/api/nn
 docs/api/integrations
 docs/api/distributed
 docs/api/errors
@@ -73,6 +74,7 @@ docs/api/testing
 
 docs/use
 docs/ops
+docs/layer
 docs/deep_ep
 docs/reference
 docs/numerics

@@ -87,5 +87,5 @@ def compile_variant(variant: Variant) -> Compiled:
     with tempfile.TemporaryDirectory() as scratch:  # KeepCUBIN and KeepPTX also write files
         options = (cute.KeepCUBIN, cute.KeepPTX, cute.GPUArch(variant.arch), DumpDir(scratch))
         compiled = cute.compile[options](kernel, placeholder, Int32(1))
-    params = tuple(parameters_of(variant.kernel))
+    params = parameters_of(variant.kernel)
     return Compiled(variant, compiled.__cubin__, compiled.__ptx__, kernel.shared_bytes, params)

@@ -162,7 +162,8 @@ class RecordingKernel:
     def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False) -> None:
         fresh = dict(zip(self.slots, given, strict=False))
         assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
-        arguments = self.values | fresh
+        self.values |= fresh
+        arguments = dict(self.values)
         assert all(type(value) is int for value in arguments.values())
         for name, width in self.parameters:
             assert -(1 << 31) <= arguments.get(name, 0) < 1 << (63 if width == "i64" else 32), name

@@ -339,6 +339,7 @@ class Communicator(EPCommunicator):
         Raises:
             EPInputError: another stream is current than `planned_on`.
         """
+        self._check_open()
         stream = current_stream(self.device.index)
         if planned_on is not None and stream != planned_on:
             raise EPInputError(

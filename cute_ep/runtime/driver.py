@@ -117,7 +117,8 @@ class Kernel:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
         Args:
-            given: the numbers of the first records of `call`; those that are not given are as they were bound, or 0.
+            given: the numbers of the first records of `call`; those that are not given are as they were bound or last
+                given, at first 0.
             early: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
                 (programmatic dependent launch).
         """

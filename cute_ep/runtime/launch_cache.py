@@ -95,9 +95,10 @@ class LaunchCache:
             check_buffers(self.cfg, out, out.tokens.device)
         kernel = bound.get(name)
         if kernel is None:
-            kernel = bound[name] = self.kernels[name].copy()
+            kernel = self.kernels[name].copy()
             kernel.bind("out", output_record(self.cfg, out))
             kernel.bind("scales", self.scales_of(out))
+            bound[name] = kernel  # whole by now, also where an interrupt comes in between
         return kernel
 
     def remember(self, out: DispatchBuffers) -> None:

@@ -117,14 +117,14 @@ def wait_two_ll(
     wait_context: WaitContext, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
 ):
     """`wait_ll` for two words, whose latencies overlap: (value, value, whether both arrived)."""
-    one = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
+    value = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
     other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
-    came = _has_arrived(one, epoch, True)
+    came = _has_arrived(value, epoch, True)
     if not came:
-        one, came = _poll(wait_context, first, epoch, peer, phase, index, True)
+        value, came = _poll(wait_context, first, epoch, peer, phase, index, True)
     if came and not _has_arrived(other, epoch, True):
         other, came = _poll(wait_context, second, epoch, peer, phase, index, True)
-    return Int32(one), Int32(other), came
+    return Int32(value), Int32(other), came
 
 
 def _has_arrived(seen: Int64, epoch: Int64, tagged: bool) -> Boolean:

@@ -193,14 +193,14 @@ class CombineSend:
             again = left
             for turn in cutlass.range_constexpr(rows):
                 if left != Uint32(0):
-                    one = from_lane(row, lowest(left))
+                    found = from_lane(row, lowest(left))
                     left = left & (left - Uint32(1))
-                    row_at = ctx.rows.data + Int64(one) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
+                    row_at = ctx.rows.data + Int64(found) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
                     tRow = lane_tile(row_at, 0, column)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
-                        if (column + part * SEGMENT < columns) & (self.partial | (one < ctx.rows.capacity)):
+                        if (column + part * SEGMENT < columns) & (self.partial | (found < ctx.rows.capacity)):
                             load_row(tRow[None, part], rX[None, part, turn], once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):

@@ -12,10 +12,9 @@ from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, round_up
 from cute_ep.kernels.device.memory import array, item_coord, rows
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
-from cute_ep.kernels.device.slices import first_item, item_stride
+from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.scales import ATOM_ROWS
@@ -108,7 +107,7 @@ class Outputs:
     def _zero_rows(self, ctx, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
         lane = ctx.lane
-        row_vectors = quotient(ctx.wire.payload_bytes, VECTOR_BYTES)
+        row_vectors = vectors_of(ctx.wire.payload_bytes)
         vectors = (end - first) * row_vectors
         gOut = rows(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)

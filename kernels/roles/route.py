@@ -43,7 +43,7 @@ class Route:
     @cute.jit
     def run(self, ctx, sent) -> Boolean:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout or out of
-        order: `sent` as of `GroupView.wait_all_ranks`.
+        order: `sent` as of `Context.wait_all_ranks`.
 
         Called by all CTAs. Spans are taken from the highest CTA down: those have the least to send. The first span,
         and ids before it, are on their way from memory during the wait, whose barrier also stands behind the tables'

@@ -7,6 +7,7 @@ an int, in a kernel the DSL's number of that type.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.variants import COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, SWIGLU_KERNELS
@@ -368,11 +369,12 @@ def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:
     return record(*fields)
 
 
-def parameters_of(kernel: str) -> list[tuple[str, str]]:
+@cache
+def parameters_of(kernel: str) -> tuple[tuple[str, str], ...]:
     """The parameters of a kernel in order: dotted name, and "i32" or "i64" for its width."""
     found: list[tuple[str, str]] = []
     arguments_of(kernel, lambda name, kind: found.append((name, f"i{kind[-2:]}")))
-    return found
+    return tuple(found)
 
 
 def numbers(record: Any) -> Iterator[Any]:

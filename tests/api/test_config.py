@@ -163,6 +163,10 @@ def bytes_by_hand(cfg: EPConfig) -> int:
     return padded(arena + (ranks - 1) * apart, 2 << 20)
 
 
+WIDTHS = [width for name, width in parameters_of("dispatch") if name.startswith("arena.")]
+"""Of the kernels' parameters that tell the arena's map."""
+
+
 @given(configs)
 def test_arenas_of_different_ranks_begin_apart(cfg: EPConfig) -> None:
     begins = [cfg.arena.begin(rank) for rank in range(cfg.peers)]
@@ -265,8 +269,7 @@ def test_kernels_form_the_addresses_of_the_hosts_map(cfg: EPConfig, random: Rand
     """Every address that a kernel forms from its arguments is the one of the host's map."""
     arena = cfg.arena
     given = arena.arguments()
-    widths = [width for name, width in parameters_of("dispatch") if name.startswith("arena.")]
-    for number, width in zip(numbers(given), widths, strict=True):
+    for number, width in zip(numbers(given), WIDTHS, strict=True):
         assert type(number) is int and 0 <= number < (2**63 if width == "i64" else 2**31)
     regions = regions_of(given)._asdict()
     assert list(regions) == list(arena.regions)

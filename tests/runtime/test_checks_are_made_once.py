@@ -65,6 +65,29 @@ def test_kernels_are_bound_to_output_buffers_that_come_again(
     assert bound == [out.tokens.data_ptr() for out in (one, two, one)]
 
 
+def test_a_kernel_whose_binding_was_interrupted_is_bound_by_the_next_call(
+    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be launched with the addresses of other buffers."""
+    real, interrupts = RecordingKernel.bind, [KeyboardInterrupt]
+
+    def interrupted(kernel: RecordingKernel, record: str, values: tuple) -> None:
+        if record == "scales" and interrupts:
+            raise interrupts.pop()
+        real(kernel, record, values)
+
+    out = rank.allocate()
+    rank.dispatch(*inputs(), out=out)
+    rank.dispatch(*inputs())
+    monkeypatch.setattr(RecordingKernel, "bind", interrupted)
+    with launches.forbidden(), pytest.raises(KeyboardInterrupt):
+        rank.dispatch(*inputs(), out=out)
+    for _ in range(2):
+        rank.dispatch(*inputs(), out=out)
+        given = launches.last().arguments
+        assert (given["out.tokens"], given["scales.data"]) == (out.tokens.data_ptr(), out.scales.data_ptr())
+
+
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checks that were made of batches, by name."""

@@ -1,0 +1,211 @@
+"""Communicators of layers. A module holds the name of one, never the communicator, so it can be copied and saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.ops.registry import communicator_of, register
+from cute_ep.runtime import connection
+from cute_ep.tuning.launch_shape import Tuning
+
+LOG = logging.getLogger(__name__)
+_OPEN: list[EPCommunicator] = []
+"""What `connect` and first calls have opened, in their order; `ops` keeps none of them alive."""
+
+
+class Connected(torch.nn.Module):
+    """A module that makes calls of a communicator. Layers of equal configurations and devices share one.
+
+    Copies, also those from pickle, begin without; their first call looks for an open one again.
+
+    Attributes:
+        cfg: the group's configuration.
+    """
+
+    def __init__(self, cfg: EPConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self._comm: str | None = None
+
+    def place(self) -> torch.device:
+        """Where the module computes."""
+        raise NotImplementedError
+
+    @property
+    def communicator(self) -> EPCommunicator:
+        """The one that the module has, for `synchronize` and calls by hand. EPError: none, or it was closed."""
+        return communicator_of(self._connected_name())
+
+    def attach(self, communicator: EPCommunicator) -> None:
+        """Use this communicator from now on. `connect` calls it; call it yourself to share one that you opened.
+
+        Args:
+            communicator: kept alive by you, for as long as the module is called.
+
+        Raises:
+            EPConfigError: its configuration or device is not the module's.
+            EPInputError: as `cute_ep.ops.register`.
+        """
+        if communicator.cfg != self.cfg:
+            raise EPConfigError(f"communicator.cfg = {communicator.cfg}: must be the layer's, {self.cfg}")
+        if communicator.device != self.place():
+            raise EPConfigError(
+                f"communicator.device = {communicator.device}: must be {self.place()}, where the layer's parameters "
+                f"are; move the layer with .to({str(communicator.device)!r}) first"
+            )
+        self._comm = register(communicator)
+
+    def _connected_name(self) -> str:
+        """The name for ops; the first call outside of compiled code may open a communicator, as `connect` does."""
+        if torch.compiler.is_compiling():
+            if self._comm is None:
+                raise EPError(
+                    f"{type(self).__name__} is not connected: call cute_ep.nn.connect(model) before compiled code runs"
+                )
+            return self._comm
+        if self._comm is None:
+            self.attach(_find_or_open(self.cfg, self.place(), None, {}))
+            assert self._comm is not None
+        try:
+            closed = communicator_of(self._comm).closed
+        except EPInputError:
+            closed = True
+        if closed:
+            raise EPError(
+                f"{type(self).__name__}: its communicator was closed; call cute_ep.nn.connect(model), on all ranks"
+            )
+        return self._comm
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        before = self.place()
+        super()._apply(fn, recurse)
+        if self.place() != before:
+            self._comm = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_comm": None}
+
+
+class Connections:
+    """The communicators that one `connect` opened; as a context manager it closes them.
+
+    Attributes:
+        communicators: in the order of the modules.
+    """
+
+    def __init__(self, communicators: Sequence[EPCommunicator]) -> None:
+        self.communicators = tuple(communicators)
+
+    def synchronize(self) -> None:
+        """`EPCommunicator.synchronize` of each: waits, and raises what was found wrong."""
+        for communicator in self.communicators:
+            communicator.synchronize()
+
+    def close(self) -> None:
+        """Close them, on all ranks; may be called again. Calls of their layers are errors until `connect`."""
+        for communicator in self.communicators:
+            communicator.close()
+            if communicator in _OPEN:
+                _OPEN.remove(communicator)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(
+    module: torch.nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    tuning: Tuning | None = None,
+) -> Connections:
+    """Open a communicator for each configuration of the layers in a module, and give it to them.
+
+    Collective over `group`: all ranks call it with the same layers, after the module is where it computes. Layers of
+    equal configurations share a communicator, also with layers connected before. A layer that was not connected does
+    this in its first call outside of compiled code and of CUDA graph capture, for the default group.
+
+    With `world_size` 1 there needs to be no process group; the communicator is on the layer's device.
+
+    Args:
+        module: contains a `MoELayer`, or is one.
+        group, sms, library, tuning: as of `cute_ep.connect`.
+
+    Returns:
+        What was opened now.
+
+    Raises:
+        EPConfigError: no layer is in the module, there is no process group, a layer is not on this process's device, or
+            as `cute_ep.connect`.
+        VariantMissing, EPError: as `cute_ep.connect`.
+    """
+    layers = list(connected_in(module))
+    if not layers:
+        raise EPConfigError(f"module = {type(module).__name__}: must be or contain a MoELayer")
+    options = {"sms": sms, "library": library, "tuning": tuning}
+    before = set(map(id, _OPEN))
+    for layer in layers:
+        layer.attach(_find_or_open(layer.cfg, layer.place(), group, options))
+    return Connections([one for one in _OPEN if id(one) not in before])
+
+
+def disconnect() -> None:
+    """Close all communicators of layers, also those that first calls opened, on all ranks; before
+    `destroy_process_group`."""
+    Connections(_OPEN).close()
+
+
+def connected_in(module: torch.nn.Module) -> Iterator[Connected]:
+    """The layers in a module, in the order of its registration."""
+    return (one for one in module.modules() if isinstance(one, Connected))
+
+
+def _find_or_open(
+    cfg: EPConfig, device: torch.device, group: dist.ProcessGroup | None, options: dict[str, Any]
+) -> EPCommunicator:
+    for one in _OPEN:
+        if one.cfg == cfg and one.device == device and not (one.closed or one.failed):
+            return one
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
+    if cfg.world_size == 1:
+        (communicator,) = connection.connect_local(cfg, [device], **options)
+    else:
+        _check_process(cfg, device)
+        communicator = connection.connect(cfg, group, **options)
+    LOG.info("connected %r", communicator)
+    _OPEN.append(communicator)
+    return communicator
+
+
+def _check_process(cfg: EPConfig, device: torch.device) -> None:
+    """EPConfigError unless this process can open a communicator on a device."""
+    if not dist.is_initialized():
+        raise EPConfigError(
+            f"cfg.world_size = {cfg.world_size}: needs a process group of as many ranks, one process each; start them "
+            "with torchrun and call torch.distributed.init_process_group first, or use world_size = 1"
+        )
+    gpus = torch.cuda.device_count()
+    here = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
+    if device != here:
+        raise EPConfigError(
+            f"device = {device}: must be {here}, the current device, for a layer of {cfg.world_size} ranks; move the "
+            "layer there, or call torch.cuda.set_device with the layer's device"
+        )

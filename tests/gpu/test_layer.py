@@ -1,0 +1,105 @@
+"""The layer on GPUs: outputs and gradients, compiled code, graphs. `tests/nn` has it on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.nn import GatedMLP, MoELayer, Router
+from cute_ep.ops import register
+from cute_ep.testing.compare import assert_bits
+from tests.nn.layers import INNER, config, layer_of, random_experts
+from tests.nn.oracle import GATES, assert_within, dense, output_bound
+from tests.nn.test_processes import run_in_processes
+from tests.nn.worker import CHECKS, assert_dense, layer_here, made
+
+from .conftest import connected
+
+CFG = config(1)
+DEVICE = torch.device("cuda:0")
+DEEPSEEK = dict(score="sigmoid", correction=True, renormalize=True, n_group=3, topk_group=2)
+STEPS = 20
+
+
+@pytest.fixture
+def ep() -> Iterator[EPCommunicator]:
+    torch._dynamo.reset()
+    with connected(CFG, ["cuda:0"]) as (ep,):
+        yield ep
+        ep.synchronize()
+
+
+def tokens(seed: int = 1, count: int = 7) -> torch.Tensor:
+    return torch.randn(count, CFG.hidden, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+
+
+def deepseek(ep: EPCommunicator) -> MoELayer:
+    torch.manual_seed(0)
+    layer = MoELayer(CFG, INNER, router=Router(32, 6, 3, **DEEPSEEK), shared=GatedMLP(32, INNER)).to(DEVICE)
+    layer.attach(ep)
+    return layer
+
+
+def test_outputs_and_gradients_are_those_of_a_dense_layer(ep: EPCommunicator) -> None:
+    layer = layer_here(0, 1, DEVICE)
+    layer.attach(ep)
+    assert_dense(made(layer, layer.experts, 0), 0, 1)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("gate", GATES)
+def test_every_gate(ep: EPCommunicator, gate: str, bias: bool) -> None:
+    experts = random_experts(CFG, gate, bias=bias)
+    layer = layer_of(CFG, 0, register(ep), experts, device=DEVICE)
+    x = tokens()
+    ids, weights = (part.cpu() for part in layer.router(x))
+    wide = x.cpu().double()
+    want = dense(wide, ids, weights.double(), experts)
+    bound = output_bound(wide, ids, weights.double(), experts)
+    assert_within(layer(x).cpu(), want, bound, "with gradients")
+    with torch.no_grad():
+        assert_within(layer(x).cpu(), want, bound, "without gradients")
+
+
+def test_compiled_layers_compute_the_bits_of_eager_ones(ep: EPCommunicator) -> None:
+    layer = deepseek(ep)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    parts = []
+    for call in (layer, compiled):
+        layer.zero_grad()
+        x = tokens().requires_grad_()
+        out = call(x)
+        out.backward(x.detach())
+        parts.append([out, x.grad, *(one.grad.clone() for one in layer.parameters())])
+    for number, pair in enumerate(zip(*parts, strict=True)):
+        assert_bits(pair[0].detach().cpu(), pair[1].detach().cpu(), f"part {number}")
+    with torch.no_grad():
+        routing = layer.router(tokens())
+        got = torch.compile(layer.experts, fullgraph=True)(tokens(), *routing)
+        assert_bits(got.cpu(), layer.experts(tokens(), *routing).cpu(), "inductor, inference")
+
+
+def test_a_captured_layer_computes_the_bits_of_an_eager_one(ep: EPCommunicator) -> None:
+    layer, x = deepseek(ep), tokens()
+    with torch.no_grad():
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for seed in range(STEPS):
+            x.copy_(tokens(seed))
+            graph.replay()
+            got = out.clone()
+            assert_bits(got.cpu(), layer(x).cpu(), f"step {seed}")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="processes on one GPU run in time slices, not side by side")
+@pytest.mark.parametrize("check", [name for name in CHECKS if "group" not in name])
+def test_two_processes(tmp_path: Path, check: str) -> None:
+    """As `tests/nn/test_processes.py`, on two GPUs."""
+    run_in_processes(2, check, tmp_path)

@@ -1,0 +1,162 @@
+"""Layers find their communicators by name: they are copied, saved, moved and used again without one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep import connect_local
+from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.nn import MoELayer, connect, connections, disconnect
+
+from .layers import INNER, config
+
+CFG = config(1)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    disconnect()
+    yield
+    disconnect()
+
+
+@pytest.fixture
+def layer() -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(CFG, INNER)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(5, CFG.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def saved_and_loaded(module: MoELayer) -> MoELayer:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "connected"])
+def test_copies_compute_the_same(layer: MoELayer, again: Callable[[MoELayer], MoELayer], used: bool) -> None:
+    """In a communicator that is open already, if there is one; the first layer keeps its own."""
+    if used:
+        layer(tokens())
+    other = again(layer)
+    assert torch.equal(other(tokens()), layer(tokens()))
+    assert other.communicator is layer.communicator and len(connections._OPEN) == 1
+
+
+def test_copies_hold_no_name(layer: MoELayer) -> None:
+    """One of another process, or of a communicator that is closed, would stand for nothing."""
+    want = layer(tokens())
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved_and_loaded(layer)]
+    assert [one._comm for one in copies] == [None] * 3
+    disconnect()
+    assert all(torch.equal(one(tokens()), want) for one in copies)
+
+
+def test_a_copy_has_parameters_of_its_own(layer: MoELayer) -> None:
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.down.zero_()
+        assert not other(tokens()).any() and layer(tokens()).any()
+
+
+def test_a_first_call_connects_and_layers_of_equal_configurations_share(layer: MoELayer) -> None:
+    assert "not connected" in repr(layer) and not connections._OPEN
+    model = torch.nn.Sequential(layer, MoELayer(CFG, 2 * INNER), MoELayer(config(1, top_k=2), INNER))
+    model(tokens())
+    assert "not connected" not in repr(model)
+    first, second, third = (one.communicator for one in model)
+    assert first is second is not third and connections._OPEN == [first, third]
+
+
+def test_connect_opens_what_is_missing_and_closes_that_only(layer: MoELayer) -> None:
+    layer(tokens())
+    model = torch.nn.Sequential(layer, MoELayer(config(1, top_k=2), INNER))
+    with connect(model) as opened:
+        assert [one.cfg.top_k for one in opened.communicators] == [2]
+        model(tokens())
+        opened.synchronize()
+    assert not layer.communicator.closed
+    with pytest.raises(EPError, match=r"its communicator was closed; call cute_ep\.nn\.connect\(model\)"):
+        model(tokens())
+    connect(model)
+    model(tokens())
+
+
+@pytest.mark.parametrize("end", [disconnect, lambda: connections._OPEN[0].close()], ids=["disconnect", "close"])
+def test_a_layer_whose_communicator_is_gone_says_so_until_it_is_connected(layer: MoELayer, end: Callable) -> None:
+    before = layer(tokens())
+    end()
+    for _ in range(2):
+        with pytest.raises(EPError, match=r"MoELayer: its communicator was closed"):
+            layer(tokens())
+    connect(layer)
+    assert torch.equal(layer(tokens()), before)
+
+
+def test_a_communicator_of_yours_is_used_and_yours_to_keep(layer: MoELayer) -> None:
+    (ep,) = connect_local(CFG, ["cpu"])
+    layer.attach(ep)
+    layer(tokens())
+    assert layer.communicator is ep and not connections._OPEN
+    assert ep._dispatches.sent == 1
+
+
+def test_a_communicator_of_another_configuration_is_refused(layer: MoELayer) -> None:
+    (ep,) = connect_local(config(1, top_k=2), ["cpu"])
+    with pytest.raises(EPConfigError, match=r"communicator\.cfg = EPConfig\(.*: must be the layer's, EPConfig"):
+        layer.attach(ep)
+
+
+def test_a_communicator_elsewhere_is_refused() -> None:
+    (ep,) = connect_local(CFG, ["cpu"])
+    with pytest.raises(EPConfigError, match=r"communicator\.device = cpu: must be meta, .*\.to\('cpu'\) first"):
+        MoELayer(CFG, INNER, device="meta").attach(ep)
+
+
+def test_a_layer_that_moves_looks_for_another_communicator(layer: MoELayer) -> None:
+    layer(tokens())
+    assert layer.float()._comm is not None, "where it is has not changed"
+    layer.to("meta")
+    assert layer._comm is None
+    layer.to_empty(device="cpu")
+    for one in (layer, layer.router):
+        one.reset_parameters()
+    assert layer(tokens()).isfinite().all()
+
+
+def test_several_ranks_need_a_process_group() -> None:
+    layer = MoELayer(config(2), INNER)
+    said = re.escape("cfg.world_size = 2: needs a process group of as many ranks, one process each; start them with")
+    for call in (lambda: layer(tokens()), lambda: connect(layer)):
+        with pytest.raises(EPConfigError, match=said):
+            call()
+
+
+def test_compiled_code_does_not_connect(layer: MoELayer) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"MoELayer is not connected: call cute_ep\.nn\.connect\(model\)"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(tokens())
+
+
+def test_modes_of_a_module_and_hooks_work(layer: MoELayer) -> None:
+    seen: list[Any] = []
+    layer.register_forward_hook(lambda module, given, out: seen.append(out.shape))
+    want = layer.eval()(tokens())
+    assert torch.equal(layer.train()(tokens()), want) and seen == [(5, CFG.hidden)] * 2

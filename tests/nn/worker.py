@@ -1,0 +1,113 @@
+"""One rank in a process of its own: `python -m tests.nn.worker STORE RANK WORLD CHECK`; on GPUs if there are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cute_ep.nn import MoELayer, connect, disconnect, shard_state_dict
+from cute_ep.testing.compare import assert_bits
+
+from .layers import INNER, config, gradients_of
+from .oracle import dense
+from .test_exact import TOKENS, arguments, assert_exact, small_experts
+
+ROUTING = "masked"
+
+
+def layer_here(rank: int, world: int, device: torch.device) -> MoELayer:
+    """Not connected."""
+    layer = MoELayer(config(world), INNER, gate="relu2", device=device)
+    state = {name: value.detach().bfloat16() for name, value in small_experts(layer.cfg).parameters().items()}
+    layer.load_state_dict(shard_state_dict(layer, state, rank), strict=False)
+    return layer
+
+
+def made(layer: MoELayer, call: Callable[..., Tensor], rank: int) -> dict[str, Tensor]:
+    """The output and all gradients of one rank, on the CPU."""
+    own, device = arguments(layer.cfg, TOKENS[layer.cfg.world_size], ROUTING)[rank], layer.gate_up.device
+    layer.zero_grad()
+    x = own["x"].bfloat16().to(device).requires_grad_()
+    weights = own["weights"].to(device, copy=True).requires_grad_()
+    out = call(x, own["ids"].to(device), weights)
+    out.backward(own["grad"].bfloat16().to(device))
+    parts = {"output": out.detach(), "tokens": x.grad, "weights": weights.grad, **gradients_of(layer)}
+    return {name: part.cpu() for name, part in parts.items()}
+
+
+def assert_dense(got: dict[str, Tensor], rank: int, world: int) -> None:
+    """What `made` returned is what a dense layer has, bit for bit."""
+    cfg = config(world)
+    experts = small_experts(cfg)
+    for source, own in enumerate(arguments(cfg, TOKENS[world], ROUTING)):
+        x, weights = (own[name].double().requires_grad_() for name in ("x", "weights"))
+        out = dense(x, own["ids"], weights, experts)
+        out.backward(own["grad"].double())
+        if source == rank:
+            for name, want in {"output": out, "tokens": x.grad, "weights": weights.grad}.items():
+                assert_exact(got[name], want, f"rank {rank}: {name}")
+    first = rank * cfg.local_experts
+    for name, whole in experts.parameters().items():
+        assert whole.grad is not None
+        assert_exact(got[name], whole.grad[first : first + cfg.local_experts], f"rank {rank}: {name}")
+
+
+def first_calls_connect_and_compute_what_a_dense_layer_does(rank: int, world: int, device: torch.device) -> None:
+    layer = layer_here(rank, world, device)
+    assert_dense(made(layer, layer.experts, rank), rank, world)
+    layer.communicator.synchronize()
+
+
+def compiled_layers_compute_the_bits_of_eager_ones(rank: int, world: int, device: torch.device) -> None:
+    layer = layer_here(rank, world, device)
+    with connect(layer):
+        want = made(layer, layer.experts, rank)
+        got = made(layer, torch.compile(layer.experts, backend="aot_eager", fullgraph=True), rank)
+        for name, part in want.items():
+            assert_bits(got[name], part, f"rank {rank}: {name}")
+
+
+def a_group_of_some_ranks_has_layers_of_its_own(rank: int, world: int, device: torch.device) -> None:
+    """The last rank is a group of one."""
+    groups = [dist.new_group(list(range(world - 1))), dist.new_group([world - 1])]
+    alone = rank == world - 1
+    layer = layer_here(0 if alone else rank, 1 if alone else world - 1, device)
+    with connect(layer, groups[alone]) as opened:
+        place = layer.communicator.rank
+        got = made(layer, layer.experts, place)
+        opened.synchronize()
+    assert_dense(got, place, layer.cfg.world_size)
+
+
+CHECKS: dict[str, Callable[[int, int, torch.device], None]] = {
+    one.__name__: one
+    for one in (
+        first_calls_connect_and_compute_what_a_dense_layer_does,
+        compiled_layers_compute_the_bits_of_eager_ones,
+        a_group_of_some_ranks_has_layers_of_its_own,
+    )
+}
+
+
+def main(store: Path, rank: int, world: int, name: str) -> None:
+    torch.set_num_threads(1)
+    gpu = torch.device("cuda", rank) if torch.cuda.is_available() else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo" if gpu is None else "nccl", rank=rank, world_size=world, device_id=gpu, **rendezvous)
+    CHECKS[name](rank, world, gpu or torch.device("cpu"))
+    disconnect()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {rank} ok\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
