@@ -62,6 +62,7 @@ docs/api/rows
 docs/api/ops
 docs/api/nn
 docs/api/transformers
+docs/api/integrations
 docs/api/distributed
 docs/api/errors
 docs/api/hooks
@@ -78,6 +79,7 @@ docs/use
 docs/ops
 docs/layer
 docs/transformers
+docs/deep_ep
 docs/reference
 docs/numerics
 docs/performance

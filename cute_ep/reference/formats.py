@@ -61,7 +61,8 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
     """
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32)
     goes_down = torch.tensor([True, False] * 3 + [True])  # the tie between codes i and i + 1 goes to even i
-    first_above = torch.where(goes_down, midpoints.nextafter(torch.tensor(torch.inf)), midpoints).to(value.device)
+    above = midpoints.nextafter(torch.full_like(midpoints, torch.inf))
+    first_above = torch.where(goes_down, above, midpoints).to(value.device)
     code = torch.bucketize(value.abs(), first_above, out_int32=True, right=True)  # NaN counts as above all
     negative = value.signbit() & ~value.isnan()
     return (code + 8 * negative).to(torch.uint8)

@@ -175,7 +175,7 @@ def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode
     _, shared = cfg.shared_slice(dispatched.topk_ids.shape[0], dispatched.rank)
     held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
     more = max(shared - held.shape[0], 0) + 1
-    lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan), torch.bfloat16)
+    lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan, dtype=torch.float32), torch.bfloat16)
     row_map, weights = dispatched.row_map.clamp(max=held.shape[0]), copied(dispatched.weights)
     return Returned(torch.cat([held, lost]), row_map, weights, dispatched.topk_ids.clone(), mode, number)
 
@@ -203,7 +203,8 @@ def _entries(cfg: EPConfig, source: int, given: Mapping[int, Any]) -> tuple[torc
     server = torch.where(ids >= 0, ids // cfg.local_experts, cfg.world_size)
     if cfg.skip_a2a:
         server[server != source] = cfg.world_size
-    row, weights, index = torch.full_like(ids, -1), torch.zeros(ids.shape), 0 if cfg.skip_a2a else source
+    row, index = torch.full_like(ids, -1), 0 if cfg.skip_a2a else source
+    weights = torch.zeros(ids.shape, dtype=torch.float32)
     for rank, one in given.items():
         here = server == rank
         row[here] = one.row_map[index, : len(ids)][here]

@@ -29,6 +29,7 @@ ROOMS = (
     "cute_ep.runtime",
     "cute_ep.ops",
     "cute_ep.nn",
+    "cute_ep.integrations",
     "cute_ep.testing",
     "cute_ep.bench",
     "cute_ep.cli",
@@ -169,6 +170,7 @@ def test_no_bare_folder_names(path: str) -> None:
         ("cute_ep.nn", ("cutlass",)),
         ("cute_ep.distributed", ("cutlass", "cute_ep.integrations")),
         ("cute_ep.integrations.exchange", ("transformers", "cute_ep.ops")),
+        ("cute_ep.integrations.rows", ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.ops")),
     ],
 )
 def test_importing_a_module_imports_none_of_these(module: str, absent: tuple[str, ...]) -> None:

@@ -12,6 +12,8 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatchNVFP4
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.variants import COMBINE_MODES
 from cute_ep.reference import backend as reference_backend
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
@@ -232,6 +234,28 @@ def test_modes_of_the_caller_change_nothing():
         assert_bits(batches[rank].row_map, want[rank].row_map, f"rank {rank}")
         assert_bits(got[rank], sums[rank], f"rank {rank}")
         assert not got[rank].requires_grad
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("mode", COMBINE_MODES)
+def test_the_default_type_changes_nothing(fmt, mode):
+    """Programs set it to that of their model."""
+    cfg = small(dispatch_format=fmt, hidden=128)
+    inputs = make_inputs(cfg, [5, 5, 5], "masked", 0)
+    want = expected(cfg, inputs)
+    rows = rows_for(want, cfg)
+    sums = reference.combine(cfg, rows, want, mode=mode)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        communicators = connect_reference(cfg)
+        calls = zip(communicators, inputs, strict=True)
+        batches = [one.dispatch(i.x, i.topk_ids, i.router_weights, out=poisoned(one)) for one, i in calls]
+        got = combine_all(communicators, batches, rows, mode=mode)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for rank in range(3):
+        check_filled(cfg, batches[rank], want[rank], f"rank {rank}")
+        assert_bits(got[rank], sums[rank], f"rank {rank}")
 
 
 def test_a_late_rank_in_one_process_is_an_error_at_once():

@@ -1,0 +1,55 @@
+"""Communicators of one process group, made when a call first needs one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.runtime.connection import connect
+
+LOG = logging.getLogger(__name__)
+
+
+class Connections:
+    """Finds the communicator for a call, or connects it: then the call is collective. All ranks make the same calls
+    with the same sizes, so they connect at the same time.
+
+    Attributes:
+        rank, size: of this process in the group.
+        device: where tensors of calls are: the current GPU, or the CPU if there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+        here = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.device = torch.device("cpu") if here is None else torch.device("cuda", here)
+        self._open: dict[EPConfig, EPCommunicator] = {}
+
+    def get(self, cfg: EPConfig, sms: int | None = None) -> EPCommunicator:
+        """A communicator of this configuration, or of one for more tokens.
+
+        Args:
+            sms: as of `connect`, where there is none yet.
+
+        Raises:
+            EPConfigError, EPError: as of `connect`.
+        """
+        for own, communicator in self._open.items():
+            if own.max_tokens_per_rank >= cfg.max_tokens_per_rank and own == replace(
+                cfg, max_tokens_per_rank=own.max_tokens_per_rank
+            ):
+                return communicator
+        LOG.info("rank %d connects for %s", self.rank, cfg)
+        made = self._open[cfg] = connect(cfg, self._group, sms=sms)
+        return made
+
+    def close(self) -> None:
+        """Close all communicators; collective."""
+        while self._open:
+            self._open.pop(next(iter(self._open))).close()

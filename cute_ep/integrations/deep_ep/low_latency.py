@@ -1,0 +1,240 @@
+"""DeepEP's low-latency mode: blocks of a fixed number of rows per local expert, weighted sums at the source, and each
+call in two halves if wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
+from cute_ep.integrations.deep_ep.connections import Connections
+from cute_ep.integrations.deep_ep.events import EventOverlap
+from cute_ep.integrations.rows import Blocks, blocks, empty_blocks
+from cute_ep.layouts.maps.formats import FP8
+
+PACKED = 4
+"""UE8M0 scale factors in an int32."""
+EXPONENT = 23
+"""Place of the exponent's lowest bit in a float32."""
+
+
+class _Fields(NamedTuple):
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
+    num_max_dispatch_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+
+
+class LowLatencyHandle(_Fields):
+    """What a low-latency dispatch returns for its combine: DeepEP's five fields, and the batch once it is received.
+
+    Attributes:
+        src_info: [L, S] int32, the row's token index on its source rank.
+        layout_range: [L, R] int64, rows of each source in a block: first << 32 | number.
+        communicator: that of the dispatch.
+        batch: which combine returns rows of; None before the hook was called.
+    """
+
+    communicator: EPCommunicator
+    batch: Dispatched | None = None
+
+
+class LowLatency:
+    """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """Send tokens to their experts, into one block of S = R * num_max_dispatch_tokens_per_rank slots per expert.
+        Nothing waits on the host, once connected.
+
+        Args:
+            x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements.
+            topk_idx: [T, K] int64 expert ids, -1 masks.
+            num_max_dispatch_tokens_per_rank: the same on all ranks.
+            cumulative_local_expert_recv_stats: [L] int32, to which the numbers of rows are added.
+            dispatch_wait_recv_cost_stats: must be None.
+            round_scale: make scale factors powers of two.
+            use_ue8m0: pack their exponents, four in an int32; with `round_scale`.
+            return_recv_hook: send only. The caller calls the hook before using results, in the order of dispatches; at
+                most two may be outstanding. Not with `async_finish`.
+
+        Returns:
+            Rows [L, S, hidden] bfloat16, or float8_e4m3fn and scale factors [L, S, hidden / 128] float32 (packed: [L,
+            S, hidden / 512] int32), neighbours along S; [L] int32 rows of each block, which come first, by source rank,
+            then token; the handle; the event; the hook, or None.
+
+        Raises:
+            EPInputError: an argument breaks its rule.
+        """
+        begin(None, async_finish, False)
+        _check_options(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
+        ranks, device, hidden = self._connections.size, self._connections.device, x.shape[1]
+        multiple = FP8.block * PACKED
+        require(not use_ue8m0 or hidden % multiple == 0, f"x.shape[1] = {hidden}: must be a multiple of {multiple}")
+        check_experts(num_experts, ranks)
+        cfg = EPConfig(hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks)
+        if use_fp8:
+            cfg = replace(cfg, dispatch_format="fp8_pow2" if round_scale else "fp8", scale_layout="linear")
+        communicator = self._connections.get(cfg)
+        out = empty_blocks(cfg, ranks * num_max_dispatch_tokens_per_rank, device)
+        scales = None if out.scales is None else _column_major(out.scales, use_ue8m0)
+        layout_range = torch.empty((cfg.local_experts, ranks), dtype=torch.int64, device=device)
+        sizes = num_max_dispatch_tokens_per_rank, hidden, num_experts
+        handle = LowLatencyHandle(out.source_tokens, layout_range, *sizes)
+        handle.communicator = communicator
+
+        def receive(batch: Dispatched) -> None:
+            handle.batch = blocks(cfg, batch, out)
+            if scales is not None:
+                _fill_scales(scales, out, use_ue8m0)
+            number = out.source_counts.long()
+            layout_range.copy_((number.cumsum(1) - number) << 32 | number)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(out.counts)
+
+        ids, hook = topk_idx.to(torch.int32, copy=True), None  # a copy, since combine reads them again
+        if return_recv_hook:
+            pending = communicator.dispatch_async(x.contiguous(), ids)
+            hook = _once(lambda: receive(communicator.dispatch_wait(pending)))
+        else:
+            receive(communicator.dispatch(x.contiguous(), ids))
+        rows = out.tokens if scales is None else (out.tokens, scales)
+        return rows, out.counts, handle, finished(async_finish), hook
+
+    @torch.no_grad()
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: tuple,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Send rows home and add them up with weights at the source, in float32, rounded once.
+
+        Args:
+            x: [L, S, hidden] bfloat16, in the order of the dispatch's rows. Not read with `zero_copy`.
+            topk_idx: as in the dispatch. An entry may have become -1 since: its row, which must be finite, then has
+                weight 0.
+            topk_weights: [T, K] float32.
+            handle: what the dispatch returned, once its hook was called.
+            use_logfmt: without effect; rows travel as bfloat16.
+            zero_copy: take the rows from `get_next_low_latency_combine_buffer`.
+            return_recv_hook: as in `low_latency_dispatch`.
+            out: [T, hidden] bfloat16, overwritten; None allocates it.
+            combine_wait_recv_cost_stats: must be None.
+
+        Returns:
+            [T, hidden] bfloat16; the event; the hook, or None.
+
+        Raises:
+            EPInputError: an argument breaks its rule.
+        """
+        begin(None, async_finish, False)
+        _check_options(async_finish, return_recv_hook, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        own = _own(handle)
+        batch, communicator = own.batch, own.communicator
+        if batch is None:
+            raise EPInputError("handle: the dispatch's hook must be called before its rows are combined")
+        for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            want, got = tuple(batch.topk_ids.shape), tuple(tensor.shape)
+            require(got == want, f"{name}.shape = {got}: must be {want}, as in the dispatch")
+        extents = *own.src_info.shape, own.hidden
+        rows = self.get_next_low_latency_combine_buffer(own) if zero_copy else x.contiguous()
+        require(rows.shape == extents, f"x.shape = {tuple(rows.shape)}: must be {extents}")
+        weights = torch.where(topk_idx >= 0, topk_weights, 0)
+        if out is None:
+            out = torch.empty((len(topk_idx), own.hidden), dtype=torch.bfloat16, device=rows.device)
+        rows, hook = rows.view(-1, own.hidden), None
+        if return_recv_hook:
+            pending = communicator.combine_async(rows, batch.derived(router_weights=weights))
+            hook = _once(lambda: communicator.combine_wait(pending, out=out))
+        else:
+            communicator.combine(rows, batch, weights, out=out)
+        return out, finished(async_finish), hook
+
+    def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
+        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; the same for all handles of these
+        sizes. EPInputError: the handle is none."""
+        own = _own(handle)
+        extents = *own.src_info.shape, own.hidden
+        if extents not in self._combine_buffers:
+            memory = torch.empty(extents, dtype=torch.bfloat16, device=self._connections.device)
+            self._combine_buffers[extents] = memory
+        return self._combine_buffers[extents]
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing: both modes may be mixed."""
+
+
+def _own(handle: tuple) -> LowLatencyHandle:
+    if not isinstance(handle, LowLatencyHandle):
+        raise EPInputError(f"handle = {type(handle).__name__}: must be what low_latency_dispatch returned")
+    return handle
+
+
+def _check_options(async_finish: bool, return_recv_hook: bool, **stats: torch.Tensor | None) -> None:
+    """EPInputError where the options of a call do not go together, or it shall measure waits."""
+    require(not (async_finish and return_recv_hook), "return_recv_hook = True: must be False with async_finish")
+    for name, tensor in stats.items():
+        require(tensor is None, f"{name} = tensor: must be None, waits are not measured")
+
+
+def _once(call: Callable[[], object]) -> Callable[[], None]:
+    """`call`, that later calls of the hook leave out."""
+    calls = [call]
+
+    def hook() -> None:
+        if calls:
+            calls.pop()()
+
+    return hook
+
+
+def _column_major(scales: torch.Tensor, packed: bool) -> torch.Tensor:
+    """Memory for [L, S, factors] float32, or [L, S, factors / PACKED] int32, in which neighbours are those of S."""
+    experts, slots, factors = scales.shape
+    dtype = torch.int32 if packed else torch.float32
+    shape = (experts, factors // PACKED if packed else factors, slots)
+    return torch.empty(shape, dtype=dtype, device=scales.device).transpose(1, 2)
+
+
+def _fill_scales(to: torch.Tensor, of: Blocks, packed: bool) -> None:
+    """Write the blocks' scale factors; UE8M0 keeps the exponent of a power of two, the first in the lowest byte."""
+    assert of.scales is not None
+    if not packed:
+        to.copy_(of.scales)
+        return
+    exponents = (of.scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
+    to.copy_(exponents.view(torch.int32))

@@ -1,0 +1,68 @@
+"""One rank in a process of its own: `python -m tests.integrations.deep_ep_worker STORE RANK WORLD`, with the shims on
+PYTHONPATH. A program that knows DeepEP only; on GPUs if there are."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TOKENS, HIDDEN, SLOTS, EXPERTS = 24, 512, 4, 16
+
+
+def normal(deep_ep: Any, buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    by_rank, _, by_expert, goes, event = buffer.get_dispatch_layout(ids, EXPERTS, async_finish=True)
+    layout = {"num_tokens_per_rank": by_rank, "is_token_in_rank": goes, "num_tokens_per_expert": by_expert}
+    rows, own, received, counts, handle, event = buffer.dispatch(
+        x, **layout, topk_idx=ids, topk_weights=weights, previous_event=event, async_finish=True,
+        allocate_on_comm_stream=True, config=deep_ep.Buffer.get_dispatch_config(buffer.group_size),
+    )  # fmt: skip
+    event.current_stream_wait()
+    assert [int((own == expert).sum()) for expert in range(EXPERTS // buffer.group_size)] == counts
+    again, *_ = buffer.dispatch(x, handle=handle, config=deep_ep.Config(24, 8, 256))
+    assert torch.equal(again, rows)
+    out, total, _ = buffer.combine(rows, handle, received)
+    assert torch.equal(out, x * goes.sum(1, keepdim=True)) and torch.equal(total, weights)
+
+
+def low_latency(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    (rows, scales), _, handle, _, hook = buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS, return_recv_hook=True)
+    hook()
+    values = rows.float().unflatten(2, (-1, 128)) * scales[..., None]
+    out, _, hook = buffer.low_latency_combine(values.flatten(2).bfloat16(), ids, weights, handle, return_recv_hook=True)
+    hook()
+    torch.testing.assert_close(out, x * weights.sum(1, keepdim=True).bfloat16(), rtol=0.1, atol=0.01)
+
+
+def main(store: str, rank: int, world: int) -> None:
+    deep_ep = importlib.import_module("deep_ep")
+    event = importlib.import_module("deep_ep.utils").EventOverlap
+    assert deep_ep.__version__.startswith("0+cute_ep") and event is deep_ep.EventOverlap
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(rank)
+    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=world, **rendezvous)
+    torch.set_default_dtype(torch.bfloat16)  # as DeepEP's tests do
+    torch.set_default_device("cuda" if gpu else "cpu")
+    torch.manual_seed(rank)
+    buffer = deep_ep.Buffer(dist.new_group(list(range(world))), int(1e9), explicitly_destroy=True)
+    x = torch.randn(TOKENS - rank, HIDDEN)
+    weights, ids = torch.rand(len(x), EXPERTS, dtype=torch.float32).topk(SLOTS)
+    ids[::7, 1] = -1
+    for _ in range(2):
+        normal(deep_ep, buffer, x, ids, weights.masked_fill(ids < 0, 0))
+        low_latency(buffer, x, ids, weights.masked_fill(ids < 0, 0))
+    buffer.destroy()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {rank} ok\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,89 @@
+"""Ranks with a DeepEP buffer each, in threads, as their processes would run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.deep_ep import Buffer, connections
+from cute_ep.reference.processes import connect_processes
+from cute_ep.testing.workloads import RankInputs
+from tests.reference.ranks import at_once
+
+
+class ThreadGroup:
+    """One rank's view of a process group, as far as an adapter asks it."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: list) -> None:
+        self._rank, self._size, self._barrier, self._given = rank, size, barrier, given
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def on_all_ranks(self, make: Callable, share: Callable = lambda made: None, undo: Callable | None = None) -> tuple:
+        made = make()
+        self._given[self._rank] = share(made)
+        self._barrier.wait()
+        shared = list(self._given)
+        self._barrier.wait()
+        return made, shared
+
+
+def connect(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
+    """In place of `cute_ep.connect`; all ranks must give the same configuration."""
+    _, cfgs = group.on_all_ranks(lambda: cfg, lambda made: made)
+    assert cfgs == [cfg] * group.size(), cfgs
+    return connect_processes(cfg, group.rank(), group.on_all_ranks)
+
+
+def on_buffers(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Buffer], Any]) -> list:
+    """What program(buffer) returns on each rank."""
+    monkeypatch.setattr(connections, "connect", connect)
+    barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
+
+    def run(rank: int) -> Any:
+        buffer = Buffer(ThreadGroup(rank, ranks, barrier, given), int(2e9))  # type: ignore[arg-type]
+        try:
+            return program(buffer)
+        except BaseException:
+            barrier.abort()
+            raise
+        finally:
+            buffer.destroy()
+
+    made = at_once(range(ranks), run)
+    for one in made:
+        if isinstance(one, Exception):
+            raise one
+    return made
+
+
+def entries(num_experts: int, ranks: int, rank: int, ids: list[torch.Tensor]) -> list[tuple[int, int, dict[int, int]]]:
+    """(source, token, {slot: local expert}) of each token that has experts of `rank`, by source, then token."""
+    local, found = num_experts // ranks, []
+    for source, own in enumerate(ids):
+        for token, chosen in enumerate(own.tolist()):
+            here = {slot: expert - rank * local for slot, expert in enumerate(chosen) if expert // local == rank}
+            if here:
+                found.append((source, token, here))
+    return found
+
+
+def wide_ids(given: list[RankInputs]) -> list[torch.Tensor]:
+    """Expert ids as DeepEP takes them."""
+    return [one.topk_ids.long() for one in given]
+
+
+def calc_diff(one: torch.Tensor, other: torch.Tensor) -> float:
+    """1 minus the cosine-like similarity of two tensors, by which DeepEP's tests compare."""
+    one, other = one.double() + 1, other.double() + 1
+    return 0.0 if not one.numel() else float(1 - 2 * (one * other).sum() / (one * one + other * other).sum())

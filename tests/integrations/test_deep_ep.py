@@ -1,0 +1,300 @@
+"""DeepEP's normal mode on CPU ranks: rows, entries and sums against loops over tokens, and as DeepEP's tests check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
+from cute_ep.integrations.deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
+
+from .groups import calc_diff, entries, on_buffers, wide_ids
+
+HIDDEN, EXPERTS, SLOTS = 256, 12, 3
+TOKENS = {2: (9, 5), 3: (9, 0, 7)}
+RANKS = pytest.mark.parametrize("ranks", [2, 3])
+
+Patch = pytest.MonkeyPatch
+
+
+def inputs(ranks: int, routing: str, tokens: tuple[int, ...] | None = None) -> list[RankInputs]:
+    counts = TOKENS[ranks] if tokens is None else tokens
+    return make_inputs(EPConfig(HIDDEN, EXPERTS, SLOTS, max(counts), ranks), counts, routing, 7)
+
+
+def layout_of(buffer: Buffer, ids: torch.Tensor) -> dict[str, Any]:
+    by_rank, by_node, by_expert, goes, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    return {
+        "num_tokens_per_rank": by_rank,
+        "num_tokens_per_rdma_rank": by_node,
+        "num_tokens_per_expert": by_expert,
+        "is_token_in_rank": goes,
+    }
+
+
+def fp8(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 8 bits that travel, with scale factors: any bits do. As DeepEP's tests have them, column-major."""
+    payload = x.view(torch.float8_e4m3fn)[:, : x.shape[1]].contiguous()
+    words = x[:, : 2 * (HIDDEN // 128)].contiguous().view(torch.int32)
+    if kind == "packed":
+        return payload, words[:, : HIDDEN // 256].contiguous()
+    return payload, words.view(torch.float32).t().contiguous().t()
+
+
+def assert_rows(got: Any, want: Any, name: str) -> None:
+    for one, other in zip(got if isinstance(got, tuple) else (got,), want, strict=True):
+        assert_bits(one, other, name)
+
+
+# ---- layout
+
+
+@RANKS
+@pytest.mark.parametrize("routing", ["masked", "repeated"])
+def test_layout_counts_tokens_by_rank_and_entries_by_expert(monkeypatch: Patch, ranks: int, routing: str) -> None:
+    ids = wide_ids(inputs(ranks, routing))
+    got = on_buffers(monkeypatch, ranks, lambda buffer: buffer.get_dispatch_layout(ids[buffer.rank], EXPERTS))
+    for rank, (by_rank, by_node, by_expert, goes, event) in enumerate(got):
+        want = torch.zeros(len(ids[rank]), ranks, dtype=torch.bool)
+        for token, chosen in enumerate(ids[rank].tolist()):
+            for expert in chosen:
+                if expert >= 0:
+                    want[token, expert * ranks // EXPERTS] = True
+        assert_bits(goes, want, "is_token_in_rank")
+        assert by_rank.dtype == by_expert.dtype == torch.int32 and by_node is None and event.event is None
+        assert by_rank.tolist() == want.sum(0).tolist()
+        assert by_expert.tolist() == [int((ids[rank] == expert).sum()) for expert in range(EXPERTS)]
+
+
+# ---- dispatch
+
+
+@RANKS
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "packed"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_dispatch_brings_each_token_once_to_a_rank(monkeypatch: Patch, ranks: int, routing: str, kind: str) -> None:
+    """By source, then token; with top-k entries, with room for any routing, and again with the handle."""
+    given = inputs(ranks, routing)
+    ids, most = wide_ids(given), max(TOKENS[ranks]) * ranks
+
+    def program(buffer: Buffer) -> list:
+        own = given[buffer.rank]
+        x = own.x if kind == "bfloat16" else fp8(own.x, kind)
+        arguments: dict[str, Any] = {"x": x, **layout_of(buffer, ids[buffer.rank]), "config": Config(24, 8, 256)}
+        entry = {"topk_idx": ids[buffer.rank], "topk_weights": own.router_weights}
+        plain = buffer.dispatch(**arguments)
+        full = buffer.dispatch(**arguments, **entry, expert_alignment=4)
+        worst = buffer.dispatch(**arguments, **entry, num_worst_tokens=most)
+        again = [buffer.dispatch(x, one[4]) for one in (plain, full, worst)]
+        return [plain, full, worst, *again]
+
+    results = on_buffers(monkeypatch, ranks, program)
+    wanted = [entries(EXPERTS, ranks, rank, ids) for rank in range(ranks)]
+    for rank, (plain, full, worst, *again) in enumerate(results):
+        places, count = wanted[rank], len(wanted[rank])
+        x = torch.stack([given[s].x[t] for s, t, _ in places]) if places else given[0].x[:0]
+        rows = (x,) if kind == "bfloat16" else fp8(x, kind)
+        for one in (plain, full, again[0], again[1]):
+            assert_rows(one[0], [part.contiguous() for part in rows], f"rank {rank}")
+        for one in (worst, again[2]):
+            parts = one[0] if isinstance(one[0], tuple) else (one[0],)
+            assert [len(part) for part in parts] == [most] * len(parts)
+            assert_rows(tuple(part[:count] for part in parts), [part.contiguous() for part in rows], "worst")
+        assert all(one[1:5] == (None, None, None, None) for one in again)
+        assert plain[1] is plain[2] is None
+        want_ids, want_weights = torch.full((most, SLOTS), -1), torch.zeros(most, SLOTS)
+        for row, (s, t, own) in enumerate(places):
+            for slot, expert in own.items():
+                want_ids[row, slot], want_weights[row, slot] = expert, given[s].router_weights[t, slot]
+        for one, size in ((full, count), (worst, most)):
+            assert one[1].dtype == topk_idx_t
+            assert_bits(one[1], want_ids[:size], "ids")
+            assert_bits(one[2], want_weights[:size], "weights")
+        local = [sum(e == expert for _, _, own in places for e in own.values()) for expert in range(EXPERTS // ranks)]
+        assert plain[3] == local and full[3] == [-(-n // 4) * 4 for n in local] and worst[3] == []
+        prefix = torch.tensor([[sum(s <= last for s, _, _ in by) for by in wanted] for last in range(ranks)])
+        for one in (plain, full, worst):
+            matrix, _, _, sources, goes, _ = one[4]
+            assert_bits(matrix, prefix.int(), "rank_prefix_matrix")
+            assert sources[:count].tolist() == [t for _, t, _ in places] and len(goes) == TOKENS[ranks][rank]
+
+
+def test_a_later_dispatch_may_have_more_tokens(monkeypatch: Patch) -> None:
+    """And handles of the earlier ones still combine."""
+    small, large = inputs(2, "uniform", (3, 5)), inputs(2, "uniform", (3, 90))
+
+    def program(buffer: Buffer) -> list:
+        handles = []
+        for given in (small, large, small):
+            own = given[buffer.rank]
+            rows, *_, handle, _ = buffer.dispatch(own.x, **layout_of(buffer, own.topk_ids.long()))
+            handles.append((rows, handle))
+        return [buffer.combine(*one)[0] for one in reversed(handles)]
+
+    for rank, (last, middle, first) in enumerate(on_buffers(monkeypatch, 2, program)):
+        assert_bits(first, last, "small")
+        for given, out in ((small, first), (large, middle)):
+            goes = torch.stack([(given[rank].topk_ids // (EXPERTS // 2) == r).any(1) for r in range(2)], 1).sum(1)
+            assert torch.equal(out, given[rank].x * goes[:, None])
+
+
+# ---- combine
+
+
+@RANKS
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("biases", [0, 1, 2])
+def test_combine_adds_rows_and_weights_over_ranks(monkeypatch: Patch, ranks: int, routing: str, biases: int) -> None:
+    """Bit for bit, in float32 by rank; also of slots that the rank does not have."""
+    given = inputs(ranks, routing)
+    ids = wide_ids(given)
+    wanted = [entries(EXPERTS, ranks, rank, ids) for rank in range(ranks)]
+    generator = torch.Generator().manual_seed(1)
+    outputs = [torch.randn(len(one), HIDDEN, generator=generator).bfloat16() for one in wanted]
+    weights = [torch.randn(len(one), SLOTS, generator=generator) for one in wanted]
+    bias = [torch.randn(count, HIDDEN, generator=generator).bfloat16() for count in TOKENS[ranks]]
+
+    def program(buffer: Buffer) -> list:
+        own, rank = given[buffer.rank], buffer.rank
+        layout = layout_of(buffer, ids[rank])
+        given_bias = (None, bias[rank], (bias[rank], bias[rank]))[biases]
+        got = []
+        for entry in ({"topk_idx": ids[rank], "topk_weights": own.router_weights}, {}):
+            *_, handle, _ = buffer.dispatch(own.x, **layout, **entry)
+            got.append(buffer.combine(outputs[rank], handle, weights[rank], given_bias))
+            got.append(buffer.combine(outputs[rank], handle, bias=given_bias))
+        return got
+
+    sums = [torch.zeros(count, HIDDEN) for count in TOKENS[ranks]]
+    totals = [torch.zeros(count, SLOTS) for count in TOKENS[ranks]]
+    for rank in range(ranks):
+        for row, (source, token, _) in enumerate(wanted[rank]):
+            sums[source][token] += outputs[rank][row].float()
+            totals[source][token] += weights[rank][row]
+    for rank, got in enumerate(on_buffers(monkeypatch, ranks, program)):
+        want = sums[rank]
+        for _ in range(biases):
+            want = want + bias[rank].float()
+        for number, (out, total, event) in enumerate(got):
+            assert_bits(out, want.bfloat16(), f"rank {rank}")
+            assert event.event is None and (total is None) == (number % 2 == 1)
+            if total is not None:
+                assert_bits(total + 0.0, totals[rank] + 0.0, f"rank {rank} weights")
+
+
+@RANKS
+@pytest.mark.parametrize("later", [False, True], ids=["", "previous_event"])
+@pytest.mark.parametrize("wait", [False, True], ids=["", "async_finish"])
+@pytest.mark.parametrize("kind", ["random", "rank", "fp8"])
+def test_a_round_trip_passes_the_checks_of_deep_eps_tests(
+    monkeypatch: Patch, ranks: int, kind: str, wait: bool, later: bool
+) -> None:
+    given = inputs(ranks, "uniform")
+    ids = wide_ids(given)
+
+    def program(buffer: Buffer) -> None:
+        rank = buffer.rank
+        x = given[rank].x if kind == "random" else torch.full_like(given[rank].x, rank)
+        sent = (x.to(torch.float8_e4m3fn), torch.ones(len(x), HIDDEN // 128)) if kind == "fp8" else x
+        options = {"async_finish": wait, **({"previous_event": buffer.capture()} if later else {})}
+        layout = layout_of(buffer, ids[rank])
+        entry = {"topk_idx": ids[rank], "topk_weights": given[rank].router_weights}
+        got, own_ids, weights, counts, handle, event = buffer.dispatch(sent, **layout, **entry, **options)
+        assert (event.event is not None) == wait
+        if wait:
+            event.current_stream_wait()
+        rows = got[0].bfloat16() if isinstance(got, tuple) else got
+        prefix, start = handle[0], 0
+        for source in range(ranks if kind != "random" else 0):
+            end = int(prefix[source][rank])
+            assert (rows[start:end].int() == source).all()
+            start = end
+        assert [int((own_ids == expert).sum()) for expert in range(EXPERTS // ranks)] == counts
+        out, total, event = buffer.combine(rows, handle, weights, **options)
+        with event:
+            pass
+        times = layout["is_token_in_rank"].sum(1, keepdim=True)
+        assert calc_diff(out.float() / times, x) < 5e-6
+        assert calc_diff(total, given[rank].router_weights) < 1e-9
+
+    on_buffers(monkeypatch, ranks, program)
+
+
+def test_arguments_may_require_gradients(monkeypatch: Patch) -> None:
+    """As in a model; the results have none."""
+    given = inputs(2, "uniform")
+
+    def program(buffer: Buffer) -> tuple:
+        own = given[buffer.rank]
+        x, weights = own.x.clone().requires_grad_(), own.router_weights.clone().requires_grad_()
+        ids = own.topk_ids.long()
+        rows, _, received, _, handle, _ = buffer.dispatch(
+            x, **layout_of(buffer, ids), topk_idx=ids, topk_weights=weights
+        )
+        return buffer.combine(rows.requires_grad_(), handle, received)
+
+    for out, total, _ in on_buffers(monkeypatch, 2, program):
+        assert not out.requires_grad and not total.requires_grad
+
+
+# ---- errors
+
+
+def refused(call: Any, rule: str) -> None:
+    with pytest.raises(EPInputError, match=rule):
+        call()
+
+
+def test_arguments_that_break_a_rule_are_refused(monkeypatch: Patch) -> None:
+    (own,) = inputs(2, "uniform")[:1]
+    x, ids = own.x, own.topk_ids.long()
+
+    def program(buffer: Buffer) -> None:
+        layout = layout_of(buffer, ids)
+        rows, *_, handle, _ = buffer.dispatch(x, **layout)
+        refused(lambda: buffer.get_dispatch_layout(ids, 7), "num_experts = 7")
+        refused(lambda: buffer.get_dispatch_layout(ids[0], EXPERTS), r"topk_idx.dim\(\) = 1")
+        refused(lambda: buffer.dispatch(x), "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: must be")
+        refused(lambda: buffer.dispatch(x.half(), **layout), r"x\.dtype = torch.float16")
+        refused(lambda: buffer.dispatch((x, x), **layout), r"x\.dtype = torch.bfloat16: must be torch.float8")
+        refused(lambda: buffer.dispatch((x.to(torch.float8_e4m3fn), x), **layout), r"x\[1\]\.dtype = torch.bfloat16")
+        refused(lambda: buffer.dispatch(x[:2], **layout), "is_token_in_rank")
+        refused(lambda: buffer.dispatch(x, **layout, topk_idx=ids), "topk_idx, topk_weights")
+        refused(lambda: buffer.dispatch(x, **layout, num_worst_tokens=99), "num_worst_tokens = 99: must be 0 without")
+        entry = {"topk_idx": ids, "topk_weights": own.router_weights}
+        refused(lambda: buffer.dispatch(x, **layout, **entry, num_worst_tokens=4), "num_worst_tokens = 4: must be at l")
+        refused(lambda: buffer.dispatch(x, handle, **entry), "topk_idx: must be None with a handle")
+        refused(lambda: buffer.dispatch(x[:1], handle), r"x\.shape\[0\] = 1: must be 9")
+        refused(lambda: buffer.dispatch(x, tuple(handle)), "handle = tuple: must be what dispatch returned")
+        refused(lambda: buffer.combine(rows[:1], handle), r"x\.shape\[0\] = 1")
+        refused(lambda: buffer.combine(rows.float(), handle), r"x\.dtype = torch.float32")
+        refused(lambda: buffer.dispatch(x, handle, allocate_on_comm_stream=True), "allocate_on_comm_stream = True")
+        buffer.combine(rows, handle)
+
+    on_buffers(monkeypatch, 2, program)
+
+
+def test_a_buffer_needs_a_group() -> None:
+    for arguments in ({"group": None}, {"group": object(), "comm": object()}):
+        with pytest.raises(ValueError, match="group: must be a torch"):
+            Buffer(**arguments)
+    with pytest.raises(ValueError, match="enable_shrink = True"):
+        Buffer(object(), enable_shrink=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="new_num_sms = 3"):
+        Buffer.set_num_sms(3)
+
+
+def test_an_event_is_waited_for_once_and_calls_its_hook_once() -> None:
+    calls: list[int] = []
+    event = Buffer.capture()
+    event.register_hook_after_wait(lambda: calls.append(1))
+    with event(release_handle=True):
+        assert not calls
+    assert calls == [1] and event.event is None
+    with pytest.raises(AssertionError, match="async_finish=False"):
+        EventOverlap().current_stream_wait()

@@ -1,0 +1,108 @@
+"""What the adapter launches on a GPU, and that nothing waits on the host where DeepEP does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.integrations.deep_ep import Buffer, connections
+from cute_ep.runtime.communicator import Communicator
+from tests.fake_gpu import Launches, MakeRank
+
+TOKENS, HIDDEN, SLOTS, EXPERTS = 16, 1024, 4, 8
+IDS = torch.rand(TOKENS, EXPERTS).topk(SLOTS).indices
+WEIGHTS = torch.rand(TOKENS, SLOTS)
+X = torch.randn(TOKENS, HIDDEN).bfloat16()
+
+Connected = list[tuple[EPConfig, int | None]]
+
+
+@pytest.fixture
+def connected() -> Connected:
+    """What was connected, and for how many SMs."""
+    return []
+
+
+@pytest.fixture
+def buffer(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Connected) -> Buffer:
+    """Rank 0 of two. Kernels write nothing, so outputs are zeros."""
+
+    def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
+        connected.append((cfg, sms))
+        return make_rank(cfg)
+
+    monkeypatch.setattr(connections, "connect", connect)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    return Buffer(SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the host waits for the device")
+
+    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    monkeypatch.setattr(Communicator, "synchronize", waits)
+
+
+def layout(buffer: Buffer) -> tuple:
+    by_rank, by_node, by_expert, goes, _ = buffer.get_dispatch_layout(IDS, EXPERTS)
+    return by_rank, by_node, goes, by_expert
+
+
+def test_normal_mode_moves_rows_without_a_copy(
+    buffer: Buffer, launches: Launches, connected: Connected, no_wait: None
+) -> None:
+    rows, *_, handle, _ = buffer.dispatch(X, None, *layout(buffer), IDS, WEIGHTS, num_worst_tokens=2 * TOKENS)
+    assert launches.kernels == ["dispatch"] * 3
+    assert [cfg.hidden for cfg, _ in connected] == [24, HIDDEN, 16] and {sms for _, sms in connected} == {20}
+    _, moved, _ = launches
+    assert moved.values("input.x", "out.tokens") == (X.data_ptr(), rows.data_ptr())
+    buffer.dispatch(X, handle)
+    weights = torch.rand(2 * TOKENS, SLOTS)
+    buffer.combine(rows, handle, weights)
+    assert launches.kernels[3:] == ["dispatch", "combine_exact", "combine_unweighted"]
+    home = launches.last("combine_exact")
+    assert home.values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * TOKENS)
+    assert len(connected) == 3
+
+
+def test_normal_mode_moves_rows_of_8_bits_as_they_are(buffer: Buffer, launches: Launches, no_wait: None) -> None:
+    payload, scales = X.to(torch.float8_e4m3fn), torch.rand(TOKENS, HIDDEN // 128)
+    (rows, factors), *_ = buffer.dispatch(
+        (payload, scales), None, *layout(buffer), IDS, WEIGHTS, num_worst_tokens=2 * TOKENS
+    )
+    _, moved, _ = launches
+    assert moved.variant.format == "bf16"  # the kernel that encodes nothing
+    assert moved.values("input.x", "input.scales", "out.tokens") == (
+        payload.data_ptr(), scales.data_ptr(), rows.data_ptr()
+    )  # fmt: skip
+    assert factors.shape == (2 * TOKENS, HIDDEN // 128)
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["at once", "hook"])
+def test_low_latency_mode_never_waits(
+    buffer: Buffer, launches: Launches, connected: Connected, no_wait: None, hook: bool
+) -> None:
+    for options in ({"use_fp8": False}, {}, {"round_scale": True, "use_ue8m0": True}):
+        rows, _, handle, _, receive = buffer.low_latency_dispatch(
+            X, IDS, TOKENS, EXPERTS, return_recv_hook=hook, **options
+        )
+        if receive is not None:
+            receive()
+        rows = rows[0].bfloat16() if isinstance(rows, tuple) else rows
+        _, _, receive = buffer.low_latency_combine(rows, IDS, WEIGHTS, handle, return_recv_hook=hook)
+        if receive is not None:
+            receive()
+        home = launches.last("combine_async" if hook else "combine")
+        assert home.values("rows.data", "rows.capacity") == (rows.data_ptr(), rows.shape[0] * rows.shape[1])
+    fused, halves = ["dispatch", "combine_exact"], ["dispatch_async", "dispatch_wait"]
+    halves += ["combine_async_exact", "combine_wait_exact"]
+    assert launches.kernels == (halves if hook else fused) * 3
+    assert [cfg.dispatch_format for cfg, _ in connected] == ["bf16", "fp8", "fp8_pow2"]
+    assert {sms for _, sms in connected} == {None}

@@ -1,0 +1,93 @@
+"""The folder in which `import deep_ep` finds the adapter: from real processes over gloo, and for DeepEP's own tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_ep.api.config import EPConfig, memory_bytes
+from tests.reference.test_processes import ROOT, ended
+
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def shims() -> str:
+    command = [sys.executable, "-m", "cute_ep.integrations.deep_ep"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_program_that_knows_deep_ep_only_runs_in_real_processes(tmp_path: Path) -> None:
+    world, module = 2, "tests.integrations.deep_ep_worker"
+    path = os.pathsep.join([shims(), str(ROOT)])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(tmp_path / "store"), str(rank), str(world)],
+            cwd=tmp_path,
+            env=os.environ | WITHOUT_GPU | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(world)
+    ]
+    with ended(ranks):
+        said = [one.communicate(timeout=120) for one in ranks]
+    assert [out for out, _ in said] == ["rank 0 ok\n", "rank 1 ok\n"], said
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_runs_without_a_gpu(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deep_ep.md").read_text(), re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"],
+        cwd=tmp_path,
+        env=os.environ | WITHOUT_GPU,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with ended([torchrun]):
+        out, said = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == 0, said[-4000:]
+    assert len(re.findall(r"rank \d: \d+ rows", out)) == 2, out
+
+
+def test_the_page_says_what_memory_normal_mode_takes() -> None:
+    page, sizes = (ROOT / "docs" / "deep_ep.md").read_text(), []
+    for fmt, layout in (("bf16", None), ("fp8", "linear")):
+        cfg = EPConfig(7168, 8, 8, 4096, 8, dispatch_format=fmt, scale_layout=layout)  # type: ignore[arg-type]
+        sizes.append(memory_bytes(cfg) // 2**20)
+    assert f"{sizes[0]} MiB" in page and f"{sizes[1]} MiB" in page
+
+
+def imported(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_modules_that_the_folder_has_not_come_from_a_checkout(tmp_path: Path) -> None:
+    """Those of `deep_ep.utils`, which import names of the extension module."""
+    utils = tmp_path / "deep_ep" / "utils"
+    utils.mkdir(parents=True)
+    (utils / "envs.py").write_text("import deep_ep._C as _C\nfrom .event import EventOverlap\nfound = _C.EventHandle\n")
+    (utils / "event.py").write_text("raise ImportError('the checkout must not hide what the folder has')\n")
+    code = "import deep_ep, deep_ep.utils.envs as envs; print(envs.found is deep_ep.EventHandle, deep_ep.__file__)"
+    found, where = imported(code, PYTHONPATH=shims(), DEEPEP_SOURCE=str(tmp_path)).split()
+    assert found == "True" and Path(where).parents[1] == Path(shims())
+
+
+def test_nobody_gets_the_adapter_unasked() -> None:
+    code = "import importlib.util, cute_ep; print(importlib.util.find_spec('deep_ep'))"
+    assert imported(code) == "None"
