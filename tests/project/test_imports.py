@@ -29,7 +29,6 @@ ROOMS = (
     "cute_ep.runtime",
     "cute_ep.ops",
     "cute_ep.nn",
-    "cute_ep.integrations",
     "cute_ep.testing",
     "cute_ep.bench",
     "cute_ep.cli",
