@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'cute-ep[transformers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
 from cute_ep import EPConfigError, EPError, EPInputError
 from cute_ep.integrations.transformers import Attachment, attach, attachment

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'cute-ep[transformers]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
 from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations.transformers import attach

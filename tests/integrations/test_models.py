@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'cute-ep[transformers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
 from cute_ep.integrations.transformers import attach
 from tests.integrations.models import MODELS, build, distance, text, trained

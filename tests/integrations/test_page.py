@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs transformers: pip install 'cute-ep[transformers]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
 from tests.integrations.models import MODELS
 from tests.integrations.test_experts import classes
