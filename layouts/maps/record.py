@@ -39,12 +39,8 @@ class Region:
         """Byte offset of the element at `coord` (leading modes; missing ones are 0)."""
         offset = self.offset
         for index, stride in zip(coord, self.stride, strict=False):
-            offset = offset + self.product(index, stride) * self.itemsize
+            offset = offset + index * stride * self.itemsize
         return offset
-
-    def product(self, index: Int, stride: Int) -> Int:
-        """One mode's part of an offset, in elements."""
-        return index * stride
 
 
 class RegionMap:

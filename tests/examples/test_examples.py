@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-from tests.reference.test_processes import ROOT, ended
+from tests.processes import ROOT, run_torchrun
 
 SAID = {
     "torchrun_inference": r"rank \d: 4[08] tokens over 2 ranks as in one process",
@@ -31,16 +28,5 @@ def test_all_of_them_are_here_and_short() -> None:
 def test_it_runs_without_a_gpu(name: str) -> None:
     (command,) = re.findall(r"^    torchrun (.*)$", (ROOT / "examples" / f"{name}.py").read_text(), re.MULTILINE)
     assert command.endswith(f" examples/{name}.py")
-    torchrun = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with ended([torchrun]):
-        out, said = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, said[-4000:]
+    out = run_torchrun(shlex.split(command), ROOT)
     assert len(re.findall(SAID[name], out)) == 2, out

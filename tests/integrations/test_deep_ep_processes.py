@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from cute_ep.api.config import EPConfig, memory_bytes
-from tests.reference.test_processes import ROOT, ended
-
-WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+from tests.processes import ROOT, WITHOUT_GPU, run_page, run_ranks
 
 
 def shims() -> str:
@@ -23,41 +21,14 @@ def shims() -> str:
 
 @pytest.mark.slow
 def test_a_program_that_knows_deep_ep_only_runs_in_real_processes(tmp_path: Path) -> None:
-    world, module = 2, "tests.integrations.deep_ep_worker"
-    path = os.pathsep.join([shims(), str(ROOT)])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(tmp_path / "store"), str(rank), str(world)],
-            cwd=tmp_path,
-            env=os.environ | WITHOUT_GPU | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(world)
-    ]
-    with ended(ranks):
-        said = [one.communicate(timeout=120) for one in ranks]
-    assert [out for out, _ in said] == ["rank 0 ok\n", "rank 1 ok\n"], said
+    own = [WITHOUT_GPU | {"PYTHONPATH": os.pathsep.join([shims(), str(ROOT)])}] * 2
+    module = "tests.integrations.deep_ep_worker"
+    run_ranks(module, 2, tmp_path / "store", environment=own, folder=tmp_path, timeout=120)
 
 
 @pytest.mark.slow
 def test_the_script_of_the_page_runs_without_a_gpu(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deep_ep.md").read_text(), re.DOTALL)
-    (tmp_path / "script.py").write_text(script)
-    torchrun = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"],
-        cwd=tmp_path,
-        env=os.environ | WITHOUT_GPU,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with ended([torchrun]):
-        out, said = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, said[-4000:]
+    out = run_page("deep_ep.md", tmp_path)
     assert len(re.findall(r"rank \d: \d+ rows", out)) == 2, out
 
 

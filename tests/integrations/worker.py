@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from cute_ep.integrations.transformers import close, expert_parallel
 from tests.integrations.models import distance, text, trained
+from tests.processes import join_group
 
 ROUNDING = 2.0**-8
 LAYERS = 2
@@ -64,13 +64,8 @@ def check(folder: Path, rank: int, sizes: dict[str, int], *, same_batch: bool) -
 
 
 def main(store: Path, rank: int, world: int, models: Path) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.device("cuda", rank) if torch.cuda.is_available() else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo" if gpu is None else "nccl", rank=rank, world_size=world, device_id=gpu, **rendezvous)
+    join_group(store, rank, world)
     for folder in sorted(models.iterdir()):
         check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
         if AutoConfig.from_pretrained(folder).base_model_tp_plan:

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.reference.test_processes import ROOT, ended
+from tests.processes import run_ranks
 
 from .worker import CHECKS
 
 
 def run_in_processes(world: int, check: str, folder: Path, **environment: str) -> None:
     """A check of `worker` in processes, which must end well on all of them."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.nn.worker", str(folder / "store"), str(rank), str(world), check],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(world)
-    ]
-    with ended(ranks):
-        said = [one.communicate(timeout=300) for one in ranks]
-    assert [one.returncode for one in ranks] == [0] * world, said
-    assert [out for out, _ in said] == [f"rank {rank} ok\n" for rank in range(world)], said
+    own = [{"OMP_NUM_THREADS": "1", **environment}] * world
+    run_ranks("tests.nn.worker", world, folder / "store", check, environment=own)
 
 
 @pytest.mark.slow

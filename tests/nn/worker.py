@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from cute_ep.nn import MoELayer, connect, disconnect, shard_state_dict
 from cute_ep.testing.compare import assert_bits
+from tests.processes import join_group
 
 from .layers import INNER, config, gradients_of
 from .oracle import dense
@@ -96,12 +96,7 @@ CHECKS: dict[str, Callable[[int, int, torch.device], None]] = {
 
 
 def main(store: Path, rank: int, world: int, name: str) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.device("cuda", rank) if torch.cuda.is_available() else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo" if gpu is None else "nccl", rank=rank, world_size=world, device_id=gpu, **rendezvous)
+    gpu = join_group(store, rank, world)
     CHECKS[name](rank, world, gpu or torch.device("cpu"))
     disconnect()
     dist.barrier()

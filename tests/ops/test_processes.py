@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.reference.test_processes import ROOT, ended
+from tests.processes import run_ranks
 
 from .worker import CHECKS
 
 
 def run_on_two(check: str, folder: Path, **environment: str) -> None:
     """A check of `worker` in two processes, which must end well on both."""
-    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **environment}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.ops.worker", str(folder / "store"), str(rank), "2", check],
-            cwd=ROOT,
-            env=os.environ | own | {"TORCHINDUCTOR_CACHE_DIR": str(folder / str(rank))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for rank in range(2)
-    ]
-    with ended(ranks):
-        said = [one.communicate(timeout=300) for one in ranks]
-    assert [one.returncode for one in ranks] == [0, 0], said
-    assert [out for out, _ in said] == ["rank 0 ok\n", "rank 1 ok\n"], said
+    common = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **environment}
+    own = [common | {"TORCHINDUCTOR_CACHE_DIR": str(folder / str(rank))} for rank in range(2)]
+    run_ranks("tests.ops.worker", 2, folder / "store", check, environment=own)
 
 
 @pytest.mark.slow

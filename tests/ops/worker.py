@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from cute_ep.runtime.connection import connect
 from cute_ep.testing.compare import assert_bits
 from tests.ops.layer import check, given, gradients, layer
 from tests.ops.training import CFG, STEPS, TOKENS, train_dense, train_over_ops
+from tests.processes import join_group
 
 NOISE = 0.002
 """By how much losses of the two models may differ, as a part of the loss. Of 30 steps the largest was 0.00016."""
@@ -53,12 +53,7 @@ CHECKS: dict[str, Callable[[int, str], Any]] = {
 
 
 def main(store: Path, rank: int, world: int, name: str) -> None:
-    torch.set_num_threads(1)
-    gpu = torch.device("cuda", rank) if torch.cuda.is_available() else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
-    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo" if gpu is None else "nccl", rank=rank, world_size=world, device_id=gpu, **rendezvous)
+    join_group(store, rank, world)
     with connect(CFG) as ep:
         CHECKS[name](rank, cute_ep.ops.register(ep))
         ep.synchronize()
