@@ -9,9 +9,8 @@
 | `load_row`              | ld.global or ld.global.cs          | expert rows, which may be the first to leave L2   |
 | `fetch`                 | cp.async.cg.shared.global          | rows on their way into shared memory              |
 
-`send`, `poll` and `load_row` are PTX, not `cute.copy`: as copy atoms (CopyR2GOp, CopyG2ROp with a memory order) combine
-spills 8 bytes a thread on sm_90a, and an atom's cache hint is no choice of run time (DSL 4.8.1). `fetch` fills the rest
-of a vector with zeros, which CopyG2SOp cannot.
+`poll` and `load_row` are PTX: with a memory order (CopyG2ROp) combine spills 8 bytes a thread on sm_90a, and the cache
+hint of a copy atom cannot be chosen at run time (DSL 4.8.1). `send`, the store that `poll` waits for, is PTX like it.
 """
 
 from __future__ import annotations
