@@ -37,6 +37,18 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}a"
 
 
+@contextmanager
+def on_device(device: torch.device | int) -> Iterator[driver.CUcontext]:
+    """Make a device the current one and its context the thread's, for driver calls. `torch.cuda.device` leaves a thread
+    without a context that has used none, as in a process whose first use of a GPU this is."""
+    with torch.cuda.device(device):
+        context = check(driver.cuCtxGetCurrent())
+        if not int(context):
+            context = check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(torch.cuda.current_device()))))
+            check(driver.cuCtxSetCurrent(context))
+        yield context
+
+
 def current_stream(device: int) -> int:
     """Raw handle of the caller's stream on a device, an ordinal: without the object that
     `torch.cuda.current_stream` makes, which takes 2 us of a host's time."""
@@ -62,8 +74,8 @@ def _packer(count: int) -> Callable[..., None]:
 
 
 class Kernel:
-    """A loaded kernel of one device, the current one, with the numbers of its parameters, 0 at first. While a profiler
-    of torch is on, its launches are ranges, named as "cute_ep.dispatch_bf16".
+    """A loaded kernel of one device, that of `on_device`, with the numbers of its parameters, 0 at first. While a
+    profiler of torch is on, its launches are ranges, named as "cute_ep.dispatch_bf16".
 
     One launch overwrites the numbers of the one before (the driver has copied them); threads take turns.
     """
@@ -152,8 +164,7 @@ class DeviceMemory:
         self, device: torch.device, nbytes: int, ones: Sequence[tuple[int, int]] = (), *, begin: int = 0
     ) -> None:
         self.device, self.nbytes = device, nbytes
-        with torch.cuda.device(device):
-            torch.cuda.current_stream(device)
+        with on_device(device):
             self._allocation = int(check(driver.cuMemAlloc(nbytes)))
             self.address = self._allocation + begin
             try:
@@ -168,7 +179,7 @@ class DeviceMemory:
     def store(self, offset: int, words: Sequence[int]) -> None:
         """Write 64-bit words `offset` bytes from `address`; done when the device is synchronised."""
         content = struct.pack(f"{len(words)}Q", *words)
-        with torch.cuda.device(self.device):
+        with on_device(self.device):
             check(driver.cuMemcpyHtoD(self.address + offset, content, len(content)))
 
     def handle(self) -> bytes:
@@ -177,7 +188,7 @@ class DeviceMemory:
 
     def free(self) -> None:
         """Release the memory; no peer may still be writing to it."""
-        with torch.cuda.device(self.device):
+        with on_device(self.device):
             check(driver.cuMemFree(self._allocation))
 
 
@@ -186,13 +197,13 @@ def open_handle(device: torch.device, handle: bytes) -> int:
     native = driver.CUipcMemHandle()
     native.reserved = handle
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-    with torch.cuda.device(device):
+    with on_device(device):
         return int(check(driver.cuIpcOpenMemHandle(native, flags)))
 
 
 def close_handle(device: torch.device, address: int) -> None:
     """Unmap what `open_handle` mapped."""
-    with torch.cuda.device(device):
+    with on_device(device):
         check(driver.cuIpcCloseMemHandle(address))
 
 
@@ -201,14 +212,16 @@ class HostMemory:
 
     def __init__(self, words: int) -> None:
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
-        self.address = int(check(driver.cuMemHostAlloc(4 * words, flags)))
+        with on_device(torch.cuda.current_device()):
+            self.address = int(check(driver.cuMemHostAlloc(4 * words, flags)))
         self.words = (ctypes.c_uint32 * words).from_address(self.address)
         ctypes.memset(self.address, 0, 4 * words)
 
     def free(self) -> None:
         """Release the memory; no kernel may still be running. `words` keep their last values."""
         self.words = type(self.words)(*self.words)
-        check(driver.cuMemFreeHost(self.address))
+        with on_device(torch.cuda.current_device()):
+            check(driver.cuMemFreeHost(self.address))
 
 
 def enable_all_peers(devices: Iterable[torch.device]) -> None:
@@ -231,10 +244,9 @@ def enable_peer_access(device: int, peer: int) -> None:
         raise EPConfigError(
             f"devices: cuda:{device} cannot access the memory of cuda:{peer} (no NVLink or PCIe peer path)"
         )
-    with torch.cuda.device(peer):
-        torch.cuda.current_stream(peer)
-        context = check(driver.cuCtxGetCurrent())
-    with torch.cuda.device(device):
+    with on_device(peer) as context:
+        pass
+    with on_device(device):
         status = driver.cuCtxEnablePeerAccess(context, 0)[0]
     if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
         check((status,))

@@ -26,7 +26,7 @@ from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
 from cute_ep.layouts.maps.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.reference.local import check_offsets, fill_groups
 from cute_ep.runtime.arguments import address, scales_record
-from cute_ep.runtime.driver import Kernel, architecture, resident_ctas
+from cute_ep.runtime.driver import Kernel, architecture, on_device, resident_ctas
 
 MAX_ROWS = 1 << 30
 SIGN_BIT = 1 << 31
@@ -41,7 +41,7 @@ def _kernel(device: int, name: str, fmt: str | None, folder: str | None) -> Kern
 
 @cache
 def _load(device: int, entry: LibraryEntry) -> Kernel:
-    with torch.cuda.device(device):
+    with on_device(device):
         return Kernel(entry)
 
 

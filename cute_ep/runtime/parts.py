@@ -13,7 +13,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arguments import COMBINE_CALL, DISPATCH_CALL
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
-from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture
+from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture, on_device
 from cute_ep.tuning.launch_shape import Tuning
 
 
@@ -57,8 +57,7 @@ def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: H
         entries[name] = library.find(name, arch, cfg.dispatch_format if name in SEND_KERNELS else None, hooks)
     if cfg.format.scale:
         entries |= {f"{name}{UNENCODED}": library.find(name, arch, BF16.name, hooks) for name in SEND_KERNELS}
-    with torch.cuda.device(device), ExitStack() as undo:
-        torch.cuda.synchronize()  # the first call on a device makes its context
+    with on_device(device), ExitStack() as undo:
         kernels: dict[str, Kernel] = {}
         for name, entry in entries.items():
             call = DISPATCH_CALL if name.startswith("dispatch") else COMBINE_CALL
@@ -77,6 +76,6 @@ def make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
 
 def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:
     """Give back what `load_kernels` took; none of them may be running."""
-    with torch.cuda.device(device):
+    with on_device(device):
         for kernel in kernels.values():
             kernel.unload()

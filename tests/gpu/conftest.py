@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,15 @@ from cute_ep.runtime.communicator import Communicator
 
 LIBRARY = Path(__file__).parents[2] / "build" / "library"
 VIRTUAL_RANKS = 8
+
+
+def use_library_by_default() -> None:
+    """Have the library under test found where no folder is named, here and in processes that tests start."""
+    cache = LIBRARY.parent / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        (cache / "cute_ep").symlink_to(LIBRARY, target_is_directory=True)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
 
 
 def take_one_gpu(worker: int, workers: int) -> None:
@@ -37,6 +46,8 @@ def take_one_gpu(worker: int, workers: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
+if LIBRARY.exists():
+    use_library_by_default()
 if "PYTEST_XDIST_WORKER" in os.environ:
     take_one_gpu(int(os.environ["PYTEST_XDIST_WORKER"][len("gw") :]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import RoundOptions, check_round
+from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
 from .layers import Network, fp8_experts, plain_experts
@@ -81,3 +84,15 @@ def test_first_use_of_a_kernel_while_a_rank_waits() -> None:
     command = [sys.executable, "-m", "tests.gpu.first_use"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def test_a_thread_without_a_context() -> None:
+    """A thread's first CUDA calls connect, run a round and give everything back."""
+    cfg = EPConfig(1024, 8, 2, 32, 2, "bf16", 20)
+
+    def run() -> None:
+        with connected(cfg, ["cuda:0"] * 2) as communicators:
+            check_round(communicators, make_inputs(cfg, [32, 5], "uniform", 1), RoundOptions())
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()

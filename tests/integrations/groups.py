@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.deep_ep import Buffer, connections
 from cute_ep.reference.processes import connect_processes
+from cute_ep.runtime.connection import connect_local
 from cute_ep.testing.workloads import RankInputs
 from tests.reference.ranks import at_once
+
+LIBRARY = Path(__file__).parents[2] / "build" / "library"
+CPU = torch.device("cpu")
 
 
 class ThreadGroup:
@@ -45,13 +50,24 @@ def connect(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPC
     return connect_processes(cfg, group.rank(), group.on_all_ranks)
 
 
-def on_buffers(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Buffer], Any]) -> list:
-    """What program(buffer) returns on each rank."""
-    monkeypatch.setattr(connections, "connect", connect)
+def connect_one(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
+    """In place of `cute_ep.connect`, for the only rank, on the current GPU."""
+    return connect_local(cfg, ["cuda"], sms=sms, library=LIBRARY)[0]
+
+
+def on_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    program: Callable[[Buffer], Any],
+    device: torch.device = CPU,
+) -> list:
+    """What program(buffer) returns on each rank; on a GPU there can be one rank only."""
+    monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_one)
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:
         buffer = Buffer(ThreadGroup(rank, ranks, barrier, given), int(2e9))  # type: ignore[arg-type]
+        buffer._connections.device = device
         try:
             return program(buffer)
         except BaseException:

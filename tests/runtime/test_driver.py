@@ -107,6 +107,24 @@ def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.M
     assert [(event.key, event.count) for event in profile.key_averages()] == [("cute_ep.dispatch_bf16", 2)]
 
 
+# ---- contexts
+
+
+@pytest.mark.parametrize("current", [0, 7], ids=["none", "one"])
+def test_a_thread_has_a_context_on_a_device(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+    """Its own where it has one, else the primary one of the device."""
+    contexts = [current]
+    cuda = SimpleNamespace(device=lambda _: nullcontext(), current_device=lambda: 3)
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (SUCCESS, contexts[-1]))
+    monkeypatch.setattr(driver.driver, "cuDeviceGet", lambda ordinal: (SUCCESS, ordinal + 10))
+    monkeypatch.setattr(driver.driver, "cuDevicePrimaryCtxRetain", lambda device: (SUCCESS, device + 100))
+    monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", lambda context: (contexts.append(context), (SUCCESS,))[1])
+    with driver.on_device(3) as context:
+        assert contexts[-1] == context == (current or 113)
+    assert len(contexts) == (1 if current else 2)
+
+
 # ---- memory
 
 
@@ -126,8 +144,8 @@ def test_in_a_new_arena_every_lamport_word_is_the_sentinel_and_all_else_0(
         memory[:] = b"\xa5" * nbytes
         return SUCCESS, ARENA_AT
 
-    cuda = SimpleNamespace(device=lambda _: nullcontext(), current_stream=lambda _: None, synchronize=lambda _: None)
-    monkeypatch.setattr(driver, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(driver, "on_device", lambda _: nullcontext())
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda _: None)))
     monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
     monkeypatch.setattr(driver.driver, "cuMemsetD8", fill)
     arena = parts.make_arena(cfg, rank, torch.device("cuda", 0))
