@@ -13,6 +13,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.integrations.rows import blocks, empty_blocks, rank_major
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.scales import LINEAR
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import RankInputs, make_inputs
@@ -41,7 +42,6 @@ def assert_same(got: Any, want: Any) -> None:
 
 # ---- rows in other shapes
 
-CFG = EPConfig(128, 24, 3, 70, 8)
 TOKENS = (70, 0, 9, 33, 64, 1, 70, 17)
 
 
@@ -64,7 +64,8 @@ def block_rows(cfg: EPConfig, batch: Dispatched) -> tuple[Dispatched, torch.Tens
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_in_another_shape(view: Callable, fmt: str) -> None:
     """Rows and what combine makes of them."""
-    cfg = EPConfig(CFG.hidden, 24, 3, 70, 8, fmt, 20)
+    layout = None if FORMATS[fmt].scale is None else LINEAR
+    cfg = EPConfig(128, 24, 3, 70, 8, fmt, 20, scale_layout=layout)
     given = make_inputs(cfg, list(TOKENS), "masked", 3)
     mode = "partial" if view is rank_rows else "exact"
 
