@@ -1,5 +1,10 @@
 """Fixtures for all tests; `tests.fake_gpu` says what each of them is."""
 
+from hypothesis import settings
+
 from tests.fake_gpu import gpus, launches, local_launches, make_rank, rank
 
 __all__ = ["gpus", "launches", "local_launches", "make_rank", "rank"]
+
+settings.register_profile("cute_ep", deadline=None)  # machines that run tests are busy
+settings.load_profile("cute_ep")

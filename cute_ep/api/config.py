@@ -19,8 +19,11 @@ from cute_ep.layouts.maps.routing import (
     max_rows,
     shared_slice,
 )
+from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, scale_block, scale_row_alignment, scale_words
 
 MAX_HIDDEN = 65536
+MAX_BLOCK_ROWS = 1 << 30
+"""Rows of all blocks of a rank, times the scale words of a row: kernels count them in 32 bits."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -52,6 +55,11 @@ class EPConfig:
             combine adds its rows.
         skip_a2a: every rank is given all tokens, serves its own experts only, and combine returns partial sums that
             the caller adds over the `world_size` ranks. Nothing travels. The shared expert's tokens are shared out.
+        block_rows: S, where each local expert has a block of S rows, as DeepEP's low-latency mode has them: rows of
+            expert e begin at row e * S and `row_counts` says how many there are; behind them a block holds anything.
+            With the `atom128x4` layout a multiple of 128. Combine returns NaN for tokens with a row that its block had
+            no room for; with S = world_size * max_tokens_per_rank that takes a token that has an expert twice. None:
+            experts' rows follow one another.
 
     Raises:
         EPConfigError: a field breaks its rule.
@@ -68,6 +76,7 @@ class EPConfig:
     row_alignment: int | None = None
     fused_shared_expert: bool = False
     skip_a2a: bool = False
+    block_rows: int | None = None
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, rule: str) -> None:
@@ -123,6 +132,15 @@ class EPConfig:
         )
         if self.row_alignment is not None:
             object.__setattr__(self, "row_alignment", int(self.row_alignment))
+        if self.block_rows is not None:
+            multiple = ATOM_ROWS if self.scales_as == ATOM else 1
+            most = MAX_BLOCK_ROWS // (self.local_experts * max(1, scale_words(self.format.scale_bytes(self.hidden))))
+            good = is_integer(self.block_rows) and 2 <= self.block_rows <= most and self.block_rows % multiple == 0
+            several = f"multiple of {multiple}" if multiple > 1 else "integer"
+            require(good, "block_rows", f"must be None or a {several} in [2, {most}]".replace("a i", "an i"))
+            require(self.row_alignment is None, "row_alignment", "must be None with block_rows")
+            require(not self.fused_shared_expert, "fused_shared_expert", "must be False with block_rows")
+            object.__setattr__(self, "block_rows", int(self.block_rows))
 
     @property
     def format(self) -> Format:
@@ -141,13 +159,22 @@ class EPConfig:
 
     @property
     def alignment(self) -> int:
-        """`row_alignment`, or the format's default."""
+        """Multiple at which the rows of a group start: `block_rows`, `row_alignment`, or the format's default."""
+        if self.block_rows is not None:
+            return self.block_rows
         return self.format.row_alignment if self.row_alignment is None else self.row_alignment
 
     @property
     def scales_as(self) -> str | None:
         """`scale_layout`, or the format's default; None when the format has no scale factors."""
         return self.format.scale_layout(self.scale_layout)
+
+    @property
+    def scale_alignment(self) -> int:
+        """Multiple at which the scale rows of a group start; from one block to the next, where there are blocks."""
+        if self.block_rows is not None:
+            return scale_block(self.scales_as, self.format.scale_bytes(self.hidden), self.block_rows)
+        return scale_row_alignment(self.scales_as, self.alignment)
 
     @property
     def peers(self) -> int:
@@ -162,7 +189,9 @@ class EPConfig:
 
     @property
     def max_rows(self) -> int:
-        """Rows to allocate for one dispatch output in the worst case."""
+        """Rows to allocate for one dispatch output in the worst case; those of all blocks, where there are blocks."""
+        if self.block_rows is not None:
+            return self.local_experts * self.block_rows
         shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
         return max_rows(self.peers, self.top_k, self.max_tokens_per_rank, self.groups, self.alignment, shared)
 

@@ -13,7 +13,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.scales import ATOM, scale_shape
+from cute_ep.layouts.maps.scales import ATOM, block_scale_shape, scale_shape
 
 
 class Origin:
@@ -85,17 +85,18 @@ class DispatchBuffers:
     they are: leave their shapes and storages alone.
 
     A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. G is
-    their number. Each group's rows are padded to the configuration's `alignment` with rows of zeros.
+    their number. Each group's rows are padded to the configuration's `alignment` with rows of zeros; with `block_rows`
+    they are followed by rows that hold anything, which no tensor describes.
 
     Attributes:
         tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden / 2] uint8 (4-bit formats: element 0
             in the low nibble).
         scales: block scale factors, uint8 bits or float32, in the configuration's scale layout
             (`cute_ep.layouts.maps.scales` has the shapes); rows that pad a group are zero. None when the format has
-            none.
+            none. With `block_rows` and layout `transposed`: [G, words, block_rows].
         row_scales: [capacity] bfloat16, each row's own scale. None when the format has none.
         row_offsets: [G + 1] int32; group g owns rows [row_offsets[g], row_offsets[g + 1]), padding included.
-        row_counts: [G] int32, rows of each group without padding.
+        row_counts: [G] int32, rows of each group without padding; of a block, those that it has room for.
         scales_offsets: [G] int32; the first 128-row scale block of group g is
             row_offsets[g] // 128 + scales_offsets[g]. None unless scales are in the 128x4 atom layout.
         expert_ids: [G] int32, 0 .. G-1.
@@ -131,7 +132,11 @@ class DispatchBuffers:
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """Uninitialised buffers for `capacity` rows, rounded up to the alignment (default `cfg.max_rows`, which no
-        routing can exceed). EPInputError: that is no number of rows."""
+        routing can exceed). EPInputError: that is no number of rows, or there are blocks, whose rows are fixed."""
+        if capacity is not None and cfg.block_rows is not None:
+            raise EPInputError(
+                f"capacity = {capacity}: must be None with block_rows, which says how many rows there are"
+            )
         if capacity is not None and not (is_integer(capacity) and capacity >= 0):
             raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
         rows = align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment)
@@ -207,7 +212,11 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
     fmt, groups, routed = cfg.format, cfg.groups, routed_shape(cfg)
     scales = None
     if cfg.scales_as is not None:
-        shape = scale_shape(cfg.scales_as, fmt.scale_bytes(cfg.hidden), fmt.scale_itemsize, rows, groups)
+        sizes = fmt.scale_bytes(cfg.hidden), fmt.scale_itemsize
+        if cfg.block_rows is None:
+            shape = scale_shape(cfg.scales_as, *sizes, rows, groups)
+        else:
+            shape = block_scale_shape(cfg.scales_as, *sizes, cfg.block_rows, groups)
         scales = (shape, scale_dtype(fmt))
     return {
         "tokens": ((rows, payload_columns(fmt, cfg.hidden)), payload_dtype(fmt)),

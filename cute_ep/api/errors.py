@@ -48,7 +48,9 @@ def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) ->
     for phase in INPUT_ERRORS:
         if phase in found:
             index, expected, seen = found[phase]
-            if phase == Phase.ROW_CAPACITY:
+            if phase == Phase.ROW_CAPACITY and index:
+                texts.append(f"the block of local expert {index - 1} holds {expected} rows, but {seen} have arrived")
+            elif phase == Phase.ROW_CAPACITY:
                 texts.append(f"out holds {expected} rows, but those that arrived take {seen}")
             else:
                 value = f"{BEYOND} or beyond 32 bits" if seen == BEYOND else seen

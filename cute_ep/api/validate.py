@@ -305,6 +305,9 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
     capacity = out.tokens.shape[0]
+    if cfg.block_rows is not None and capacity != cfg.max_rows:
+        rule = f"{cfg.max_rows}, {cfg.block_rows} for each local expert"
+        raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be {rule}")
     if capacity % cfg.alignment:
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")
     for name, want in buffer_shapes(cfg, capacity).items():

@@ -11,7 +11,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, message_bytes
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.scales import WORD_BYTES, scale_row_alignment, scale_words
+from cute_ep.layouts.maps.scales import WORD_BYTES, scale_words
 
 LAUNCHES = ("dispatch", "combine_exact", "combine_partial")
 """Launches whose bytes `traffic` counts."""
@@ -70,9 +70,10 @@ def count_routing(cfg: EPConfig, topk_ids: Sequence[torch.Tensor]) -> RoutingCou
         routed = align_up(per_expert, alignment).view(ranks, local).sum(dim=1).tolist()
         return tuple(align_up(count, alignment) + own for count, own in zip(shared, routed, strict=True))
 
-    scale_alignment = scale_row_alignment(cfg.scales_as, cfg.alignment)
     tokens = tuple(ids.shape[0] for ids in topk_ids)
-    return RoutingCounts(entries, pairs, messages, tuple(shared), tokens, rows(cfg.alignment), rows(scale_alignment))
+    return RoutingCounts(
+        entries, pairs, messages, tuple(shared), tokens, rows(cfg.alignment), rows(cfg.scale_alignment)
+    )
 
 
 @dataclass(frozen=True)

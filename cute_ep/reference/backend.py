@@ -172,9 +172,8 @@ class ReferenceCommunicator(EPCommunicator):
         dispatched = OwnDispatched.inside(out, own)
 
         def receive(sources: Mapping[int, Source]) -> None:
-            rows, capacity = fill(self.cfg, self.rank, sources, dispatched), dispatched.tokens.shape[0]
-            if rows > capacity:
-                self._wrong_input[Phase.ROW_CAPACITY] = 0, capacity, rows
+            if full := fill(self.cfg, self.rank, sources, dispatched):
+                self._wrong_input[Phase.ROW_CAPACITY] = full
 
         if not self._receive(self._exchange.dispatch, receive):
             withhold(dispatched)

@@ -73,6 +73,8 @@ def dequantize(
             raise EPInputError(f"{present[0]} = tensor: must be None, a batch has its own")
         row_offsets, scales_offsets, name = rows.row_offsets, rows.scales_offsets, "rows.tokens"
         payload, scales, row_scales = rows.tokens, rows.scales, rows.row_scales
+        if scales is not None and scales.dim() == 3:  # transposed blocks
+            scales = scales.transpose(0, 1).flatten(1)
     elif isinstance(rows, SwigluRows):
         (payload, scales), row_scales = rows, None
     elif isinstance(rows, QuantizedRows):

@@ -14,6 +14,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_input_scale, check_tokens, check_unscaled
+from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.formats import join_rows, quantize
 
@@ -87,6 +88,13 @@ def arrange_scales(scales: torch.Tensor, layout: str, row_counts: Sequence[int])
     if layout == TRANSPOSED:
         return scales.t().contiguous()
     return torch.nn.functional.pad(scales, (0, -scales.shape[1] * scales.itemsize % 4))
+
+
+def rows_first(scales: torch.Tensor, layout: str) -> torch.Tensor:
+    """Scale factors of blocks as a view whose first axes are, one within the other, the rows."""
+    if layout == ATOM:
+        return scales.permute(0, 3, 2, 1, 4)
+    return scales.transpose(1, 2) if layout == TRANSPOSED else scales
 
 
 # ---- dispatch
@@ -182,7 +190,7 @@ def dispatch(
 
     Duplicate experts of a token make one row each. A masked slot (-1) makes none. With `skip_a2a` every rank is its
     only source, and an expert of another rank makes no row. The rows that pad a group are zeros in every tensor, with
-    src_info (-1, -1).
+    src_info (-1, -1). With blocks each ends in such rows.
 
     Args:
         xs: per rank [T_r, hidden] bfloat16, T_r <= max_tokens_per_rank.
@@ -231,6 +239,20 @@ def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -
     return table[table[:, 0].argsort(stable=True)]
 
 
+def count_rows(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> torch.Tensor:
+    """[G] int64 rows that arrive for each group of rank `rank`, also those that a block has no room for."""
+    own = sources[rank]
+    peers = [own] if cfg.skip_a2a else [sources[peer] for peer in range(cfg.world_size)]
+    return torch.bincount(_entries(cfg, rank, peers, own)[:, 0], minlength=cfg.groups)
+
+
+def _arranged(cfg: EPConfig, scales: torch.Tensor, layout: str, row_counts: Sequence[int]) -> torch.Tensor:
+    """`arrange_scales`; of transposed blocks each by itself, [G, columns, block_rows]."""
+    if cfg.block_rows is None or layout != TRANSPOSED:
+        return arrange_scales(scales, layout, row_counts)
+    return scales.view(-1, cfg.block_rows, scales.shape[1]).transpose(1, 2).contiguous()
+
+
 def _indexable(field: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that every device can index."""
     return field.view(torch.uint8) if field.dtype == torch.float8_e4m3fn else field
@@ -246,24 +268,27 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
 
     counts = torch.bincount(group, minlength=cfg.groups)
     padded = (counts + cfg.alignment - 1) // cfg.alignment * cfg.alignment
+    if cfg.block_rows is not None:
+        padded = torch.full_like(counts, cfg.block_rows)
     offsets = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     num_rows = int(offsets[-1])
     in_group = torch.arange(group.numel(), device=device) - (counts.cumsum(0) - counts)[group]
-    row = offsets[group] + in_group
+    row = torch.where(in_group < padded[group], offsets[group] + in_group, LOST_ROW)
+    held = row != LOST_ROW
 
     def padded_rows(field: torch.Tensor | None) -> torch.Tensor | None:
         """The rows of all sources, one field of them, in output order with zeros in between."""
         if field is None:
             return None
         placed = torch.zeros(num_rows, *field.shape[1:], dtype=field.dtype, device=device)
-        _indexable(placed)[row] = _indexable(field)[first_token[source] + token]
+        _indexable(placed)[row[held]] = _indexable(field)[(first_token[source] + token)[held]]
         return placed
 
     first_token = torch.tensor([sum(one.tokens for one in peers[:index]) for index in range(len(peers))], device=device)
     joined = join_rows([one.rows for one in peers])
     scales, layout = padded_rows(joined.scales), cfg.scales_as
     src_info = torch.full((num_rows, 2), -1, dtype=torch.int32, device=device)
-    src_info[row] = torch.stack([token, slot], dim=1).int()
+    src_info[row[held]] = torch.stack([token, slot], dim=1)[held].int()
 
     routed = slot < cfg.top_k
     row_map = torch.full((cfg.peers, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
@@ -281,10 +306,10 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     header = [[one.tokens, 0, int(one.router_weights is not None), 0] for one in peers]
     return Dispatched(
         tokens=padded_rows(joined.payload),
-        scales=None if scales is None or layout is None else arrange_scales(scales, layout, padded.tolist()),
+        scales=None if scales is None or layout is None else _arranged(cfg, scales, layout, padded.tolist()),
         row_scales=padded_rows(joined.row_scales),
         row_offsets=offsets.int(),
-        row_counts=counts.int(),
+        row_counts=counts.minimum(padded).int(),
         scales_offsets=(first_block - offsets[:-1] // 128).int() if layout == ATOM else None,
         expert_ids=torch.arange(cfg.groups, dtype=torch.int32, device=device),
         src_info=src_info,

@@ -20,8 +20,8 @@ from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.routing import LOST_ROW
-from cute_ep.layouts.maps.scales import TRANSPOSED
-from cute_ep.reference.dispatch import Source, encode_checked, lower_halves
+from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
+from cute_ep.reference.dispatch import Source, count_rows, encode_checked, lower_halves, rows_first
 
 ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
 OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
@@ -101,12 +101,14 @@ def withhold(buffers: DispatchBuffers) -> None:
 
 
 @writing_modes()
-def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchBuffers) -> int:
-    """Write the output of rank `rank`'s dispatch into `out`; the rows that it takes, which are lost if there are more
-    than `out` holds."""
+def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchBuffers) -> tuple[int, int, int] | None:
+    """Write the output of rank `rank`'s dispatch into `out`. Where `out`, or a block, has no room for rows, they are
+    lost: what a status record of ROW_CAPACITY says of it, else None."""
     result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
-    rows = int(result.num_rows)
-    if rows > out.tokens.shape[0]:
+    if cfg.block_rows is not None:
+        return _fill_blocks(cfg, result, buffers, count_rows(cfg, rank, sources))
+    rows, capacity = int(result.num_rows), out.tokens.shape[0]
+    if rows > capacity:
         result.row_map[result.row_map >= 0] = LOST_ROW
         for name in ANNOUNCED:
             if buffers[name] is not None:
@@ -122,7 +124,37 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchB
             buffer[:, :rows] = value
         else:
             buffer[: value.shape[0]] = value
-    return rows
+    return (0, capacity, rows) if rows > capacity else None
+
+
+def _fill_blocks(
+    cfg: EPConfig, result: Dispatched, buffers: Mapping[str, torch.Tensor | None], arrived: torch.Tensor
+) -> tuple[int, int, int] | None:
+    """`fill`, with blocks: rows that hold nothing stay as they are."""
+    holds = result.src_info[:, 0] >= 0
+    for name, buffer in buffers.items():
+        value = getattr(result, name)
+        if buffer is None:
+            continue
+        if value is None:  # weights, when no source gave any
+            buffer.zero_()
+        elif name in OF_ROWS:
+            assert name != "scales" or cfg.scales_as is not None
+            write_rows(buffer, value, holds, cfg.scales_as if name == "scales" else None)
+        else:
+            buffer.copy_(value)
+    full = (arrived > result.row_counts).nonzero().flatten().tolist()
+    return (full[0] + 1, int(result.row_counts[full[0]]), int(arrived[full[0]])) if full else None
+
+
+def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: str | None) -> None:
+    """Copy the rows out of [capacity] that are True in `rows`; scale factors of blocks are in a layout."""
+    if layout is not None:
+        to, of = rows_first(to, layout), rows_first(of, layout)
+        rows = rows.view(to.shape[: to.dim() - (2 if layout == ATOM else 1)])
+    if to.dtype == torch.float8_e4m3fn:
+        to, of = to.view(torch.uint8), of.view(torch.uint8)
+    to[rows] = of[rows]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.layouts.maps.arena import message_of, segment_words
 from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
 from cute_ep.layouts.maps.routing import division_magic
-from cute_ep.layouts.maps.scales import has_tiles, scale_map, scale_row_alignment
+from cute_ep.layouts.maps.scales import has_tiles, scale_map
 
 OUT_TYPES = {dtype: int(number) for dtype, number in OUTPUT_TYPES.items()}
 IS_WIDE = {torch.int32: 0, torch.int64: 1}
@@ -107,20 +107,21 @@ def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
         row_map=out.row_map.data_ptr(),
         headers=out.headers.data_ptr(),
         weights=address(out.weights),
+        blocks=int(cfg.block_rows is not None),
         row_alignment=cfg.alignment,
         capacity=capacity,
-        has_tiles=int(has_tiles(cfg.scales_as, capacity, cfg.alignment)),
+        has_tiles=int(cfg.block_rows is None and has_tiles(cfg.scales_as, capacity, cfg.alignment)),
     )
 
 
 def scales_record(
-    layout: str | None, scale_bytes: int, scales: torch.Tensor | None, rows: int, row_alignment: int
+    layout: str | None, scale_bytes: int, scales: torch.Tensor | None, rows: int, alignment: int
 ) -> Scales:
-    """Scale factors of `rows` rows of `scale_bytes`, in a layout; None: there are none."""
+    """Scale factors of `rows` rows of `scale_bytes`, in a layout; None: there are none. The scale rows of an expert
+    start at multiples of `alignment`."""
     if layout is None:
         return NO_SCALES
     places = scale_map(layout, scale_bytes, rows)
-    alignment = scale_row_alignment(layout, row_alignment)
     return Scales(address(scales), places.inner, places.middle, places.outer, places.step, places.words, alignment)
 
 

@@ -107,5 +107,6 @@ class LaunchCache:
 
     def scales_of(self, out: DispatchBuffers) -> Scales:
         """The record of the scales in buffers."""
-        cfg, rows = self.cfg, out.tokens.shape[0]
-        return scales_record(cfg.scales_as, cfg.format.scale_bytes(cfg.hidden), out.scales, rows, cfg.alignment)
+        cfg, scale_bytes = self.cfg, self.cfg.format.scale_bytes(self.cfg.hidden)
+        rows = cfg.block_rows or out.tokens.shape[0]
+        return scales_record(cfg.scales_as, scale_bytes, out.scales, rows, cfg.scale_alignment)

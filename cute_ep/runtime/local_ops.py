@@ -22,7 +22,7 @@ from cute_ep.api.validate import check_global_scale, check_input_scale
 from cute_ep.layouts.maps.arguments import CopyArgs, RowsArgs, numbers
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
-from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_shape
+from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_row_alignment, scale_shape
 from cute_ep.layouts.maps.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.reference.local import check_offsets, fill_groups
 from cute_ep.runtime.arguments import address, scales_record
@@ -228,7 +228,7 @@ def fused_silu(
         fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
     else:
         arguments = RowsArgs(
-            scales=scales_record(layout, record.scale_bytes(width), scales, rows, 1),
+            scales=scales_record(layout, record.scale_bytes(width), scales, rows, scale_row_alignment(layout, 1)),
             x=x.data_ptr(),
             out=payload.data_ptr(),
             row_scales=0,

@@ -1,7 +1,8 @@
 """dispatch_recv: find the rows of each slice of a message, and have it copied there (`row_copy`).
 
 Row of entry (source, token, k) with local expert e: row_start[e] + base[e, source] - base[e, 0] + position, where base
-is the exclusive prefix sum of the gathered counts and row_start leaves room for padding (`tables`). Each warp takes
+is the exclusive prefix sum of the gathered counts and row_start leaves room for padding, or is the first row of the
+expert's block (`tables`); rows beyond a block are lost. Each warp takes
 slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on the own rank.
 """
 
@@ -119,6 +120,8 @@ class DispatchRecv:
                 row = self.tables.row_start(ctx, local) + in_expert
                 scale_row = self.tables.scale_start(ctx, local) + in_expert
                 if self.tables.row_start(ctx, ctx.local_experts) > ctx.out.capacity:
+                    row = Int32(LOST_ROW)
+                if (ctx.out.blocks != 0) & (in_expert >= ctx.out.row_alignment):
                     row = Int32(LOST_ROW)
             if row_slice.first == 0:
                 gRowMap = array(ctx.out.row_map, Int32, ctx.ranks, in_rank)

@@ -32,8 +32,8 @@ class Outputs:
     @cute.jit
     def zero_padding(self, ctx, receiver: Int32, receivers: Int32) -> None:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
-        fewest rows."""
-        if self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1):
+        fewest rows. Blocks hold anything behind their rows."""
+        if (self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1)) & (ctx.out.blocks == 0):
             jobs = (ctx.local_experts + ctx.shared.groups) * PADDING_JOBS
             last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
             for job in cutlass.range(last_first, jobs, item_stride(receivers), unroll=1):
@@ -68,6 +68,9 @@ class Outputs:
                 rows = Int32(0)
                 if expert < ctx.local_experts:
                     rows = self.tables.rows_of(ctx, expert)
+                    arrived = self.tables.arrived(ctx, expert)
+                    if rows < arrived:
+                        ctx.report_input(Phase.ROW_CAPACITY, expert + 1, rows, arrived)
                     scale_start = self.tables.scale_start(ctx, expert)
             if not fits:
                 start = Int32(0)
@@ -93,7 +96,7 @@ class Outputs:
         scale_start = Int32(0)
         if expert >= 0:
             start = self.tables.row_start(ctx, expert)
-            rows = self.tables.rows_of(ctx, expert)
+            rows = self.tables.arrived(ctx, expert)
             scale_start = self.tables.scale_start(ctx, expert)
         end = start + round_up(rows, ctx.out.row_alignment)
         if end <= ctx.out.capacity:

@@ -25,8 +25,8 @@ class Tables:
     """Shared memory that `read` fills.
 
     bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e], scale_starts[e]: first row of local
-    expert e where rows, or scale rows, are aligned; [L]: all of them. items: ranks times the slices of the source that
-    has most. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
+    expert e where rows, or scale rows, are aligned or in blocks; [L]: all of them. items: ranks times the slices of the
+    source that has most. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
     """
 
     def __init__(self, shared: RegionMap) -> None:
@@ -113,17 +113,23 @@ class Tables:
         scale_start = shared_array(self.scale_starts, Int32)[expert]
         return cutlass.select_(ctx.scales.alignment == ctx.out.row_alignment, start, scale_start)
 
-    def rows_of(self, ctx, expert) -> Int32:
-        """Rows of a local expert, without padding."""
+    def arrived(self, ctx, expert) -> Int32:
+        """Rows that ranks have sent to a local expert."""
         sBase = shared_array(self.bases, Int32)
         return sBase[(expert + 1) * ctx.ranks] - sBase[expert * ctx.ranks]
 
+    def rows_of(self, ctx, expert) -> Int32:
+        """Rows of a local expert, without padding, and without those that its block has no room for."""
+        rows = self.arrived(ctx, expert)
+        return cutlass.select_((ctx.out.blocks != 0) & (rows > ctx.out.row_alignment), ctx.out.row_alignment, rows)
+
     @cute.jit
     def _place_groups(self, ctx, sStart, shared_rows: Int32, alignment: Int32) -> None:
-        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two); by one
-        warp."""
+        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two), or is
+        a block of as many; by one warp."""
 
-        def rows_of(expert):
-            return round_up(self.rows_of(ctx, expert), alignment)
+        def room_of(expert):
+            aligned = round_up(self.arrived(ctx, expert), alignment)
+            return cutlass.select_(ctx.out.blocks != 0, alignment, aligned)
 
-        warp_exclusive_scan(rows_of, sStart, ctx.local_experts, ctx.lane, round_up(shared_rows, alignment))
+        warp_exclusive_scan(room_of, sStart, ctx.local_experts, ctx.lane, round_up(shared_rows, alignment))

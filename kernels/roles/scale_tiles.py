@@ -145,7 +145,7 @@ class ScaleTiles:
         start, first, count = Int32(0), Int32(0), ctx.shared.rows  # of the group: scale row, output row, rows
         if expert >= 0:
             start, first = self.tables.scale_start(ctx, expert), self.tables.row_start(ctx, expert)
-            count = self.tables.rows_of(ctx, expert)
+            count = self.tables.arrived(ctx, expert)
         place = row - start
         known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap
         token = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)[known, 0]

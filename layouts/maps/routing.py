@@ -3,7 +3,7 @@
 Row order of a rank's output: local expert ascending, then source rank, then token, then k. The row of entry
 (source, token, k) with expert e is  base[source, e] + position,  where `position` counts the earlier entries of the
 same source (tokens ascending, then k) that chose e, and  base[source, e]  is the exclusive prefix sum of counts in
-(e, source) order, each expert's rows rounded up to the row alignment.
+(e, source) order, each expert's rows rounded up to the row alignment. In blocks it is e times the rows of a block.
 
 With a fused shared expert, group 0 of the output holds the rank's own tokens in order, and expert e is group e + 1.
 """
@@ -25,7 +25,8 @@ MAX_TOKENS_PER_RANK = 32768
 MASKED_ENTRY = -1
 NO_ROW = -1
 LOST_ROW = 2**31 - 1
-"""Row of every entry of a rank whose output could not hold all its rows: larger than any capacity."""
+"""Row of every entry of a rank whose output could not hold all its rows, and of those that a block could not hold:
+larger than any capacity."""
 
 
 def pack_entry(expert: Int, position: Int) -> Int:

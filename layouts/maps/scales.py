@@ -14,6 +14,9 @@ read are three choices of these strides:
 |             |                                       | [rows, words] f32            |                            |
 | transposed  | (1, 32, 128), rows                    | [words, rows] f32            | its first output row       |
 
+With blocks of a fixed number of rows, the transposed scale factors of each expert are a matrix of their own, of step
+rows of a block: [experts, words, rows of a block].
+
 In the 128x4 atom, which block-scaled tensor cores read, a tile of 128 rows by 4 one-byte factors is 512 contiguous
 bytes. One-byte factors are padded with zeros to whole words.
 """
@@ -102,6 +105,21 @@ def scale_row_alignment(layout: str | None, row_alignment: int) -> int:
     """Multiple at which an expert's scale rows start: atoms own whole 128-row blocks, others follow the rows, as does
     None where there are none."""
     return ATOM_ROWS if layout == ATOM else row_alignment
+
+
+def scale_block(layout: str | None, scale_bytes: int, rows: int) -> int:
+    """Scale rows from one expert's block of `rows` rows to the next one's."""
+    return rows * scale_words(scale_bytes) if layout == TRANSPOSED else rows
+
+
+def block_scale_shape(layout: str, scale_bytes: int, itemsize: int, rows: int, groups: int) -> tuple[int, ...]:
+    """`scale_shape` for blocks of `rows` rows, of each of `groups` experts; in the atom layout a multiple of 128."""
+    words = scale_words(scale_bytes)
+    if layout == ATOM:
+        return (groups * rows // ATOM_ROWS, words, 32, ATOM_ROWS // 32, WORD_BYTES)
+    if layout == LINEAR:
+        return (groups * rows, words * WORD_BYTES // itemsize)
+    return (groups, words, rows)
 
 
 def scale_shape(layout: str, scale_bytes: int, itemsize: int, rows: int, groups: int) -> tuple[int, ...]:

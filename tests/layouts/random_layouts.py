@@ -19,7 +19,7 @@ POWERS = (1, 2, 4, 8)
 
 # Sizes and fitting pairs are drawn and filtered: what a law needs is rarely what the first draw gives.
 FILTERED = [HealthCheck.filter_too_much, HealthCheck.too_slow]
-law = settings(max_examples=60, deadline=None, suppress_health_check=FILTERED)
+law = settings(max_examples=60, suppress_health_check=FILTERED)
 
 
 def leaf_count(shape):

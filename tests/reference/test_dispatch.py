@@ -71,7 +71,7 @@ def routed_batches(draw):
     return cfg, [one.reshape(-1, cfg.top_k) for one in ids], draw(st.integers(0, 2)), draw(st.integers(0, 99))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(routed_batches())
 def test_any_routing_places_the_rows_of_the_model(batch):
     cfg, ids, weights_on, seed = batch

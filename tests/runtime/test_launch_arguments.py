@@ -13,7 +13,7 @@ from cute_ep.layouts.maps.arena import message_map, segment_words
 from cute_ep.layouts.maps.arguments import numbers
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import OutputType, division_magic
-from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED, scale_map
+from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED, scale_map
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, NO_HOOKS, Hooks
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.parts import load_kernels
@@ -252,6 +252,20 @@ def test_kernels_are_given_sizes_and_strides_of_the_format(
     for name, tensor in outputs.items():
         assert launches.first().arguments.get(name, 0) == address(tensor), name
     assert launches.first().arguments["out.row_counts"] == batch.row_counts.data_ptr()
+
+
+@pytest.mark.parametrize("layout", [ATOM, LINEAR, TRANSPOSED])
+def test_blocks_are_as_far_apart_as_they_are_large(make_rank: MakeRank, launches: Launches, layout: str) -> None:
+    """In rows, and in scale rows; those of a transposed block are of a matrix of its own."""
+    fmt, size = ("fp8" if layout == TRANSPOSED else "nvfp4"), 256
+    cfg = replace(CFG, dispatch_format=fmt, scale_layout=layout, block_rows=size)
+    rank = make_rank(cfg)
+    batch = rank.dispatch(*inputs())
+    given, words = launches.first().arguments, -(-FORMATS[fmt].scale_bytes(128) // 4)
+    assert batch.tokens.shape[0] == given["out.capacity"] == cfg.local_experts * size
+    assert (given["out.blocks"], given["out.row_alignment"], given["out.has_tiles"]) == (1, size, 0)
+    assert given["scales.alignment"] == (size * words if layout == TRANSPOSED else size)
+    assert given["scales.step"] == {ATOM: 128, LINEAR: 1, TRANSPOSED: size}[layout]
 
 
 @pytest.mark.parametrize("fmt", SCALED)
