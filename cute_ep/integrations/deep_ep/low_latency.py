@@ -16,8 +16,10 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
 from cute_ep.integrations.deep_ep.connections import Connections
 from cute_ep.integrations.deep_ep.events import EventOverlap
-from cute_ep.integrations.rows import Blocks, blocks, empty_blocks
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import FP8
+from cute_ep.layouts.maps.routing import LOST_ROW
+from cute_ep.layouts.maps.scales import TRANSPOSED
 
 PACKED = 4
 """UE8M0 scale factors in an int32."""
@@ -98,34 +100,38 @@ class LowLatency:
         multiple = FP8.block * PACKED
         require(not use_ue8m0 or hidden % multiple == 0, f"x.shape[1] = {hidden}: must be a multiple of {multiple}")
         check_experts(num_experts, ranks)
-        cfg = EPConfig(hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks)
+        slots = ranks * num_max_dispatch_tokens_per_rank
+        sizes = hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks
+        cfg = EPConfig(*sizes, dispatch_format="bf16", block_rows=slots)
         if use_fp8:
-            cfg = replace(cfg, dispatch_format="fp8_pow2" if round_scale else "fp8", scale_layout="linear")
+            cfg = replace(cfg, dispatch_format="fp8_pow2" if round_scale else "fp8", scale_layout=TRANSPOSED)
         communicator = self._connections.get(cfg)
-        out = empty_blocks(cfg, ranks * num_max_dispatch_tokens_per_rank, device)
-        scales = None if out.scales is None else _column_major(out.scales, use_ue8m0)
-        layout_range = torch.empty((cfg.local_experts, ranks), dtype=torch.int64, device=device)
-        sizes = num_max_dispatch_tokens_per_rank, hidden, num_experts
-        handle = LowLatencyHandle(out.source_tokens, layout_range, *sizes)
+        out, experts = communicator.allocate(), cfg.local_experts
+        scales = None if out.scales is None else _for_matmul(out.scales, use_ue8m0)
+        layout_range = torch.empty((experts, ranks), dtype=torch.int64, device=device)
+        source_tokens = out.src_info[:, 0].view(experts, slots)
+        handle = LowLatencyHandle(source_tokens, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts)
         handle.communicator = communicator
 
         def receive(batch: Dispatched) -> None:
-            handle.batch = blocks(cfg, batch, out)
-            if scales is not None:
-                _fill_scales(scales, out, use_ue8m0)
-            number = out.source_counts.long()
+            handle.batch = batch
+            if use_ue8m0:
+                assert scales is not None and out.scales is not None
+                _pack(out.scales, scales.transpose(1, 2))
+            number = _count_by_source(cfg, batch)
             layout_range.copy_((number.cumsum(1) - number) << 32 | number)
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(out.counts)
+                cumulative_local_expert_recv_stats.add_(out.row_counts)
 
         ids, hook = topk_idx.to(torch.int32, copy=True), None  # a copy, since combine reads them again
         if return_recv_hook:
             pending = communicator.dispatch_async(x.contiguous(), ids)
-            hook = _once(lambda: receive(communicator.dispatch_wait(pending)))
+            hook = _once(lambda: receive(communicator.dispatch_wait(pending, out)))
         else:
-            receive(communicator.dispatch(x.contiguous(), ids))
-        rows = out.tokens if scales is None else (out.tokens, scales)
-        return rows, out.counts, handle, finished(async_finish), hook
+            receive(communicator.dispatch(x.contiguous(), ids, out=out))
+        tokens = out.tokens.view(experts, slots, -1)
+        rows = tokens if scales is None else (tokens, scales)
+        return rows, out.row_counts, handle, finished(async_finish), hook
 
     @torch.no_grad()
     def low_latency_combine(
@@ -222,19 +228,30 @@ def _once(call: Callable[[], object]) -> Callable[[], None]:
     return hook
 
 
-def _column_major(scales: torch.Tensor, packed: bool) -> torch.Tensor:
-    """Memory for [L, S, factors] float32, or [L, S, factors / PACKED] int32, in which neighbours are those of S."""
-    experts, slots, factors = scales.shape
-    dtype = torch.int32 if packed else torch.float32
-    shape = (experts, factors // PACKED if packed else factors, slots)
-    return torch.empty(shape, dtype=dtype, device=scales.device).transpose(1, 2)
+def _for_matmul(scales: torch.Tensor, packed: bool) -> torch.Tensor:
+    """What is returned of [L, factors, S] float32: [L, S, factors], a view, or packed memory of its own."""
+    if packed:
+        experts, factors, slots = scales.shape
+        scales = torch.empty((experts, factors // PACKED, slots), dtype=torch.int32, device=scales.device)
+    return scales.transpose(1, 2)
 
 
-def _fill_scales(to: torch.Tensor, of: Blocks, packed: bool) -> None:
-    """Write the blocks' scale factors; UE8M0 keeps the exponent of a power of two, the first in the lowest byte."""
-    assert of.scales is not None
-    if not packed:
-        to.copy_(of.scales)
-        return
-    exponents = (of.scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
-    to.copy_(exponents.view(torch.int32))
+def _pack(scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the exponents of powers of two, [L, factors, S] float32, into [L, factors / PACKED, S] int32, the first in
+    the lowest byte."""
+    exponents = scales.view(torch.int32) >> EXPONENT & 255
+    place = 8 * torch.arange(PACKED, dtype=torch.int32, device=scales.device)[:, None]
+    torch.sum(exponents.unflatten(1, (-1, PACKED)) << place, 2, out=out, dtype=torch.int32)
+
+
+def _count_by_source(cfg: EPConfig, batch: Dispatched) -> torch.Tensor:
+    """[L, R] int64 rows of each block by source rank."""
+    row_map, ranks = batch.row_map, batch.row_map.shape[0]
+    token = torch.arange(row_map.shape[1], device=row_map.device)
+    exists = token < batch.headers[:, HeaderWord.TOKENS, None]
+    live = exists[:, :, None] & (row_map >= 0) & (row_map != LOST_ROW)
+    assert cfg.block_rows is not None
+    source = torch.arange(ranks, device=row_map.device)[:, None, None]
+    pair = torch.where(live, row_map // cfg.block_rows * ranks + source, 0)
+    count = torch.zeros(cfg.local_experts * ranks, dtype=torch.int64, device=row_map.device)
+    return count.scatter_add_(0, pair.flatten(), live.long().flatten()).view(-1, ranks)
