@@ -39,6 +39,30 @@ import torch
 FOLDER = Path(__file__).with_suffix("")
 
 WANTED: dict[str, dict[str, list[str]]] = {
+    "sglang": {
+        "sglang.srt.environ": [
+            "Envs.SGLANG_PLUGINS",
+            "Envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            "Envs.SGLANG_DEEPEP_V2_NUM_SMS",
+            "envs",
+        ],
+        "sglang.srt.plugins.hook_registry": ["HookType", "HookRegistry.register"],
+        "sglang.srt.runtime_context": ["get_parallel"],
+        "sglang.srt.layers.dp_attention": ["get_is_extend_in_batch"],
+        "sglang.srt.layers.moe.topk": ["StandardTopKOutput"],
+        "sglang.srt.layers.moe.utils": ["DeepEPv2Fp8ScaleFormat", "get_deepep_v2_fp8_scale_format"],
+        "sglang.srt.layers.moe.token_dispatcher.base": [
+            "DispatchOutputFormat",
+            "CombineInputFormat",
+            "RoutewiseLayout",
+            "BaseDispatcher",
+        ],
+        "sglang.srt.layers.moe.token_dispatcher.deepep_v2": [
+            "DeepEPv2DispatchOutput",
+            "DeepEPv2CombineInput",
+            "DeepEPv2Dispatcher",
+        ],
+    },
     "vllm": {
         "vllm.config.parallel": [
             "All2AllBackend",
