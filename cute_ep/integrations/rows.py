@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched, buffer_shapes
+from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched, buffer_shapes
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
@@ -125,6 +125,25 @@ def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> Ran
     row_scales = None if batch.row_scales is None else batch.row_scales[from_row]
     tokens_of = _taken(batch.tokens, from_row)
     return RankRows(tokens_of, scales, row_scales, expert_ids, weights, ends.int(), derived)
+
+
+def without_rows(batch: Dispatched, router_weights: torch.Tensor | None = None) -> Dispatched:
+    """What combine reads of a batch, without the memory of its rows and scale factors.
+
+    Args:
+        router_weights: [T, K] float32 that exact mode multiplies by; None: ones.
+    """
+    if router_weights is None:
+        router_weights = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
+    kept = {name: getattr(batch, name) for name in (*READ_BY_COMBINE, "weights")}
+    rows = batch.src_info if len(batch.src_info) == len(batch.tokens) else batch.tokens
+    return Dispatched.of_tensors(
+        kept | {"tokens": rows},
+        rank=batch.rank,
+        topk_ids=batch.topk_ids,
+        router_weights=router_weights,
+        return_slices=batch.return_slices,
+    )
 
 
 def empty_blocks(cfg: EPConfig, slots: int, device: torch.device | str) -> Blocks:

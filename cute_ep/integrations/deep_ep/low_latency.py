@@ -13,18 +13,14 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
-from cute_ep.integrations.deep_ep.connections import Connections
 from cute_ep.integrations.deep_ep.events import EventOverlap
+from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
-
-PACKED = 4
-"""UE8M0 scale factors in an int32."""
-EXPONENT = 23
-"""Place of the exponent's lowest bit in a float32."""
 
 
 class _Fields(NamedTuple):
@@ -117,7 +113,7 @@ class LowLatency:
             handle.batch = batch
             if use_ue8m0:
                 assert scales is not None and out.scales is not None
-                _pack(out.scales, scales.transpose(1, 2))
+                scales.copy_(packed_exponents(out.scales.transpose(1, 2).contiguous()))
             number = _count_by_source(cfg, batch)
             layout_range.copy_((number.cumsum(1) - number) << 32 | number)
             if cumulative_local_expert_recv_stats is not None:
@@ -234,14 +230,6 @@ def _for_matmul(scales: torch.Tensor, packed: bool) -> torch.Tensor:
         experts, factors, slots = scales.shape
         scales = torch.empty((experts, factors // PACKED, slots), dtype=torch.int32, device=scales.device)
     return scales.transpose(1, 2)
-
-
-def _pack(scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the exponents of powers of two, [L, factors, S] float32, into [L, factors / PACKED, S] int32, the first in
-    the lowest byte."""
-    exponents = scales.view(torch.int32) >> EXPONENT & 255
-    place = 8 * torch.arange(PACKED, dtype=torch.int32, device=scales.device)[:, None]
-    torch.sum(exponents.unflatten(1, (-1, PACKED)) << place, 2, out=out, dtype=torch.int32)
 
 
 def _count_by_source(cfg: EPConfig, batch: Dispatched) -> torch.Tensor:

@@ -22,7 +22,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.deep_ep.connections import Connections
+from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.counts import count_entries
+from cute_ep.integrations.rows import without_rows
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
@@ -103,10 +105,7 @@ def dispatch_layout(
     tokens, device = ids.shape[0], ids.device
     server = torch.where(ids >= 0, ids // (num_experts // ranks), ranks)
     goes = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=device).scatter_(1, server, True)[:, :ranks]
-    by_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    ids = torch.where(ids >= 0, ids, num_experts).flatten()
-    by_expert.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-    return goes.sum(0, dtype=torch.int32), by_expert[:num_experts], goes.contiguous()
+    return goes.sum(0, dtype=torch.int32), count_entries(ids, num_experts).int(), goes.contiguous()
 
 
 class NormalMode:
@@ -166,7 +165,7 @@ class NormalMode:
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].view(scales.dtype)[:, : scales.shape[1]].contiguous()
         sources = batch.src_info[:rows, 0].contiguous()
-        return batch.tokens[:rows], factors, Returned(communicator, _without_rows(batch)), sources
+        return batch.tokens[:rows], factors, Returned(communicator, without_rows(batch)), sources
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
@@ -215,7 +214,7 @@ class NormalMode:
         communicator = self._connect(width * 2, route.tokens)
         out = communicator.allocate(max(route.rows, 1))
         batch = communicator.dispatch(words.view(torch.bfloat16), route.ranks, out=out)
-        route.of_entries[width] = Returned(communicator, _without_rows(batch))
+        route.of_entries[width] = Returned(communicator, without_rows(batch))
         return batch
 
     def _connect(self, hidden: int, tokens: int, scaled: bool = False) -> EPCommunicator:
@@ -243,16 +242,3 @@ def _as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     wide = torch.zeros((words.shape[0], columns), dtype=torch.float32, device=words.device)
     wide[:, : words.shape[1]] = words
     return wide
-
-
-def _without_rows(batch: Dispatched) -> Dispatched:
-    """What combine needs of a batch, with weights of 1, and without the memory of its rows."""
-    ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
-    kept = {name: getattr(batch, name) for name in ("row_offsets", "row_map", "headers")}
-    return Dispatched.of_tensors(
-        {"tokens": batch.src_info, **kept},
-        rank=batch.rank,
-        topk_ids=batch.topk_ids,
-        router_weights=ones,
-        return_slices=batch.return_slices,
-    )

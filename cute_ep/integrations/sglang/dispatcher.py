@@ -1,0 +1,236 @@
+"""The dispatcher of one layer in SGLang's format DEEPEP_V2, expanded: a row per (token, expert), expert after expert,
+each expert's rows padded to 128. Dispatch returns rows like that, so nothing is copied.
+
+SGLang's runner multiplies rows by the weights that come with them, then sums are plain. Here those weights are ones and
+combine multiplies, in float32: rows are rounded once less, and no weights need to be gathered by row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.types import FormatName
+from cute_ep.integrations.connections import connections_of
+from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.rows import without_rows
+from cute_ep.integrations.scales import PACKED, packed_exponents
+from cute_ep.integrations.versions import require
+from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
+
+require("sglang", (0, 5, 23), (0, 5, 24))
+
+from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.layers.dp_attention import get_is_extend_in_batch  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher  # noqa: E402
+from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import (  # noqa: E402
+    DeepEPv2CombineInput,
+    DeepEPv2DispatchOutput,
+)
+from sglang.srt.layers.moe.topk import StandardTopKOutput  # noqa: E402
+from sglang.srt.layers.moe.utils import get_deepep_v2_fp8_scale_format  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
+
+ALIGNMENT = 128
+"""Rows of an expert are padded to a multiple of this, as DeepGEMM reads them."""
+TIMEOUT_S = 300.0
+"""How long a rank waits for others: in a first pass they may be compiling."""
+LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+
+
+class CuteEPDispatcher(BaseDispatcher):
+    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
+
+    Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
+    Arguments are those that SGLang gives; SMs and most tokens of a rank come from its variables, which all ranks must
+    have set alike.
+
+    Args:
+        group: one rank per GPU, all of one machine; experts are distributed over it.
+        router_topk: experts that a token chooses.
+        num_experts, num_local_experts: of all ranks, and of each.
+        hidden_size: elements of a row.
+        params_dtype: of the model, bfloat16.
+        use_fp8_dispatch: quantise rows as they are sent, for experts in FP8.
+        activation_scale_block_size: elements that share a scale factor then, 128 or 32.
+
+    Attributes:
+        cfg: the configuration of the communicator.
+
+    Raises:
+        EPConfigError: an argument or a variable cannot be served.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        router_topk: int,
+        num_experts: int,
+        num_local_experts: int,
+        hidden_size: int,
+        params_dtype: torch.dtype,
+        use_fp8_dispatch: bool,
+        activation_scale_block_size: int = 128,
+    ) -> None:
+        super().__init__()
+        ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
+        _require(params_dtype == torch.bfloat16, f"--dtype = {params_dtype}: must be bfloat16")
+        _require(
+            num_local_experts * ranks == num_experts,
+            f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks; choose "
+            "--ep-num-redundant-experts so that all ranks have as many",
+        )
+        _require(0 < tokens <= MAX_TOKENS_PER_RANK, f"{LIMIT} = {tokens}: must be in [1, {MAX_TOKENS_PER_RANK}]")
+        fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
+        self.cfg = EPConfig(
+            hidden_size, num_experts, router_topk, tokens, ranks,
+            dispatch_format=fmt, timeout_s=TIMEOUT_S, row_alignment=ALIGNMENT,
+            scale_layout="linear" if use_fp8_dispatch else None,
+        )  # fmt: skip
+        self._group, self._block = group, activation_scale_block_size
+        self._packed = use_fp8_dispatch and fmt != "fp8"
+        self._communicator: EPCommunicator | None = None
+        self._batch: Dispatched | None = None
+
+    def prebuild(self) -> None:
+        """Connect, with all ranks; SGLang calls it for the first layer when it starts. Else the first dispatch does."""
+        self._connected()
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput) -> DeepEPv2DispatchOutput:
+        """Send tokens to their experts, and receive those of this rank's experts.
+
+        In an extend batch the host waits for the ranks' numbers of rows, and errors of earlier calls are raised: no
+        graph can capture it. A decode batch has room for all rows that may come, and waits for nothing.
+
+        Args:
+            hidden_states: [T, hidden_size] bfloat16.
+            topk_output: [T, router_topk] expert ids, -1 masks, and weights; unchanged until the combine has run.
+
+        Returns:
+            hidden_states: [N, hidden_size] rows, bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
+            hidden_states_scale: None, or scale factors: [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0
+            [N, hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
+            psum_num_recv_tokens_per_expert: [local experts] int32, where each expert's rows end, without padding; zeros
+            if more rows came than there was room for.
+            topk_weights: [N] float32 ones. topk_ids: None.
+
+        Raises:
+            EPInputError: an argument breaks its rule; from earlier calls also an expert id out of range.
+            EPTimeout: a rank did not come in time.
+            EPError: the dispatch before has had no combine.
+        """
+        if self._batch is not None:
+            raise EPError("dispatch: the batch of the dispatch before has not been combined")
+        tokens, most = hidden_states.shape[0], self.cfg.max_tokens_per_rank
+        if tokens > most:
+            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must not exceed {LIMIT} = {most}; raise it")
+        communicator = self._connected()
+        ids = topk_output.topk_ids.to(torch.int32).contiguous()
+        weights = topk_output.topk_weights.to(torch.float32).contiguous()
+        masked, together = not get_is_extend_in_batch(), 0
+        if masked:
+            together = self._tokens_of_all(tokens)
+            room = max_rows(1, self.cfg.top_k, together, self.cfg.local_experts, ALIGNMENT, 0)
+        else:
+            room = self._wait_for_rows(ids)
+            communicator.synchronize()  # raises what was wrong before; the stream has nothing left to do
+        batch = communicator.dispatch(hidden_states.contiguous(), ids, weights, out=communicator.allocate(room))
+        self._batch = without_rows(batch, weights)  # the runner may free rows and scale factors
+        rows = batch.tokens.shape[0]
+        sent = tokens * self.cfg.world_size * self.cfg.top_k
+        return DeepEPv2DispatchOutput(
+            hidden_states=batch.tokens,
+            hidden_states_scale=packed_columns(batch.scales) if self._packed else batch.scales,
+            topk_ids=None,
+            topk_weights=torch.ones(rows, dtype=torch.float32, device=batch.tokens.device),
+            psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
+            is_expanded=True,
+            use_masked_gemm=masked,
+            expected_m=sent // self.cfg.num_experts + 1 if masked else 0,
+            masked_max_m=min(align_up(together, ALIGNMENT), self.cfg.world_size * most),
+            total_expanded=rows if masked else 0,
+            expert_alignment=ALIGNMENT,
+            activation_scale_block_size=self._block,
+        )
+
+    def combine(self, combine_input: DeepEPv2CombineInput) -> torch.Tensor:
+        """Bring the experts' outputs home and sum them with the router weights: on each expert's rank in float32,
+        rounded, then over ranks in float32, rounded.
+
+        Args:
+            combine_input: `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows; its weights
+                are not read.
+
+        Returns:
+            [T, hidden_size] bfloat16. NaN for a token one of whose rows found no room.
+
+        Raises:
+            EPInputError: the rows are not those of the dispatch, or not final (`routewise_layout`).
+            EPError: there was no dispatch.
+            EPTimeout: a rank did not come in time.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise EPError("combine: there was no dispatch")
+        if not isinstance(combine_input, DeepEPv2CombineInput):
+            raise EPInputError(f"combine_input = {type(combine_input).__name__}: must be DeepEPv2CombineInput")
+        if combine_input.routewise_layout is not None:
+            raise EPInputError("combine_input.routewise_layout: must be None, the model has to finish its rows first")
+        rows, room = combine_input.hidden_states, batch.tokens.shape[0]
+        if rows.shape[0] != room:
+            raise EPInputError(f"hidden_states.shape[0] = {rows.shape[0]}: must be {room}, the rows of the dispatch")
+        return self._connected().combine(rows.contiguous(), batch, mode="partial")
+
+    def _connected(self) -> EPCommunicator:
+        """The communicator; the first call is collective."""
+        if self._communicator is None or self._communicator.closed:
+            sms = envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
+            self._communicator = connections_of(self._group).get(self.cfg, sms)
+        return self._communicator
+
+    def _tokens_of_all(self, tokens: int) -> int:
+        """The most that all ranks together may send in a decode batch of which this one sends `tokens`. Ranks that
+        share a batch (a TP group without attention DP or CP) have the same number, or parts that differ by one."""
+        ranks, parallel = self.cfg.world_size, get_parallel()
+        most = ranks * self.cfg.max_tokens_per_rank
+        alone = parallel.attn_dp_size == parallel.attn_cp_size == 1 and parallel.tp_size == ranks
+        if not alone or parallel.tp_group is None or parallel.tp_group.device_group is not self._group:
+            return most
+        return min(most, max(1, tokens * ranks + ranks - 1))
+
+    def _wait_for_rows(self, ids: torch.Tensor) -> int:
+        """Rows that come to this rank, padding included; collective, and the host waits."""
+        known = torch.where(ids < self.cfg.num_experts, ids, -1)
+        heard = exchange_counts(count_entries(known, self.cfg.num_experts), len(ids), self._group)
+        return int(((heard[:, :-1].sum(0) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).sum())
+
+
+def packed_columns(scales: torch.Tensor) -> torch.Tensor:
+    """[N, n] scale factors as [N, n / 4] int32 exponents, neighbours along N."""
+    packed = packed_exponents(scales)
+    out = torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t()
+    return out.copy_(packed)
+
+
+def _format(fp8: bool, block: int, hidden: int) -> FormatName:
+    """The format whose rows DeepGEMM reads on this GPU."""
+    if not fp8:
+        return "bf16"
+    packed = get_deepep_v2_fp8_scale_format().ue8m0
+    formats: dict[int, FormatName] = {128: "fp8_pow2", 32: "mxfp8"} if packed else {128: "fp8"}
+    known = " or ".join(map(str, formats))
+    _require(block in formats, f"activation_scale_block_size = {block}: must be {known} on this GPU")
+    multiple = FORMATS[formats[block]].block * (PACKED if packed else 1)
+    _require(hidden % multiple == 0, f"hidden_size = {hidden}: must be a multiple of {multiple}")
+    return formats[block]
+
+
+def _require(ok: bool, rule: str) -> None:
+    if not ok:
+        raise EPConfigError(rule)
