@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,14 @@ def test_an_old_or_missing_transformers_is_named(tmp_path: Path, text: str, mess
 def test_newer_versions_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adapted", SimpleNamespace(__version__=found))  # type: ignore[arg-type]
     require("adapted", (5, 23))
+
+
+@pytest.mark.parametrize("found", ["0.5.23", "0.5.23.post1", "0.5.22", "0.5.24", "0.6", "1.0.0", "unknown"])
+def test_a_range_has_an_end(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adapted", SimpleNamespace(__version__=found))  # type: ignore[arg-type]
+    if found.startswith("0.5.23"):
+        require("adapted", (0, 5, 23), (0, 5, 24))
+        return
+    need = f"adapted = {found}: must be at least 0.5.23 and below 0.5.24: pip install 'own-name>=0.5.23,<0.5.24'"
+    with pytest.raises(ImportError, match=re.escape(need)):
+        require("adapted", (0, 5, 23), (0, 5, 24), package="own-name")

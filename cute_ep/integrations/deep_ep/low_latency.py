@@ -13,16 +13,12 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
-from cute_ep.integrations.deep_ep.connections import Connections
 from cute_ep.integrations.deep_ep.events import EventOverlap
 from cute_ep.integrations.rows import Blocks, blocks, empty_blocks
+from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
-
-PACKED = 4
-"""UE8M0 scale factors in an int32."""
-EXPONENT = 23
-"""Place of the exponent's lowest bit in a float32."""
 
 
 class _Fields(NamedTuple):
@@ -231,10 +227,6 @@ def _column_major(scales: torch.Tensor, packed: bool) -> torch.Tensor:
 
 
 def _fill_scales(to: torch.Tensor, of: Blocks, packed: bool) -> None:
-    """Write the blocks' scale factors; UE8M0 keeps the exponent of a power of two, the first in the lowest byte."""
+    """Write the blocks' scale factors; UE8M0 keeps the exponent of a power of two."""
     assert of.scales is not None
-    if not packed:
-        to.copy_(of.scales)
-        return
-    exponents = (of.scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
-    to.copy_(exponents.view(torch.int32))
+    to.copy_(packed_exponents(of.scales) if packed else of.scales)

@@ -1,4 +1,4 @@
-"""Communicators of one process group, made when a call first needs one."""
+"""Communicators of process groups, made when a call first needs one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime.connection import connect
 
@@ -39,12 +40,15 @@ class Connections:
 
         Raises:
             EPConfigError, EPError: as of `connect`.
+            EPError: there is none yet, and a CUDA graph is being captured.
         """
         for own, communicator in self._open.items():
             if own.max_tokens_per_rank >= cfg.max_tokens_per_rank and own == replace(
                 cfg, max_tokens_per_rank=own.max_tokens_per_rank
             ):
                 return communicator
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise EPError(f"there is no communicator for {cfg} yet: make this call once before capturing a CUDA graph")
         LOG.info("rank %d connects for %s", self.rank, cfg)
         made = self._open[cfg] = connect(cfg, self._group, sms=sms)
         return made
@@ -53,3 +57,21 @@ class Connections:
         """Close all communicators; collective."""
         while self._open:
             self._open.pop(next(iter(self._open))).close()
+
+
+_OF_GROUPS: dict[dist.ProcessGroup, Connections] = {}
+
+
+def connections_of(group: dist.ProcessGroup) -> Connections:
+    """Those of a group that adapters of frameworks share. They stay open until `close`: graphs and backward passes may
+    need them."""
+    if group not in _OF_GROUPS:
+        _OF_GROUPS[group] = Connections(group)
+    return _OF_GROUPS[group]
+
+
+def close() -> None:
+    """Close what `connections_of` has connected in this process; collective over each group. Call it before
+    `destroy_process_group`."""
+    while _OF_GROUPS:
+        _OF_GROUPS.pop(next(iter(_OF_GROUPS))).close()

@@ -1,0 +1,24 @@
+"""Scale factors as grouped matmuls for Blackwell read them: exponents, four in an int32."""
+
+from __future__ import annotations
+
+import torch
+
+PACKED = 4
+"""Exponents (UE8M0) in an int32."""
+EXPONENT = 23
+"""Place of the exponent's lowest bit in a float32."""
+
+
+def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Exponents of scale factors, four in an int32, the first in the lowest byte.
+
+    Args:
+        scales: [..., n] float32 powers of two, or uint8 that are exponents already; n a multiple of PACKED, rows
+            contiguous.
+
+    Returns:
+        [..., n / PACKED] int32; of uint8 the same memory.
+    """
+    bits = scales if scales.dtype == torch.uint8 else (scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
+    return bits.view(torch.int32)
