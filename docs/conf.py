@@ -33,7 +33,8 @@ html_copy_source = html_show_copyright = html_show_sphinx = smartquotes = False
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-autodoc_mock_imports = ["cutlass", "transformers"]  # one page for all, whether these are installed or not
+# one page for all, whether these are installed or not
+autodoc_mock_imports = ["cutlass", "transformers", "vllm", "pydantic"]
 versions.require = lambda *library: None  # what is mocked has no version
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -80,6 +81,7 @@ docs/ops
 docs/layer
 docs/transformers
 docs/deep_ep
+docs/vllm
 docs/reference
 docs/numerics
 docs/performance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any, get_args
 import pytest
 
 from cute_ep.api.errors import EPConfigError
-from tests.integrations.test_version import import_beside
+from tests.integrations.test_version import ROOT, import_beside
 from tests.integrations.upstream import installed
 from tests.integrations.vllm_parts import CONFIG, import_adapter
 
@@ -74,6 +75,14 @@ def moe(backend: str = "cute_ep", experts: int = 8, **parallel: Any) -> Any:
     )
     sizes = {"num_experts": experts, "hidden_dim": 256, "experts_per_token": 2, "max_num_tokens": 16}
     return SimpleNamespace(moe_parallel_config=own, **sizes)
+
+
+def test_vllm_finds_register_by_its_entry_point(parts: Parts) -> None:
+    (value,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "vllm.general_plugins"
+    ].values()
+    module, _, name = value.partition(":")
+    assert getattr(sys.modules[module], name).__module__ == "cute_ep.integrations.vllm.registration"
 
 
 def test_the_name_is_a_value_once(parts: Parts) -> None:
