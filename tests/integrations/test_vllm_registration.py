@@ -14,7 +14,7 @@ import pytest
 
 from cute_ep.api.errors import EPConfigError
 from tests.integrations.test_version import ROOT, import_beside
-from tests.integrations.upstream import installed
+from tests.integrations.upstream import differences, installed
 from tests.integrations.vllm_parts import CONFIG, import_adapter
 
 COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator"
@@ -185,6 +185,37 @@ def test_wrapped_calls_take_what_the_releases_take(parts: Parts) -> None:
         assert [(one.name, one.kind, one.default) for one in mine.values()] == [
             (one.name, one.kind, one.default) for one in want.values()
         ]
+
+
+def test_callers_of_vllms_classes_can_call_ours(parts: Parts) -> None:
+    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+    from cute_ep.integrations.vllm.standard import CuteEPStandard
+
+    assert not CuteEPStandard.__abstractmethods__
+    assert differences(CuteEPStandard, CuteEPStandard.__base__) == []
+    assert differences(CuteEPAll2AllManager, CuteEPAll2AllManager.__base__) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cute_ep": {"modes": "exact"}}, "must be one of mode, static_rows, timeout_s, sms"),
+        ({"cute_ep": {"mode": "unweighted"}}, "must be 'partial' or 'exact'"),
+    ],
+    ids=["unknown", "mode"],
+)
+def test_options_are_checked(parts: Parts, given: dict, message: str) -> None:
+    from cute_ep.integrations.vllm.options import Options
+
+    with pytest.raises(EPConfigError, match=message):
+        Options.of(given)
+    assert Options.of({"other": 1}) == Options() and Options.of({"cute_ep": {"sms": 16}}).sms == 16
+
+
+def test_experts_without_modular_kernels_are_refused(parts: Parts) -> None:
+    manager = parts.communicator("cute_ep").all2all_manager
+    with pytest.raises(EPConfigError, match="use another --all2all-backend"):
+        manager.dispatch_router_logits(None, None, False)
 
 
 NEED = "must be at least 0.33.0 and below 0.33.1: pip install 'vllm>=0.33.0,<0.33.1'"

@@ -52,6 +52,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
         "vllm.distributed.device_communicators.base_device_communicator": [
             "All2AllManagerBase.__init__",
             "All2AllManagerBase.get_handle",
+            "All2AllManagerBase.dispatch_router_logits",
             "All2AllManagerBase.destroy",
             "All2AllManagerBase.rank",
             "All2AllManagerBase.world_size",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch.distributed as dist
+from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from cute_ep.api.config import EPConfig
@@ -39,6 +42,19 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         return self._connections.get(cfg, options.sms)
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> NoReturn:
+        """EPConfigError: vLLM would gather all tokens for a layer that has no modular kernel."""
+        raise EPConfigError(
+            "all2all_backend = 'cute_ep': this layer's quantisation has no modular kernel; use another "
+            "--all2all-backend"
+        )
 
     def destroy(self) -> None:
         """Close the communicators; collective."""

@@ -14,7 +14,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -24,6 +23,7 @@ from cute_ep.api.tensors import overlap
 from cute_ep.integrations.counts import count_entries, exchange_counts
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
+from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import max_rows
@@ -164,8 +164,10 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
             a1, weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(weights)
         scales = None
         if quantized:
-            a1, scales = _quantize(a1, quant_config, quant_config.a1_scale)
-            assert scales is not None and scales.dtype == torch.float32, scales
+            a1, scales = quantize(a1, quant_config, quant_config.a1_scale)
+            if scales is None or scales.dtype != torch.float32:
+                kind = None if scales is None else scales.dtype
+                raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             scales = scales.contiguous()
         room = self._room(topk_ids)
         out = communicator.allocate(max(room.rows, 1))
@@ -179,7 +181,7 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
             if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
                 rows.masked_fill_(_behind(batch, room), 0)
             nvfp4 = quant_config.quant_dtype == "nvfp4"
-            rows, factors = _quantize(rows, quant_config, quant_config.a1_gscale if nvfp4 else quant_config.a1_scale)
+            rows, factors = quantize(rows, quant_config, quant_config.a1_gscale if nvfp4 else quant_config.a1_scale)
         meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
         return rows, factors, meta, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
 
@@ -260,12 +262,13 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _most_tokens(self, tokens: int) -> int:
         """What no rank has more tokens than in this call, the same number on all ranks."""
+        most, rule = self._cfg.max_tokens_per_rank, "--max-num-batched-tokens of the server"
         context = get_forward_context() if is_forward_context_available() else None
-        if context is None or context.dp_metadata is None:
-            return self._cfg.max_tokens_per_rank
-        most = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+        if context is not None and context.dp_metadata is not None:
+            most = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+            rule = "the most that vLLM says a rank has"
         if tokens > most:
-            raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, the most that vLLM says a rank has")
+            raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, {rule}")
         return most
 
     def _room(self, topk_ids: Tensor) -> Room:
@@ -298,30 +301,9 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
         return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
 
 
-def travels_as_fp8(quant: FusedMoEQuantConfig) -> bool:
-    """Whether the experts take rows in cute_ep's format fp8, scale factors row-major."""
-    blocks = quant.block_shape
-    square = blocks is not None and list(blocks) == [FP8.block, FP8.block]
-    return square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed
-
-
 def _capturing(device: torch.device) -> bool:
     """Whether work for a device goes into a CUDA graph, which no host can wait for."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows and scale factors as the experts take them, by vLLM's own kernels."""
-    return moe_kernel_quantize_input(
-        rows,
-        scale,
-        quant_dtype=quant.quant_dtype,
-        per_act_token_quant=quant.per_act_token_quant,
-        block_shape=quant.block_shape,
-        is_scale_swizzled=quant.is_scale_swizzled,
-        is_scale_transposed=quant.is_scale_transposed,
-        mx_alignment=quant.mx_alignment,
-    )
 
 
 def _behind(batch: Dispatched, room: Room) -> Tensor:
