@@ -33,7 +33,8 @@ html_copy_source = html_show_copyright = html_show_sphinx = smartquotes = False
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-autodoc_mock_imports = ["cutlass", "sglang", "transformers"]  # one page for all, whether these are installed or not
+# one page for all, whether these are installed or not
+autodoc_mock_imports = ["cutlass", "sglang", "transformers", "vllm", "pydantic"]
 versions.require = lambda *library: None  # what is mocked has no version
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -82,6 +83,7 @@ docs/layer
 docs/transformers
 docs/deep_ep
 docs/sglang
+docs/vllm
 docs/reference
 docs/numerics
 docs/performance

@@ -56,32 +56,41 @@ def connect_one(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) ->
     return connect_local(cfg, ["cuda"], sms=sms, library=LIBRARY)[0]
 
 
-def on_buffers(
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    program: Callable[[Buffer], Any],
-    device: torch.device = CPU,
+def on_groups(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[ThreadGroup], Any], device: torch.device = CPU
 ) -> list:
-    """What program(buffer) returns on each rank; on a GPU there can be one rank only."""
+    """What program(group) returns on each rank; on a GPU there can be one rank only."""
     monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_one)
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:
-        buffer = Buffer(ThreadGroup(rank, ranks, barrier, given), int(2e9))  # type: ignore[arg-type]
-        buffer._connections.device = device
         try:
-            return program(buffer)
+            return program(ThreadGroup(rank, ranks, barrier, given))
         except BaseException:
             barrier.abort()
             raise
-        finally:
-            buffer.destroy()
 
     made = at_once(range(ranks), run)
     for one in made:
         if isinstance(one, Exception):
             raise one
     return made
+
+
+def on_buffers(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Buffer], Any], device: torch.device = CPU
+) -> list:
+    """What program(buffer) returns on each rank; on a GPU there can be one rank only."""
+
+    def run(group: ThreadGroup) -> Any:
+        buffer = Buffer(group, int(2e9))  # type: ignore[arg-type]
+        buffer._connections.device = device
+        try:
+            return program(buffer)
+        finally:
+            buffer.destroy()
+
+    return on_groups(monkeypatch, ranks, run, device)
 
 
 def entries(num_experts: int, ranks: int, rank: int, ids: list[torch.Tensor]) -> list[tuple[int, int, dict[int, int]]]:

@@ -103,7 +103,7 @@ def test_what_is_gone_is_named(wheel: Path, wanted: dict, message: str, monkeypa
 def test_members_alone_can_be_wanted(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(upstream.WANTED, "lib", {"lib.core": ["Base.size", "Base._private"]})
     lines = upstream.read("lib", wheel)["modules"]["lib.core"]["Base"]
-    assert lines == ["class Base(ABC, hp.Unknown):", "    size: object", "    def _private(self): ..."]
+    assert lines == ["class Base(ABC, hp.Unknown):", "    def _private(self): ...", "    size: object"]
 
 
 def test_stubs_are_imported_in_place_of_the_library(wheel: Path) -> None:

@@ -67,30 +67,52 @@ WANTED: dict[str, dict[str, list[str]]] = {
         "vllm.config.parallel": [
             "All2AllBackend",
             "ParallelConfig.all2all_backend",
+            "ParallelConfig.data_parallel_size",
+            "ParallelConfig.enable_expert_parallel",
+            "ParallelConfig.tensor_parallel_size",
             "ParallelConfig.use_sequence_parallel_moe",
         ],
-        "vllm.config.vllm": ["get_current_vllm_config"],
+        "vllm.config.vllm": ["VllmConfig.additional_config", "get_current_vllm_config"],
         "vllm.distributed.device_communicators.base_device_communicator": [
-            "Cache",
             "All2AllManagerBase.__init__",
             "All2AllManagerBase.get_handle",
-            "All2AllManagerBase.max_sms_used",
-            "All2AllManagerBase.set_num_sms",
+            "All2AllManagerBase.dispatch_router_logits",
             "All2AllManagerBase.destroy",
-            "All2AllManagerBase.cpu_group",
             "All2AllManagerBase.rank",
             "All2AllManagerBase.world_size",
             "All2AllManagerBase.internode",
             "DeviceCommunicatorBase.__init__",
             "DeviceCommunicatorBase.all2all_backend",
             "DeviceCommunicatorBase.all2all_manager",
+            "DeviceCommunicatorBase.cpu_group",
+            "DeviceCommunicatorBase.device_group",
             "DeviceCommunicatorBase.use_all2all",
         ],
         "vllm.distributed.device_communicators.cuda_communicator": ["CudaCommunicator.__init__"],
+        "vllm.forward_context": [
+            "DPMetadata.num_tokens_across_dp_cpu",
+            "ForwardContext.dp_metadata",
+            "get_forward_context",
+            "is_forward_context_available",
+        ],
         "vllm.model_executor.layers.fused_moe.config": [
-            "FusedMoEParallelConfig",
-            "FusedMoEConfig",
-            "FusedMoEQuantConfig",
+            "FusedMoEParallelConfig.all2all_backend",
+            "FusedMoEParallelConfig.dp_size",
+            "FusedMoEParallelConfig.sp_size",
+            "FusedMoEParallelConfig.use_all2all_kernels",
+            "FusedMoEConfig.experts_per_token",
+            "FusedMoEConfig.hidden_dim",
+            "FusedMoEConfig.max_num_tokens",
+            "FusedMoEConfig.moe_parallel_config",
+            "FusedMoEConfig.num_experts",
+            "FusedMoEQuantConfig.a1_gscale",
+            "FusedMoEQuantConfig.a1_scale",
+            "FusedMoEQuantConfig.block_shape",
+            "FusedMoEQuantConfig.is_scale_swizzled",
+            "FusedMoEQuantConfig.is_scale_transposed",
+            "FusedMoEQuantConfig.mx_alignment",
+            "FusedMoEQuantConfig.per_act_token_quant",
+            "FusedMoEQuantConfig.quant_dtype",
         ],
         "vllm.model_executor.layers.fused_moe.modular_kernel": [
             "FusedMoEActivationFormat",
@@ -98,14 +120,14 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "TopKWeightAndReduce",
             "FusedMoEPrepareAndFinalize",
             "FusedMoEPrepareAndFinalizeModular",
+            "FusedMoEExperts.expects_unquantized_inputs",
+            "FusedMoEExperts.quant_config",
         ],
-        "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce": ["TopKWeightAndReduceDelegate"],
         "vllm.model_executor.layers.fused_moe.utils": ["moe_kernel_quantize_input"],
         "vllm.model_executor.layers.fused_moe.all2all_utils": [
             "get_ep_all2all_manager",
             "maybe_make_prepare_finalize",
         ],
-        "vllm.v1.worker.ubatching": ["dbo_current_ubatch_id", "dbo_enabled"],
     },
 }
 """Of each framework the names by module. `Class.name` takes only such methods and fields of a class, also private
@@ -204,7 +226,8 @@ def _stub(found: Definition, members: list[str], gone: Callable[[str], None]) ->
     decorators = [one for one in found.decorator_list if _kept(one)]
     parameters = ast.AnnAssign if decorators else ()  # private fields of a dataclass are those of its constructor
     public = [name for name, one in own.items() if not name.startswith("_") or isinstance(one, parameters)]
-    chosen = members or [*(["__init__"] if "__init__" in own else []), *public]
+    chosen = [*(name for name in own if name in members), *(name for name in members if name not in own)]
+    chosen = chosen or [*(["__init__"] if "__init__" in own else []), *public]
     body: list[ast.stmt] = []
     for name in chosen:
         one = own.get(name)

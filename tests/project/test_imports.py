@@ -42,8 +42,10 @@ DSL_FILES = {"layouts/algebra/eager.py"}
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""
 TORCH_STACK = {"torch", "cuda", "rich"}
-ADAPTED = {"transformers", "sglang"}
+ADAPTED = {"transformers", "sglang", "vllm"}
 """Other libraries, each imported by `cute_ep.integrations.<its name>` only."""
+BROUGHT = {"pydantic": "vllm"}
+"""Libraries that come with one of these, and may be imported where that one may."""
 
 
 def sources() -> list[str]:
@@ -88,7 +90,8 @@ def allowed(path: str, name: str) -> bool:
         return True
     if within(name, "cutlass"):
         return folder == "kernels" or path in (*DSL_FILES, BUILD_FILE)
-    if (top := name.split(".")[0]) in ADAPTED:
+    top = name.split(".")[0]
+    if (top := BROUGHT.get(top, top)) in ADAPTED:
         return within(module_of(path), f"cute_ep.integrations.{top}")
     if not within(name, "cute_ep"):
         return folder == "cute_ep" and name.split(".")[0] in TORCH_STACK

@@ -1,0 +1,61 @@
+"""The communicators of vLLM's expert parallel group, and their part of the device communicator's life."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.vllm.options import Options
+
+
+class CuteEPAll2AllManager(All2AllManagerBase):
+    """Layers of equal sizes share a communicator; different layers must not be in flight at the same time.
+
+    Attributes:
+        device_group: of the same ranks as the CPU group, for collectives on tensors of the device.
+    """
+
+    def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup) -> None:
+        """Collective over the groups. EPConfigError: they are of several machines."""
+        super().__init__(cpu_group)
+        if self.internode:
+            raise EPConfigError(
+                "all2all_backend = 'cute_ep': all expert parallel ranks must be on one machine; use another "
+                "--all2all-backend, or fewer ranks"
+            )
+        self.device_group = device_group
+        self._connections = Connections(cpu_group)
+
+    def get_handle(self, kwargs: dict) -> EPCommunicator:
+        """The communicator for the configuration `cfg`; connects where there is none, then collective.
+
+        Args:
+            kwargs: cfg, an EPConfig, and options, an Options.
+        """
+        cfg, options = kwargs["cfg"], kwargs["options"]
+        assert isinstance(cfg, EPConfig) and isinstance(options, Options)
+        return self._connections.get(cfg, options.sms)
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> NoReturn:
+        """EPConfigError: vLLM would gather all tokens for a layer that has no modular kernel."""
+        raise EPConfigError(
+            "all2all_backend = 'cute_ep': this layer's quantisation has no modular kernel; use another "
+            "--all2all-backend"
+        )
+
+    def destroy(self) -> None:
+        """Close the communicators; collective."""
+        self._connections.close()

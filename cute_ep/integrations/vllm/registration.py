@@ -1,0 +1,148 @@
+"""Makes `cute_ep` a value of vLLM's `--all2all-backend`. vLLM 0.33 has no call for that, so parts of it are wrapped:
+
+| part | what is added |
+| --- | --- |
+| `ParallelConfig.all2all_backend` | a value that is accepted |
+| `ParallelConfig.use_sequence_parallel_moe` | the backend takes tokens that tensor parallel ranks have shared out |
+| `DeviceCommunicatorBase.__init__` | the manager, in place of one that a subclass would choose by name |
+| `maybe_make_prepare_finalize` | `CuteEPStandard` |
+
+All else of vLLM that asks for the backend's name does then what it does for one that it does not name. With another
+backend the wrapped parts do what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, Literal, get_args
+
+from vllm.config import parallel
+from vllm.distributed.device_communicators import base_device_communicator
+
+from cute_ep.api.errors import EPConfigError
+
+BACKEND = "cute_ep"
+
+
+def register() -> None:
+    """Add the backend to vLLM in this process; may be called again. Loads no kernels and touches no device."""
+    if BACKEND in get_args(parallel.All2AllBackend):
+        return
+    _accept_name()
+    _share_out_tokens()
+    _make_manager()
+
+
+def _accept_name() -> None:
+    """Have the configuration, and so the command line, take the name."""
+    from pydantic.dataclasses import rebuild_dataclass
+
+    names = Literal[(*get_args(parallel.All2AllBackend), BACKEND)]  # type: ignore[valid-type]
+    parallel.All2AllBackend = names
+    config = parallel.ParallelConfig
+    config.__annotations__["all2all_backend"] = names
+    config.__dataclass_fields__["all2all_backend"].type = names
+    rebuild_dataclass(config, force=True)
+
+
+def _share_out_tokens() -> None:
+    config = parallel.ParallelConfig
+    before = config.use_sequence_parallel_moe.fget
+
+    def use_sequence_parallel_moe(self: Any) -> bool:
+        if self.all2all_backend != BACKEND:
+            return before(self)
+        sizes = self.tensor_parallel_size, self.data_parallel_size
+        return self.enable_expert_parallel and min(sizes) > 1
+
+    config.use_sequence_parallel_moe = property(use_sequence_parallel_moe, doc=config.use_sequence_parallel_moe.__doc__)
+
+
+def _make_manager() -> None:
+    base = base_device_communicator.DeviceCommunicatorBase
+    before = base.__init__
+
+    @functools.wraps(before)
+    def init(
+        self: Any,
+        cpu_group: Any,
+        device: Any = None,
+        device_group: Any = None,
+        unique_name: str = "",
+        global_ranks: list[int] | None = None,
+        global_world_size: int | None = None,
+        use_all2all: bool = False,
+    ) -> None:
+        before(self, cpu_group, device, device_group, unique_name, global_ranks, global_world_size, use_all2all)
+        if not (self.use_all2all and self.all2all_backend == BACKEND):
+            return
+        if global_ranks is not None:  # of groups that torch.distributed does not know
+            raise EPConfigError("all2all_backend = 'cute_ep': must be used without --enable-elastic-ep")
+        from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+
+        _make_layers()
+        self.use_all2all = False  # subclasses then choose no manager
+        self.all2all_manager = CuteEPAll2AllManager(cpu_group, device_group)
+
+    base.__init__ = init
+
+
+def _make_layers() -> None:
+    """Have vLLM make `CuteEPStandard` for layers. The modules that it concerns import what only workers need."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+
+    before = all2all_utils.maybe_make_prepare_finalize
+    if before.__module__ == __name__:
+        return
+
+    def maybe_make_prepare_finalize(
+        moe: Any,
+        quant_config: Any,
+        routing_tables: Any = None,
+        allow_new_interface: bool = False,
+        use_monolithic: bool = False,
+        all2all_manager: Any = None,
+        input_dtype: Any = None,
+    ) -> Any:
+        own = moe.moe_parallel_config
+        if own.all2all_backend != BACKEND or not (own.use_all2all_kernels or own.dp_size > 1):
+            made = moe, quant_config, routing_tables, allow_new_interface, use_monolithic, all2all_manager, input_dtype
+            return before(*made)
+        if not own.use_all2all_kernels:
+            raise EPConfigError("all2all_backend = 'cute_ep': start vLLM with --enable-expert-parallel")
+        if use_monolithic:
+            raise EPConfigError(
+                "all2all_backend = 'cute_ep': these experts route tokens themselves; choose others, such as "
+                "--moe-backend triton"
+            )
+        manager = all2all_utils.get_ep_all2all_manager() if all2all_manager is None else all2all_manager
+        return _layer(moe, manager)
+
+    name = maybe_make_prepare_finalize.__name__
+    for module in [one for key, one in sys.modules.items() if key.startswith("vllm.")]:
+        if vars(module).get(name) is before:
+            setattr(module, name, maybe_make_prepare_finalize)
+
+
+def _layer(moe: Any, manager: Any) -> Any:
+    """`CuteEPStandard` for a FusedMoEConfig."""
+    from vllm.config.vllm import get_current_vllm_config
+
+    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.standard import CuteEPStandard
+
+    if moe.num_experts % manager.world_size:
+        raise EPConfigError(
+            f"num_experts = {moe.num_experts}: must be a multiple of the {manager.world_size} expert parallel ranks; "
+            "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
+        )
+    return CuteEPStandard(
+        manager,
+        hidden=moe.hidden_dim,
+        num_experts=moe.num_experts,
+        top_k=moe.experts_per_token,
+        max_tokens=moe.max_num_tokens,
+        sp_size=moe.moe_parallel_config.sp_size,
+        options=Options.of(get_current_vllm_config().additional_config),
+    )

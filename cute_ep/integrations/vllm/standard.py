@@ -1,0 +1,311 @@
+"""Dispatch and combine around vLLM's experts of standard format: one row per (token, expert), each with one expert.
+
+The rows that dispatch returns are those that the experts get, so vLLM sees top-1 routing with weight 1, and nothing is
+left to weight or reduce. Combine applies the router's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.tensors import overlap
+from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+from cute_ep.integrations.vllm.options import Options
+from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
+from cute_ep.layouts.maps.formats import FP8
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import max_rows
+
+
+class Room(NamedTuple):
+    """What a dispatch makes room for.
+
+    Attributes:
+        rows: that come, or at most can come, with those that pad an expert's.
+        counts: [L] int32 rows of each local expert, on the CPU; None: not known there.
+    """
+
+    rows: int
+    counts: Tensor | None
+
+
+class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
+    """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
+
+    All ranks of the manager make the same calls. Everything runs on the current stream.
+    """
+
+    def __init__(
+        self,
+        manager: CuteEPAll2AllManager,
+        *,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        sp_size: int = 1,
+        options: Options = Options(),  # noqa: B008, it is immutable
+    ) -> None:
+        """
+        Args:
+            manager: of the expert parallel group of R ranks; rank r has experts [r * E/R, (r + 1) * E/R).
+            hidden, num_experts, top_k: of the layer; `num_experts` with redundant ones.
+            max_tokens: most tokens of a call on a rank (`--max-num-batched-tokens`).
+            sp_size: ranks that share out the tokens of one data parallel rank.
+        """
+        super().__init__()
+        self._manager, self._options, self._sp_size = manager, options, sp_size
+        self._cfg = EPConfig(hidden, num_experts, top_k, max_tokens, manager.world_size, timeout_s=options.timeout_s)
+        self._communicator: EPCommunicator | None = None
+        self._batch: Dispatched | None = None
+
+    # ---- what vLLM asks
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        """One row per (token, expert)."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """Any of int32 and int64."""
+        return None
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Nothing depends on it in this format."""
+        return None
+
+    def num_dispatchers(self) -> int:
+        """R."""
+        return self._cfg.world_size
+
+    def output_is_reduced(self) -> bool:
+        """Yes: outputs have the parts of all ranks."""
+        return True
+
+    def supports_async(self) -> bool:
+        """Yes: shared experts run while rows travel home."""
+        return True
+
+    def supports_dbo(self) -> bool:
+        """No: there is one batch in flight."""
+        return False
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Connect for rows as the experts take them; collective.
+
+        Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
+        """
+        quant = fused_experts.quant_config
+        if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
+            sizes = self._cfg.hidden, self._cfg.num_experts, self._cfg.top_k, self._cfg.max_tokens_per_rank
+            self._cfg = EPConfig(
+                *sizes, self._cfg.world_size, "fp8", timeout_s=self._options.timeout_s, scale_layout="linear"
+            )
+        self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
+
+    # ---- prepare
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool,
+    ) -> mk.PrepareResultType:
+        """Send tokens to their experts' ranks.
+
+        Waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph
+        is being captured. It then raises what was found wrong in earlier calls (`EPCommunicator.synchronize`).
+
+        Args:
+            a1: [T, hidden] bfloat16.
+            topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
+            topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry.
+            num_experts: of the whole model.
+            expert_map: not read; placement is linear.
+            defer_input_quant: leave rows in bfloat16.
+
+        Returns:
+            Rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local expert; [N,
+            1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each expert's
+            rows in FP8 are padded with zeros to a multiple of 4.
+
+        Raises:
+            EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
+        """
+        communicator, cfg = self._connected(), self._cfg
+        if a1.dtype != torch.bfloat16:
+            raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
+        if num_experts != cfg.num_experts:
+            raise EPInputError(f"num_experts = {num_experts}: must be {cfg.num_experts}, as the layer's")
+        quantized = cfg.format is FP8
+        if quantized and defer_input_quant:
+            raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
+        weights = topk_weights.float().contiguous()
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise EPInputError(f"topk_ids.shape[1] = {topk_ids.shape[1]}: must be 1 to weight inputs")
+            a1, weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(weights)
+        scales = None
+        if quantized:
+            a1, scales = quantize(a1, quant_config, quant_config.a1_scale)
+            if scales is None or scales.dtype != torch.float32:
+                kind = None if scales is None else scales.dtype
+                raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
+            scales = scales.contiguous()
+        room = self._room(topk_ids)
+        out = communicator.allocate(max(room.rows, 1))
+        batch = communicator.dispatch(a1.contiguous(), topk_ids.contiguous(), weights, out=out, scales=scales)
+        self._batch = batch
+
+        ids = self._row_ids(batch, room, topk_ids.dtype)
+        rows = batch.tokens[: room.rows]
+        factors = None if batch.scales is None else batch.scales[: room.rows]
+        if not quantized and not defer_input_quant and quant_config.quant_dtype is not None and room.rows:
+            if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
+                rows.masked_fill_(_behind(batch, room), 0)
+            nvfp4 = quant_config.quant_dtype == "nvfp4"
+            rows, factors = quantize(rows, quant_config, quant_config.a1_gscale if nvfp4 else quant_config.a1_scale)
+        meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
+        return rows, factors, meta, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+
+    def prepare_async(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool,
+    ) -> mk.ReceiverType:
+        """`prepare`, whose result the receiver returns: vLLM has nothing to compute in between."""
+        made = self.prepare(
+            a1,
+            topk_weights,
+            topk_ids,
+            num_experts,
+            expert_map,
+            apply_router_weight_on_input,
+            quant_config,
+            defer_input_quant,
+        )
+        return lambda: made
+
+    # ---- finalize
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> None:
+        """Bring rows home, and sum them with the router's weights of prepare into `output`.
+
+        Args:
+            output: [T, hidden] bfloat16, float16 or float32, overwritten.
+            fused_expert_output: [N, hidden] or [N, 1, hidden] bfloat16, in the order of prepare's rows.
+            topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl: not read; with one expert a
+                row and weight 1 there is nothing to apply.
+
+        Raises:
+            EPInputError, EPTimeout: as of `EPCommunicator.combine`.
+        """
+        rows, batch = self._returned(output, fused_expert_output)
+        self._connected().combine(rows, batch, mode=self._options.mode, out=output)
+
+    def finalize_async(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: mk.TopKWeightAndReduce,
+    ) -> Callable[[], None]:
+        """The sending half of `finalize`; what it returns receives into `output`."""
+        communicator = self._connected()
+        rows, batch = self._returned(output, fused_expert_output)
+        pending = communicator.combine_async(rows, batch, self._options.mode)
+
+        def receive() -> None:
+            communicator.combine_wait(pending, out=output)
+
+        return receive
+
+    # ---- parts
+
+    def _connected(self) -> EPCommunicator:
+        if self._communicator is None:
+            raise EPConfigError("the layer is not connected: vLLM calls post_init_setup before it prepares")
+        return self._communicator
+
+    def _most_tokens(self, tokens: int) -> int:
+        """What no rank has more tokens than in this call, the same number on all ranks."""
+        most, rule = self._cfg.max_tokens_per_rank, "--max-num-batched-tokens of the server"
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is not None and context.dp_metadata is not None:
+            most = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+            rule = "the most that vLLM says a rank has"
+        if tokens > most:
+            raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, {rule}")
+        return most
+
+    def _room(self, topk_ids: Tensor) -> Room:
+        cfg, manager = self._cfg, self._manager
+        tokens = topk_ids.shape[0]
+        most = max_rows(cfg.world_size, cfg.top_k, self._most_tokens(tokens), cfg.groups, cfg.alignment, 0)
+        if most <= self._options.static_rows or _capturing(topk_ids.device):
+            return Room(most, None)
+        heard = exchange_counts(count_entries(topk_ids, cfg.num_experts), tokens, manager.device_group)
+        counts = heard[:, :-1].sum(0).int().cpu()
+        self._connected().synchronize()
+        return Room(sum(align_up(count, cfg.alignment) for count in counts.tolist()), counts)
+
+    def _row_ids(self, batch: Dispatched, room: Room, dtype: torch.dtype) -> Tensor:
+        """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
+        take -1 for the last expert."""
+        cfg, rank = self._cfg, self._manager.rank
+        first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
+        row = torch.arange(room.rows, dtype=torch.int32, device=batch.row_offsets.device)
+        local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
+        inside = row - batch.row_offsets[local] < batch.row_counts[local]
+        return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
+
+    def _returned(self, output: Tensor, fused_expert_output: Tensor) -> tuple[Tensor, Dispatched]:
+        """The experts' rows, and the batch that they are of, which the layer then forgets."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise EPInputError("finalize must follow a prepare of the same layer")
+        rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()
+        return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether work for a device goes into a CUDA graph, which no host can wait for."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _behind(batch: Dispatched, room: Room) -> Tensor:
+    """[rows, 1] bool, whether a row is behind the last one."""
+    return (torch.arange(room.rows, device=batch.num_rows.device) >= batch.num_rows)[:, None]

@@ -1,0 +1,117 @@
+"""What a layer of vLLM launches on a GPU, and that nothing waits on the host unless numbers of rows are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.integrations import connections
+from cute_ep.runtime.communicator import Communicator
+from tests.fake_gpu import Launches, MakeRank
+from tests.integrations.upstream import installed
+from tests.integrations.vllm_parts import HIDDEN, experts_of, import_adapter
+
+TOKENS, SLOTS, EXPERTS, RANKS = 16, 4, 8, 2
+X = torch.randn(TOKENS, HIDDEN).bfloat16()
+IDS = torch.rand(TOKENS, EXPERTS).topk(SLOTS).indices
+WEIGHTS = torch.rand(TOKENS, SLOTS)
+FP8 = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
+
+Connected = list[tuple[EPConfig, int | None]]
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[Connected]:
+    """What was connected, and for how many SMs. Kernels write nothing, so outputs are zeros."""
+    made: Connected = []
+
+    def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
+        made.append((cfg, sms))
+        return make_rank(cfg)
+
+    with installed("vllm", "cute_ep.integrations.vllm") as stubs:
+        import_adapter(stubs, monkeypatch)
+        monkeypatch.setattr(connections, "connect", connect)
+        monkeypatch.setattr(torch, "empty", torch.zeros)
+        yield made
+
+
+def layers(number: int, quant: dict[str, Any], **options: Any) -> list:
+    """Layers of rank 0 of two."""
+    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.standard import CuteEPStandard
+
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: RANKS)
+    manager = CuteEPAll2AllManager(group, group)
+    sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TOKENS}
+    made = [CuteEPStandard(manager, **sizes, options=Options(**options)) for _ in range(number)]
+    for one in made:
+        one.post_init_setup(experts_of(**quant))
+    return made
+
+
+def forbid_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("the host waits for the device")
+
+    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    monkeypatch.setattr(Communicator, "synchronize", waits)
+
+
+@pytest.mark.parametrize("how", ["finalize", "finalize_async"])
+@pytest.mark.parametrize("quant", [{}, FP8], ids=["bf16", "fp8"])
+def test_a_layer_with_static_room_never_waits(
+    connected: Connected, launches: Launches, monkeypatch: pytest.MonkeyPatch, quant: dict, how: str
+) -> None:
+    for layer in layers(2, quant, sms=16, timeout_s=5):
+        with monkeypatch.context() as inside:
+            forbid_waits(inside)
+            own = experts_of(**quant).quant_config
+            rows, scales, _, ids, ones = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, own, False)
+            moved, out = launches.last("dispatch"), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+            done = getattr(layer, how)(out, rows.bfloat16()[:, None], ones, ids, False, None)
+            if done is not None:
+                done()
+        room = RANKS * TOKENS * SLOTS + (12 if quant else 0)
+        assert len(rows) == room and moved.values("out.tokens", "out.capacity") == (rows.data_ptr(), room)
+        assert scales is None or moved.values("scales.data") == (scales.data_ptr(),)
+        if not quant:
+            assert moved.values("input.x") == (X.data_ptr(),)
+        home = launches.last("combine_wait_partial" if done is not None else "combine_partial")
+        assert home.values("sums.out") == (out.data_ptr(),)
+    halves = ["combine_async_partial", "combine_wait_partial"]
+    assert launches.kernels == ["dispatch", *(["combine_partial"] if how == "finalize" else halves)] * 2
+    ((cfg, sms),) = connected  # both layers share it
+    assert cfg.dispatch_format == ("fp8" if quant else "bf16") and (sms, cfg.timeout_s) == (16, 5)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_the_host_asks_for_rows_outside_of_capture_only(
+    connected: Connected, launches: Launches, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    from cute_ep.integrations.vllm import standard
+
+    (layer,) = layers(1, {}, static_rows=RANKS * TOKENS * SLOTS - 1)
+    asked = []
+
+    def exchange(counts: torch.Tensor, tokens: int, group: object) -> torch.Tensor:
+        asked.append((counts.tolist(), tokens))
+        return torch.tensor([[3, 0, 1, 0, TOKENS], [0, 2, 0, 0, 9]])
+
+    monkeypatch.setattr(standard, "exchange_counts", exchange)
+    monkeypatch.setattr(standard, "_capturing", lambda device: captured)
+    monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
+    rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)
+    if captured:
+        assert not asked and len(rows) == RANKS * TOKENS * SLOTS and meta.expert_num_tokens_cpu is None
+        return
+    assert asked[0] == (torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist(), TOKENS) and len(asked) == 2
+    assert len(rows) == len(ids) == 6 and meta.expert_num_tokens_cpu.tolist() == [3, 2, 1, 0]
+    assert launches.last("dispatch").values("out.capacity") == (6,)
