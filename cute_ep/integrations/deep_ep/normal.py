@@ -22,13 +22,12 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.deep_ep.connections import Connections
+from cute_ep.integrations.connections import Connections, room_for
+from cute_ep.integrations.counts import count_entries
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
 """32-bit words that rows of words are a multiple of."""
-LEAST_TOKENS = 64
-"""Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
 
 
 class _Fields(NamedTuple):
@@ -103,10 +102,7 @@ def dispatch_layout(
     tokens, device = ids.shape[0], ids.device
     server = torch.where(ids >= 0, ids // (num_experts // ranks), ranks)
     goes = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=device).scatter_(1, server, True)[:, :ranks]
-    by_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    ids = torch.where(ids >= 0, ids, num_experts).flatten()
-    by_expert.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-    return goes.sum(0, dtype=torch.int32), by_expert[:num_experts], goes.contiguous()
+    return goes.sum(0, dtype=torch.int32), count_entries(ids, num_experts).int(), goes.contiguous()
 
 
 class NormalMode:
@@ -221,8 +217,7 @@ class NormalMode:
     def _connect(self, hidden: int, tokens: int, scaled: bool = False) -> EPCommunicator:
         """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank."""
         ranks = self._ranks
-        room = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        cfg = EPConfig(hidden, ranks, ranks, room, ranks)
+        cfg = EPConfig(hidden, ranks, ranks, room_for(tokens), ranks)
         if scaled:
             cfg = replace(cfg, dispatch_format="fp8", scale_layout="linear")
         return self._connections.get(cfg, self._sms())

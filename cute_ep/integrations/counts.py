@@ -1,0 +1,30 @@
+"""How many rows come to each rank: what a caller that allocates exactly that many must ask the others first."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def count_entries(ids: Tensor, num_experts: int) -> Tensor:
+    """[num_experts] int64, how many entries of [T, K] expert ids name each expert; negative ones name none."""
+    home = torch.where(ids < 0, num_experts, ids).flatten().long()
+    return home.new_zeros(num_experts + 1).scatter_add_(0, home, torch.ones_like(home))[:num_experts]
+
+
+def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    """Tell every rank what this one sends to it. One small all-to-all, on the device: nothing waits on the host.
+
+    Args:
+        counts: [E] entries of this rank's tokens by expert, any integer type; rank r has experts [r * E/R, ...).
+        tokens: of this rank.
+
+    Returns:
+        [R, E/R + 1] int64, by source rank: entries for each of this rank's experts, and the source's tokens.
+    """
+    by_rank = counts.long().view(group.size(), -1)
+    told = torch.cat([by_rank, torch.full_like(by_rank[:, :1], tokens)], dim=1)
+    heard = torch.empty_like(told)
+    dist.all_to_all_single(heard, told, group=group)
+    return heard
