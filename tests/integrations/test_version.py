@@ -1,4 +1,4 @@
-"""Without transformers, or with an old one, importing the adapter says what is needed; cute_ep itself needs none."""
+"""Without its library, or with another version, importing an adapter says what is needed; cute_ep itself needs none."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def test_an_old_or_missing_transformers_is_named(tmp_path: Path, text: str, mess
     done = import_beside(tmp_path, "cute_ep.integrations.transformers")
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ImportError: {message}"
     assert import_beside(tmp_path, "cute_ep, cute_ep.distributed, cute_ep.integrations.exchange").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("adapter", "file", "text", "message"),
+    [
+        ("megatron", "megatron/core.py", "__version__ = '0.17.0'", "megatron-core = 0.17.0: must be 0.16 or newer"),
+        ("megatron", "megatron/core.py", "raise ModuleNotFoundError('gone')", "megatron-core = not installed"),
+    ],
+)
+def test_a_version_that_was_not_checked_is_refused(
+    tmp_path: Path, adapter: str, file: str, text: str, message: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    done = import_beside(tmp_path, f"cute_ep.integrations.{adapter}")
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
+    assert "ImportError: " in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("found", ["5.23.0", "5.23.0.dev0", "5.100.1", "6.0"])
