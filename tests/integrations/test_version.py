@@ -43,6 +43,7 @@ def test_an_old_or_missing_transformers_is_named(tmp_path: Path, text: str, mess
     [
         ("megatron", "megatron/core.py", "__version__ = '0.17.0'", "megatron-core = 0.17.0: must be 0.16 or newer"),
         ("megatron", "megatron/core.py", "raise ModuleNotFoundError('gone')", "megatron-core = not installed"),
+        ("torchtitan", "torchtitan.py", "__version__ = '0.4.0'", "pip install 'torchtitan>=0.3,<0.4'"),
     ],
 )
 def test_a_version_that_was_not_checked_is_refused(
