@@ -33,8 +33,8 @@ html_copy_source = html_show_copyright = html_show_sphinx = smartquotes = False
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
-autodoc_mock_imports = ["cutlass", "transformers"]  # one page for all, whether these are installed or not
-versions.require = lambda *library: None  # what is mocked has no version
+autodoc_mock_imports = ["cutlass", "megatron", "torchtitan", "transformers"]  # one page for all, installed or not
+versions.require = lambda *library, **rule: None  # what is mocked has no version
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
@@ -44,7 +44,8 @@ default_role = "py:obj"  # a name in backticks is a link where the reference has
 
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|pathlib|cutlass)\..*"),  # types of other projects: the build needs no network
+    # types of other projects: the build needs no network
+    (r"py:.*", r"(torch|torchtitan|collections|pathlib|cutlass)\..*"),
     (r"py:class", r"cute_ep\..*\.(Plan|Origin|Use|Arena)"),  # internal types, in annotations of public ones
     (r"py:class", r"IntTuple|Tiler"),  # nested tuples of integers; tuples of layouts
     (r"py:exc", r".*, .*"),  # "EPInputError, EPTimeout: as `dispatch`."
@@ -80,6 +81,7 @@ docs/ops
 docs/layer
 docs/transformers
 docs/deep_ep
+docs/training
 docs/reference
 docs/numerics
 docs/performance
