@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 
 LOG = logging.getLogger(__name__)
+LEAST_TOKENS = 64
+"""Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
 
 
 class Connections:
@@ -72,6 +75,24 @@ def connections_of(group: dist.ProcessGroup) -> Connections:
 
 def close() -> None:
     """Close what `connections_of` has connected in this process; collective over each group. Call it before
-    `destroy_process_group`."""
+    `destroy_process_group`. A later forward pass connects again; a backward pass through an output from before raises
+    EPInputError."""
     while _OF_GROUPS:
         _OF_GROUPS.pop(next(iter(_OF_GROUPS))).close()
+
+
+def room_for(tokens: int) -> int:
+    """`max_tokens_per_rank` of a communicator for calls with so many tokens, if there is one."""
+    return max(LEAST_TOKENS, tokens, min(1 << (tokens - 1).bit_length(), MAX_TOKENS_PER_RANK))
+
+
+def alignment_for(multiple: int) -> int:
+    """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this.
+
+    Raises:
+        EPConfigError: there is none.
+    """
+    for alignment in ROW_ALIGNMENTS:
+        if alignment % multiple == 0:
+            return alignment
+    raise EPConfigError(f"padding to a multiple of {multiple} rows: must be a divisor of {ROW_ALIGNMENTS[-1]}")

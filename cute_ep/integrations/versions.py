@@ -29,8 +29,8 @@ def require(name: str, oldest: Version, below: Version | None = None, *, package
     try:
         found = import_module(name).__version__
     except ModuleNotFoundError as missing:
-        raise ImportError(f"{name} = not installed: {need}") from missing
+        raise ImportError(f"{package or name} = not installed: {need}") from missing
     leading = re.match(r"\d+(\.\d+)+", found)
     numbers = () if leading is None else tuple(map(int, leading[0].split(".")))
     if numbers < oldest or (below is not None and numbers >= below):
-        raise ImportError(f"{name} = {found}: {need}")
+        raise ImportError(f"{package or name} = {found}: {need}")

@@ -1,4 +1,4 @@
-"""Without transformers, or with an old one, importing the adapter says what is needed; cute_ep itself needs none."""
+"""Without its library, or with another version, importing an adapter says what is needed; cute_ep itself needs none."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def test_an_old_or_missing_transformers_is_named(tmp_path: Path, text: str, mess
     assert import_beside(tmp_path, "cute_ep, cute_ep.distributed, cute_ep.integrations.exchange").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("adapter", "file", "text", "message"),
+    [
+        (
+            "megatron",
+            "megatron/core.py",
+            "__version__ = '0.17.0'",
+            "megatron-core = 0.17.0: must be at least 0.16 and below 0.17",
+        ),
+        ("megatron", "megatron/core.py", "raise ModuleNotFoundError('gone')", "megatron-core = not installed"),
+        ("torchtitan", "torchtitan.py", "__version__ = '0.4.0'", "pip install 'torchtitan>=0.3,<0.4'"),
+    ],
+)
+def test_a_version_that_was_not_checked_is_refused(
+    tmp_path: Path, adapter: str, file: str, text: str, message: str
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    done = import_beside(tmp_path, f"cute_ep.integrations.{adapter}")
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
+    assert "ImportError: " in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("found", ["5.23.0", "5.23.0.dev0", "5.100.1", "6.0"])
 def test_newer_versions_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adapted", SimpleNamespace(__version__=found))  # type: ignore[arg-type]
@@ -51,6 +74,6 @@ def test_a_range_has_an_end(found: str, monkeypatch: pytest.MonkeyPatch) -> None
     if found.startswith("0.5.23"):
         require("adapted", (0, 5, 23), (0, 5, 24))
         return
-    need = f"adapted = {found}: must be at least 0.5.23 and below 0.5.24: pip install 'own-name>=0.5.23,<0.5.24'"
+    need = f"own-name = {found}: must be at least 0.5.23 and below 0.5.24: pip install 'own-name>=0.5.23,<0.5.24'"
     with pytest.raises(ImportError, match=re.escape(need)):
         require("adapted", (0, 5, 23), (0, 5, 24), package="own-name")

@@ -42,7 +42,7 @@ DSL_FILES = {"layouts/algebra/eager.py"}
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""
 TORCH_STACK = {"torch", "cuda", "rich"}
-ADAPTED = {"transformers", "sglang", "vllm"}
+ADAPTED = {"megatron", "sglang", "torchtitan", "transformers", "vllm"}
 """Other libraries, each imported by `cute_ep.integrations.<its name>` only."""
 BROUGHT = {"pydantic": "vllm"}
 """Libraries that come with one of these, and may be imported where that one may."""
@@ -137,6 +137,7 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/distributed.py", "cute_ep.integrations.exchange"),
         ("cute_ep/integrations/exchange.py", "transformers"),
         ("cute_ep/integrations/connections.py", "sglang.srt.environ"),
+        ("cute_ep/integrations/megatron.py", "torchtitan"),
         ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
         ("cute_ep/api/config.py", "cute_ep.reference.formats"),
         ("cute_ep/cli/main.py", "kernels.block"),

@@ -22,15 +22,13 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.connections import Connections, room_for
 from cute_ep.integrations.counts import count_entries
 from cute_ep.integrations.rows import without_rows
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
 """32-bit words that rows of words are a multiple of."""
-LEAST_TOKENS = 64
-"""Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
 
 
 class _Fields(NamedTuple):
@@ -220,8 +218,7 @@ class NormalMode:
     def _connect(self, hidden: int, tokens: int, scaled: bool = False) -> EPCommunicator:
         """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank."""
         ranks = self._ranks
-        room = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        cfg = EPConfig(hidden, ranks, ranks, room, ranks)
+        cfg = EPConfig(hidden, ranks, ranks, room_for(tokens), ranks)
         if scaled:
             cfg = replace(cfg, dispatch_format="fp8", scale_layout="linear")
         return self._connections.get(cfg, self._sms())

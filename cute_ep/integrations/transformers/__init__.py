@@ -13,8 +13,9 @@ require("transformers", (5, 23))
 from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: E402
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
+from cute_ep.integrations.connections import close  # noqa: E402
 from cute_ep.integrations.transformers.attachment import NAME, Attachment, attach, experts_forward  # noqa: E402
-from cute_ep.integrations.transformers.expert_parallel import CuteEP, close  # noqa: E402
+from cute_ep.integrations.transformers.expert_parallel import CuteEP  # noqa: E402
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 EPImplementationInterface.register(NAME, CuteEP)

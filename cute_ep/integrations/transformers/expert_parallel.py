@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
@@ -13,33 +12,10 @@ from transformers.distributed.expert_parallel import EPImplementation
 import cute_ep.ops
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.connections import connections_of, room_for
+from cute_ep.integrations.counts import count_entries, exchange_counts
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
-from cute_ep.runtime.connection import connect
-
-_CONNECTED: dict[tuple[Any, int, int, int], list[EPCommunicator]] = {}
-"""Communicators by process group, hidden size, experts and entries a token; the last of a list has the most room, and
-those before it may be needed by graphs."""
-
-
-def close() -> None:
-    """Close the communicators that expert parallel models of this process have used; collective over their groups, as
-    is the next pass of such a model, which connects again. A backward pass through an output from before raises
-    EPInputError."""
-    while _CONNECTED:
-        for communicator in _CONNECTED.pop(next(iter(_CONNECTED))):
-            communicator.close()
-
-
-def _communicator(group: dist.ProcessGroup, hidden: int, experts: int, top_k: int, tokens: int) -> EPCommunicator:
-    """One with room for `tokens` tokens a rank, the same number on all ranks, so that they connect together."""
-    made = _CONNECTED.setdefault((group, hidden, experts, top_k), [])
-    if not made or made[-1].cfg.max_tokens_per_rank < tokens:
-        room = max(tokens, 1, 2 * made[-1].cfg.max_tokens_per_rank if made else 0)
-        cfg = EPConfig(hidden, experts, top_k, min(room, MAX_TOKENS_PER_RANK), group.size())
-        made.append(connect(cfg, group))
-    return made[-1]
 
 
 class CuteEP(EPImplementation):
@@ -47,7 +23,7 @@ class CuteEP(EPImplementation):
 
     The ranks of a TP group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell
     each other how many rows and tokens come, one small all-to-all that the host waits for, and connect again when more
-    tokens come than before, with twice the room or more. Differentiable in hidden states, weights and experts. Tokens,
+    tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens,
     the experts' outputs and the gradients of both travel as bfloat16; sums are float32.
 
     Args:
@@ -90,31 +66,22 @@ class CuteEP(EPImplementation):
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         ids = torch.where((ids < 0) | (ids >= self.num_experts), -1, ids)
-        rows, tokens = self._agree(ids)
+        group = self.ep_mesh.get_group()
+        heard = exchange_counts(count_entries(ids, self.num_experts), len(ids), group)
+        rows, tokens = torch.stack([heard[:, :-1].sum(), heard[:, -1].max()]).tolist()
         if tokens > MAX_TOKENS_PER_RANK:
             raise EPInputError(
                 f"hidden_states.shape[0] = {tokens}, of the rank with the most tokens: must not exceed "
                 f"{MAX_TOKENS_PER_RANK}; use shorter or fewer sequences a pass"
             )
-        ranks = _communicator(self.ep_mesh.get_group(), x.shape[1], self.num_experts, ids.shape[1], tokens)
-        comm = cute_ep.ops.register(ranks)
+        cfg = EPConfig(x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), group.size())
+        comm = cute_ep.ops.register(connections_of(group).get(cfg))
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows)
         own = torch.arange(self.num_local_experts, device=x.device)
         experts = own.repeat_interleave(batch.row_counts, output_size=rows)
         out = self._run(batch.tokens[:rows].to(x.dtype), experts)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, dtype=returned).to(x.dtype)
-
-    def _agree(self, ids: Tensor) -> tuple[int, int]:
-        """(rows that come to this rank, most tokens of a rank); collective, and the host waits."""
-        ranks = self.ep_mesh.size()
-        told = torch.full((ranks, 2), len(ids), dtype=torch.int64, device=ids.device)
-        home = torch.where(ids < 0, ranks, ids // self.num_local_experts).flatten().long()
-        told[:, 0] = told.new_zeros(ranks + 1).scatter_add_(0, home, torch.ones_like(home))[:ranks]
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=self.ep_mesh.get_group())
-        pairs = heard.tolist()
-        return sum(rows for rows, _ in pairs), max(tokens for _, tokens in pairs)
 
     def _run(self, tokens: Tensor, experts: Tensor) -> Tensor:
         """The module's own forward pass on rows of its own experts. Without rows it runs on one of zeros, so that what

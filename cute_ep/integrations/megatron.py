@@ -1,0 +1,159 @@
+"""Megatron-core's flex token dispatcher over cute_ep (docs/training.md).
+
+`install()` makes cute_ep what the backend "deepep" means.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import cute_ep.ops
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.types import CombineMode
+from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
+from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
+from cute_ep.integrations.versions import require
+from cute_ep.layouts.maps.record import align_up
+
+require("megatron.core", (0, 16), below=(0, 17), package="megatron-core")
+
+from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization  # noqa: E402
+
+__all__ = ["CuteEPManager", "close", "install"]
+
+LOG = logging.getLogger(__name__)
+
+
+class CuteEPManager(token_dispatcher._DispatchManager):
+    """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer.
+
+    Rows come by expert, in one block each, so there is no permutation. The host waits once a dispatch for the numbers
+    of rows, which Megatron's experts take as a CPU tensor. Experts multiply by the probabilities; combine adds up.
+    Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
+    float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect.
+
+    Args:
+        group: of TP x EP ranks, all on one machine.
+        num_local_experts, num_experts: of this rank, and of all ranks of the group.
+        router_topk: entries a token, of all ranks of the group.
+        config: Megatron's; `moe_deepep_num_sms` is how many SMs a kernel may take.
+
+    Attributes:
+        mode: of combine; `install` sets it.
+        token_indices: [T, K] int64 expert ids, -1 where an entry was dropped.
+        token_probs: [T, K] probabilities.
+        dispatched_probs: [rows] float32, float64 with `moe_router_dtype` fp64.
+        tokens_per_expert: [num_local_experts] int64 on the CPU, padding included.
+
+    Raises:
+        EPConfigError: an option of `config` cannot be served.
+    """
+
+    mode: CombineMode = "exact"
+
+    def __init__(
+        self, group: dist.ProcessGroup, num_local_experts: int, router_topk: int, num_experts: int, config: Any
+    ) -> None:
+        if config.overlap_moe_expert_parallel_comm:
+            raise EPConfigError(
+                "overlap_moe_expert_parallel_comm = True: must be False with cute_ep, whose kernels of two streams "
+                "may wait for each other's SMs"
+            )
+        self.group, self.config = group, config
+        self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
+        self.row_alignment = 1
+        if config.moe_router_padding_for_quantization:
+            self.row_alignment = alignment_for(get_align_size_for_quantization(config))
+        self.token_indices: Tensor | None = None
+        self.token_probs: Tensor | None = None
+        self.dispatched_probs: Tensor | None = None
+        self.tokens_per_expert: Tensor | None = None
+        self._batch: cute_ep.ops.Batch | None = None
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
+        chosen = torch.where(routing_map, probs, -1).flatten(1)
+        values, ids = chosen.topk(self.router_topk, dim=-1)
+        self.token_indices = ids.masked_fill(values < 0, -1)
+        self.token_probs = values.clamp(min=0)
+
+    def dispatch(
+        self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
+    ) -> Tensor:
+        """[T, hidden] bfloat16 to this rank's rows, [rows, hidden], which come by expert, source rank, token.
+
+        Collective over the group, as its backward pass is. The first call and one with more tokens connect. Sets
+        `dispatched_probs` and `tokens_per_expert`.
+
+        Raises:
+            EPInputError: tokens are not bfloat16.
+            EPConfigError, EPError, EPTimeout: as of `cute_ep.connect` and `EPCommunicator.dispatch`.
+        """
+        assert self.token_indices is not None and self.token_probs is not None
+        if hidden_states.dtype != torch.bfloat16:
+            raise EPInputError(
+                f"hidden_states.dtype = {hidden_states.dtype}: must be torch.bfloat16; train with bf16=True"
+            )
+        tokens, hidden = hidden_states.shape
+        heard = exchange_counts(count_entries(self.token_indices, self.num_experts), tokens, self.group)
+        heard = heard.cpu()
+        counts = heard[:, :-1].sum(0)
+        self.tokens_per_expert = align_up(counts, self.row_alignment)
+        comm, scalars = (self._connected(columns, int(heard[:, -1].max())) for columns in (hidden, SCALAR_HIDDEN))
+        rows = int(self.tokens_per_expert.sum())
+        received = dispatch_weighted(
+            hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=rows
+        )
+        self._batch = received.batch
+        probs = received.weights
+        self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
+        return received.tokens
+
+    def _connected(self, hidden: int, tokens: int) -> str:
+        """Name of the communicator for rows of `hidden` elements."""
+        ranks = connections_of(self.group)
+        cfg = EPConfig(
+            hidden, self.num_experts, self.router_topk, room_for(tokens), ranks.size, row_alignment=self.row_alignment
+        )
+        return cute_ep.ops.register(ranks.get(cfg, self.config.moe_deepep_num_sms))
+
+    def combine(
+        self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
+    ) -> Tensor:
+        """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden]."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        return cute_ep.ops.combine(hidden_states, batch, self.mode)
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows and their probabilities as they came."""
+        return hidden_states, self.dispatched_probs
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        """The rows as they are."""
+        return hidden_states
+
+    def get_number_of_tokens_per_expert(self) -> Tensor | None:
+        """`tokens_per_expert`."""
+        return self.tokens_per_expert
+
+
+def install(mode: CombineMode = "exact") -> None:
+    """From now on models with `moe_token_dispatcher_type="flex"` and `moe_flex_dispatcher_backend="deepep"` are built
+    with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed.
+
+    Args:
+        mode: how rows of a token are added up. "exact" adds them in float32 and rounds once. "partial" adds those of
+            each rank first, which rounds once more a rank and sends less.
+    """
+    CuteEPManager.mode = mode
+    token_dispatcher._DeepepManager = CuteEPManager
+    LOG.info("Megatron's flex dispatcher uses cute_ep where its backend is deepep")

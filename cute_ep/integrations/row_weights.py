@@ -1,0 +1,96 @@
+"""A dispatch that brings each row's router weight along, with gradients of tokens and weights.
+
+It is for experts that multiply by the weights themselves: `cute_ep.ops.combine` has gradients of weights that it
+applies, but for these it needs the experts' outputs again. Here a gradient of 4 bytes a row goes home, as a row of its
+own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import cute_ep.ops
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.ops import Batch, library
+from cute_ep.ops.registry import communicator_of
+
+SCALAR_HIDDEN = VECTOR_BYTES // 2
+"""`EPConfig.hidden` of the communicator on which gradients of weights go home: the least, one vector of bfloat16."""
+
+
+class WeightedRows(NamedTuple):
+    """Rows of a batch and their weights.
+
+    Attributes:
+        tokens: [capacity, hidden] bfloat16 by expert, zeros behind the last row.
+        weights: [capacity] float32, 0 for padding and behind the last row.
+        batch: for `cute_ep.ops.combine`, without rows; combine adds a token's rows up unweighted in both modes.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    batch: Batch
+
+
+def dispatch_weighted(
+    x: Tensor, topk_ids: Tensor, router_weights: Tensor, comm: str, scalars: str, capacity: int
+) -> WeightedRows:
+    """As `cute_ep.ops.dispatch`, differentiable in tokens and router weights.
+
+    The backward pass makes a combine for tokens that require a gradient; then, for weights that do, a dispatch and a
+    combine on `scalars`. It makes them for all outputs, also those that nothing has used, so all ranks do the same.
+
+    Args:
+        x: [T, hidden] bfloat16.
+        topk_ids: [T, K] int32 or int64, -1 masks an entry.
+        router_weights: [T, K] float32.
+        comm: name of the communicator of the tokens, in bfloat16.
+        scalars: name of one that differs from it by its `hidden`, SCALAR_HIDDEN.
+        capacity: rows to make room for.
+
+    Raises:
+        EPInputError, EPTimeout: as `EPCommunicator.dispatch`.
+    """
+    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, comm, scalars, capacity))
+
+
+def sums_of(batch: Batch) -> Batch:
+    """The batch for sums that are not weighted, in exact and in partial mode."""
+    ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
+    nothing = ones.new_empty(0)
+    return batch._replace(router_weights=ones, weights=torch.ones_like(batch.weights), tokens=nothing, src_info=nothing)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, comm: str, scalars: str, capacity: int
+    ) -> tuple[Tensor, Tensor, Batch]:
+        batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity)
+        of_rows = library.row_weights(batch.dispatched(), communicator_of(comm).cfg)
+        sums = sums_of(batch)
+        ctx.comm, ctx.scalars = comm, scalars
+        ctx.save_for_backward(*sums[1:])
+        return batch.tokens, of_rows, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        sums = Batch(ctx.comm, *ctx.saved_tensors)
+        of_tokens = cute_ep.ops.combine(grad_tokens.contiguous(), sums) if ctx.needs_input_grad[0] else None
+        of_weights = _send_home(grad_weights, sums.topk_ids, ctx.scalars) if ctx.needs_input_grad[2] else None
+        return of_tokens, None, of_weights, None, None, None
+
+
+def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:
+    """[T, K] float32 of [capacity] float32 values of rows, bit for bit; 0 where masked."""
+    nothing = torch.zeros(len(ids), SCALAR_HIDDEN, dtype=torch.bfloat16, device=ids.device)
+    batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values))
+    rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
+    rows[:, 0] = values
+    home = cute_ep.ops.combine(rows.view(torch.bfloat16), batch, "unweighted")
+    return home.view(torch.float32)[:, :, 0]

@@ -1,0 +1,167 @@
+"""torchtitan's MoE token dispatch over cute_ep (docs/training.md), by its overrides.
+
+| `--override.imports` | in place of |
+| --- | --- |
+| `cute_ep.integrations.torchtitan.cute_ep_dispatcher` | the model's expert parallel token dispatcher |
+| `cute_ep.integrations.torchtitan.cute_ep_selective_ac` | selective activation checkpointing, which then saves rounds |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cute_ep.ops
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.api.types import CombineMode
+from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
+from cute_ep.integrations.counts import exchange_counts
+from cute_ep.integrations.exchange import RETURNED
+from cute_ep.integrations.versions import require
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.ops.library import EFFECTS
+
+require("torchtitan", (0, 3), below=(0, 4))
+
+from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher  # noqa: E402
+
+__all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispatcher", "cute_ep_selective_ac"]
+
+
+class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
+    """How `RoutedExperts` sends tokens to experts and back, over the ranks of the expert parallel mesh, which are all
+    on one machine. Differentiable in tokens, scores and the experts' parameters.
+
+    Ranks have equal numbers of tokens, as torchtitan promises. Tokens, the experts' outputs and the gradients of both
+    travel as bfloat16. Scores are applied in combine, in float32.
+
+    Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
+    there is room for that part of the rows that any routing can bring; if more come, tokens that have one of them
+    become NaN, and `synchronize` of the communicator raises EPInputError.
+
+    Attributes:
+        communicator: name of the communicator in `cute_ep.ops`; None until it is connected.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):
+        """HybridEP's, so that torchtitan takes it where it takes HybridEP's.
+
+        Args:
+            non_blocking_capacity_factor: as described above, in (0, 1].
+            pad_multiple: each expert's rows are padded with zeros to a multiple of it.
+            hidden_dim, num_max_tokens_per_rank: with both the ranks connect when the model is parallelised; otherwise
+                in the first call, and again when more tokens come.
+            mode: of combine. "partial" adds rows of each rank first, which rounds once more a rank and sends less.
+            sms: SMs that one kernel may take; None: all.
+        """
+
+        mode: CombineMode = "exact"
+        sms: int | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        factor = config.non_blocking_capacity_factor
+        if factor is not None and not 0 < factor <= 1:
+            raise EPConfigError(f"non_blocking_capacity_factor = {factor}: must be in (0, 1], or None")
+        self.config, self.alignment = config, alignment_for(config.pad_multiple or 1)
+        self.communicator: str | None = None
+        self._room = 0
+
+    def wire_meshes(self, *, ep_mesh: Any) -> None:
+        """Take the mesh; collective over it where the configuration says enough to connect."""
+        if ep_mesh is None:
+            raise EPConfigError("ep_mesh = None: must be a mesh; set parallelism.expert_parallel_degree to 2 or more")
+        super().wire_meshes(ep_mesh=ep_mesh)
+
+    def init_buffer(self) -> None:
+        """Connect, if hidden size and number of tokens are known."""
+        hidden, tokens = self.config.hidden_dim, self.config.num_max_tokens_per_rank
+        if hidden is not None and tokens is not None:
+            self._connect(hidden, tokens)
+
+    def _connect(self, hidden: int, tokens: int) -> None:
+        if torch.compiler.is_compiling():
+            raise EPError(
+                "the dispatcher is not connected: make an eager forward pass first, or build the model with "
+                "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
+            )
+        assert self.ep_mesh is not None
+        ranks = connections_of(self.ep_mesh.get_group())
+        self._room = room_for(tokens)
+        cfg = EPConfig(hidden, self.num_experts, self.top_k, self._room, ranks.size, row_alignment=self.alignment)
+        self.communicator = cute_ep.ops.register(ranks.get(cfg, self.config.sms))
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> tuple[Tensor, Tensor, cute_ep.ops.Batch]:
+        """Tokens to their experts' ranks.
+
+        Args:
+            x_TD: [T, D] of a floating type.
+            topk_scores_TK: [T, K] of a floating type.
+            topk_expert_ids_TK: [T, K] int32 or int64.
+            num_local_tokens_per_expert_E: [E] integers, how many entries of the ids name each expert.
+
+        Returns:
+            [R, D] rows of the type of `x_TD` by expert; with a capacity factor zeros behind the last one. [e] int32
+            rows of each local expert, padding included. What `combine` takes.
+        """
+        tokens, hidden = x_TD.shape
+        if self.communicator is None or tokens > self._room:
+            self._connect(hidden, tokens)
+        assert self.ep_mesh is not None and self.communicator is not None
+        ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
+        factor, unit = self.config.non_blocking_capacity_factor, self.alignment
+        if factor is None:
+            heard = exchange_counts(num_local_tokens_per_expert_E, tokens, self.ep_mesh.get_group())
+            rows = int(align_up(heard[:, :-1].sum(0), unit).sum())
+        else:
+            most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
+            rows = align_up(most + local * (unit - 1), unit)
+        x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
+        batch = cute_ep.ops.dispatch(x, topk_expert_ids_TK, scores, self.communicator, capacity=rows)
+        return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
+
+    def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:
+        """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""
+        dtype = x_TD.dtype if x_TD.dtype in RETURNED else torch.float32
+        rows = routed_output_RD.to(torch.bfloat16)
+        return cute_ep.ops.combine(rows, metadata, self.config.mode, dtype=dtype).to(x_TD.dtype)
+
+
+@override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")
+def cute_ep_dispatcher(cfg: BaseEPTokenDispatcher.Config, **options: Any) -> CuteEPTokenDispatcher.Config:
+    """Any expert parallel dispatcher's configuration as cute_ep's. `options` are fields of
+    `CuteEPTokenDispatcher.Config` to set."""
+    return derive(cfg, CuteEPTokenDispatcher.Config, **options)
+
+
+class CuteEPSelectiveAC(SelectiveAC):
+    """Selective activation checkpointing that saves what dispatch and combine return, so that the backward pass does
+    not make their rounds again. Compiled models need it: torch 2.13 cannot make them again there."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        """SelectiveAC's."""
+
+    def get_save_ops(self) -> set:
+        """torchtitan's set and the ops of cute_ep."""
+        return super().get_save_ops() | {getattr(torch.ops.cute_ep, name).default for name in EFFECTS}
+
+
+@override(target=SelectiveAC.Config, description="Selective activation checkpointing that saves cute_ep's rounds.")
+def cute_ep_selective_ac(cfg: SelectiveAC.Config) -> CuteEPSelectiveAC.Config:
+    """The same configuration, of `CuteEPSelectiveAC`."""
+    return derive(cfg, CuteEPSelectiveAC.Config)

@@ -1,0 +1,247 @@
+"""A rank of Megatron-core's MoE layers in a process of its own: `python -m tests.integrations.megatron_worker STORE
+RANK WORLD`, on the CPU, with the shims on PYTHONPATH and TORCHDYNAMO_DISABLE=1.
+
+What cute_ep is compared with is Megatron's own all-to-all dispatcher. Megatron names CUDA devices and streams and looks
+for TransformerEngine; `without_cuda` and the lines below it put the CPU there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.processes import join_group
+
+
+def without_cuda() -> None:
+    """Answer Megatron's calls of torch.cuda for the CPU: they name a device, or order streams."""
+    event = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
+    answers: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _: contextlib.nullcontext(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+
+
+without_cuda()
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from cute_ep.api.errors import EPConfigError, EPInputError  # noqa: E402
+from cute_ep.integrations import connections, megatron  # noqa: E402
+
+moe_utils.te_general_gemm = None  # a name that 0.16.1 leaves undefined without TransformerEngine
+token_dispatcher.maybe_move_tensor_to_cpu = lambda one, as_numpy=False, **_: one.numpy() if as_numpy else one
+
+EXPERTS, HIDDEN = 8, 64
+KINDS = ("shim", "exact", "partial")
+"""DeepEP's manager over the folder `shims`, and cute_ep's in both modes."""
+DEEPEP = token_dispatcher._DeepepManager
+
+
+def config_of(kind: str, **options: Any) -> TransformerConfig:
+    given: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_moe_experts": EXPERTS,
+        "ffn_hidden_size": 96,
+        "moe_ffn_hidden_size": 96,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "use_cpu_initialization": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall" if kind == "alltoall" else "flex",
+    }
+    return TransformerConfig(**given | options)
+
+
+def groups_of(ep: bool) -> ProcessGroupCollection:
+    """All ranks are one group, which shares out the experts, or each expert; other groups have one rank."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    groups = ProcessGroupCollection()
+    for name in ("tp", "cp", "expt_dp", "tp_cp", "tp_dp_cp"):
+        setattr(groups, name, alone)
+    groups.tp_ep = dist.group.WORLD
+    groups.ep, groups.expt_tp = (dist.group.WORLD, alone) if ep else (alone, dist.group.WORLD)
+    return groups
+
+
+def choose(kind: str) -> None:
+    """What the flex dispatcher is built with."""
+    token_dispatcher._DeepepManager = DEEPEP
+    if kind in ("exact", "partial"):
+        megatron.install(kind)  # type: ignore[arg-type]
+
+
+def dispatcher_of(kind: str, groups: ProcessGroupCollection, **options: Any) -> Any:
+    choose(kind)
+    config = config_of(kind, moe_router_topk=3)
+    for name, value in options.items():  # what a whole configuration would refuse without TransformerEngine
+        setattr(config, name, value)
+    local = EXPERTS // groups.ep.size()
+    own = [groups.ep.rank() * local + number for number in range(local)]
+    made = {"alltoall": token_dispatcher.MoEAlltoAllTokenDispatcher}.get(kind, token_dispatcher.MoEFlexTokenDispatcher)
+    return made(local, own, config, groups)
+
+
+class Results(NamedTuple):
+    rows: Tensor
+    counts: Tensor
+    row_probs: Tensor
+    out: Tensor
+    grad: Tensor
+    grad_probs: Tensor
+
+
+def through(dispatcher: Any, routing: Tensor) -> Results:
+    """A pass forward and backward through experts that multiply by their number and the probability.
+
+    Values are small integers, probabilities powers of two, so that every sum in any order is exact in bfloat16.
+    """
+    tokens = len(routing)
+    x = torch.randint(-3, 4, (tokens, 1, HIDDEN)).bfloat16().requires_grad_()
+    probs = (2.0 ** torch.randint(-1, 2, routing.shape) * routing).requires_grad_()
+    hidden, own = dispatcher.dispatch_preprocess(x, routing, probs)
+    rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, own))
+    factors = (1 + torch.arange(len(counts)) % 3).repeat_interleave(counts)
+    outputs = (rows * (row_probs * factors)[:, None]).bfloat16()
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outputs)))
+    out.backward(torch.randint(-1, 2, out.shape).bfloat16())
+    assert x.grad is not None and probs.grad is not None
+    return Results(rows.detach(), counts, row_probs.detach(), out.detach(), x.grad, probs.grad)
+
+
+def routings(rank: int, *, even: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """[T, EXPERTS] bool, with at most 3 experts a token; `even`: as many entries on all ranks."""
+
+    def random(tokens: int) -> Tensor:
+        ids = torch.rand(tokens, EXPERTS).topk(3).indices
+        return torch.zeros(tokens, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
+
+    yield "random", random(20)
+    one = torch.zeros(16, EXPERTS, dtype=torch.bool)
+    one[:, EXPERTS - 1] = True
+    yield "all to one expert", one
+    yield "nothing left", random(8) & False
+    if not even:
+        yield "uneven", random(5 + 30 * rank)
+        yield "a rank without tokens", random(17 * rank)
+        yield "dropped entries", random(24) & (torch.rand(24, EXPERTS) < 0.6)
+    yield "as many tokens as there is room for", random(connections.LEAST_TOKENS)
+    yield "more tokens than before", random(connections.LEAST_TOKENS + 1)
+
+
+def check_dispatchers(ep: bool) -> None:
+    """Rows, counts, probabilities, sums and gradients are those of Megatron's all-to-all, to the bit. Its gathers over
+    ranks that share experts (`ep` False) need as many entries on all ranks, over gloo."""
+    groups, rank = groups_of(ep), dist.get_rank()
+    options = {"moe_expert_capacity_factor": float(EXPERTS)}  # entries may be dropped
+    reference = dispatcher_of("alltoall", groups, **options)
+    for kind in KINDS:
+        own = dispatcher_of(kind, groups, **options)
+        torch.manual_seed(rank)
+        for name, routing in routings(rank, even=not ep):
+            state = torch.get_rng_state()
+            wanted = through(reference, routing)
+            torch.set_rng_state(state)
+            got = through(own, routing)
+            for field, one, other in zip(Results._fields, got, wanted, strict=True):
+                assert torch.equal(one, other), f"{kind}, {name}: {field}\n{one}\n{other}"
+
+
+def check_padding() -> None:
+    """Each expert's rows become a multiple of 16, with rows of zeros and probability 0; nothing else changes."""
+    groups, rank = groups_of(True), dist.get_rank()
+    plain, padded = (
+        dispatcher_of("exact", groups, moe_router_padding_for_quantization=padding) for padding in (False, True)
+    )
+    torch.manual_seed(rank)
+    for name, routing in routings(rank):
+        state = torch.get_rng_state()
+        wanted = through(plain, routing)
+        torch.set_rng_state(state)
+        got = through(padded, routing)
+        assert torch.equal(got.counts, (wanted.counts + 15) // 16 * 16), name
+        ends = got.counts.cumsum(0).tolist()
+        for end, room, count, rows in zip(
+            ends, got.counts.tolist(), wanted.counts.tolist(), wanted.rows.split(wanted.counts.tolist()), strict=True
+        ):
+            start = end - room
+            assert torch.equal(got.rows[start : start + count], rows), name
+            assert not got.rows[start + count : end].any() and not got.row_probs[start + count : end].any(), name
+        for field in ("out", "grad", "grad_probs"):
+            assert torch.equal(getattr(got, field), getattr(wanted, field)), f"{name}: {field}"
+
+
+def trained(kind: str, groups: ProcessGroupCollection, recompute: bool) -> list[Tensor]:
+    """Outputs and gradients of Megatron's MoE layer, router and experts included, in batches of several sizes."""
+    choose(kind)
+    torch.manual_seed(dist.get_rank())
+    layer = MoELayer(config_of(kind), get_moe_module_spec(False, EXPERTS).submodules, 1, groups)
+    results = []
+    for tokens in (12, 1, 40):
+        x = torch.randn(tokens, 2, HIDDEN).bfloat16().requires_grad_()
+        out = checkpoint(lambda one: layer(one)[0], x, use_reentrant=False) if recompute else layer(x)[0]
+        out.float().square().sum().backward()
+        results += [out.detach(), x.grad]
+    return [*results, *(parameter.grad for parameter in layer.parameters())]
+
+
+def check_layers() -> None:
+    """With two experts a token both sums round once, so the layer gives the bits of Megatron's all-to-all."""
+    groups = groups_of(True)
+    wanted = trained("alltoall", groups, False)
+    for kind, recompute in [*((kind, False) for kind in KINDS), ("exact", True)]:
+        for number, (one, other) in enumerate(zip(trained(kind, groups, recompute), wanted, strict=True)):
+            assert torch.equal(one, other) and other.any(), f"{kind}, result {number}, recompute {recompute}"
+
+
+def check_options() -> None:
+    groups = groups_of(True)
+    with pytest.raises(EPConfigError, match="overlap_moe_expert_parallel_comm = True"):
+        dispatcher_of("exact", groups, overlap_moe_expert_parallel_comm=True)
+    _, routing = next(routings(0))
+    dispatcher = dispatcher_of("exact", groups, moe_router_dtype="fp64")
+    assert through(dispatcher, routing).row_probs.dtype == torch.float64
+    dispatcher.dispatch_preprocess(torch.zeros(20, 1, HIDDEN), routing, routing.float())
+    with pytest.raises(EPInputError, match="bf16=True"):
+        dispatcher.token_dispatch(torch.zeros(20, HIDDEN))
+
+
+def main(store: Path, rank: int, world: int) -> None:
+    join_group(store, rank, world)
+    check_dispatchers(ep=True)
+    check_dispatchers(ep=False)
+    check_padding()
+    check_layers()
+    check_options()
+    megatron.close()
+    assert not connections._OF_GROUPS
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {rank} ok\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

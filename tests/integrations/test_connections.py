@@ -1,0 +1,49 @@
+"""What adapters share: sizes of communicators, and counts of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_ep.api.errors import EPConfigError
+from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, room_for
+from cute_ep.integrations.counts import count_entries
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room"),
+    [
+        (0, LEAST_TOKENS),
+        (LEAST_TOKENS, LEAST_TOKENS),
+        (LEAST_TOKENS + 1, 2 * LEAST_TOKENS),
+        (4096, 4096),
+        (MAX_TOKENS_PER_RANK - 1, MAX_TOKENS_PER_RANK),
+        (MAX_TOKENS_PER_RANK, MAX_TOKENS_PER_RANK),
+    ],
+)
+def test_room_is_a_power_of_two(tokens: int, room: int) -> None:
+    assert room_for(tokens) == room
+
+
+def test_too_many_tokens_stay_too_many() -> None:
+    """`EPConfig` then says so."""
+    assert room_for(MAX_TOKENS_PER_RANK + 1) > MAX_TOKENS_PER_RANK
+
+
+@pytest.mark.parametrize(("multiple", "alignment"), [(1, 1), (16, 16), (32, 64), (128, 128)])
+def test_the_alignment_is_the_least_that_pads_enough(multiple: int, alignment: int) -> None:
+    assert alignment_for(multiple) == alignment
+
+
+def test_an_alignment_that_there_is_not_is_refused() -> None:
+    with pytest.raises(EPConfigError, match="multiple of 24 rows"):
+        alignment_for(24)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_masked_entries_are_not_counted(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0, 2], [-1, 2], [2, -1]], dtype=dtype)
+    counts = count_entries(ids, 4)
+    assert counts.tolist() == [1, 0, 3, 0] and counts.dtype == torch.int64
+    assert count_entries(ids[:0], 4).tolist() == [0] * 4

@@ -1,0 +1,183 @@
+"""A rank of torchtitan's token dispatch in a process of its own: `python -m tests.integrations.titan_worker STORE RANK
+WORLD`, on the CPU, with torchtitan or what stands in for it in `tests/integrations/stubs` on PYTHONPATH."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import tests.integrations.titan_on_cpu  # noqa: F401  before torchtitan
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations import connections
+from cute_ep.integrations.torchtitan import CuteEPTokenDispatcher, close, cute_ep_dispatcher
+from cute_ep.ops.registry import communicator_of
+from tests.processes import join_group
+
+EXPERTS, TOP_K, HIDDEN = 8, 3, 64
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    scores: Tensor
+    ids: Tensor
+    grad: Tensor
+
+
+def batch_of(ids: Tensor, dtype: torch.dtype) -> Batch:
+    """Small integers, and scores that are powers of two: sums in any order are exact in bfloat16."""
+    shape = (len(ids), HIDDEN)
+    scores = 2.0 ** torch.randint(-1, 2, ids.shape)
+    return Batch(torch.randint(-3, 4, shape).to(dtype), scores, ids, torch.randint(-1, 2, shape).to(dtype))
+
+
+def factors_of(ids: Tensor) -> Tensor:
+    """What expert e multiplies its rows by."""
+    return (1 + ids % 3).float()
+
+
+def expected(own: Batch, batches: list[Batch], local: range) -> dict[str, Tensor]:
+    """What a rank gets, from all ranks' batches: rows by expert, source, token; sums; gradients."""
+    rows = [one.x[token] for expert in local for one in batches for token, _ in (one.ids == expert).nonzero().tolist()]
+    scaled = own.scores * factors_of(own.ids)
+    total = scaled.sum(1, keepdim=True).to(own.x.dtype)
+    inner = (own.grad.float() * own.x.float()).sum(1, keepdim=True)
+    return {
+        "rows": torch.stack(rows) if rows else own.x[:0],
+        "counts": torch.stack([sum((one.ids == expert).sum() for one in batches) for expert in local]),  # type: ignore[arg-type]
+        "out": own.x * total,
+        "grad": own.grad * total,
+        "grad_scores": inner * factors_of(own.ids),
+    }
+
+
+def through(dispatcher: Any, own: Batch, local: range) -> dict[str, Tensor]:
+    """The same by the dispatcher, forward and backward. Padding and rows behind the last one are poisoned."""
+    x, scores = own.x.clone().requires_grad_(), own.scores.clone().requires_grad_()
+    counts = torch.bincount(own.ids.flatten(), minlength=EXPERTS)
+    rows, padded, metadata = dispatcher.dispatch(x, scores, own.ids, counts)
+    offsets = metadata.row_offsets.tolist()
+    valid = torch.zeros(len(rows), dtype=torch.bool)
+    factors = torch.full((len(rows), 1), torch.nan)
+    for start, count, expert in zip(offsets, metadata.row_counts.tolist(), local, strict=False):
+        valid[start : start + count] = True
+        factors[start : start + count] = factors_of(torch.tensor(expert))
+    assert (
+        not rows[~valid].any() and offsets[-1] <= len(rows) and padded.tolist() == metadata.row_offsets.diff().tolist()
+    )
+    out = dispatcher.combine((rows * factors).to(rows.dtype), metadata, x)
+    assert out.dtype == x.dtype == rows.dtype
+    out.backward(own.grad)
+    assert x.grad is not None and scores.grad is not None
+    return {
+        "rows": rows[valid].detach(),
+        "counts": metadata.row_counts,
+        "out": out.detach(),
+        "grad": x.grad,
+        "grad_scores": scores.grad,
+    }
+
+
+def routings(rank: int) -> Iterator[tuple[str, Tensor]]:
+    """[T, TOP_K] int64, as many tokens on all ranks."""
+
+    def random(tokens: int) -> Tensor:
+        return torch.rand(tokens, EXPERTS).topk(TOP_K).indices
+
+    room = connections.LEAST_TOKENS
+    yield "random", random(20)
+    yield "all to the same experts", torch.arange(TOP_K).expand(16, -1).contiguous()
+    yield "a rank sends to itself", random(16) % (EXPERTS // 2) + rank * (EXPERTS // 2)
+    yield "no tokens", random(0)
+    yield "as many tokens as there is room for", random(room)
+    yield "more tokens than before", random(room + 1)
+
+
+def dispatcher_of(mesh: DeviceMesh, cfg: Any, **options: Any) -> CuteEPTokenDispatcher:
+    """What a model with this configuration and override builds and parallelises."""
+    made = cute_ep_dispatcher(cfg, **options).build()
+    made.wire_meshes(ep_mesh=mesh)
+    return made
+
+
+def check_dispatchers(mesh: DeviceMesh, cfg: Any) -> None:
+    rank, world, experts = dist.get_rank(), dist.get_world_size(), EXPERTS // dist.get_world_size()
+    local = range(rank * experts, (rank + 1) * experts)
+    options: list[dict[str, Any]] = [
+        {},
+        {"mode": "partial"},
+        {"non_blocking_capacity_factor": 1.0},
+        {"pad_multiple": 16},
+        {"pad_multiple": 16, "non_blocking_capacity_factor": 1.0, "hidden_dim": HIDDEN, "num_max_tokens_per_rank": 96},
+    ]
+    for chosen in options:
+        dispatcher = dispatcher_of(mesh, cfg, **chosen)
+        assert (dispatcher.communicator is not None) == ("hidden_dim" in chosen)
+        for dtype in (torch.bfloat16,) if chosen else (torch.bfloat16, torch.float32):
+            torch.manual_seed(rank)
+            for name, ids in routings(rank):
+                own, batches = batch_of(ids, dtype), [None] * world
+                dist.all_gather_object(batches, own)
+                wanted, got = expected(own, batches, local), through(dispatcher, own, local)  # type: ignore[arg-type]
+                for field, value in wanted.items():
+                    assert torch.equal(got[field], value), f"{chosen}, {dtype}, {name}: {field}\n{got[field]}\n{value}"
+
+
+def check_overflow(mesh: DeviceMesh, cfg: Any) -> None:
+    """With too little room tokens of lost rows become NaN, and `synchronize` says so."""
+    rank = dist.get_rank()
+    dispatcher = dispatcher_of(mesh, cfg, non_blocking_capacity_factor=0.5)
+    own = batch_of(torch.arange(TOP_K).expand(16, -1).contiguous(), torch.bfloat16)
+    out = through_without_grad(dispatcher, own)
+    assert dispatcher.communicator is not None
+    assert out.isnan().any(1).any()
+    if rank == 0:
+        with pytest.raises(EPInputError, match="rows"):
+            communicator_of(dispatcher.communicator).synchronize()
+
+
+def through_without_grad(dispatcher: Any, own: Batch) -> Tensor:
+    counts = torch.bincount(own.ids.flatten(), minlength=EXPERTS)
+    with torch.no_grad():
+        rows, _, metadata = dispatcher.dispatch(own.x, own.scores, own.ids, counts)
+        return dispatcher.combine(rows, metadata, own.x)
+
+
+def check_refusals(mesh: DeviceMesh, cfg: Any) -> None:
+    with pytest.raises(EPConfigError, match="expert_parallel_degree"):
+        dispatcher_of(None, cfg)  # type: ignore[arg-type]
+    with pytest.raises(EPConfigError, match=r"non_blocking_capacity_factor = 1.5"):
+        dispatcher_of(mesh, cfg, non_blocking_capacity_factor=1.5)
+    with pytest.raises(EPConfigError, match="multiple of 24"):
+        dispatcher_of(mesh, cfg, pad_multiple=24)
+    unconnected = dispatcher_of(mesh, cfg)
+    own = batch_of(torch.arange(TOP_K)[None], torch.bfloat16)
+    with mock.patch("torch.compiler.is_compiling", lambda: True), pytest.raises(EPError, match="moe_comm_backend"):
+        through_without_grad(unconnected, own)
+
+
+def main(store: Path, rank: int, world: int) -> None:
+    from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
+
+    join_group(store, rank, world)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    cfg = BaseEPTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
+    check_dispatchers(mesh, cfg)
+    check_refusals(mesh, cfg)
+    check_overflow(mesh, cfg)
+    close()
+    assert not connections._OF_GROUPS
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {rank} ok\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
