@@ -17,6 +17,7 @@ from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.scales import TRANSPOSED
+from cute_ep.reference.results import OF_ROWS, write_rows
 from cute_ep.testing.verify import POISON, SPARE_ROWS, expert_rows, poison
 from cute_ep.testing.workloads import RankInputs, make_inputs
 
@@ -193,14 +194,18 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
     Undefined are, as `cute_ep.testing.verify.check_dispatched` has it: header words that others set, `row_map` beyond
     a source's tokens, and weights of entries that have no row here.
     """
-    capacity = align_up(int(want.num_rows) + SPARE_ROWS, cfg.alignment)
+    blocks = cfg.block_rows is not None
+    capacity = cfg.max_rows if blocks else align_up(int(want.num_rows) + SPARE_ROWS, cfg.alignment)
     shapes = {name: shape for name, shape in buffer_shapes(cfg, capacity).items() if shape is not None}
     segment = Segment(shapes, device)
     for name in ("headers", "row_map", "weights"):
         segment.view(segment.mask, name).view(torch.uint8).zero_()
     for name in shapes.keys() - {"headers", "row_map", "weights"}:
         value, place = getattr(want, name), segment.view(segment.expected, name)
-        if name == "scales" and cfg.scales_as == TRANSPOSED:
+        if blocks and name in OF_ROWS:
+            holds = (want.src_info[:, 0] >= 0).to(device)
+            write_rows(place, value.to(device), holds, cfg.scales_as if name == "scales" else None)
+        elif name == "scales" and cfg.scales_as == TRANSPOSED:
             place[:, : value.shape[1]].copy_(value)
         else:
             place[: value.shape[0]].copy_(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from random import Random
 
@@ -14,7 +14,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.bench.machine import parse_devices
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+from cute_ep.layouts.maps.scales import ATOM_ROWS
 from cute_ep.testing.workloads import ROUTINGS
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, slices_for
 
@@ -157,7 +159,7 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
     most = max(1, room // hidden)
     tokens = min(most, least + random.choice((0, 1, 15, 63, 250)))
     alignments = [None, *(rows for rows in ROW_ALIGNMENTS if rows % fmt.row_alignment == 0)]
-    return EPConfig(
+    cfg = EPConfig(
         hidden=hidden,
         num_experts=local * ranks,
         top_k=top_k,
@@ -170,6 +172,10 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
         fused_shared_expert=random.random() < 0.25,
         skip_a2a=random.random() < 0.1,
     )
+    if random.random() < 0.15 and local * top_k <= 16 and not cfg.fused_shared_expert:
+        rows = cfg.peers * tokens * top_k  # enough for any routing
+        cfg = replace(cfg, row_alignment=None, block_rows=align_up(max(2, rows), ATOM_ROWS))
+    return cfg
 
 
 def _inputs(random: Random, cfg: EPConfig) -> InputSet:

@@ -187,11 +187,11 @@ def test_a_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     """A communicator that is wrong once, in one bit of the last row."""
     fill, calls = reference_backend.fill, iter(range(1000))
 
-    def wrong(cfg: EPConfig, rank: int, sources: object, out: DispatchBuffers) -> int:
-        rows = fill(cfg, rank, sources, out)
+    def wrong(cfg: EPConfig, rank: int, sources: object, out: DispatchBuffers) -> object:
+        full = fill(cfg, rank, sources, out)
         if rank == 1 and next(calls) == 5:
-            out.tokens[rows - 1, -1] ^= 1
-        return rows
+            out.tokens[int(out.num_rows) - 1, -1] ^= 1
+        return full
 
     monkeypatch.setattr(reference_backend, "fill", wrong)
     outcome = soak()
