@@ -172,7 +172,7 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
         fused_shared_expert=random.random() < 0.25,
         skip_a2a=random.random() < 0.1,
     )
-    if random.random() < 0.15 and local * top_k <= 16 and not cfg.fused_shared_expert:
+    if random.random() < 0.5 and local * top_k <= 16 and not cfg.fused_shared_expert:
         rows = cfg.peers * tokens * top_k  # enough for any routing
         cfg = replace(cfg, row_alignment=None, block_rows=align_up(max(2, rows), ATOM_ROWS))
     return cfg
