@@ -25,18 +25,37 @@ from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 
 
+class RankIndex(NamedTuple):
+    """Which row each (source, token) gets in a batch with one row per (token, rank), N of them.
+
+    Attributes:
+        live: [R, Tmax, K] bool, entries that have a row in the batch.
+        row: [R, Tmax] int64, the (source, token)'s row; N where it has none.
+        entry: [N] int64, source * Tmax + token of each row; 0 where there is no token.
+        filled: [N] bool, whether a token has the row.
+        source_ends: [R] int32, as of `RankRows`.
+    """
+
+    live: torch.Tensor
+    row: torch.Tensor
+    entry: torch.Tensor
+    filled: torch.Tensor
+    source_ends: torch.Tensor
+
+
 class RankRows(NamedTuple):
     """A batch with one row per (token, rank), by source rank, then token. N is the number of rows that there is room
-    for; rows behind the last one hold anything.
+    for; rows that no token has hold anything.
 
     Attributes:
         tokens: [N, columns], as in `DispatchBuffers`.
         scales: [N, factors] block scale factors, row-major; None when the format has none.
         row_scales: [N] bfloat16; None when the format has none.
         expert_ids: [N, K] int64 local experts of the token's entries, -1 where an entry is masked or of another rank,
-            and behind the last row.
+            and where no token has the row.
         weights: [N, K] float32 router weights, 0 where `expert_ids` is -1; None when the batch has none.
-        source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1].
+        source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1], or with a
+            stride at s * stride.
         batch: what `combine(rows, batch, mode="partial")` takes with rows in this order. It adds a token's rows over
             ranks, without weights.
     """
@@ -71,7 +90,35 @@ class Blocks(NamedTuple):
     source_counts: torch.Tensor
 
 
-def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> RankRows:
+def rank_index(batch: Dispatched, rows: int, stride: int | None = None) -> RankIndex:
+    """Rows for a batch's tokens, one per (token, rank): by source rank, then token, without gaps or with a stride.
+
+    Args:
+        batch: what dispatch returned.
+        rows: room for rows; with a stride R * stride. Tokens that do not fit get none.
+        stride: rows of source s begin at s * stride; None: behind those of the source before.
+    """
+    sources, tokens, _ = batch.row_map.shape
+    device = batch.row_map.device
+    live = _present(batch) & (batch.row_map < batch.tokens.shape[0])
+    has = live.any(dim=2)
+    inside = has.cumsum(1) - 1
+    counts = inside[:, -1] + 1
+    if stride is None:
+        begins = counts.cumsum(0) - counts
+    else:
+        begins = torch.arange(0, sources * stride, stride, device=device)
+        counts = counts.clamp(max=stride)
+        has = has & (inside < stride)
+    row = torch.where(has, begins[:, None] + inside, rows).clamp(max=rows)
+    # what has no row goes to one place behind the last
+    entry = torch.full((rows + 1,), NO_ROW, dtype=torch.int64, device=device)
+    entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
+    filled = entry[:rows] >= 0
+    return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
+
+
+def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None, *, stride: int | None = None) -> RankRows:
     """The batch with one row per (token, rank): a token that several local experts have comes once.
 
     Runs on the current stream and allocates what it returns. The batch stays as it is, and combine still takes it.
@@ -81,41 +128,34 @@ def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> Ran
         batch: in bfloat16, or with scale factors in layout `linear` or `transposed`.
         rows: room for rows, at most as many as the batch has; None: for any routing, R * max_tokens_per_rank. Rows that
             do not fit are left out, and combine returns NaN for their tokens.
+        stride: rows for each source, whose first row is at a multiple of it; in place of `rows`. None: no gaps.
 
     Raises:
         EPInputError: the configuration has a fused shared expert, or scale factors in layout `atom128x4`.
     """
     _check(cfg)
     sources, tokens, _ = batch.row_map.shape
-    most, capacity = sources * tokens, batch.tokens.shape[0]
-    room = min(most if rows is None else rows, capacity)
-    present = _present(batch)
-    live = present & (batch.row_map < capacity)
-    has = live.any(dim=2).flatten()
-    place = has.cumsum(0) - 1
-    ends = place[tokens - 1 :: tokens] + 1
+    capacity = batch.tokens.shape[0]
+    room = min(sources * tokens if rows is None else rows, capacity) if stride is None else sources * stride
+    index = rank_index(batch, room, stride)
+    live, entry, masked = index.live, index.entry, ~index.filled[:, None]
 
-    # the entry (source, token) that each row is of; what has no row goes to one place behind the last
-    entry = torch.zeros(room + 1, dtype=torch.int64, device=has.device)
-    numbers = torch.arange(most, device=has.device)
-    entry.scatter_(0, torch.where(has, place, room).clamp(max=room), numbers)
-    entry = entry[:room]
-    behind = (torch.arange(room, device=has.device) >= ends[-1])[:, None]
     from_row = torch.where(live, batch.row_map, 0).amax(dim=2).flatten()[entry].long()
     expert = torch.searchsorted(batch.row_offsets[1:], batch.row_map, right=True)
-    expert_ids = torch.where(live, expert, NO_ROW).flatten(0, 1)[entry].masked_fill(behind, NO_ROW)
+    expert_ids = torch.where(live, expert, NO_ROW).flatten(0, 1)[entry].masked_fill(masked, NO_ROW)
     weights = batch.weights
     if weights is not None:
-        weights = torch.where(live, weights, 0).flatten(0, 1)[entry].masked_fill(behind, 0)
+        weights = torch.where(live, weights, 0).flatten(0, 1)[entry].masked_fill(masked, 0)
 
-    place = place.view(sources, tokens, 1)
+    present = _present(batch)
     first = present & (present.cumsum(2) == 1)
+    place = index.row[:, :, None]
     found = torch.where(live & (place < room), place, LOST_ROW)
-    own = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=has.device)
+    own = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=live.device)
     derived = batch.derived(
         row_map=torch.where(first, found, NO_ROW).int(),
         tokens=entry,
-        weights=torch.ones(batch.row_map.shape, dtype=torch.float32, device=has.device),
+        weights=torch.ones(batch.row_map.shape, dtype=torch.float32, device=live.device),
         router_weights=own,
     )
     scales = None
@@ -124,7 +164,7 @@ def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> Ran
         scales = batch.scales[:, from_row].t().contiguous() if transposed else _taken(batch.scales, from_row)
     row_scales = None if batch.row_scales is None else batch.row_scales[from_row]
     tokens_of = _taken(batch.tokens, from_row)
-    return RankRows(tokens_of, scales, row_scales, expert_ids, weights, ends.int(), derived)
+    return RankRows(tokens_of, scales, row_scales, expert_ids, weights, index.source_ends, derived)
 
 
 def empty_blocks(cfg: EPConfig, slots: int, device: torch.device | str) -> Blocks:

@@ -11,7 +11,8 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.deep_ep import Buffer, connections
+from cute_ep.integrations import connections
+from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.reference.processes import connect_processes
 from cute_ep.testing.workloads import RankInputs
 from tests.reference.ranks import at_once

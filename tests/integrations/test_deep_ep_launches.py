@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations.deep_ep import Buffer, connections
+from cute_ep.integrations import connections
+from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank
 

@@ -107,15 +107,38 @@ def check_rank_major(cfg: EPConfig, routing: str) -> None:
         assert got.source_ends.dtype == torch.int32 and got.source_ends.tolist() == ends
 
 
+def places(found: list[tuple[int, int, dict[int, int]]], stride: int | None) -> list[int]:
+    """The row of each of a rank's `entries`."""
+    before = [sum(source == one[0] for source, _, _ in found[:number]) for number, one in enumerate(found)]
+    return [number if stride is None else one[0] * stride + before[number] for number, one in enumerate(found)]
+
+
+@pytest.mark.parametrize("stride", [9, 11])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_combine_adds_rank_major_rows_over_ranks(routing: str) -> None:
+def test_rank_major_rows_of_a_source_begin_at_a_multiple_of_the_stride(routing: str, stride: int) -> None:
+    _, batches, given = round_of(routing)
+    for rank, batch in enumerate(batches):
+        got, dense, found = rank_major(CFG, batch, stride=stride), rank_major(CFG, batch), entries(CFG, rank, given)
+        at = places(found, stride)
+        assert got.tokens.shape[0] == 3 * stride
+        assert got.source_ends.tolist() == [s * stride + sum(s == one[0] for one in found) for s in range(3)]
+        for name in ("tokens", "expert_ids", "weights"):
+            assert_bits(getattr(got, name)[at], getattr(dense, name)[: len(at)], name)
+        empty = [row for row in range(3 * stride) if row not in at]
+        assert (got.expert_ids[empty] == -1).all() and not got.weights[empty].any()
+
+
+@pytest.mark.parametrize("stride", [None, 9, 11])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_combine_adds_rank_major_rows_over_ranks(routing: str, stride: int | None) -> None:
     ranks, batches, given = round_of(routing)
-    views = [rank_major(CFG, batch) for batch in batches]
-    rows = [random_rows((SLOTS, CFG.hidden), rank) for rank in range(3)]
+    views = [rank_major(CFG, batch, stride=stride) for batch in batches]
+    rows = [random_rows((3 * (stride or 9), CFG.hidden), rank) for rank in range(3)]
     out = [ep.combine(row, one.batch, mode="partial") for ep, row, one in zip(ranks, rows, views, strict=True)]
     want = [torch.zeros(count, CFG.hidden) for count in TOKENS]
     for rank in range(3):
-        for row, (source, token, _) in enumerate(entries(CFG, rank, given)):
+        found = entries(CFG, rank, given)
+        for row, (source, token, _) in zip(places(found, stride), found, strict=True):
             want[source][token] += rows[rank][row].float()
     for rank, total in enumerate(out):
         assert_bits(total, want[rank].bfloat16(), f"rank {rank}")
@@ -131,16 +154,20 @@ def test_rank_major_leaves_the_batch_to_combine() -> None:
         assert_bits(after[rank], before[rank], f"rank {rank}")
 
 
-def test_rank_major_rows_without_room_come_home_as_nan() -> None:
+@pytest.mark.parametrize("stride", [None, 3])
+def test_rank_major_rows_without_room_come_home_as_nan(stride: int | None) -> None:
     ranks, batches, given = round_of("uniform")
-    views = [rank_major(CFG, batch, 5) for batch in batches]
-    ones = torch.ones(5, CFG.hidden).bfloat16()
+    room = 5 if stride is None else 3 * stride
+    views = [rank_major(CFG, batch, room, stride=stride) for batch in batches]
+    ones = torch.ones(room, CFG.hidden).bfloat16()
     lost: list[set[int]] = [set(), set(), set()]
     for rank in range(3):
-        for source, token, _ in entries(CFG, rank, given)[5:]:
-            lost[source].add(token)
+        found = entries(CFG, rank, given)
+        for (source, token, _), row in zip(found, places(found, stride), strict=True):
+            if row >= (room if stride is None else (source + 1) * stride):
+                lost[source].add(token)
     for rank, (ep, one) in enumerate(zip(ranks, views, strict=True)):
-        assert one.tokens.shape[0] == 5
+        assert one.tokens.shape[0] == room
         views[rank] = one._replace(tokens=ep.combine(ones, one.batch, mode="partial"))
     for rank, one in enumerate(views):
         assert {token for token in range(TOKENS[rank]) if one.tokens[token].isnan().all()} == lost[rank]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
-from cute_ep.integrations.deep_ep.connections import Connections
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.low_latency import LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, dispatch_layout

@@ -13,8 +13,8 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
-from cute_ep.integrations.deep_ep.connections import Connections
 from cute_ep.integrations.deep_ep.events import EventOverlap
 from cute_ep.integrations.rows import Blocks, blocks, empty_blocks
 from cute_ep.layouts.maps.formats import FP8

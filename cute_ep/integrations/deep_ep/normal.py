@@ -22,7 +22,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.deep_ep.connections import Connections
+from cute_ep.integrations.connections import Connections
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
