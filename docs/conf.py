@@ -80,6 +80,7 @@ docs/ops
 docs/layer
 docs/transformers
 docs/deep_ep
+docs/flashinfer
 docs/reference
 docs/numerics
 docs/performance

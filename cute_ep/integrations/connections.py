@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime.connection import connect
 
@@ -39,17 +40,46 @@ class Connections:
 
         Raises:
             EPConfigError, EPError: as of `connect`.
+            EPError: there is none yet, and a CUDA graph is being captured.
         """
         for own, communicator in self._open.items():
             if own.max_tokens_per_rank >= cfg.max_tokens_per_rank and own == replace(
                 cfg, max_tokens_per_rank=own.max_tokens_per_rank
             ):
                 return communicator
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise EPError(f"there is no communicator for {cfg} yet: make this call once before capturing a CUDA graph")
         LOG.info("rank %d connects for %s", self.rank, cfg)
         made = self._open[cfg] = connect(cfg, self._group, sms=sms)
         return made
+
+    def synchronize(self) -> None:
+        """`EPCommunicator.synchronize` of all communicators."""
+        for communicator in self._open.values():
+            communicator.synchronize()
 
     def close(self) -> None:
         """Close all communicators; collective."""
         while self._open:
             self._open.pop(next(iter(self._open))).close()
+
+
+_SHARED: dict[dist.ProcessGroup, tuple[Connections, set[object]]] = {}
+
+
+def share(group: dist.ProcessGroup, user: object) -> Connections:
+    """The connections that all users of a group in this process have in common, until `release`."""
+    connections, users = _SHARED.setdefault(group, (Connections(group), set()))
+    users.add(user)
+    return connections
+
+
+def release(group: dist.ProcessGroup, user: object) -> None:
+    """End what `share` began; may be called again. With the last user the communicators close, which is collective."""
+    if group not in _SHARED:
+        return
+    connections, users = _SHARED[group]
+    users.discard(user)
+    if not users:
+        del _SHARED[group]
+        connections.close()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched, buffer_shapes
+from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched, buffer_shapes
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
@@ -165,6 +165,20 @@ def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None, *, str
     row_scales = None if batch.row_scales is None else batch.row_scales[from_row]
     tokens_of = _taken(batch.tokens, from_row)
     return RankRows(tokens_of, scales, row_scales, expert_ids, weights, index.source_ends, derived)
+
+
+def without_rows(batch: Dispatched) -> Dispatched:
+    """What combine reads of a batch, with weights of 1, and without the memory of its rows and scale factors."""
+    ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
+    kept = {name: getattr(batch, name) for name in (*READ_BY_COMBINE, "weights")}
+    rows = batch.src_info if len(batch.src_info) == len(batch.tokens) else batch.tokens
+    return Dispatched.of_tensors(
+        kept | {"tokens": rows},
+        rank=batch.rank,
+        topk_ids=batch.topk_ids,
+        router_weights=ones,
+        return_slices=batch.return_slices,
+    )
 
 
 def empty_blocks(cfg: EPConfig, slots: int, device: torch.device | str) -> Blocks:

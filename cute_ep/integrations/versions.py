@@ -1,19 +1,36 @@
-"""Whether the library that an adapter adapts is installed, and new enough."""
+"""Whether the library that an adapter adapts is installed, in a version that the adapter knows."""
 
 from __future__ import annotations
 
 import re
 from importlib import import_module
 
+Version = tuple[int, ...]
 
-def require(name: str, oldest: tuple[int, int]) -> None:
-    """Import a library. ImportError, with the command that installs it, if it is missing or older than `oldest`."""
-    version = ".".join(map(str, oldest))
-    need = f"must be {version} or newer: pip install '{name}>={version}'"
+
+def require(name: str, oldest: Version, below: Version | None = None, *, package: str | None = None) -> None:
+    """Import a library, whose version must be in a range.
+
+    Args:
+        name: of the module.
+        oldest: the first version that will do.
+        below: the first later one that will not; None: all newer ones will.
+        package: what pip calls it; None: `name`.
+
+    Raises:
+        ImportError: it is missing or of another version. The message has the command that installs it.
+    """
+    least = ".".join(map(str, oldest))
+    rule, wanted = f"{least} or newer", f"{package or name}>={least}"
+    if below is not None:
+        limit = ".".join(map(str, below))
+        rule, wanted = f"at least {least} and below {limit}", f"{wanted},<{limit}"
+    need = f"must be {rule}: pip install '{wanted}'"
     try:
         found = import_module(name).__version__
     except ModuleNotFoundError as missing:
         raise ImportError(f"{name} = not installed: {need}") from missing
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < oldest:
+    leading = re.match(r"\d+(\.\d+)+", found)
+    numbers = () if leading is None else tuple(map(int, leading[0].split(".")))
+    if numbers < oldest or (below is not None and numbers >= below):
         raise ImportError(f"{name} = {found}: {need}")

@@ -1,4 +1,4 @@
-"""Ranks with a DeepEP buffer each, in threads, as their processes would run."""
+"""Ranks in threads, each with a process group and perhaps a DeepEP buffer, as their processes would run."""
 
 from __future__ import annotations
 
@@ -46,26 +46,38 @@ def connect(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPC
     return connect_processes(cfg, group.rank(), group.on_all_ranks)
 
 
-def on_buffers(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Buffer], Any]) -> list:
-    """What program(buffer) returns on each rank."""
+def on_groups(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Any], Any]) -> list:
+    """What program(group) returns on each rank."""
     monkeypatch.setattr(connections, "connect", connect)
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:
-        buffer = Buffer(ThreadGroup(rank, ranks, barrier, given), int(2e9))  # type: ignore[arg-type]
         try:
-            return program(buffer)
+            return program(ThreadGroup(rank, ranks, barrier, given))
         except BaseException:
             barrier.abort()
             raise
-        finally:
-            buffer.destroy()
 
     made = at_once(range(ranks), run)
     for one in made:
         if isinstance(one, Exception):
             raise one
     return made
+
+
+def on_buffers(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Any], Any], make: Callable[[Any], Any] = Buffer
+) -> list:
+    """What program(buffer) returns on each rank; `make` makes a buffer of a group."""
+
+    def run(group: Any) -> Any:
+        buffer = make(group)
+        try:
+            return program(buffer)
+        finally:
+            buffer.destroy()
+
+    return on_groups(monkeypatch, ranks, run)
 
 
 def entries(num_experts: int, ranks: int, rank: int, ids: list[torch.Tensor]) -> list[tuple[int, int, dict[int, int]]]:

@@ -83,6 +83,16 @@ WANTED: dict[str, dict[str, list[str]]] = {
         ],
         "vllm.v1.worker.ubatching": ["dbo_current_ubatch_id", "dbo_enabled"],
     },
+    "flashinfer": {
+        "flashinfer.moe_ep.config": ["BootstrapConfig"],
+        "flashinfer.moe_ep.core.comm.communication": [
+            "MoEEpCommParams",
+            "MoEEpDispatchResult",
+            "MoEEpCommunication",
+            "register_communication",
+            "create_communication",
+        ],
+    },
 }
 """Of each framework the names by module. `Class.name` takes only such methods and fields of a class, also private
 ones, and attributes that its methods set."""

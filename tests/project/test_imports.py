@@ -42,7 +42,7 @@ DSL_FILES = {"layouts/algebra/eager.py"}
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""
 TORCH_STACK = {"torch", "cuda", "rich"}
-ADAPTED = {"transformers"}
+ADAPTED = {"transformers", "flashinfer"}
 """Other libraries, each imported by `cute_ep.integrations.<its name>` only."""
 
 

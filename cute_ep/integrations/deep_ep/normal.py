@@ -23,6 +23,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.rows import without_rows
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 
 WORDS = VECTOR_BYTES // 4
@@ -166,7 +167,7 @@ class NormalMode:
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].view(scales.dtype)[:, : scales.shape[1]].contiguous()
         sources = batch.src_info[:rows, 0].contiguous()
-        return batch.tokens[:rows], factors, Returned(communicator, _without_rows(batch)), sources
+        return batch.tokens[:rows], factors, Returned(communicator, without_rows(batch)), sources
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
@@ -215,7 +216,7 @@ class NormalMode:
         communicator = self._connect(width * 2, route.tokens)
         out = communicator.allocate(max(route.rows, 1))
         batch = communicator.dispatch(words.view(torch.bfloat16), route.ranks, out=out)
-        route.of_entries[width] = Returned(communicator, _without_rows(batch))
+        route.of_entries[width] = Returned(communicator, without_rows(batch))
         return batch
 
     def _connect(self, hidden: int, tokens: int, scaled: bool = False) -> EPCommunicator:
@@ -243,16 +244,3 @@ def _as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     wide = torch.zeros((words.shape[0], columns), dtype=torch.float32, device=words.device)
     wide[:, : words.shape[1]] = words
     return wide
-
-
-def _without_rows(batch: Dispatched) -> Dispatched:
-    """What combine needs of a batch, with weights of 1, and without the memory of its rows."""
-    ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
-    kept = {name: getattr(batch, name) for name in ("row_offsets", "row_map", "headers")}
-    return Dispatched.of_tensors(
-        {"tokens": batch.src_info, **kept},
-        rank=batch.rank,
-        topk_ids=batch.topk_ids,
-        router_weights=ones,
-        return_slices=batch.return_slices,
-    )
