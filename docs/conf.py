@@ -85,6 +85,7 @@ docs/deep_ep
 docs/sglang
 docs/vllm
 docs/training
+docs/flashinfer
 docs/reference
 docs/numerics
 docs/performance

@@ -56,29 +56,49 @@ class Connections:
         made = self._open[cfg] = connect(cfg, self._group, sms=sms)
         return made
 
+    def synchronize(self) -> None:
+        """`EPCommunicator.synchronize` of all communicators."""
+        for communicator in self._open.values():
+            communicator.synchronize()
+
     def close(self) -> None:
         """Close all communicators; collective."""
         while self._open:
             self._open.pop(next(iter(self._open))).close()
 
 
-_OF_GROUPS: dict[dist.ProcessGroup, Connections] = {}
+_SHARED: dict[dist.ProcessGroup, tuple[Connections, set[object]]] = {}
+
+
+def share(group: dist.ProcessGroup, user: object) -> Connections:
+    """The connections that all users of a group in this process have in common, until `release`."""
+    connections, users = _SHARED.setdefault(group, (Connections(group), set()))
+    users.add(user)
+    return connections
+
+
+def release(group: dist.ProcessGroup, user: object) -> None:
+    """End what `share` began; may be called again. With the last user the communicators close, which is collective."""
+    if group not in _SHARED:
+        return
+    connections, users = _SHARED[group]
+    users.discard(user)
+    if not users:
+        del _SHARED[group]
+        connections.close()
 
 
 def connections_of(group: dist.ProcessGroup) -> Connections:
-    """Those of a group that adapters of frameworks share. They stay open until `close`: graphs and backward passes may
-    need them."""
-    if group not in _OF_GROUPS:
-        _OF_GROUPS[group] = Connections(group)
-    return _OF_GROUPS[group]
+    """Those of `share`, for users that never release them: graphs and backward passes may need them until `close`."""
+    return share(group, None)
 
 
 def close() -> None:
-    """Close what `connections_of` has connected in this process; collective over each group. Call it before
+    """Close all communicators of `share` in this process; collective over each group. Call it before
     `destroy_process_group`. A later forward pass connects again; a backward pass through an output from before raises
     EPInputError."""
-    while _OF_GROUPS:
-        _OF_GROUPS.pop(next(iter(_OF_GROUPS))).close()
+    while _SHARED:
+        _SHARED.pop(next(iter(_SHARED)))[0].close()
 
 
 def room_for(tokens: int) -> int:

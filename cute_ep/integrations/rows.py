@@ -1,11 +1,10 @@
-"""Rows of a batch in the two other shapes that MoE code takes, and back: by torch ops on the batch's device, exact to
-the bit. Nothing waits for the device, so CUDA graphs capture it.
+"""Rows of a batch in another order, one per (token, rank), and back: by torch ops on the batch's device, exact to the
+bit. Nothing waits for the device, so CUDA graphs capture it.
 
 | shape | a row is | experts' rows |
 | --- | --- | --- |
-| expert-major, what dispatch returns | a (token, expert) | one behind the other |
+| expert-major, what dispatch returns | a (token, expert) | one behind the other, or in blocks (`block_rows`) |
 | `rank_major` | a (token, rank), beside it the local experts and their weights | the caller weights and sums them |
-| `blocks` | a (token, expert) | in a block of its own, all blocks of one size |
 
 Combine finds rows through a batch's `row_map`. So a view has a batch of its own (`Dispatched.derived`), with which
 combine takes rows in the view's order, without a copy.
@@ -18,25 +17,44 @@ from typing import NamedTuple
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched, buffer_shapes
+from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 
 
+class RankIndex(NamedTuple):
+    """Which row each (source, token) gets in a batch with one row per (token, rank), N of them.
+
+    Attributes:
+        live: [R, Tmax, K] bool, entries that have a row in the batch.
+        row: [R, Tmax] int64, the (source, token)'s row; N where it has none.
+        entry: [N] int64, source * Tmax + token of each row; 0 where there is no token.
+        filled: [N] bool, whether a token has the row.
+        source_ends: [R] int32, as of `RankRows`.
+    """
+
+    live: torch.Tensor
+    row: torch.Tensor
+    entry: torch.Tensor
+    filled: torch.Tensor
+    source_ends: torch.Tensor
+
+
 class RankRows(NamedTuple):
     """A batch with one row per (token, rank), by source rank, then token. N is the number of rows that there is room
-    for; rows behind the last one hold anything.
+    for; rows that no token has hold anything.
 
     Attributes:
         tokens: [N, columns], as in `DispatchBuffers`.
         scales: [N, factors] block scale factors, row-major; None when the format has none.
         row_scales: [N] bfloat16; None when the format has none.
         expert_ids: [N, K] int64 local experts of the token's entries, -1 where an entry is masked or of another rank,
-            and behind the last row.
+            and where no token has the row.
         weights: [N, K] float32 router weights, 0 where `expert_ids` is -1; None when the batch has none.
-        source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1].
+        source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1], or with a
+            stride at s * stride.
         batch: what `combine(rows, batch, mode="partial")` takes with rows in this order. It adds a token's rows over
             ranks, without weights.
     """
@@ -50,28 +68,35 @@ class RankRows(NamedTuple):
     batch: Dispatched
 
 
-class Blocks(NamedTuple):
-    """A batch in one block of S slots per local expert. A block's rows come first, by source rank, then token; slots
-    behind them hold anything.
+def rank_index(batch: Dispatched, rows: int, stride: int | None = None) -> RankIndex:
+    """Rows for a batch's tokens, one per (token, rank): by source rank, then token, without gaps or with a stride.
 
-    Attributes:
-        tokens: [L, S, columns], as in `DispatchBuffers`.
-        scales: [L, S, factors] block scale factors; None when the format has none.
-        row_scales: [L, S] bfloat16; None when the format has none.
-        source_tokens: [L, S] int32, the row's token index on its source rank.
-        counts: [L] int32, rows of each expert, S at most.
-        source_counts: [L, R] int32, rows of each expert by source rank, also those beyond S.
+    Args:
+        batch: what dispatch returned.
+        rows: room for rows; with a stride R * stride. Tokens that do not fit get none.
+        stride: rows of source s begin at s * stride; None: behind those of the source before.
     """
+    sources, tokens, _ = batch.row_map.shape
+    device = batch.row_map.device
+    live = present(batch) & (batch.row_map < batch.tokens.shape[0])
+    has = live.any(dim=2)
+    inside = has.cumsum(1) - 1
+    counts = inside[:, -1] + 1
+    if stride is None:
+        begins = counts.cumsum(0) - counts
+    else:
+        begins = torch.arange(0, sources * stride, stride, device=device)
+        counts = counts.clamp(max=stride)
+        has = has & (inside < stride)
+    row = torch.where(has, begins[:, None] + inside, rows).clamp(max=rows)
+    # what has no row goes to one place behind the last
+    entry = torch.full((rows + 1,), NO_ROW, dtype=torch.int64, device=device)
+    entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
+    filled = entry[:rows] >= 0
+    return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
 
-    tokens: torch.Tensor
-    scales: torch.Tensor | None
-    row_scales: torch.Tensor | None
-    source_tokens: torch.Tensor
-    counts: torch.Tensor
-    source_counts: torch.Tensor
 
-
-def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> RankRows:
+def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None, *, stride: int | None = None) -> RankRows:
     """The batch with one row per (token, rank): a token that several local experts have comes once.
 
     Runs on the current stream and allocates what it returns. The batch stays as it is, and combine still takes it.
@@ -81,41 +106,34 @@ def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> Ran
         batch: in bfloat16, or with scale factors in layout `linear` or `transposed`.
         rows: room for rows, at most as many as the batch has; None: for any routing, R * max_tokens_per_rank. Rows that
             do not fit are left out, and combine returns NaN for their tokens.
+        stride: rows for each source, whose first row is at a multiple of it; in place of `rows`. None: no gaps.
 
     Raises:
-        EPInputError: the configuration has a fused shared expert, or scale factors in layout `atom128x4`.
+        EPInputError: the configuration has a fused shared expert, blocks, or scale factors in layout `atom128x4`.
     """
     _check(cfg)
     sources, tokens, _ = batch.row_map.shape
-    most, capacity = sources * tokens, batch.tokens.shape[0]
-    room = min(most if rows is None else rows, capacity)
-    present = _present(batch)
-    live = present & (batch.row_map < capacity)
-    has = live.any(dim=2).flatten()
-    place = has.cumsum(0) - 1
-    ends = place[tokens - 1 :: tokens] + 1
+    capacity = batch.tokens.shape[0]
+    room = min(sources * tokens if rows is None else rows, capacity) if stride is None else sources * stride
+    index = rank_index(batch, room, stride)
+    live, entry, masked = index.live, index.entry, ~index.filled[:, None]
 
-    # the entry (source, token) that each row is of; what has no row goes to one place behind the last
-    entry = torch.zeros(room + 1, dtype=torch.int64, device=has.device)
-    numbers = torch.arange(most, device=has.device)
-    entry.scatter_(0, torch.where(has, place, room).clamp(max=room), numbers)
-    entry = entry[:room]
-    behind = (torch.arange(room, device=has.device) >= ends[-1])[:, None]
     from_row = torch.where(live, batch.row_map, 0).amax(dim=2).flatten()[entry].long()
     expert = torch.searchsorted(batch.row_offsets[1:], batch.row_map, right=True)
-    expert_ids = torch.where(live, expert, NO_ROW).flatten(0, 1)[entry].masked_fill(behind, NO_ROW)
+    expert_ids = torch.where(live, expert, NO_ROW).flatten(0, 1)[entry].masked_fill(masked, NO_ROW)
     weights = batch.weights
     if weights is not None:
-        weights = torch.where(live, weights, 0).flatten(0, 1)[entry].masked_fill(behind, 0)
+        weights = torch.where(live, weights, 0).flatten(0, 1)[entry].masked_fill(masked, 0)
 
-    place = place.view(sources, tokens, 1)
-    first = present & (present.cumsum(2) == 1)
+    served = present(batch)
+    first = served & (served.cumsum(2) == 1)
+    place = index.row[:, :, None]
     found = torch.where(live & (place < room), place, LOST_ROW)
-    own = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=has.device)
+    own = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=live.device)
     derived = batch.derived(
         row_map=torch.where(first, found, NO_ROW).int(),
         tokens=entry,
-        weights=torch.ones(batch.row_map.shape, dtype=torch.float32, device=has.device),
+        weights=torch.ones(batch.row_map.shape, dtype=torch.float32, device=live.device),
         router_weights=own,
     )
     scales = None
@@ -124,7 +142,7 @@ def rank_major(cfg: EPConfig, batch: Dispatched, rows: int | None = None) -> Ran
         scales = batch.scales[:, from_row].t().contiguous() if transposed else _taken(batch.scales, from_row)
     row_scales = None if batch.row_scales is None else batch.row_scales[from_row]
     tokens_of = _taken(batch.tokens, from_row)
-    return RankRows(tokens_of, scales, row_scales, expert_ids, weights, ends.int(), derived)
+    return RankRows(tokens_of, scales, row_scales, expert_ids, weights, index.source_ends, derived)
 
 
 def without_rows(batch: Dispatched, router_weights: torch.Tensor | None = None) -> Dispatched:
@@ -146,79 +164,6 @@ def without_rows(batch: Dispatched, router_weights: torch.Tensor | None = None) 
     )
 
 
-def empty_blocks(cfg: EPConfig, slots: int, device: torch.device | str) -> Blocks:
-    """Uninitialised memory for `blocks`: each expert gets `slots` slots.
-
-    Raises:
-        EPInputError: as of `rank_major`.
-    """
-    _check(cfg)
-    experts, shapes = cfg.local_experts, buffer_shapes(cfg, 1)
-
-    def of_rows(columns: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        memory = torch.empty((experts * slots + 1, *columns), dtype=dtype, device=device)
-        return memory[:-1].unflatten(0, (experts, slots))  # one row more, for rows that no slot is for
-
-    def as_in(name: str) -> torch.Tensor | None:
-        shape = shapes[name]
-        if shape is None:
-            return None
-        extents, dtype = shape
-        return of_rows(extents[:1] if name == "scales" and cfg.scales_as == TRANSPOSED else extents[1:], dtype)
-
-    counts = torch.empty(experts, dtype=torch.int32, device=device)
-    by_source = torch.empty((experts, cfg.peers), dtype=torch.int32, device=device)
-    tokens = as_in("tokens")
-    assert tokens is not None
-    return Blocks(tokens, as_in("scales"), as_in("row_scales"), of_rows((), torch.int32), counts, by_source)
-
-
-def blocks(cfg: EPConfig, batch: Dispatched, out: Blocks) -> Dispatched:
-    """Write the batch's rows into `out`, which `empty_blocks` made.
-
-    Runs on the current stream. It copies as many rows as the batch has room for: give dispatch small buffers.
-
-    Args:
-        cfg: of the communicator that dispatched.
-        batch: in bfloat16, or with scale factors in layout `linear` or `transposed`.
-        out: overwritten.
-
-    Returns:
-        The batch that combine takes, in any mode, with rows [L * S, hidden] in the order of `out`. For a row that no
-        slot was left for combine returns NaN: with S = R * max_tokens_per_rank that takes an expert that a token has
-        chosen twice.
-    """
-    experts, slots = out.tokens.shape[:2]
-    capacity, device = batch.tokens.shape[0], batch.tokens.device
-    offsets, ends = batch.row_offsets, batch.row_offsets[1:]
-    row = torch.arange(capacity, dtype=torch.int32, device=device)
-    expert = torch.searchsorted(ends, row, right=True).clamp(max=experts - 1)
-    inside = row - offsets[expert]
-    out.counts.copy_(batch.row_counts.clamp(max=slots))
-    place = torch.where(inside < out.counts[expert], expert * slots + inside, experts * slots)
-    scales = batch.scales.t() if batch.scales is not None and cfg.scales_as == TRANSPOSED else batch.scales
-    moved = (
-        (out.tokens, batch.tokens),
-        (out.scales, scales),
-        (out.row_scales, batch.row_scales),
-        (out.source_tokens, batch.src_info[:, 0]),
-    )
-    for to, of in moved:
-        if to is not None and of is not None:
-            _with_spare(to).index_copy_(0, place, _words(of))
-
-    live = _present(batch) & (batch.row_map < capacity)
-    expert = torch.searchsorted(ends, batch.row_map, right=True).clamp(max=experts - 1)
-    source = torch.arange(len(batch.row_map), device=device)[:, None, None]
-    out.source_counts.zero_().view(-1).scatter_add_(
-        0, (expert * len(batch.row_map) + source).flatten(), live.int().flatten()
-    )
-    inside = batch.row_map - offsets[expert]
-    found = torch.where(live & (inside < slots), expert * slots + inside, LOST_ROW)
-    row_map = torch.where(_present(batch), found, NO_ROW).int()
-    return batch.derived(row_map=row_map, tokens=out.source_tokens.view(-1))
-
-
 def _check(cfg: EPConfig) -> None:
     if cfg.fused_shared_expert:
         raise EPInputError("cfg.fused_shared_expert = True: must be False, only routed rows have another shape")
@@ -226,9 +171,11 @@ def _check(cfg: EPConfig) -> None:
         raise EPInputError(
             f"cfg.scale_layout = {ATOM!r}: must be 'linear', a tile of 128 rows cannot be taken apart by rows"
         )
+    if cfg.block_rows is not None:
+        raise EPInputError(f"cfg.block_rows = {cfg.block_rows}: must be None, rows in blocks have their shape")
 
 
-def _present(batch: Dispatched) -> torch.Tensor:
+def present(batch: Dispatched) -> torch.Tensor:
     """[R, Tmax, K] bool: entries of tokens that exist which this rank serves. Kernels leave `row_map` alone where
     there is no token."""
     token = torch.arange(batch.row_map.shape[1], device=batch.row_map.device)
@@ -251,10 +198,3 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows by their numbers."""
     return _words(rows).index_select(0, index).view(rows.dtype)
-
-
-def _with_spare(block: torch.Tensor) -> torch.Tensor:
-    """[L * S + 1, ...] words: all slots of what `empty_blocks` made, and the row behind them."""
-    experts, slots, *columns = block.shape
-    rows = block.as_strided((experts * slots + 1, *columns), block.stride()[1:])
-    return _words(rows)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.deep_ep import Buffer
-from cute_ep.integrations.rows import blocks, empty_blocks, rank_major
+from cute_ep.integrations.rows import rank_major
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.scales import LINEAR
 from cute_ep.reference.backend import connect_reference
@@ -45,29 +44,13 @@ def assert_same(got: Any, want: Any) -> None:
 TOKENS = (70, 0, 9, 33, 64, 1, 70, 17)
 
 
-def rank_rows(cfg: EPConfig, batch: Dispatched) -> tuple[Dispatched, torch.Tensor, list]:
-    """The derived batch, the rows to combine, and what must be the same on all devices."""
-    rows = rank_major(cfg, batch)
-    end = int(rows.source_ends[-1])
-    parts = [None if one is None else one[:end] for one in (*rows[:3], rows.expert_ids, rows.weights)]
-    return rows.batch, rows.tokens, [*parts, rows.source_ends]
-
-
-def block_rows(cfg: EPConfig, batch: Dispatched) -> tuple[Dispatched, torch.Tensor, list]:
-    out = empty_blocks(cfg, cfg.peers * cfg.max_tokens_per_rank, batch.tokens.device)
-    derived = blocks(cfg, batch, out)
-    parts = [one[: out.counts[0]] for group in out[:4] if group is not None for one in group[:1]]
-    return derived, out.tokens.flatten(0, 1), [*parts, out.counts, out.source_counts]
-
-
-@pytest.mark.parametrize("view", [rank_rows, block_rows])
+@pytest.mark.parametrize("stride", [None, 70])
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_in_another_shape(view: Callable, fmt: str) -> None:
+def test_one_row_per_token_and_rank(fmt: str, stride: int | None) -> None:
     """Rows and what combine makes of them."""
     layout = None if FORMATS[fmt].scale is None else LINEAR
     cfg = EPConfig(128, 24, 3, 70, 8, fmt, 20, scale_layout=layout)
     given = make_inputs(cfg, list(TOKENS), "masked", 3)
-    mode = "partial" if view is rank_rows else "exact"
 
     def run(communicators: list, device: torch.device) -> list:
         def there(one: RankInputs) -> list[torch.Tensor]:
@@ -76,16 +59,17 @@ def test_rows_in_another_shape(view: Callable, fmt: str) -> None:
         batches = [ep.dispatch(*there(one)) for ep, one in zip(communicators, given, strict=True)]
         for ep in communicators:
             ep.synchronize()
-        views = [view(cfg, batch) for batch in batches]
-        rows = [part if fmt == "bf16" else torch.ones(len(part), cfg.hidden).bfloat16() for _, part, _ in views]
-        rows = [one.to(device) for one in rows]
-        outs = [
-            ep.combine(row, derived, mode=mode)
-            for ep, row, (derived, _, _) in zip(communicators, rows, views, strict=True)
-        ]
+        views = [rank_major(cfg, batch, stride=stride) for batch in batches]
+        outs, parts = [], []
+        for ep, one in zip(communicators, views, strict=True):
+            filled = (one.expert_ids >= 0).any(1)
+            rows = one.tokens if fmt == "bf16" else torch.ones(len(filled), cfg.hidden, device=device).bfloat16()
+            outs.append(ep.combine(rows, one.batch, mode="partial"))
+            held = [part for part in (*one[:3], one.weights) if part is not None]
+            parts.append([one.expert_ids, one.source_ends, *(part.view(torch.uint8)[filled] for part in held)])
         for ep in communicators:
             ep.synchronize()
-        return [outs, [parts for _, _, parts in views]]
+        return [outs, parts]
 
     want = run(list(connect_reference(cfg)), torch.device("cpu"))
     with connected(cfg, [str(DEVICE)] * 8) as communicators:
@@ -144,7 +128,7 @@ def low_latency(buffer: Buffer, one: RankInputs, device: torch.device, *, fp8: b
 def test_one_rank_with_a_buffer_of_deep_ep(monkeypatch: pytest.MonkeyPatch, program: Callable, routing: str) -> None:
     (one,) = make_inputs(EPConfig(HIDDEN, EXPERTS, SLOTS, MOST, 1), [MOST], routing, 5)
     got, want = (
-        on_buffers(monkeypatch, 1, lambda buffer, device=device: program(buffer, one, device), device)[0]
+        on_buffers(monkeypatch, 1, lambda buffer, device=device: program(buffer, one, device), device=device)[0]
         for device in (DEVICE, torch.device("cpu"))
     )
     assert_same(got, want)

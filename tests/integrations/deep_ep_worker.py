@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.integrations.elastic_model import Case, check_by_rank, check_expanded
+
 TOKENS, HIDDEN, SLOTS, EXPERTS = 24, 512, 4, 16
 
 
@@ -38,6 +40,31 @@ def low_latency(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.
     torch.testing.assert_close(out, x * weights.sum(1, keepdim=True).bfloat16(), rtol=0.1, atol=0.01)
 
 
+def elastic(deep_ep: Any, group: dist.ProcessGroup, device: str) -> None:
+    """V2's buffer, against the model of all ranks' inputs."""
+    world, generator = group.size(), torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    counts = [TOKENS, 0, 5, 1][:world]
+    x = [random(count, HIDDEN).bfloat16().to(device) for count in counts]
+    chosen = [random(count, EXPERTS).softmax(1).topk(SLOTS) for count in counts]
+    ids = [one.indices.to(device) for one in chosen]
+    ids[0][::7, 1] = -1
+    weights = [one.values.to(device).masked_fill(own < 0, 0) for one, own in zip(chosen, ids, strict=True)]
+    for reduce in (True, False):
+        sizes = {"num_max_tokens_per_rank": TOKENS, "hidden": HIDDEN, "allow_multiple_reduction": reduce}
+        buffer = deep_ep.ElasticBuffer(group, **sizes, explicitly_destroy=True)
+        buffer.barrier()
+        for alignment, sync in ((1, True), (16, False)):
+            case = Case(x, ids, weights, EXPERTS, TOKENS, alignment)
+            biases = [random(*x[buffer.rank_idx].shape).bfloat16().to(device) for _ in range(2)]
+            check_by_rank(buffer, case, sync, biases)
+            check_expanded(buffer, case, sync, biases)
+        buffer.destroy()
+
+
 def main(store: str, rank: int, world: int) -> None:
     deep_ep = importlib.import_module("deep_ep")
     event = importlib.import_module("deep_ep.utils").EventOverlap
@@ -58,6 +85,7 @@ def main(store: str, rank: int, world: int) -> None:
         normal(deep_ep, buffer, x, ids, weights.masked_fill(ids < 0, 0))
         low_latency(buffer, x, ids, weights.masked_fill(ids < 0, 0))
     buffer.destroy()
+    elastic(deep_ep, dist.new_group(list(range(world))), "cuda" if gpu else "cpu")
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")

@@ -1,4 +1,4 @@
-"""Ranks with a DeepEP buffer each, in threads, as their processes would run."""
+"""Ranks in threads, each with a process group and perhaps a DeepEP buffer, as their processes would run."""
 
 from __future__ import annotations
 
@@ -78,12 +78,17 @@ def on_groups(
 
 
 def on_buffers(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Buffer], Any], device: torch.device = CPU
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    program: Callable[[Any], Any],
+    make: Callable[[Any], Any] = Buffer,
+    device: torch.device = CPU,
 ) -> list:
-    """What program(buffer) returns on each rank; on a GPU there can be one rank only."""
+    """What program(buffer) returns on each rank; `make` makes a buffer of a group. On a GPU there can be one rank
+    only."""
 
     def run(group: ThreadGroup) -> Any:
-        buffer = Buffer(group, int(2e9))  # type: ignore[arg-type]
+        buffer = make(group)
         buffer._connections.device = device
         try:
             return program(buffer)

@@ -238,7 +238,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_layers()
     check_options()
     megatron.close()
-    assert not connections._OF_GROUPS
+    assert not connections._SHARED
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,16 +38,6 @@ def buffer(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Conn
     monkeypatch.setattr(connections, "connect", connect)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     return Buffer(SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def waits(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("the host waits for the device")
-
-    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, waits)
-    monkeypatch.setattr(Communicator, "synchronize", waits)
 
 
 def layout(buffer: Buffer) -> tuple:

@@ -20,10 +20,11 @@ def shims() -> str:
 
 
 @pytest.mark.slow
-def test_a_program_that_knows_deep_ep_only_runs_in_real_processes(tmp_path: Path) -> None:
-    own = [WITHOUT_GPU | {"PYTHONPATH": os.pathsep.join([shims(), str(ROOT)])}] * 2
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_program_that_knows_deep_ep_only_runs_in_real_processes(tmp_path: Path, world: int) -> None:
+    own = [WITHOUT_GPU | {"PYTHONPATH": os.pathsep.join([shims(), str(ROOT)])}] * world
     module = "tests.integrations.deep_ep_worker"
-    run_ranks(module, 2, tmp_path / "store", environment=own, folder=tmp_path, timeout=120)
+    run_ranks(module, world, tmp_path / "store", environment=own, folder=tmp_path, timeout=120)
 
 
 @pytest.mark.slow

@@ -11,10 +11,9 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched, QuantizedRows
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.rows import Blocks, RankRows, blocks, empty_blocks, rank_major
+from cute_ep.integrations.rows import RankRows, rank_major
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import LOST_ROW
-from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
@@ -61,7 +60,7 @@ def encoded(cfg: EPConfig, given: list[RankInputs], places: list[tuple[int, int]
     return reference.quantize(x, cfg.dispatch_format)
 
 
-def check_rows(got: RankRows | Blocks, want: QuantizedRows, at: object, name: str) -> None:
+def check_rows(got: RankRows, want: QuantizedRows, at: object, name: str) -> None:
     """The rows at an index, bit for bit; whole words of scale factors may be wider."""
     assert_bits(got.tokens[at], want.payload, f"{name} tokens")
     assert (got.scales is None) == (want.scales is None) and (got.row_scales is None) == (want.row_scales is None)
@@ -107,15 +106,38 @@ def check_rank_major(cfg: EPConfig, routing: str) -> None:
         assert got.source_ends.dtype == torch.int32 and got.source_ends.tolist() == ends
 
 
+def places(found: list[tuple[int, int, dict[int, int]]], stride: int | None) -> list[int]:
+    """The row of each of a rank's `entries`."""
+    before = [sum(source == one[0] for source, _, _ in found[:number]) for number, one in enumerate(found)]
+    return [number if stride is None else one[0] * stride + before[number] for number, one in enumerate(found)]
+
+
+@pytest.mark.parametrize("stride", [9, 11])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_combine_adds_rank_major_rows_over_ranks(routing: str) -> None:
+def test_rank_major_rows_of_a_source_begin_at_a_multiple_of_the_stride(routing: str, stride: int) -> None:
+    _, batches, given = round_of(routing)
+    for rank, batch in enumerate(batches):
+        got, dense, found = rank_major(CFG, batch, stride=stride), rank_major(CFG, batch), entries(CFG, rank, given)
+        at = places(found, stride)
+        assert got.tokens.shape[0] == 3 * stride
+        assert got.source_ends.tolist() == [s * stride + sum(s == one[0] for one in found) for s in range(3)]
+        for name in ("tokens", "expert_ids", "weights"):
+            assert_bits(getattr(got, name)[at], getattr(dense, name)[: len(at)], name)
+        empty = [row for row in range(3 * stride) if row not in at]
+        assert (got.expert_ids[empty] == -1).all() and not got.weights[empty].any()
+
+
+@pytest.mark.parametrize("stride", [None, 9, 11])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_combine_adds_rank_major_rows_over_ranks(routing: str, stride: int | None) -> None:
     ranks, batches, given = round_of(routing)
-    views = [rank_major(CFG, batch) for batch in batches]
-    rows = [random_rows((SLOTS, CFG.hidden), rank) for rank in range(3)]
+    views = [rank_major(CFG, batch, stride=stride) for batch in batches]
+    rows = [random_rows((3 * (stride or 9), CFG.hidden), rank) for rank in range(3)]
     out = [ep.combine(row, one.batch, mode="partial") for ep, row, one in zip(ranks, rows, views, strict=True)]
     want = [torch.zeros(count, CFG.hidden) for count in TOKENS]
     for rank in range(3):
-        for row, (source, token, _) in enumerate(entries(CFG, rank, given)):
+        found = entries(CFG, rank, given)
+        for row, (source, token, _) in zip(places(found, stride), found, strict=True):
             want[source][token] += rows[rank][row].float()
     for rank, total in enumerate(out):
         assert_bits(total, want[rank].bfloat16(), f"rank {rank}")
@@ -131,16 +153,20 @@ def test_rank_major_leaves_the_batch_to_combine() -> None:
         assert_bits(after[rank], before[rank], f"rank {rank}")
 
 
-def test_rank_major_rows_without_room_come_home_as_nan() -> None:
+@pytest.mark.parametrize("stride", [None, 3])
+def test_rank_major_rows_without_room_come_home_as_nan(stride: int | None) -> None:
     ranks, batches, given = round_of("uniform")
-    views = [rank_major(CFG, batch, 5) for batch in batches]
-    ones = torch.ones(5, CFG.hidden).bfloat16()
+    room = 5 if stride is None else 3 * stride
+    views = [rank_major(CFG, batch, room, stride=stride) for batch in batches]
+    ones = torch.ones(room, CFG.hidden).bfloat16()
     lost: list[set[int]] = [set(), set(), set()]
     for rank in range(3):
-        for source, token, _ in entries(CFG, rank, given)[5:]:
-            lost[source].add(token)
+        found = entries(CFG, rank, given)
+        for (source, token, _), row in zip(found, places(found, stride), strict=True):
+            if row >= (room if stride is None else (source + 1) * stride):
+                lost[source].add(token)
     for rank, (ep, one) in enumerate(zip(ranks, views, strict=True)):
-        assert one.tokens.shape[0] == 5
+        assert one.tokens.shape[0] == room
         views[rank] = one._replace(tokens=ep.combine(ones, one.batch, mode="partial"))
     for rank, one in enumerate(views):
         assert {token for token in range(TOKENS[rank]) if one.tokens[token].isnan().all()} == lost[rank]
@@ -164,80 +190,16 @@ def test_rows_that_dispatch_lost_stay_lost() -> None:
         assert torch.equal(total.isnan().all(1), needed)
 
 
-# ---- blocks
-
-
-@pytest.mark.parametrize(("fmt", "layout"), READABLE)
-@pytest.mark.parametrize("routing", ["masked", "one_expert"])
-def test_blocks_have_the_rows_of_one_expert_each_in_every_format(fmt: str, layout: str | None, routing: str) -> None:
-    check_blocks(replace(CFG, dispatch_format=fmt, scale_layout=layout), routing)
-
-
-@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "repeated"])
-@pytest.mark.parametrize("alignment", [1, 8])
-def test_blocks_have_the_rows_of_one_expert_each_in_every_routing(routing: str, alignment: int) -> None:
-    check_blocks(replace(CFG, row_alignment=alignment), routing)
-
-
-def check_blocks(cfg: EPConfig, routing: str) -> None:
-    _, batches, given = round_of(routing, cfg)
-    for rank, batch in enumerate(batches):
-        got = empty_blocks(cfg, SLOTS, "cpu")
-        blocks(cfg, batch, got)
-        for expert in range(cfg.local_experts):
-            places = [(s, t) for s, t, own in entries(cfg, rank, given) for e in own.values() if e == expert]
-            assert got.counts.dtype == torch.int32 and got.counts[expert] == len(places)
-            sources = [sum(source == s for source, _ in places) for s in range(cfg.world_size)]
-            assert got.source_counts[expert].tolist() == sources
-            assert got.source_tokens[expert, : len(places)].tolist() == [token for _, token in places]
-            check_rows(got, encoded(cfg, given, places), (expert, slice(len(places))), f"rank {rank}")
-
-
-@pytest.mark.parametrize("mode", COMBINE_MODES)
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_combine_takes_rows_in_blocks(mode: CombineMode, routing: str) -> None:
-    """The same sums as of the rows in the order of dispatch; with room for an expert that a token has twice."""
-    ranks, batches, _ = round_of(routing)
-    slots = SLOTS * CFG.top_k
-    dense, wide, derived = [], [], []
-    for rank, batch in enumerate(batches):
-        out = empty_blocks(CFG, slots, "cpu")
-        derived.append(blocks(CFG, batch, out))
-        wide.append(random_rows((CFG.local_experts * slots, CFG.hidden), rank))
-        rows = torch.zeros(batch.tokens.shape).bfloat16()
-        for expert, (begin, end) in enumerate(zip(batch.row_offsets, batch.row_offsets[1:], strict=False)):
-            rows[begin:end] = wide[-1][expert * slots : expert * slots + int(end - begin)]
-        dense.append(rows)
-    want = [ep.combine(row, batch, mode=mode) for ep, row, batch in zip(ranks, dense, batches, strict=True)]
-    got = [ep.combine(row, batch, mode=mode) for ep, row, batch in zip(ranks, wide, derived, strict=True)]
-    for rank in range(3):
-        assert_bits(got[rank], want[rank], f"rank {rank}")
-
-
-def test_rows_that_no_slot_is_left_for_come_home_as_nan() -> None:
-    ranks, batches, _ = round_of("one_expert")
-    derived = []
-    for batch in batches:
-        out = empty_blocks(CFG, 4, "cpu")
-        derived.append(blocks(CFG, batch, out))
-        assert (out.counts <= 4).all()
-    ones = torch.ones(CFG.local_experts * 4, CFG.hidden).bfloat16()
-    totals = [ep.combine(ones, batch) for ep, batch in zip(ranks, derived, strict=True)]
-    assert not totals[0][:2].isnan().all() and totals[0][4:].isnan().all() and totals[2].isnan().all()
-
-
-# ---- both
+# ---- all
 
 
 @pytest.mark.parametrize("tokens", [(0, 0, 0), (0, 9, 0)], ids=["no token at all", "one rank has tokens"])
 def test_ranks_without_tokens(tokens: tuple[int, ...]) -> None:
     _, batches, given = round_of("one_rank", tokens=tokens)
     for rank, batch in enumerate(batches):
-        view, out = rank_major(CFG, batch), empty_blocks(CFG, SLOTS, "cpu")
-        blocks(CFG, batch, out)
+        view = rank_major(CFG, batch)
         count = len(entries(CFG, rank, given))
         assert view.source_ends[-1] == count and (view.expert_ids[count:] == -1).all()
-        assert out.counts.sum() == sum(len(own) for _, _, own in entries(CFG, rank, given))
 
 
 def test_each_rank_of_its_own_group_has_all_tokens() -> None:
@@ -255,6 +217,7 @@ def test_each_rank_of_its_own_group_has_all_tokens() -> None:
     [
         pytest.param({"fused_shared_expert": True}, "fused_shared_expert = True", id="shared expert"),
         pytest.param({"dispatch_format": "nvfp4"}, "scale_layout = 'atom128x4': must be 'linear'", id="tiles"),
+        pytest.param({"block_rows": 27}, "block_rows = 27: must be None", id="blocks"),
     ],
 )
 def test_other_shapes_are_refused(change: dict, rule: str) -> None:
@@ -262,8 +225,6 @@ def test_other_shapes_are_refused(change: dict, rule: str) -> None:
     (batch, *_) = round_of("uniform", cfg)[1]
     with pytest.raises(EPInputError, match=rule):
         rank_major(cfg, batch)
-    with pytest.raises(EPInputError, match=rule):
-        empty_blocks(cfg, SLOTS, "cpu")
 
 
 def test_default_device_and_type_change_nothing() -> None:
@@ -273,11 +234,10 @@ def test_default_device_and_type_change_nothing() -> None:
     torch.set_default_dtype(torch.bfloat16)
     torch.set_default_device("meta")
     try:
-        got, out = rank_major(CFG, batches[0]), empty_blocks(CFG, SLOTS, "cpu")
-        derived = blocks(CFG, batches[0], out)
+        got = rank_major(CFG, batches[0])
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
     for name in ("expert_ids", "weights", "source_ends"):
         assert_bits(getattr(got, name), getattr(want, name), name)
-    assert derived.row_map.device.type == "cpu" and out.tokens.device.type == "cpu"
+    assert got.batch.row_map.device.type == "cpu"

@@ -51,7 +51,7 @@ class Lone:
         self.module = importlib.import_module(f"{ADAPTER}.dispatcher")
         connections = importlib.import_module("cute_ep.integrations.connections")
         monkeypatch.setattr(connections, "connect", connect)
-        monkeypatch.setattr(connections, "_OF_GROUPS", {})
+        monkeypatch.setattr(connections, "_SHARED", {})
         self.group = ThreadGroup(0, 1, threading.Barrier(1), [None])
         names = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_DEEPEP_V2_NUM_SMS"
         settings = dict(zip(names, (setting(tokens), setting(0)), strict=True))

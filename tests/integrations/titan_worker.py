@@ -174,7 +174,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_refusals(mesh, cfg)
     check_overflow(mesh, cfg)
     close()
-    assert not connections._OF_GROUPS
+    assert not connections._SHARED
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

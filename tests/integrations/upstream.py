@@ -129,6 +129,16 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "maybe_make_prepare_finalize",
         ],
     },
+    "flashinfer": {
+        "flashinfer.moe_ep.config": ["BootstrapConfig"],
+        "flashinfer.moe_ep.core.comm.communication": [
+            "MoEEpCommParams",
+            "MoEEpDispatchResult",
+            "MoEEpCommunication",
+            "register_communication",
+            "create_communication",
+        ],
+    },
 }
 """Of each framework the names by module. `Class.name` takes only such methods and fields of a class, also private
 ones, and attributes that its methods set."""

@@ -72,9 +72,9 @@ def main(store: Path, rank: int, world: int, models: Path) -> None:
         check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
         if AutoConfig.from_pretrained(folder).base_model_tp_plan:
             check(folder, rank, {"tp_size": world, "ep_size": world}, same_batch=True)
-    assert connections._OF_GROUPS
+    assert connections._SHARED
     close()
-    assert not connections._OF_GROUPS
+    assert not connections._SHARED
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

@@ -42,7 +42,7 @@ DSL_FILES = {"layouts/algebra/eager.py"}
 BUILD_FILE = "cute_ep/aot/build.py"
 """The one file of the runtime that may import kernels or the DSL."""
 TORCH_STACK = {"torch", "cuda", "rich"}
-ADAPTED = {"megatron", "sglang", "torchtitan", "transformers", "vllm"}
+ADAPTED = {"flashinfer", "megatron", "sglang", "torchtitan", "transformers", "vllm"}
 """Other libraries, each imported by `cute_ep.integrations.<its name>` only."""
 BROUGHT = {"pydantic": "vllm"}
 """Libraries that come with one of these, and may be imported where that one may."""

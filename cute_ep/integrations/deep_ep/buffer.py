@@ -6,15 +6,22 @@ returns is recorded behind its kernels.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig, memory_bytes
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
+from cute_ep.integrations.deep_ep.calls import (
+    Rows,
+    absent,
+    begin,
+    check_experts,
+    check_payload,
+    current_stream,
+    finished,
+    require,
+)
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.low_latency import LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, dispatch_layout
@@ -102,9 +109,7 @@ class Buffer(LowLatency):
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that calls run on: the current one. EPError: there is no GPU."""
-        if self._connections.device.type == "cpu":
-            raise EPError("get_comm_stream: there are no streams without a GPU")
-        return torch.cuda.current_stream()
+        return current_stream(self._connections.device)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -187,7 +192,7 @@ class Buffer(LowLatency):
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         payload, scales = x if isinstance(x, tuple) else (x, None)
-        _check_payload(payload, scales)
+        check_payload(payload, scales)
         tokens = payload.shape[0]
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
@@ -263,25 +268,14 @@ class Buffer(LowLatency):
 
     # ---- what there is not
 
-    def _refuse(self, *arguments: object, **named: object) -> NoReturn:
-        raise EPError("this adapter has no internode calls, no raw buffers and no masks of ranks (docs/deep_ep.md)")
-
-    internode_dispatch = internode_combine = get_local_buffer_tensor = _refuse
-    low_latency_update_mask_buffer = low_latency_query_mask_buffer = low_latency_clean_mask_buffer = _refuse
+    internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")
+    get_local_buffer_tensor = absent("get_local_buffer_tensor")
+    low_latency_update_mask_buffer = absent("low_latency_update_mask_buffer")
+    low_latency_query_mask_buffer = absent("low_latency_query_mask_buffer")
+    low_latency_clean_mask_buffer = absent("low_latency_clean_mask_buffer")
 
 
 def _handle(handle: tuple) -> Handle:
     if not isinstance(handle, Handle):
         raise EPInputError(f"handle = {type(handle).__name__}: must be what dispatch returned, not a copy of its parts")
     return handle
-
-
-def _check_payload(payload: torch.Tensor, scales: torch.Tensor | None) -> None:
-    wanted = torch.bfloat16 if scales is None else torch.float8_e4m3fn
-    require(payload.dim() == 2, f"x.dim() = {payload.dim()}: must be 2")
-    require(payload.dtype == wanted, f"x.dtype = {payload.dtype}: must be {wanted}")
-    if scales is not None:
-        ok = scales.dtype in (torch.float32, torch.int32)
-        require(ok, f"x[1].dtype = {scales.dtype}: must be torch.float32 or torch.int32")
-        rows = len(payload)
-        require(scales.dim() == 2 and len(scales) == rows, f"x[1].shape = {tuple(scales.shape)}: must be ({rows}, n)")

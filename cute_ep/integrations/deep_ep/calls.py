@@ -1,12 +1,13 @@
-"""What the calls of both modes begin and end with."""
+"""What the calls of all buffers begin and end with."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
 
 import torch
 
-from cute_ep.api.errors import EPInputError
+from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -37,3 +38,32 @@ def begin(previous_event: EventOverlap | None, async_finish: bool, on_comm_strea
 def finished(async_finish: bool) -> EventOverlap:
     """The event to return, of what the current stream has been given."""
     return EventOverlap(EventHandle() if async_finish else None)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that calls run on. EPError: there is no GPU."""
+    if device.type == "cpu":
+        raise EPError("get_comm_stream: there are no streams without a GPU")
+    return torch.cuda.current_stream()
+
+
+def absent(name: str) -> Callable[..., NoReturn]:
+    """A method that DeepEP has: it raises EPError."""
+
+    def refuse(*arguments: object, **named: object) -> NoReturn:
+        raise EPError(f"{name}: this adapter does not have it (docs/deep_ep.md)")
+
+    refuse.__name__, refuse.__doc__ = name, "Not supported: raises EPError."
+    return refuse
+
+
+def check_payload(payload: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """EPInputError unless these are `Rows`: scale factors of 32 bits, as many rows as the payload."""
+    wanted = torch.bfloat16 if scales is None else torch.float8_e4m3fn
+    require(payload.dim() == 2, f"x.dim() = {payload.dim()}: must be 2")
+    require(payload.dtype == wanted, f"x.dtype = {payload.dtype}: must be {wanted}")
+    if scales is not None:
+        ok = scales.dtype in (torch.float32, torch.int32)
+        require(ok, f"x[1].dtype = {scales.dtype}: must be torch.float32 or torch.int32")
+        rows = len(payload)
+        require(scales.dim() == 2 and len(scales) == rows, f"x[1].shape = {tuple(scales.shape)}: must be ({rows}, n)")

@@ -16,8 +16,8 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
 from cute_ep.integrations.deep_ep.events import EventOverlap
+from cute_ep.integrations.rows import present
 from cute_ep.integrations.scales import PACKED, packed_exponents
-from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
@@ -235,9 +235,7 @@ def _for_matmul(scales: torch.Tensor, packed: bool) -> torch.Tensor:
 def _count_by_source(cfg: EPConfig, batch: Dispatched) -> torch.Tensor:
     """[L, R] int64 rows of each block by source rank."""
     row_map, ranks = batch.row_map, batch.row_map.shape[0]
-    token = torch.arange(row_map.shape[1], device=row_map.device)
-    exists = token < batch.headers[:, HeaderWord.TOKENS, None]
-    live = exists[:, :, None] & (row_map >= 0) & (row_map != LOST_ROW)
+    live = present(batch) & (row_map != LOST_ROW)
     assert cfg.block_rows is not None
     source = torch.arange(ranks, device=row_map.device)[:, None, None]
     pair = torch.where(live, row_map // cfg.block_rows * ranks + source, 0)

@@ -81,7 +81,7 @@ class Route:
     """Where the tokens of one dispatch go.
 
     Attributes:
-        ranks: [T, R] int32, d in column d where the token goes to rank d, else -1.
+        ranks: [T, C] int32, C >= R or the entries of a token: a rank that the token goes to, each one once, else -1.
         tokens: what no rank has more tokens than.
         rows: rows received, or that there is room for.
         of_rows: for sums of rows.
@@ -119,8 +119,8 @@ class NormalMode:
     def exchange_counts(self, by_rank: torch.Tensor, by_expert: torch.Tensor, tokens: int) -> Counts:
         """What every rank sends: [R] int32 tokens by rank, [E] int32 entries by expert, and its number of tokens."""
         own = torch.full((1,), tokens, dtype=torch.int32, device=by_rank.device)
-        words = _padded(torch.cat([by_rank.int(), by_expert.int(), own])[None])
-        communicator = self._connect(words.shape[1] * 2, 1)
+        words = padded(torch.cat([by_rank.int(), by_expert.int(), own])[None])
+        communicator = self._connect(words.shape[1] * 2, 1, self._ranks)
         everyone = torch.arange(self._ranks, dtype=torch.int32, device=by_rank.device)[None]
         batch = communicator.dispatch(words.view(torch.bfloat16), everyone, out=communicator.allocate(self._ranks))
         return Counts(batch.tokens.view(torch.int32)[:, : self._ranks + len(by_expert) + 1], communicator)
@@ -155,10 +155,10 @@ class NormalMode:
             The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch; [rows] int32 token indices.
         """
         hidden, scaled = x.shape[1], scales is not None
-        wire = None if scales is None else _as_wide(scales, hidden)
-        communicator = self._connect(hidden, tokens, scaled)
+        wire = None if scales is None else as_wide(scales, hidden)
+        communicator = self._connect(hidden, tokens, ranks.shape[1], scaled)
         out = communicator.allocate(max(rows, 1))
-        batch = communicator.dispatch(x.contiguous(), ranks, scales=wire, out=out)
+        batch = communicator.dispatch(x.contiguous(), _first_experts(communicator.cfg, ranks), scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].view(scales.dtype)[:, : scales.shape[1]].contiguous()
@@ -182,7 +182,7 @@ class NormalMode:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """([rows, K] int64 local experts, -1 for those of other ranks; [rows, K] float32 weights, 0 there)."""
         slots, local = topk_idx.shape[1], num_experts // self._ranks
-        words = _padded(torch.cat([topk_idx.int(), topk_weights.view(torch.int32)], dim=1))
+        words = padded(torch.cat([topk_idx.int(), topk_weights.view(torch.int32)], dim=1))
         batch = self._send_words(words, route)
         got = batch.tokens[: route.rows].view(torch.int32)
         expert = got[:, :slots].long() - self._rank * local
@@ -192,9 +192,9 @@ class NormalMode:
         return torch.where(inside, expert, -1), torch.where(inside, weights, 0)
 
     def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
-        """[T, K] float32: sums of [rows, K] weights over ranks, ascending."""
+        """[T, K] float32: sums of [rows, K] weights over ranks, in the order of the route."""
         slots = weights.shape[1]
-        words = _padded(torch.cat([weights, torch.zeros_like(weights)], dim=1).view(torch.int32))
+        words = padded(torch.cat([weights, torch.zeros_like(weights)], dim=1).view(torch.int32))
         width = words.shape[1]
         if width not in route.of_entries:
             self._send_words(words.new_zeros((len(route.ranks), width)), route)
@@ -202,34 +202,46 @@ class NormalMode:
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]
         total = home[:, 0]
-        for rank in range(1, self._ranks):
-            total = total + home[:, rank]
+        for column in range(1, home.shape[1]):
+            total = total + home[:, column]
         return total
 
     def _send_words(self, words: torch.Tensor, route: Route) -> Dispatched:
         """Dispatch [T, words] int32 along a route, which keeps the batch for combine."""
         width = words.shape[1]
-        communicator = self._connect(width * 2, route.tokens)
+        communicator = self._connect(width * 2, route.tokens, route.ranks.shape[1])
         out = communicator.allocate(max(route.rows, 1))
-        batch = communicator.dispatch(words.view(torch.bfloat16), route.ranks, out=out)
+        experts = _first_experts(communicator.cfg, route.ranks)
+        batch = communicator.dispatch(words.view(torch.bfloat16), experts, out=out)
         route.of_entries[width] = Returned(communicator, without_rows(batch))
         return batch
 
-    def _connect(self, hidden: int, tokens: int, scaled: bool = False) -> EPCommunicator:
-        """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank."""
-        ranks = self._ranks
-        cfg = EPConfig(hidden, ranks, ranks, room_for(tokens), ranks)
+    def _connect(self, hidden: int, tokens: int, columns: int, scaled: bool = False) -> EPCommunicator:
+        """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank, and `columns` of a
+        route."""
+        cfg = self._config(hidden, tokens, columns)
         if scaled:
             cfg = replace(cfg, dispatch_format="fp8", scale_layout="linear")
         return self._connections.get(cfg, self._sms())
 
+    def _config(self, hidden: int, tokens: int, columns: int) -> EPConfig:
+        """Each rank has as many experts that there are enough for all columns, of which the first gets rows."""
+        experts = self._ranks * -(-columns // self._ranks)
+        return EPConfig(hidden, experts, columns, room_for(tokens), self._ranks)
 
-def _padded(words: torch.Tensor) -> torch.Tensor:
+
+def _first_experts(cfg: EPConfig, ranks: torch.Tensor) -> torch.Tensor:
+    """Ids of the ranks' first experts."""
+    experts = cfg.local_experts
+    return ranks if experts == 1 else torch.where(ranks < 0, -1, ranks * experts)
+
+
+def padded(words: torch.Tensor) -> torch.Tensor:
     """[n, words] int32 with zeros up to whole vectors."""
     return torch.nn.functional.pad(words, (0, -words.shape[1] % WORDS)).contiguous()
 
 
-def _as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
+def as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     """[T, hidden / 128] float32 that has the words of `scales` first."""
     words, columns = scales.contiguous().view(torch.float32), hidden // FP8.block
     if words.shape[1] > columns:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from cute_ep import __version__ as _of_cute_ep
-from cute_ep.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
+from cute_ep.integrations.deep_ep import (
+    Buffer,
+    Config,
+    ElasticBuffer,
+    EPHandle,
+    EventHandle,
+    EventOverlap,
+    topk_idx_t,
+)
 
 __version__ = f"0+cute_ep.{_of_cute_ep}"
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]

@@ -1,0 +1,353 @@
+"""`ElasticBuffer`, with DeepEP V2's dispatch and combine: it checks arguments and options, and leaves the work to
+`elastic_mode`. As in V1's `Buffer` all work runs on the caller's current stream."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.deep_ep.calls import (
+    Rows,
+    absent,
+    check_experts,
+    check_payload,
+    current_stream,
+    finished,
+    require,
+)
+from cute_ep.integrations.deep_ep.elastic_mode import ElasticMode, EPHandle, Layout
+from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
+from cute_ep.layouts.maps.formats import FP8
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+
+SIZE_UNIT = 2 << 20
+"""Bytes that sizes of buffers are a multiple of."""
+OVERLAPPED_SMS, ALONE_SMS = 24, 64
+"""SMs for kernels that leave room for others, and for those that need not."""
+
+
+class ElasticBuffer:
+    """One rank's end of DeepEP V2's dispatch and combine, a process per rank, all on one machine.
+
+    Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
+    the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
+    no gradients and drop those of their arguments. All results are deterministic.
+
+    Args:
+        group: an initialised process group; each rank has a GPU of its own, or none has one.
+        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
+        num_cpu_bytes: must be 0.
+        num_max_tokens_per_rank: default of `dispatch`.
+        hidden, num_topk, use_fp8_dispatch: for the size hint only.
+        allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to
+            bfloat16, before it sends it; otherwise it sends all rows.
+        prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
+        num_gpu_timeout_secs: how long a rank waits for another one.
+        deterministic, allow_hybrid_mode, sl_idx, num_allocated_qps, num_cpu_timeout_secs, explicitly_destroy: without
+            effect; only `destroy` gives memory back.
+
+    Attributes:
+        group, rank_idx, num_ranks: the group, this process's rank in it, how many there are.
+        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: 1, all, 0, this one; a group is one
+            NVLink domain.
+        num_rdma_ranks, num_nvlink_ranks: 1, all.
+
+    Raises:
+        EPConfigError: `group` or `num_cpu_bytes` cannot be served.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if group is None:
+            raise EPConfigError("group: must be a torch.distributed process group")
+        if num_cpu_bytes:
+            raise EPConfigError(f"num_cpu_bytes = {num_cpu_bytes}: must be 0, buffers are on GPUs only")
+        connections = Connections(group)
+        self.group, self.rank_idx, self.num_ranks = group, connections.rank, connections.size
+        self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
+        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.explicitly_destroy = explicitly_destroy
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        if num_bytes is None:
+            sizes = num_max_tokens_per_rank, hidden, num_topk
+            num_bytes = self.get_buffer_size_hint(group, *sizes) if num_max_tokens_per_rank and hidden else 0
+        self.num_bytes = num_bytes
+        self._connections = connections
+        timeout_s = float(num_gpu_timeout_secs)
+        self._mode = ElasticMode(connections, OVERLAPPED_SMS, timeout_s, reduce=allow_multiple_reduction)
+
+    def destroy(self) -> None:
+        """Give all memory back; collective. Later calls would connect again."""
+        self._connections.close()
+
+    # ---- facts
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that a bfloat16 communicator takes with as many experts as entries, a multiple of 2 MiB; for
+        information."""
+        ranks, entries = group.size(), max(num_topk, 1)
+        cfg = EPConfig(hidden, align_up(entries, ranks), entries, num_max_tokens_per_rank, ranks)
+        return align_up(memory_bytes(cfg), SIZE_UNIT)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(1, ranks): all are on one machine."""
+        return 1, self.num_ranks
+
+    get_logical_domain_size = get_physical_domain_size
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *others: float, **named: float) -> int:
+        """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
+        are. Nothing is derived from the arguments."""
+        wanted = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS
+        device = self._connections.device
+        if device.type == "cpu":
+            return wanted
+        return min(wanted, torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: nothing leaves the machine."""
+        return 0
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """What the current stream has been given so far."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that calls run on: the current one. EPError: there is no GPU."""
+        return current_stream(self._connections.device)
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say."""
+        if self._connections.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(group=self.group)
+
+    # ---- dispatch and combine
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Send each token once to every rank that has one of its experts.
+
+        Args:
+            x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
+                strides, n <= hidden / 128), which travel unchanged.
+            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle.
+            topk_weights: [T, K] float32, or None.
+            cumulative_local_expert_recv_stats: [L] int32, to which the entries of each local expert are added.
+            num_experts: of all ranks; from the handle if there is one.
+            num_max_tokens_per_rank: the most tokens of a rank, the same on all; None: the handle's, the buffer's.
+            expert_alignment: multiple that each expert's rows are padded to with `do_expand`, and to which numbers of
+                entries are rounded up; None: the handle's, 1.
+            num_sms: SMs for kernels of communicators that this call connects; 0: `get_theoretical_num_sms`.
+            previous_event, previous_event_before_epilogue: events that the current stream waits for first; the former
+                with `allocate_on_comm_stream`, as in DeepEP.
+            async_with_compute_stream: return an event.
+            handle: what an earlier dispatch of as many tokens returned: they go the same ways again.
+            do_handle_copy: copy `topk_idx`, which `combine` reads; otherwise it must stay as it is until then.
+            do_cpu_sync: wait for the number of rows; None: without a handle.
+            do_expand: a row for each (token, expert), by expert, source rank, token, in place of one for each (token,
+                rank), by source rank, token.
+            do_zero_padding: with `do_expand`; rows that pad an expert are always zero.
+            use_tma_aligned_col_major_sf: make scale factors neighbours along rows, their columns 16-byte aligned.
+            num_qps: without effect.
+
+        Returns:
+            Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
+            behind the last hold anything; [rows, K] int64 local expert ids, -1 elsewhere (None with `do_expand`); their
+            float32 weights, 0 elsewhere, with `do_expand` one a row (None without `topk_weights`); the handle, which
+            is the given one if there is one; the event.
+
+        Raises:
+            EPInputError: an argument breaks its rule.
+            EPTimeout: a rank does not come.
+        """
+        _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        payload, scales = x if isinstance(x, tuple) else (x, None)
+        check_payload(payload, scales)
+        tokens, hidden = payload.shape
+        multiple = 8 if scales is None else FP8.block
+        require(hidden % multiple == 0, f"x.shape[1] = {hidden}: must be a multiple of {multiple}")
+        require(do_expand or not do_zero_padding, "do_zero_padding = True: must come with do_expand")
+        self._mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
+        if handle is None:
+            if topk_idx is None or num_experts is None:
+                raise EPInputError("topk_idx, num_experts: must be given without a handle")
+            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            layout = Layout(num_experts, most, expert_alignment or 1, do_expand)
+            _check_layout(layout, topk_idx, self.num_ranks)
+            require(tokens <= most, f"x.shape[0] = {tokens}: must not exceed num_max_tokens_per_rank = {most}")
+            ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
+            wait = do_cpu_sync is None or do_cpu_sync
+            made = self._mode.route(ids, layout, self._mode.sms, wait=wait)
+        else:
+            made = _checked(handle)
+            layout = made.layout
+            given = num_experts, num_max_tokens_per_rank, expert_alignment, do_expand
+            for name, value, own in zip(Layout._fields, given, layout, strict=True):
+                require(value is None or value == own, f"{name} = {value}: must be {own}, as of the handle")
+            require(topk_idx is None, "topk_idx: must be None with a handle")
+            require(not do_cpu_sync, "do_cpu_sync = True: must be False with a handle")
+        shape = tuple(made.topk_idx.shape)
+        require(tokens == shape[0], f"x.shape[0] = {tokens}: must be {shape[0]}, as of topk_idx")
+        if topk_weights is not None:
+            ok = tuple(topk_weights.shape) == shape and topk_weights.dtype == torch.float32
+            require(ok, f"topk_weights: must be float32 of shape {shape}, as topk_idx")
+        send = self._mode.expanded if layout.do_expand else self._mode.by_rank
+        rows, factors, entries, weights = send(made, payload, scales, topk_weights)
+        if cumulative_local_expert_recv_stats is not None:
+            cumulative_local_expert_recv_stats.add_(made.num_unaligned_recv_tokens_per_expert)
+        got: Rows = rows
+        if factors is not None:
+            got = rows, _column_major(factors) if use_tma_aligned_col_major_sf else factors
+        return got, entries, weights, made, finished(async_with_compute_stream)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | None = None,
+        previous_event_before_epilogue: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Send rows home and add them up, without weights, in float32: biases first, then by ascending slot, a rank's
+        sum at the last of its slots; rounded once.
+
+        Args:
+            x: [rows, hidden] bfloat16, in the order of the dispatch's rows.
+            handle: what that dispatch returned.
+            topk_weights: float32 [rows, K], or one a row with `do_expand`, to bring home as well; None: there are none.
+            bias: up to two [T, hidden] bfloat16 to add.
+            num_sms, num_qps: without effect.
+            previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream: as of
+                `dispatch`.
+
+        Returns:
+            [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event.
+
+        Raises:
+            EPInputError: an argument breaks its rule.
+        """
+        _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        own = _checked(handle)
+        rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
+        require(x.dtype == torch.bfloat16, f"x.dtype = {x.dtype}: must be torch.bfloat16")
+        require(x.dim() == 2 and len(x) == rows, f"x.shape = {tuple(x.shape)}: must be ({rows}, hidden), as dispatched")
+        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
+        shape = own.topk_idx.shape[0], x.shape[1]
+        for one in biases:
+            ok = one.dtype == torch.bfloat16 and tuple(one.shape) == shape
+            require(ok, f"bias: must be bfloat16 of shape {shape}")
+        if topk_weights is not None:
+            wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
+            ok = topk_weights.dtype == torch.float32 and tuple(topk_weights.shape) == wanted
+            require(ok, f"topk_weights: must be float32 of shape {wanted}")
+        out = self._mode.combine_rows(own, x.contiguous(), biases)
+        weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
+        return out, weights, finished(async_with_compute_stream)
+
+    # ---- what there is not
+
+    engram_write, engram_fetch = absent("engram_write"), absent("engram_fetch")
+    get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint"))
+    pp_set_config, pp_send, pp_recv = absent("pp_set_config"), absent("pp_send"), absent("pp_recv")
+    get_pp_buffer_size_hint = staticmethod(absent("get_pp_buffer_size_hint"))
+    create_agrs_session, destroy_agrs_session = absent("create_agrs_session"), absent("destroy_agrs_session")
+    agrs_new_session, agrs_set_config = absent("agrs_new_session"), absent("agrs_set_config")
+    agrs_get_inplace_tensor, all_gather = absent("agrs_get_inplace_tensor"), absent("all_gather")
+    get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes"))
+    get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint"))
+
+
+def _begin(
+    event: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None, on_comm_stream: bool
+) -> None:
+    """Have the current stream wait for the events. EPInputError: the options do not go together."""
+    require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
+    for one in (event, before_epilogue):
+        if one is not None:
+            one.current_stream_wait()
+
+
+def _checked(handle: EPHandle) -> EPHandle:
+    if not isinstance(handle, EPHandle):
+        raise EPInputError(f"handle = {type(handle).__name__}: must be what dispatch returned")
+    return handle
+
+
+def _check_layout(layout: Layout, topk_idx: torch.Tensor, ranks: int) -> None:
+    check_experts(layout.num_experts, ranks)
+    require(topk_idx.dim() == 2, f"topk_idx.dim() = {topk_idx.dim()}: must be 2")
+    require(topk_idx.dtype == torch.int64, f"topk_idx.dtype = {topk_idx.dtype}: must be torch.int64")
+    most, alignment = layout.num_max_tokens_per_rank, layout.expert_alignment
+    require(most > 0, f"num_max_tokens_per_rank = {most}: must be positive, here or in the constructor")
+    ok = alignment in ROW_ALIGNMENTS if layout.do_expand else alignment > 0
+    require(ok, f"expert_alignment = {alignment}: must be one of {', '.join(map(str, ROW_ALIGNMENTS))} with do_expand")
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same [rows, n] with neighbours along rows, columns at multiples of 16 bytes."""
+    rows, columns = scales.shape
+    memory = torch.empty((columns, align_up(rows, 16 // scales.itemsize)), dtype=scales.dtype, device=scales.device)
+    return memory[:, :rows].t().copy_(scales)

@@ -1,0 +1,280 @@
+"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md).
+
+| here | does |
+| --- | --- |
+| `dispatch` | a `dispatch`, then torch ops that copy rows to `[source rank, position]` |
+| `combine` | a `combine` in partial mode, which adds a token's rows over ranks |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.types import FormatName
+from cute_ep.integrations.connections import release, share
+from cute_ep.integrations.rows import rank_major, without_rows
+from cute_ep.integrations.versions import require
+
+require("flashinfer", (0, 7, 2), (0, 7, 3), package="flashinfer-python")
+
+from flashinfer.moe_ep import (  # noqa: E402
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpDispatchResult,
+    register_communication,
+)
+
+NAME = "cute_ep"
+FORMATS: dict[str | None, FormatName] = {
+    None: "bf16",
+    "BF16": "bf16",
+    "FP8PerTensor": "mxfp8",
+    "DeepSeekFp8": "mxfp8",
+    "MXFP8": "mxfp8",
+    "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
+}
+"""What rows of a `QuantFormat` travel as; quantised rows and their scale factors travel unchanged."""
+
+
+@dataclass(frozen=True)
+class CuteEPConfig:
+    """Options of `CuteEPCommunication`: give it to `create_communication`, or to `SplitConfig(comm=...)`.
+
+    Attributes:
+        sms: SMs that kernels may take from others; None: all.
+        timeout_s: seconds that a rank waits for another one.
+    """
+
+    sms: int | None = None
+    timeout_s: float = 60.0
+    backend_name: str = NAME
+
+
+class _Round(NamedTuple):
+    """A dispatch that waits for its combine."""
+
+    communicator: EPCommunicator
+    batch: Dispatched
+    rows: int
+
+
+class CuteEPCommunication(MoEEpCommunication):
+    """One rank's dispatch and combine, a process per rank, each with a GPU of its own or none.
+
+    Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
+    is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
+    objects of a process group in a process share communicators. Calls compute no gradients.
+
+    Args:
+        bootstrap: rank, world size and process group (None: the default group, which must be initialised).
+        params: sizes; `dtype` must be bfloat16 or None.
+        config: options, the same on all ranks.
+
+    Raises:
+        EPConfigError: a size or option breaks a rule of `cute_ep.EPConfig`, or the group is not that of `bootstrap`.
+        ValueError, EPError: as of FlashInfer's base class and of `cute_ep.connect`.
+    """
+
+    supports_cuda_graph = True
+
+    def __init__(self, bootstrap: BootstrapConfig, params: MoEEpCommParams, config: CuteEPConfig | None = None) -> None:
+        super().__init__(bootstrap, params)
+        self.config = CuteEPConfig() if config is None else config
+        self._round: _Round | None = None
+        self._destroyed = False
+        self._group = _group(bootstrap)
+        if params.dtype not in (None, torch.bfloat16):
+            raise EPConfigError(f"params.dtype = {params.dtype}: must be torch.bfloat16 or None, experts return it")
+        wanted = getattr(params.dispatch_format, "name", None)
+        if wanted not in FORMATS:
+            raise EPConfigError(
+                f"params.dispatch_format = {wanted}: must be None or one of {', '.join(map(str, FORMATS))}"
+            )
+        sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
+        self._cfg = EPConfig(*sizes, timeout_s=self.config.timeout_s)
+        self._connections = share(self._group, self)
+        try:
+            self._connect(FORMATS[wanted])
+        except BaseException:
+            self.destroy()
+            raise
+
+    @classmethod
+    def is_platform_supported(cls) -> bool:
+        """True: without a GPU the reference backend computes the same bytes. Whether the GPUs of the group reach each
+        other, and have kernels, the constructor finds out."""
+        return True
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        hidden_states_scale: torch.Tensor | None = None,
+        max_tokens_per_rank: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+    ) -> MoEEpDispatchResult:
+        """Send each token once to every rank that has one of its experts.
+
+        Args:
+            hidden_states: [T, n] rows, and `hidden_states_scale` [T, m], which both travel unchanged. A row has 2 *
+                hidden_size bytes (bfloat16; fewer are padded), hidden_size (8-bit elements) or hidden_size / 2 (4-bit
+                ones); its scale factors have hidden_size / 32 bytes (MXFP8, MXFP4, float32 per 128 elements),
+                hidden_size / 16 (NVFP4), or there are none (bfloat16, 8-bit elements).
+            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Copied.
+            topk_weights: [T, top_k], travel as float32.
+            max_tokens_per_rank: rows for each source, the same on all ranks, at least T; None: `params` has it.
+            eplb_local_stats: must be None.
+
+        Returns:
+            New tensors of ep_size * tokens_per_rank rows. Row `source * tokens_per_rank + i` is the i-th of the
+            source's tokens that come here, in their order. Ids are int32: global where the expert is of this rank,
+            `invalid_expert_id` elsewhere, and in all of a row that no token has; weights are 0 there. Such a row's
+            hidden states and scale factors may be anything.
+
+        Raises:
+            EPInputError: an argument breaks its rule. Nothing was sent.
+            EPError: the dispatch before has had no combine, or the object was destroyed.
+            EPTimeout: an earlier wait had timed out.
+        """
+        if self._round is not None:
+            raise EPError("dispatch: the one before must have its combine first")
+        if eplb_local_stats is not None:
+            raise EPInputError("eplb_local_stats = tensor: must be None, statistics are not gathered")
+        most, tokens = self.params.max_tokens_per_rank, hidden_states.shape[0]
+        stride = most if max_tokens_per_rank is None else max_tokens_per_rank
+        if not 0 < stride <= most:
+            raise EPInputError(f"max_tokens_per_rank = {stride}: must be in [1, {most}], the last is that of params")
+        if tokens > stride:
+            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must not exceed max_tokens_per_rank = {stride}")
+        kind, payload, scales = self._as_sent(hidden_states, hidden_states_scale)
+        ids = topk_ids.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        invalid = self.params.invalid_expert_id
+        if invalid != -1:
+            ids.masked_fill_(ids == invalid, -1)
+        weights = None if topk_weights is None else topk_weights.float().contiguous()
+        communicator = self._connect(kind)
+        batch = communicator.dispatch(payload, ids, weights, scales=scales)
+        rows = rank_major(communicator.cfg, batch, stride=stride)
+        first = self.ep_rank * communicator.cfg.local_experts
+        self._round = _Round(communicator, without_rows(rows.batch), rows.tokens.shape[0])
+        factors = None
+        if hidden_states_scale is not None and rows.scales is not None:
+            width = hidden_states_scale.shape[1] * hidden_states_scale.itemsize
+            factors = rows.scales[:, :width].contiguous().view(hidden_states_scale.dtype)
+        return MoEEpDispatchResult(
+            hidden_states=rows.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
+            topk_ids=torch.where(rows.expert_ids >= 0, rows.expert_ids + first, invalid).int(),
+            topk_weights=None if topk_weights is None else rows.weights,
+            tokens_per_rank=stride,
+            hidden_states_scale=factors,
+        )
+
+    @torch.no_grad()
+    def combine(self, expert_output: torch.Tensor, *, output: torch.Tensor | None = None) -> torch.Tensor:
+        """Bring each row home and add a token's rows up: in float32, by ascending rank, rounded once.
+
+        Args:
+            expert_output: [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden] bfloat16, each row
+                weighted and reduced over this rank's experts. Rows that no token has are not read.
+            output: [T, hidden] bfloat16, float16 or float32, overwritten; None allocates it in bfloat16.
+
+        Returns:
+            [T, hidden]; zero where all of a token's entries are masked.
+
+        Raises:
+            EPInputError: an argument breaks its rule. Nothing was sent, and combine can be called again.
+            EPError: there is no dispatch to combine.
+            EPTimeout: an earlier wait had timed out.
+        """
+        if self._round is None:
+            raise EPError("combine: there must be a dispatch first")
+        communicator, batch, count = self._round
+        rows = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
+        shape = (count, self.params.hidden_size)
+        if rows.shape != shape:
+            raise EPInputError(f"expert_output.shape = {tuple(expert_output.shape)}: must be {shape}, as rows")
+        total = communicator.combine(rows.contiguous(), batch, mode="partial", out=output)
+        self._round = None
+        return total
+
+    def synchronize(self) -> None:
+        """Wait for this rank's work, and raise what was found wrong, as `cute_ep.EPCommunicator.synchronize`: expert
+        ids out of range, which count as masked, and ranks that did not come."""
+        self._connections.synchronize()
+
+    def destroy(self) -> None:
+        """Give up the communicators, which close with the last object of the process group; then collective."""
+        self._round, self._destroyed = None, True
+        release(self._group, self)
+
+    def _connect(self, kind: FormatName) -> EPCommunicator:
+        if self._destroyed:
+            raise EPError("the communication was destroyed: make another one, on all ranks")
+        cfg = self._cfg if kind == "bf16" else replace(self._cfg, dispatch_format=kind, scale_layout="linear")
+        return self._connections.get(cfg, self.config.sms)
+
+    def _as_sent(
+        self, payload: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[FormatName, torch.Tensor, torch.Tensor | None]:
+        """The format that has rows of this size, and rows and scale factors in its types."""
+        hidden = self.params.hidden_size
+        if payload.dim() != 2 or (scale is not None and scale.dim() != 2):
+            raise EPInputError("hidden_states, hidden_states_scale: must have two dimensions")
+        size = payload.shape[1] * payload.itemsize
+        factors = 0 if scale is None else scale.shape[1] * scale.itemsize
+        if scale is None and payload.itemsize == 2 and size <= 2 * hidden:
+            wide = payload.view(torch.bfloat16)
+            if size < 2 * hidden:
+                wide = torch.nn.functional.pad(wide, (0, hidden - payload.shape[1]))
+            return "bf16", wide.contiguous(), None
+        if size == hidden and factors in (0, hidden // 32):
+            empty = (len(payload), hidden // 32)
+            bits = payload.new_zeros(empty, dtype=torch.uint8) if scale is None else _bytes(scale)
+            return "mxfp8", payload.contiguous().view(torch.float8_e4m3fn), bits
+        kinds: dict[int, FormatName] = {hidden // 32: "mxfp4", hidden // 16: "nvfp4"}
+        if 2 * size == hidden and scale is not None and factors in kinds:
+            return kinds[factors], _bytes(payload), _bytes(scale)
+        raise EPInputError(
+            f"hidden_states, hidden_states_scale: have {size} and {factors} bytes a row: must be as dispatch documents "
+            f"them for hidden_size = {hidden}"
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _group(bootstrap: BootstrapConfig) -> dist.ProcessGroup:
+    """The process group of the ranks, checked."""
+    group = bootstrap.process_group
+    if group is None:
+        if not dist.is_initialized():
+            raise EPConfigError(
+                "bootstrap.process_group = None: needs a default group, call torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD
+    found = group.rank(), group.size()
+    if found != (bootstrap.rank, bootstrap.world_size):
+        raise EPConfigError(
+            f"bootstrap.rank, bootstrap.world_size = {bootstrap.rank}, {bootstrap.world_size}: must be those of its "
+            f"process group, {found[0]}, {found[1]}"
+        )
+    return group
+
+
+def register() -> None:
+    """Make "cute_ep" a communication backend of `flashinfer.moe_ep`; may be called again."""
+    register_communication(NAME)(CuteEPCommunication)
