@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.integrations import connections
-from cute_ep.integrations.deep_ep import Buffer
+from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank
 
@@ -28,8 +29,8 @@ def connected() -> Connected:
 
 
 @pytest.fixture
-def buffer(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Connected) -> Buffer:
-    """Rank 0 of two. Kernels write nothing, so outputs are zeros."""
+def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Connected) -> Any:
+    """That of rank 0 of two. Kernels write nothing, so outputs are zeros."""
 
     def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
         connected.append((cfg, sms))
@@ -37,7 +38,12 @@ def buffer(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Conn
 
     monkeypatch.setattr(connections, "connect", connect)
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    return Buffer(SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
+    return SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+
+
+@pytest.fixture
+def buffer(group: Any) -> Buffer:
+    return Buffer(group)
 
 
 def layout(buffer: Buffer) -> tuple:
@@ -96,3 +102,30 @@ def test_low_latency_mode_never_waits(
     assert launches.kernels == (halves if hook else fused) * 3
     assert [cfg.dispatch_format for cfg, _ in connected] == ["bf16", "fp8", "fp8_pow2"]
     assert {sms for _, sms in connected} == {None}
+
+
+def test_an_elastic_buffer_moves_rows_without_a_copy_and_never_waits(
+    group: Any, launches: Launches, connected: Connected, no_wait: None
+) -> None:
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, num_gpu_timeout_secs=7)
+    static: dict[str, Any] = {"num_experts": EXPERTS, "do_cpu_sync": False, "num_sms": 8}
+    bias = torch.zeros_like(X)
+    for expand in (False, True):
+        first = len(launches)
+        rows, _, weights, handle, _ = buffer.dispatch(X, IDS, WEIGHTS, **static, do_expand=expand)
+        assert list(launches)[first].values("input.x", "out.tokens") == (X.data_ptr(), rows.data_ptr())
+        buffer.dispatch(X, handle=handle, do_expand=expand)
+        buffer.combine(rows, handle)
+        buffer.combine(rows, handle, weights, bias)
+    by_rank = ["dispatch", "dispatch", "dispatch", "combine_exact", "combine_unweighted", "combine_unweighted"]
+    expanded = ["dispatch", "dispatch", "combine_exact", "combine_unweighted", "dispatch", "combine_unweighted"]
+    assert launches.kernels == by_rank + expanded
+    assert [(cfg.max_tokens_per_rank, cfg.timeout_s, sms) for cfg, sms in connected] == [(TOKENS, 7.0, 8)] * 3
+
+
+def test_an_elastic_buffer_sends_expanded_rows_from_where_they_are(group: Any, launches: Launches) -> None:
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, allow_multiple_reduction=False)
+    rows, *_, handle, _ = buffer.dispatch(X, IDS, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True)
+    buffer.combine(rows, handle)
+    home = launches.last("combine_exact")
+    assert home.values("rows.data", "rows.capacity") == (rows.data_ptr(), len(rows))

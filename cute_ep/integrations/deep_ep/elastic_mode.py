@@ -121,7 +121,8 @@ class ElasticMode(NormalMode):
             rows, padded = ranks * layout.num_max_tokens_per_rank, []
             expanded = align_up(rows * min(entries, local) + (alignment - 1) * local, alignment)
         server = torch.where(ids >= 0, ids // local, -1)
-        again = (server[:, :, None] == server[:, None, :]).triu(1).any(2)
+        slot = torch.arange(entries, device=ids.device)
+        again = ((server[:, :, None] == server[:, None, :]) & (slot > slot[:, None])).any(2)
         before = (goes.cumsum(0) - 1).gather(1, server.clamp(min=0))
         return EPHandle(
             layout,
