@@ -80,6 +80,7 @@ docs/api/testing
 docs/use
 docs/ops
 docs/layer
+docs/adapters
 docs/transformers
 docs/deep_ep
 docs/sglang
