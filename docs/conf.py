@@ -34,7 +34,7 @@ maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 
 # one page for all, whether these are installed or not
-autodoc_mock_imports = ["cutlass", "megatron", "pydantic", "sglang", "torchtitan", "transformers", "vllm"]
+autodoc_mock_imports = ["cutlass", "flashinfer", "megatron", "pydantic", "sglang", "torchtitan", "transformers", "vllm"]
 versions.require = lambda *library, **rule: None  # what is mocked has no version
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -46,7 +46,7 @@ default_role = "py:obj"  # a name in backticks is a link where the reference has
 nitpicky = True
 nitpick_ignore_regex = [
     # types of other projects: the build needs no network
-    (r"py:.*", r"(torch|torchtitan|collections|pathlib|cutlass|sglang)\..*"),
+    (r"py:.*", r"(torch|torchtitan|collections|pathlib|cutlass|flashinfer|sglang|vllm)\..*"),
     (r"py:class", r"cute_ep\..*\.(Plan|Origin|Use|Arena)"),  # internal types, in annotations of public ones
     (r"py:class", r"IntTuple|Tiler"),  # nested tuples of integers; tuples of layouts
     (r"py:exc", r".*, .*"),  # "EPInputError, EPTimeout: as `dispatch`."

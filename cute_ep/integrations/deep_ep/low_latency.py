@@ -20,7 +20,6 @@ from cute_ep.integrations.rows import present
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import LOST_ROW
-from cute_ep.layouts.maps.scales import TRANSPOSED
 
 
 class _Fields(NamedTuple):
@@ -100,7 +99,7 @@ class LowLatency:
         sizes = hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks
         cfg = EPConfig(*sizes, dispatch_format="bf16", block_rows=slots)
         if use_fp8:
-            cfg = replace(cfg, dispatch_format="fp8_pow2" if round_scale else "fp8", scale_layout=TRANSPOSED)
+            cfg = replace(cfg, dispatch_format="fp8_pow2" if round_scale else "fp8", scale_layout="transposed")
         communicator = self._connections.get(cfg)
         out, experts = communicator.allocate(), cfg.local_experts
         scales = None if out.scales is None else _for_matmul(out.scales, use_ue8m0)
