@@ -307,4 +307,4 @@ class Rows:
                 first = self._first_scale_row(args, group)
             end = first + round_up(count, args.scales.alignment)
             if (count > 0) & (first >= 0) & (end <= self._scale_rows(args)):
-                zero_scale_rows(args.scales, first + count, end, part, ZERO_PARTS, remainder(tid, 32))
+                zero_scale_rows(args.scales, first + count, end, (part, ZERO_PARTS), remainder(tid, 32))

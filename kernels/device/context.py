@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +13,7 @@ from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import DeviceRegion, array, pointer
 from cute_ep.kernels.device.slices import packed_cta
-from cute_ep.kernels.device.sync import WaitContext, block_all, not_aborted, report, signal, wait_signal
+from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, not_aborted, report, signal, wait_signal
 from cute_ep.layouts.maps.arena import StateWord, regions_of
 from cute_ep.layouts.maps.arguments import (
     Batch,
@@ -166,10 +166,10 @@ class Context:
         tid, sPeers = self.tid, self.sPeers
         if tid < self.ranks:
             flag = self.base + flags.at(tid)
-            alive = wait_signal(self.wait_context, flag, epoch, tid, phase, Int32(0))
+            alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))
             if cutlass.const_expr(sent is not None):
                 if alive & (sent != epoch + 1):  # behind a timeout the counts may well differ: that was told
-                    report(self.wait_context, self.rank, Phase.ORDER, Int32(int(word)), epoch + 1, sent)
+                    report(self.wait_context, Awaited(self.rank, Phase.ORDER, Int32(int(word))), epoch + 1, sent)
                     alive = Boolean(False)
             sPeers[tid] = self.peer_base
         return block_all(alive)
@@ -184,7 +184,8 @@ class Context:
 
     def report_input(self, phase: Phase, index, expected, seen) -> None:
         """Tell the host which of INPUT_ERRORS this rank's input has; the round goes on."""
-        report(self.wait_context, self.ranks + INPUT_ERRORS.index(phase), phase, index, expected, seen)
+        record = self.ranks + INPUT_ERRORS.index(phase)
+        report(self.wait_context, Awaited(record, phase, index), expected, seen)
 
     @cute.jit
     def acknowledge(self, consumed: Region, received: Int64, cta) -> None:
@@ -203,6 +204,8 @@ class Context:
 class DispatchContext(Context):
     """A launch of dispatch."""
 
+    EPOCHS: ClassVar = StateWord.DISPATCH_SEND_EPOCH
+
     wire: Wire
     input: Input
     out: Output
@@ -212,6 +215,8 @@ class DispatchContext(Context):
 @dataclass(frozen=True)
 class CombineContext(Context):
     """A launch of combine."""
+
+    EPOCHS: ClassVar = StateWord.COMBINE_SEND_EPOCH
 
     rows: Rows
     batch: Batch
@@ -228,18 +233,19 @@ class Rounds:
 
 def open_dispatch(args: DispatchArgs, peers: Region, receive: bool) -> tuple[DispatchContext, Rounds]:
     """The context of a launch of dispatch, and the rounds before it."""
-    return _open(DispatchContext, args, peers, args.grid.packed, StateWord.DISPATCH_SEND_EPOCH, receive)
+    return _open(DispatchContext, args, peers, args.grid.packed, receive)
 
 
 def open_combine(args: CombineArgs, peers: Region, receive: bool) -> tuple[CombineContext, Rounds]:
     """The context of a launch of combine, and the rounds before it."""
-    return _open(CombineContext, args, peers, Int32(0), StateWord.COMBINE_SEND_EPOCH, receive)
+    return _open(CombineContext, args, peers, Int32(0), receive)
 
 
-def _open(context: type, args, peers: Region, packed: Int32, word: StateWord, receive: bool):
+def _open(context: type, args, peers: Region, packed: Int32, receive: bool):
+    """`context`: the class, which says where its phase's epoch words are."""
     arena = regions_of(args.arena, DeviceRegion)
     tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed)
-    rounds = _completed(args.group.arena + arena.state.at(int(word)))
+    rounds = _completed(args.group.arena + arena.state.at(int(context.EPOCHS)))
     epoch = (rounds.received if receive else rounds.sent) + 1
     place = {"tid": tid, "cta": cta, "ctas": ctas, "epoch": epoch, "peer_base": peer_base}
     records = args._asdict() | {"arena": arena}

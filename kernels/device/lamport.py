@@ -19,7 +19,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from cute_ep.kernels.device.atoms import WORDS
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.slices import has_bit
-from cute_ep.kernels.device.sync import now_ns, report
+from cute_ep.kernels.device.sync import Awaited, now_ns, report
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, SENTINEL, Region
 
 POLLS_PER_CHECK = 32
@@ -53,15 +53,14 @@ def _ticks(time_ns: Int64) -> Int32:
 
 
 @cute.jit
-def wait_lamport(ctx, poll, check, flagged: Uint32, peer: Int32, phase: cutlass.Constexpr, index):
+def wait_lamport(ctx, poll, check, flagged: Uint32, awaited: Awaited):
     """Warp-wide: poll words until they have all arrived. Returns False, in every lane, after a timeout.
 
     Args:
         poll: called with `flagged`, loads the words and returns a bit for each row of which it saw a SENTINEL word.
         check: returns a bit for each row whose flag was signaled: its sentinel words are content.
         flagged: what `check` has returned so far.
-        peer: in lane r the rank that sends row r.
-        phase, index: what a timeout is reported as.
+        awaited: in lane r that of row r.
     """
     alive = Boolean(True)
     waiting = Boolean(True)
@@ -79,7 +78,7 @@ def wait_lamport(ctx, poll, check, flagged: Uint32, peer: Int32, phase: cutlass.
             in_time = cute.arch.vote_all_sync(running & (_ticks(now_ns()) - limit <= 0))
             if not in_time:
                 if running & has_bit(missing, ctx.lane):
-                    report(ctx.wait_context, peer, phase, Int32(index), ctx.epoch, ctx.epoch - 1)
+                    report(ctx.wait_context, awaited, ctx.epoch, ctx.epoch - 1)
                 alive = Boolean(False)
                 waiting = Boolean(False)
     return alive

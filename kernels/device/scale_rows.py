@@ -36,12 +36,14 @@ def store_scale_column(scales: Scales, home: Int64, column, word: Uint32) -> Non
 
 
 @cute.jit
-def zero_scale_rows(scales, first: Int32, end: Int32, part: Int32, parts: cutlass.Constexpr, lane: Int32) -> None:
-    """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one warp.
+def zero_scale_rows(scales, first: Int32, end: Int32, share, lane: Int32) -> None:
+    """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one warp; `share` is
+    (part, parts).
 
     The rows lie in one 128-row block, and end there when it is an atom: then lane l takes the four rows l, l + 32, ...,
     whose words of a column are 16 contiguous bytes, the last ones zeros.
     """
+    part, parts = share
     if scales.is_atom:
         in_block = remainder(first, ATOM_ROWS)
         taken = quotient(in_block - lane + 31, 32)  # words of a column that belong to rows before `first`

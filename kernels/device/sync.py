@@ -64,24 +64,34 @@ class WaitContext:
     abort: Int64
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """What a wait waits for, as a status record tells it: the peer that brings it, by whose number the record is found,
+    the phase, and which one of the phase's."""
+
+    peer: Int32
+    phase: Phase
+    index: Int32
+
+
 def not_aborted(abort: Int64) -> Boolean:
     """Whether no wait of the rank with this abort word has failed."""
     return cute.arch.load(pointer(abort, Int64), Int64, sem="relaxed", scope="gpu") == 0
 
 
 @cute.jit
-def report(wait_context: WaitContext, record: Int32, phase: cutlass.Constexpr, index: Int32, expected, seen) -> None:
+def report(wait_context: WaitContext, awaited: Awaited, expected, seen) -> None:
     """Write one host-visible status record in a single 16-byte store, and unless it is about input, raise this rank's
     abort word."""
     words = cute.make_rmem_tensor(len(StatusWord), Uint32)
-    words[StatusWord.PHASE] = Uint32(int(phase))
-    words[StatusWord.INDEX] = Uint32(index)
+    words[StatusWord.PHASE] = Uint32(int(awaited.phase))
+    words[StatusWord.INDEX] = Uint32(Int32(awaited.index))
     words[StatusWord.EXPECTED] = Uint32(expected)
     words[StatusWord.SEEN] = Uint32(seen)
     records = rows(wait_context.status, 1, Int32(1 << 30))
-    cute.autovec_copy(words, records[None, 0, record])
+    cute.autovec_copy(words, records[None, 0, awaited.peer])
     cute.arch.fence_acq_rel_sys()
-    if cutlass.const_expr(phase not in INPUT_ERRORS):
+    if cutlass.const_expr(awaited.phase not in INPUT_ERRORS):
         cute.arch.store(pointer(wait_context.abort, Int64), Int64(1), sem="relaxed", scope="gpu")
 
 
@@ -90,40 +100,36 @@ POLLS_PER_TIME_CHECK = 64
 
 
 @cute.jit
-def wait_signal(
-    wait_context: WaitContext, flag: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
-) -> Boolean:
-    """One thread polls `flag`, which `peer` signals, until it holds at least `epoch`.
+def wait_signal(wait_context: WaitContext, flag: Int64, epoch: Int64, awaited: Awaited) -> Boolean:
+    """One thread polls `flag`, which the peer signals, until it holds at least `epoch`.
 
     False after the watch's time, and then the status record of the peer says what was missing; False without a record
     when another wait of this rank has failed, now or in an earlier launch.
     """
-    _, arrived = _poll(wait_context, flag, epoch, peer, phase, index, False)
+    _, arrived = _poll(wait_context, flag, epoch, awaited, False)
     return arrived
 
 
 @cute.jit
-def wait_ll(wait_context: WaitContext, word: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index):
-    """One thread polls an LL word, which `peer` signals, until it is of round `epoch`: (value, whether it is).
+def wait_ll(wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Awaited):
+    """One thread polls an LL word, which the peer stores, until it is of round `epoch`: (value, whether it is).
 
     Fails as `wait_signal` does.
     """
-    content, arrived = _poll(wait_context, word, epoch, peer, phase, index, True)
+    content, arrived = _poll(wait_context, word, epoch, awaited, True)
     return Int32(content), arrived
 
 
 @cute.jit
-def wait_two_ll(
-    wait_context: WaitContext, first: Int64, second: Int64, epoch: Int64, peer: Int32, phase: cutlass.Constexpr, index
-):
+def wait_two_ll(wait_context: WaitContext, first: Int64, second: Int64, epoch: Int64, awaited: Awaited):
     """`wait_ll` for two words, whose latencies overlap: (value, value, whether both arrived)."""
     value = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
     other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
     came = _has_arrived(value, epoch, True)
     if not came:
-        value, came = _poll(wait_context, first, epoch, peer, phase, index, True)
+        value, came = _poll(wait_context, first, epoch, awaited, True)
     if came and not _has_arrived(other, epoch, True):
-        other, came = _poll(wait_context, second, epoch, peer, phase, index, True)
+        other, came = _poll(wait_context, second, epoch, awaited, True)
     return Int32(value), Int32(other), came
 
 
@@ -132,15 +138,7 @@ def _has_arrived(seen: Int64, epoch: Int64, tagged: bool) -> Boolean:
 
 
 @cute.jit
-def _poll(
-    wait_context: WaitContext,
-    word: Int64,
-    epoch: Int64,
-    peer: Int32,
-    phase: cutlass.Constexpr,
-    index,
-    tagged: cutlass.Constexpr,
-):
+def _poll(wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Awaited, tagged: cutlass.Constexpr):
     """(last content seen, whether it is what was waited for and this rank is healthy)."""
     order = "relaxed" if cutlass.const_expr(tagged) else "acquire"
     where = pointer(word, Int64)
@@ -163,7 +161,7 @@ def _poll(
             epoch_seen = seen
             if cutlass.const_expr(tagged):
                 epoch_seen = seen >> 32
-            report(wait_context, peer, phase, Int32(index), epoch, epoch_seen)
+            report(wait_context, awaited, epoch, epoch_seen)
     return seen, arrived & running
 
 
@@ -187,19 +185,18 @@ PATIENCE = 8
 
 
 @cute.jit
-def grid_barrier(
-    wait_context: WaitContext, counter: Int64, ctas: Int32, rank: Int32, alive: Boolean, tid: Int32
-) -> Boolean:
+def grid_barrier(ctx, counter: Int64, ctas: Int32, alive: Boolean) -> Boolean:
     """Barrier of `ctas` CTAs of a launch, which must be resident together; `counter` begins at 0.
 
     False, in every thread, if this CTA is not alive, or when another one is not: that has raised the abort word.
     """
     alive = block_all(alive)
     if alive:
-        if tid == 0:
+        if ctx.tid == 0:
             cute.arch.atomic_add(pointer(counter, Int64), Int64(1), sem="release", scope="gpu")
-            patient = WaitContext(wait_context.timeout_ns * PATIENCE, wait_context.status, wait_context.abort)
-            alive = wait_signal(patient, counter, Int64(ctas), rank, Phase.GRID, Int32(0))
+            hasty = ctx.wait_context
+            patient = WaitContext(hasty.timeout_ns * PATIENCE, hasty.status, hasty.abort)
+            alive = wait_signal(patient, counter, Int64(ctas), Awaited(ctx.rank, Phase.GRID, Int32(0)))
         alive = block_all(alive)
     return alive
 

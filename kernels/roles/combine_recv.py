@@ -8,6 +8,7 @@ the type of the output.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import cutlass
@@ -20,7 +21,7 @@ from cute_ep.kernels.device.context import given_id, owns_shared
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import lane_tile, rows, vector
 from cute_ep.kernels.device.slices import SEGMENT, Tickets, are_many, first_item, from_lane, has_bit, lowest, slice_of
-from cute_ep.kernels.device.sync import wait_signal, warp_all
+from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.roles.combine_schedule import row_vectors
 from cute_ep.kernels.roles.combine_send import LOST
@@ -31,6 +32,14 @@ from cute_ep.layouts.maps.routing import MASKED_ENTRY, OutputType, Phase
 
 SLOTS_IN_FLIGHT = 4
 """Loads of 16 bytes that a thread issues before the first addition."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A token's slots: bit k of `filled` is set where slot k gets a row, from the rank that is `owner` in lane k."""
+
+    filled: Uint32
+    owner: Int32
 
 
 class CombineRecv:
@@ -91,32 +100,33 @@ class CombineRecv:
             if has_bit(filled, lane):
                 # signaled by CombineSend on `owner`
                 flag = ctx.base + ctx.arena.return_ready.at(owner, chunk_of(row_slice.index))
-                arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, owner, Phase.RETURN, row_slice.index)
+                awaited = Awaited(owner, Phase.RETURN, row_slice.index)
+                arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, awaited)
             alive = warp_all(arrived)
         if alive:
             if cutlass.const_expr(self.mode == "unweighted"):
-                alive = self._write_slots(ctx, row_slice, filled, owner)
+                alive = self._write_slots(ctx, row_slice, Slots(filled, owner))
             else:
-                alive = self._sum(ctx, row_slice, filled, owner, weight)
+                alive = self._sum(ctx, row_slice, Slots(filled, owner), weight)
         return alive
 
     @cute.jit
-    def _wait_lamport(self, ctx, row_slice, filled: Uint32, owner, poll) -> Boolean:
+    def _wait_lamport(self, ctx, row_slice, slots: Slots, poll) -> Boolean:
         """Poll words of the slice until they are there; rows that are not Lamport rows have been waited for."""
-        flagged = Uint32(cutlass.select_(is_lamport(ctx.sums.tokens), Uint32(0), filled))
-        check = partial(self._has_signaled, ctx, row_slice, filled, owner)
-        return wait_lamport(ctx, poll, check, flagged, owner, Phase.RETURN, row_slice.index)
+        flagged = Uint32(cutlass.select_(is_lamport(ctx.sums.tokens), Uint32(0), slots.filled))
+        check = partial(self._has_signaled, ctx, row_slice, slots)
+        return wait_lamport(ctx, poll, check, flagged, Awaited(slots.owner, Phase.RETURN, row_slice.index))
 
     @cute.jit
-    def _has_signaled(self, ctx, row_slice, filled: Uint32, owner) -> Uint32:
+    def _has_signaled(self, ctx, row_slice, slots: Slots) -> Uint32:
         """The filled slots whose owners have signaled the slice's flag."""
         signaled = Boolean(False)
-        if has_bit(filled, ctx.lane):
-            flag = ctx.base + ctx.arena.return_ready.at(opaque(owner), opaque(row_slice.index))
+        if has_bit(slots.filled, ctx.lane):
+            flag = ctx.base + ctx.arena.return_ready.at(opaque(slots.owner), opaque(row_slice.index))
             signaled = ctx.has_signaled(flag, ctx.epoch)
-        slots = Uint32(cute.arch.vote_ballot_sync(signaled))
+        found = Uint32(cute.arch.vote_ballot_sync(signaled))
         cute.arch.sync_warp()  # one lane's acquire orders the polls of all
-        return slots
+        return found
 
     def _home(self, ctx, row_slice) -> Int64:
         """Address of slot 0 of the token."""
@@ -124,20 +134,20 @@ class CombineRecv:
         return ctx.base + home_of(is_lamport(ctx.sums.tokens), *regions, ctx.epoch & 1, opaque(row_slice.token))
 
     @cute.jit
-    def _sum(self, ctx, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
+    def _sum(self, ctx, row_slice, slots: Slots, weight: Float32) -> Boolean:
         """out[token] = the sum of its slots. False after a timeout."""
         alive = Boolean(True)
         if cutlass.const_expr(self.segments == 1):
-            alive = self._sum_slots(ctx, row_slice, filled, owner, weight)
+            alive = self._sum_slots(ctx, row_slice, slots, weight)
         else:
             if is_lamport(ctx.sums.tokens):
-                alive = self._sum_slots(ctx, row_slice, filled, owner, weight)
+                alive = self._sum_slots(ctx, row_slice, slots, weight)
             else:
-                self._sum_segments(ctx, row_slice, filled)
+                self._sum_segments(ctx, row_slice, slots.filled)
         return alive
 
     @cute.jit
-    def _sum_slots(self, ctx, row_slice, filled: Uint32, owner, weight: Float32) -> Boolean:
+    def _sum_slots(self, ctx, row_slice, slots: Slots, weight: Float32) -> Boolean:
         """`_sum` with as many slots on their way as there are, up to SLOTS_IN_FLIGHT."""
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         add = partial(self._add, rSum, weight)
@@ -146,7 +156,7 @@ class CombineRecv:
         while alive and segment < row_slice.last:
             column = segment * SEGMENT + ctx.lane
             rSum.fill(0.0)
-            alive = self._take_slots(ctx, row_slice, filled, owner, column, add)
+            alive = self._take_slots(ctx, row_slice, slots, column, add)
             if alive & (column < row_vectors(ctx)):
                 self._finish(ctx, row_slice.token, column, rSum)
             segment += 1
@@ -200,7 +210,7 @@ class CombineRecv:
         accumulate(rSum, rX, None if self.mode == "partial" else from_lane(weight, slot))
 
     @cute.jit
-    def _take_slots(self, ctx, row_slice, filled: Uint32, owner, column, use: cutlass.Constexpr) -> Boolean:
+    def _take_slots(self, ctx, row_slice, slots: Slots, column, use: cutlass.Constexpr) -> Boolean:
         """Wait for one vector of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
         valid = column < row_vectors(ctx)
@@ -208,10 +218,10 @@ class CombineRecv:
         home = self._home(ctx, row_slice)
         rX = cute.make_rmem_tensor((4, SLOTS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
-        left = filled
+        left = slots.filled
         while alive and left != Uint32(0):
-            poll = partial(self._poll, ctx, rX, home, pitch, column, left)
-            alive = self._wait_lamport(ctx, row_slice, filled, owner, poll)
+            poll = partial(self._poll, ctx, rX, (home, pitch, column), left)
+            alive = self._wait_lamport(ctx, row_slice, slots, poll)
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
                     slot = lowest(left)
@@ -222,8 +232,10 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _poll(self, ctx, rX, home: Int64, pitch: Int32, column, left: Uint32, flagged: Uint32) -> Uint32:
-        """One vector of the lowest slots of `left` into rX."""
+    def _poll(self, ctx, rX, place, left: Uint32, flagged: Uint32) -> Uint32:
+        """One vector of the lowest slots of `left` into rX; `place`: address of slot 0, pitch of slots, the vector's
+        column."""
+        home, pitch, column = place
         missing = Uint32(0)
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
             if left != Uint32(0):
@@ -249,7 +261,7 @@ class CombineRecv:
             accumulate(rSum, rX, None)
 
     @cute.jit
-    def _write_slots(self, ctx, row_slice, filled: Uint32, owner) -> Boolean:
+    def _write_slots(self, ctx, row_slice, slots: Slots) -> Boolean:
         """out[token, k] = the row of slot k, zeros where it is masked. False after a timeout."""
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
@@ -258,9 +270,9 @@ class CombineRecv:
         while alive and segment < row_slice.last:
             column = segment * SEGMENT + ctx.lane
             store = partial(self._store_row, ctx, opaque(row_slice.token), column)
-            alive = self._take_slots(ctx, row_slice, filled, owner, column, store)
+            alive = self._take_slots(ctx, row_slice, slots, column, store)
             for slot in cutlass.range(ctx.top_k, unroll=1):
-                if not has_bit(filled, slot):
+                if not has_bit(slots.filled, slot):
                     store(rZero, slot)
             segment += 1
         return alive

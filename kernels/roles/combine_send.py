@@ -8,6 +8,8 @@ passed over: its source knows. A row that dispatch had no room for comes home as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
@@ -27,6 +29,17 @@ from cute_ep.layouts.maps.routing import NO_ROW
 
 LOST = 0x7FFF7FFF
 """Two bfloat16 NaN."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A token's entries of this rank: lane k holds row and weight of entry k, bit k of `wanted` is set where it has
+    one. `once`: loaded rows are the first to leave the caches."""
+
+    row: Int32
+    weight: Float32
+    wanted: Uint32
+    once: Boolean
 
 
 class CombineSend:
@@ -71,7 +84,8 @@ class CombineSend:
             if wanted != Uint32(0):
                 # of a few tokens' rows loads take less time if they may stay; whole rows leave no register for it
                 once = self.schedule.are_many(ctx) if self.partial else Boolean(True)
-                collided = self._push(ctx, home, first, last, Int32(self.segments), row, weight, wanted, once)
+                span, entries = (first, last, Int32(self.segments)), Entries(row, weight, wanted, once)
+                collided = self._push(ctx, home, span, entries)
             if cutlass.const_expr(not self.partial):
                 self._signal_slice(ctx, source, index, collided)
             item = self.schedule.next(ctx, number)
@@ -101,7 +115,7 @@ class CombineSend:
                 steps = quotient(row_slice.last - row_slice.first + (self.segments - 1), self.segments)
                 first = row_slice.first + remainder(ctx.warp - row_slice.token * steps, CHUNK) * self.segments
                 step = Int32(self.segments * CHUNK)
-                self._push(ctx, home, first, row_slice.last, step, row, weight, wanted, Boolean(True))
+                self._push(ctx, home, (first, row_slice.last, step), Entries(row, weight, wanted, Boolean(True)))
             # computed again, not kept: registers are short above
             source, row_slice = self.schedule.chunk_slice(ctx, opaque(item))
             item += self.schedule.together(source)
@@ -156,28 +170,25 @@ class CombineSend:
         return is_lamport(self.schedule.tokens(source))
 
     @cute.jit
-    def _push(
-        self, ctx, home: Int64, first: Int32, last: Int32, step: Int32, row, weight, wanted: Uint32, once
-    ) -> Boolean:
-        """`segments` segments of every `step`, in first .. last - 1; `once`: loaded rows are the first to leave the
-        caches. Returns whether this lane stored a SENTINEL word."""
+    def _push(self, ctx, home: Int64, span, entries: Entries) -> Boolean:
+        """`segments` segments of every `step`, in first .. last - 1, where `span` is (first, last, step). Returns
+        whether this lane stored a SENTINEL word."""
+        first, last, step = span
         collided = Boolean(False)
         segment = first
         while segment < last:
             if cutlass.const_expr(self.segments == 2):
                 if segment + 1 < last:
-                    collided = collided | self._push_segments(ctx, home, segment, row, weight, wanted, once, 2)
+                    collided = collided | self._push_segments(ctx, home, segment, entries, 2)
                 else:
-                    collided = collided | self._push_segments(ctx, home, segment, row, weight, wanted, once, 1)
+                    collided = collided | self._push_segments(ctx, home, segment, entries, 1)
             else:
-                collided = collided | self._push_segments(ctx, home, segment, row, weight, wanted, once, 1)
+                collided = collided | self._push_segments(ctx, home, segment, entries, 1)
             segment += step
         return collided
 
     @cute.jit
-    def _push_segments(
-        self, ctx, home: Int64, segment, row, weight, wanted: Uint32, once: Boolean, segments: cutlass.Constexpr
-    ) -> Boolean:
+    def _push_segments(self, ctx, home: Int64, segment, entries: Entries, segments: cutlass.Constexpr) -> Boolean:
         """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
         words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use.
         Returns whether this lane stored a SENTINEL word."""
@@ -188,12 +199,12 @@ class CombineSend:
         rSum = cute.make_rmem_tensor((VECTOR_ELEMENTS, segments), Float32)
         rSum.fill(0.0)
         collided = Boolean(False)
-        left = wanted
+        left = entries.wanted
         while left != Uint32(0):
             again = left
             for turn in cutlass.range_constexpr(rows):
                 if left != Uint32(0):
-                    found = from_lane(row, lowest(left))
+                    found = from_lane(entries.row, lowest(left))
                     left = left & (left - Uint32(1))
                     row_at = ctx.rows.data + Int64(found) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
                     tRow = lane_tile(row_at, 0, column)
@@ -201,14 +212,14 @@ class CombineSend:
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)
                         if (column + part * SEGMENT < columns) & (self.partial | (found < ctx.rows.capacity)):
-                            load_row(tRow[None, part], rX[None, part, turn], once)
+                            load_row(tRow[None, part], rX[None, part, turn], entries.once)
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)
                     again = again & (again - Uint32(1))
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(self.partial):
-                            accumulate(rSum[None, part], rX[None, part, turn], from_lane(weight, k))
+                            accumulate(rSum[None, part], rX[None, part, turn], from_lane(entries.weight, k))
                         else:
                             collided = collided | self._store(
                                 ctx, home, k, column + part * SEGMENT, rX[None, part, turn]

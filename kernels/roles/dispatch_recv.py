@@ -9,16 +9,16 @@ slices (`slices`): lane k finds the row of entry k. A token of the shared expert
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import owns_shared
 from cute_ep.kernels.device.memory import array
 from cute_ep.kernels.device.slices import control_cta, slice_of, static_first, static_stride, vectors_of
-from cute_ep.kernels.device.sync import grid_barrier, wait_two_ll, warp_all
+from cute_ep.kernels.device.sync import Awaited, grid_barrier, wait_two_ll, warp_all
 from cute_ep.kernels.roles.outputs import Outputs
-from cute_ep.kernels.roles.row_copy import RowCopy
+from cute_ep.kernels.roles.row_copy import RowCopy, Targets
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.kernels.roles.scale_tiles import ScaleTiles
 from cute_ep.layouts.maps.arena import HeaderWord, StateWord
@@ -67,7 +67,7 @@ class DispatchRecv:
             self.publish.zero_padding(ctx, receiver, receivers)
         if self.tables.are_tiled():  # undefined if the tables were not read; harmless, as `alive` is False then
             counter = ctx.state_word(StateWord.DISPATCH_BARRIER)
-            alive = grid_barrier(ctx.wait_context, counter, receivers, ctx.rank, alive, ctx.tid)
+            alive = grid_barrier(ctx, counter, receivers, alive)
             if alive:
                 self.scale_tiles.run(ctx, opaque(receiver), opaque(receivers))
         return alive
@@ -85,7 +85,7 @@ class DispatchRecv:
         if row >= ctx.out.capacity:
             row = Int32(NO_ROW)
         if alive & cute.arch.vote_any_sync(due):
-            alive = self.row_copy.run(ctx, source, row_slice, row, scale_row, shared_row)
+            alive = self.row_copy.run(ctx, source, row_slice, Targets(row, scale_row, shared_row, Uint32(0)))
         return alive
 
     @cute.jit
@@ -108,10 +108,8 @@ class DispatchRecv:
             weights = words
             if row_slice.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
                 weights += ctx.arena.weights.offset - ctx.arena.entries.offset  # laid out alike
-            wait_context = ctx.wait_context
-            entry, weight, came = wait_two_ll(
-                wait_context, words, weights, ctx.epoch, source, Phase.ROUTE, row_slice.token
-            )
+            awaited = Awaited(source, Phase.ROUTE, row_slice.token)
+            entry, weight, came = wait_two_ll(ctx.wait_context, words, weights, ctx.epoch, awaited)
             if not came:
                 entry = Int32(MASKED_ENTRY)
             local = entry_expert(entry) - ctx.rank * ctx.local_experts

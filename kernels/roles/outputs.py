@@ -102,7 +102,7 @@ class Outputs:
         if end <= ctx.out.capacity:
             if self.tables.are_scattered(ctx):
                 scale_end = scale_start + round_up(rows, ctx.scales.alignment)
-                zero_scale_rows(ctx.scales, scale_start + rows, scale_end, part, PADDING_JOBS, ctx.lane)
+                zero_scale_rows(ctx.scales, scale_start + rows, scale_end, (part, PADDING_JOBS), ctx.lane)
             if start + rows < end:
                 self._zero_rows(ctx, start + rows, end, part)
 

@@ -6,6 +6,7 @@ their chunk. What a warp copies, it holds in registers in between, so a row of s
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import cutlass
@@ -19,13 +20,24 @@ from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wa
 from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
 from cute_ep.kernels.device.slices import from_lane, lowest, own_vectors, vectors_of
-from cute_ep.kernels.device.sync import wait_signal, warp_all
+from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
 from cute_ep.layouts.maps.routing import Phase
 
 SCALES_IN_FLIGHT = 2
 """Scale words that a lane loads before it stores the first."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The rows that a slice is copied to, NO_ROW where there is none: lane k holds output and scale row of entry k, all
+    lanes hold the shared expert's row. Bit k of `wanted` is set where entry k has one."""
+
+    row: Int32
+    scale_row: Int32
+    shared_row: Int32
+    wanted: Uint32
 
 
 class RowCopy:
@@ -35,22 +47,22 @@ class RowCopy:
         self.tables = tables
 
     @cute.jit
-    def run(self, ctx, source, row_slice, row, scale_row, shared_row) -> Boolean:
-        """By one warp: lane k holds output and scale row of entry k, all lanes the shared expert's row; NO_ROW where
-        there is none. False after a timeout."""
+    def run(self, ctx, source, row_slice, targets: Targets) -> Boolean:
+        """By one warp. False after a timeout."""
         alive = Boolean(True)
         lamport = is_lamport(self._tokens(source))
         if not lamport:
             alive = self._wait_slice(ctx, source, row_slice)
         if alive:
-            wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+            wanted = Uint32(cute.arch.vote_ballot_sync(targets.row >= 0))
+            targets = replace(targets, wanted=wanted)
             rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
             rWord.fill(SENTINEL)
-            alive = self._copy_payload(ctx, source, row_slice, row, wanted, shared_row, rWord)
+            alive = self._copy_payload(ctx, source, row_slice, targets, rWord)
             if alive & (ctx.scales.words != 0) & (lamport | ~self.tables.are_tiled()):
-                alive = self._copy_scales(ctx, source, row_slice, scale_row, wanted, shared_row, rWord)
+                alive = self._copy_scales(ctx, source, row_slice, targets, rWord)
             if alive & (ctx.wire.row_scale_bytes != 0) & (row_slice.first == 0):
-                alive = self._copy_row_scale(ctx, source, row_slice, row, shared_row)
+                alive = self._copy_row_scale(ctx, source, row_slice, targets)
         return alive
 
     def _tokens(self, source) -> Int32:
@@ -68,7 +80,7 @@ class RowCopy:
         """Poll words of the slice until they have arrived; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(~is_lamport(self._tokens(source)))
         check = partial(self._has_signaled, ctx, source, row_slice)
-        return wait_lamport(ctx, poll, check, flagged, source, Phase.MESSAGE, row_slice.index)
+        return wait_lamport(ctx, poll, check, flagged, Awaited(source, Phase.MESSAGE, row_slice.index))
 
     def _has_signaled(self, ctx, source, row_slice) -> Uint32:
         """Whether the source has signaled the slice's flag."""
@@ -81,17 +93,17 @@ class RowCopy:
         arrived = Boolean(True)
         if ctx.lane == 0:
             flag = ctx.base + ctx.arena.message_ready.at(source, chunk_of(row_slice.index))
-            arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, source, Phase.MESSAGE, row_slice.index)
+            arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, Awaited(source, Phase.MESSAGE, row_slice.index))
         return warp_all(arrived)
 
     @cute.jit
-    def _copy_payload(self, ctx, source, row_slice, row, wanted: Uint32, shared_row, rWord) -> Boolean:
+    def _copy_payload(self, ctx, source, row_slice, targets: Targets, rWord) -> Boolean:
         """The slice's payload to all its rows; rWord gets a first poll of its scale words, whose latency stores hide.
         False after a timeout."""
         lane = ctx.lane
         vectors = vectors_of(opaque(ctx.wire.payload_bytes))
-        home = ctx.out.tokens + Int64(row) * ctx.wire.payload_bytes
-        shared_home = ctx.out.tokens + Int64(shared_row) * ctx.wire.payload_bytes
+        home = ctx.out.tokens + Int64(targets.row) * ctx.wire.payload_bytes
+        shared_home = ctx.out.tokens + Int64(targets.shared_row) * ctx.wire.payload_bytes
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = row_slice.first
@@ -108,16 +120,16 @@ class RowCopy:
                 words = self._scale_count(ctx, row_slice) - lane
                 self._poll_scales(rWord, self._scale_tile(ctx, source, row_slice, 0), words, Uint32(0))
             store = partial(self._store_vectors, rQ, count, base, lane)
-            self._to_each(home, wanted, shared_home, shared_row, store)
+            self._to_each(home, shared_home, targets, store)
             base += LOADS_IN_FLIGHT
         return alive
 
     @cute.jit
-    def _to_each(self, home: Int64, wanted: Uint32, shared_home: Int64, shared_row, store: cutlass.Constexpr) -> None:
+    def _to_each(self, home: Int64, shared_home: Int64, targets: Targets, store: cutlass.Constexpr) -> None:
         """Call store(address) for each row that a slice is copied to: those of lanes `wanted`, then the shared
         expert's."""
-        copies = Int32(cute.arch.popc(wanted)) + Int32(shared_row >= 0)
-        left = wanted
+        copies = Int32(cute.arch.popc(targets.wanted)) + Int32(targets.shared_row >= 0)
+        left = targets.wanted
         for _ in cutlass.range(copies, unroll=1):
             target = shared_home
             if left != Uint32(0):
@@ -155,7 +167,7 @@ class RowCopy:
         )
 
     @cute.jit
-    def _copy_scales(self, ctx, source, row_slice, scale_row, wanted: Uint32, shared_row, rWord) -> Boolean:
+    def _copy_scales(self, ctx, source, row_slice, targets: Targets, rWord) -> Boolean:
         """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a poll of the
         first of them has seen. False after a timeout."""
         count = self._scale_count(ctx, row_slice)
@@ -182,10 +194,10 @@ class RowCopy:
                     if 32 * slot < words:
                         tKept[slot] = rWord[slot]
             else:
-                home = scale_row_address(ctx.scales, scale_row)
-                shared_home = scale_row_address(ctx.scales, shared_row)
+                home = scale_row_address(ctx.scales, targets.scale_row)
+                shared_home = scale_row_address(ctx.scales, targets.shared_row)
                 store = partial(self._store_words, ctx, rWord, word, words)
-                self._to_each(home, wanted, shared_home, shared_row, store)
+                self._to_each(home, shared_home, targets, store)
             base += 32 * SCALES_IN_FLIGHT
         return alive
 
@@ -207,18 +219,18 @@ class RowCopy:
         return Uint32(collided) & ~flagged
 
     @cute.jit
-    def _copy_row_scale(self, ctx, source, row_slice, row, shared_row) -> Boolean:
+    def _copy_row_scale(self, ctx, source, row_slice, targets: Targets) -> Boolean:
         at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
         poll = partial(self._poll_scales, rWord, lane_words(at, 0), Int32(1))
         alive = self._wait_lamport(ctx, source, row_slice, poll)
         scale = Uint16(rWord[0])
         gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
-        if row >= 0:
-            gRowScale[row] = scale
+        if targets.row >= 0:
+            gRowScale[targets.row] = scale
         if ctx.lane == 0:
-            if shared_row >= 0:
-                gRowScale[shared_row] = scale
+            if targets.shared_row >= 0:
+                gRowScale[targets.shared_row] = scale
             if is_lamport(self._tokens(source)):
                 clear_word(pointer(at, Uint32))
         return alive

@@ -13,7 +13,7 @@ from cute_ep.kernels.device.block import shared_array, warp_exclusive_scan
 from cute_ep.kernels.device.divide import round_up
 from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.slices import most_slices
-from cute_ep.kernels.device.sync import block_all, wait_ll
+from cute_ep.kernels.device.sync import Awaited, block_all, wait_ll
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import RegionMap
@@ -50,7 +50,7 @@ class Tables:
         for item in cutlass.range(ctx.tid, pairs, THREADS, unroll=1):
             source, column = ctx.by_ranks.split(item)
             word = ctx.base + ctx.arena.table.at(parity, source, column)
-            value, came = wait_ll(ctx.wait_context, word, ctx.epoch, source, Phase.ROUTE, column)
+            value, came = wait_ll(ctx.wait_context, word, ctx.epoch, Awaited(source, Phase.ROUTE, column))
             if column < len(HeaderWord):
                 sHeader[source, column] = value
             else:

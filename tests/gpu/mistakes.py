@@ -44,7 +44,7 @@ _ACKNOWLEDGE = {
     "kernels/dispatch.py": "ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)",
     "kernels/combine.py": "ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)",
 }
-_AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, tid, phase, Int32(0))"
+_AWAITED = "alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))"
 _AFTER_COMBINE_WAIT = "ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)\n"
 
 
