@@ -241,7 +241,7 @@ def open_combine(args: CombineArgs, peers: Region, receive: bool) -> tuple[Combi
     return _open(CombineContext, args, peers, Int32(0), receive)
 
 
-def _open(context: type, args, peers: Region, packed: Int32, receive: bool):
+def _open(context: Any, args, peers: Region, packed: Int32, receive: bool):
     """`context`: the class, which says where its phase's epoch words are."""
     arena = regions_of(args.arena, DeviceRegion)
     tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed)
