@@ -136,8 +136,8 @@ class EPConfig:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
             most = MAX_BLOCK_ROWS // (self.local_experts * max(1, scale_words(self.format.scale_bytes(self.hidden))))
             good = is_integer(self.block_rows) and 2 <= self.block_rows <= most and self.block_rows % multiple == 0
-            several = f"multiple of {multiple}" if multiple > 1 else "integer"
-            require(good, "block_rows", f"must be None or a {several} in [2, {most}]".replace("a i", "an i"))
+            kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"
+            require(good, "block_rows", f"must be None or {kind} in [2, {most}]")
             require(self.row_alignment is None, "row_alignment", "must be None with block_rows")
             require(not self.fused_shared_expert, "fused_shared_expert", "must be False with block_rows")
             object.__setattr__(self, "block_rows", int(self.block_rows))

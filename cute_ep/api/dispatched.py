@@ -86,7 +86,7 @@ class DispatchBuffers:
 
     A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. G is
     their number. Each group's rows are padded to the configuration's `alignment` with rows of zeros; with `block_rows`
-    they are followed by rows that hold anything, which no tensor describes.
+    the rows behind them hold anything.
 
     Attributes:
         tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden / 2] uint8 (4-bit formats: element 0

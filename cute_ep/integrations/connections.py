@@ -72,7 +72,9 @@ _SHARED: dict[dist.ProcessGroup, tuple[Connections, set[object]]] = {}
 
 def share(group: dist.ProcessGroup, user: object) -> Connections:
     """The connections that all users of a group in this process have in common, until `release`."""
-    connections, users = _SHARED.setdefault(group, (Connections(group), set()))
+    if group not in _SHARED:
+        _SHARED[group] = Connections(group), set()
+    connections, users = _SHARED[group]
     users.add(user)
     return connections
 

@@ -105,8 +105,7 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchB
     """Write the output of rank `rank`'s dispatch into `out`. Where `out`, or a block, has no room for rows, they are
     lost: what a status record of ROW_CAPACITY says of it, else None."""
     result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
-    if cfg.block_rows is not None:
-        return _fill_blocks(cfg, result, buffers, count_rows(cfg, rank, sources))
+    blocks, holds = cfg.block_rows is not None, result.src_info[:, 0] >= 0
     rows, capacity = int(result.num_rows), out.tokens.shape[0]
     if rows > capacity:
         result.row_map[result.row_map >= 0] = LOST_ROW
@@ -120,31 +119,17 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchB
             continue
         if value is None:  # weights, when no source gave any
             buffer.zero_()
+        elif blocks and name in OF_ROWS:  # rows of a block that hold nothing stay as they are
+            write_rows(buffer, value, holds, cfg.scales_as if name == "scales" else None)
         elif name == "scales" and cfg.scales_as == TRANSPOSED:
             buffer[:, :rows] = value
         else:
             buffer[: value.shape[0]] = value
+    if blocks:
+        arrived = count_rows(cfg, rank, sources)
+        full = (arrived > result.row_counts).nonzero().flatten().tolist()
+        return (full[0] + 1, int(result.row_counts[full[0]]), int(arrived[full[0]])) if full else None
     return (0, capacity, rows) if rows > capacity else None
-
-
-def _fill_blocks(
-    cfg: EPConfig, result: Dispatched, buffers: Mapping[str, torch.Tensor | None], arrived: torch.Tensor
-) -> tuple[int, int, int] | None:
-    """`fill`, with blocks: rows that hold nothing stay as they are."""
-    holds = result.src_info[:, 0] >= 0
-    for name, buffer in buffers.items():
-        value = getattr(result, name)
-        if buffer is None:
-            continue
-        if value is None:  # weights, when no source gave any
-            buffer.zero_()
-        elif name in OF_ROWS:
-            assert name != "scales" or cfg.scales_as is not None
-            write_rows(buffer, value, holds, cfg.scales_as if name == "scales" else None)
-        else:
-            buffer.copy_(value)
-    full = (arrived > result.row_counts).nonzero().flatten().tolist()
-    return (full[0] + 1, int(result.row_counts[full[0]]), int(arrived[full[0]])) if full else None
 
 
 def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: str | None) -> None:

@@ -87,8 +87,7 @@ class EPHandle:
         self.recv_src_metadata = torch.cat([head, rows], dim=1).int()
         self.psum_num_recv_tokens_per_scaleup_rank = index.source_ends
         self.num_unaligned_recv_tokens_per_expert = counts
-        alignment = self.expert_alignment
-        padded = (counts + alignment - 1) // alignment * alignment
+        padded = align_up(counts, self.expert_alignment)
         ends = padded.cumsum(0)
         self.psum_num_recv_tokens_per_expert = (ends - padded + counts if self.do_expand else ends).int()
         self.slots = slots

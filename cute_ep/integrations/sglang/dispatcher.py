@@ -208,7 +208,7 @@ class CuteEPDispatcher(BaseDispatcher):
         """Rows that come to this rank, padding included; collective, and the host waits."""
         known = torch.where(ids < self.cfg.num_experts, ids, -1)
         heard = exchange_counts(count_entries(known, self.cfg.num_experts), len(ids), self._group)
-        return int(((heard[:, :-1].sum(0) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).sum())
+        return int(align_up(heard[:, :-1].sum(0), ALIGNMENT).sum())
 
 
 def packed_columns(scales: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ left to weight or reduce. Combine applies the router's weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -109,10 +110,7 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
         """
         quant = fused_experts.quant_config
         if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
-            sizes = self._cfg.hidden, self._cfg.num_experts, self._cfg.top_k, self._cfg.max_tokens_per_rank
-            self._cfg = EPConfig(
-                *sizes, self._cfg.world_size, "fp8", timeout_s=self._options.timeout_s, scale_layout="linear"
-            )
+            self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
 
     # ---- prepare
