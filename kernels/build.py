@@ -18,7 +18,14 @@ from cute_ep.kernels.dispatch import Dispatch
 from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.arguments import arguments_of, parameters_of
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, Variant
+from cute_ep.layouts.maps.variants import (
+    COMBINE_KERNELS,
+    COPY_KERNEL,
+    DISPATCH_KERNELS,
+    QUANTIZE_KERNEL,
+    RANK_MAJOR_SUFFIX,
+    Variant,
+)
 
 SEGMENTS = {"sm_90a": 2}
 """Segments that a warp of combine carries at a time, and a partial sum adds; two spill registers for the other
@@ -60,10 +67,13 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
     codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
     weights = resolve(hooks.router_weights)
     if name in DISPATCH_KERNELS:
-        receive = not name.endswith("async")
-        ahead = variant.arch not in SMALL_SHARED
         return Dispatch(
-            codec, receive=receive, ahead=ahead, router_weights=weights, input_scale=resolve(hooks.input_scale)
+            codec,
+            receive="_async" not in name,
+            rank_major=name.endswith(RANK_MAJOR_SUFFIX),
+            ahead=variant.arch not in SMALL_SHARED,
+            router_weights=weights,
+            input_scale=resolve(hooks.input_scale),
         )
     if name in COMBINE_KERNELS:
         return Combine(

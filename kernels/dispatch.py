@@ -1,4 +1,4 @@
-"""Dispatch: every token goes once to each rank that owns one of its experts, and lands expert-major.
+"""Dispatch: every token goes once to each rank that owns one of its experts, and lands by expert or by source rank.
 
     source rank s                                   expert rank d
     -------------                                   -------------
@@ -55,20 +55,28 @@ class Dispatch:
     Args:
         codec: device code of the wire format; None for a kernel that only receives.
         receive: whether this kernel runs the receiving half.
+        rank_major: the order of rows (`EPConfig.row_order`).
         ahead: of `Prefetch`.
         router_weights, input_scale: the user's hooks, or None.
     """
 
     def __init__(
-        self, codec: Codec | None, *, receive: bool, ahead: bool, router_weights=None, input_scale=None
+        self,
+        codec: Codec | None,
+        *,
+        receive: bool,
+        rank_major: bool,
+        ahead: bool,
+        router_weights=None,
+        input_scale=None,
     ) -> None:
         self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         if codec is not None:
-            self.route_role = Route(WeightReader(router_weights), shared)
+            self.route_role = Route(WeightReader(router_weights), rank_major, shared)
             self.send_role = DispatchSend(codec, input_scale, ahead, shared)
-        self.recv_role = DispatchRecv(shared)
+        self.recv_role = DispatchRecv(rank_major, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit

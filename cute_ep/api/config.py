@@ -7,15 +7,18 @@ from numbers import Integral, Real
 from typing import TypeGuard
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.api.types import FormatName, ScaleLayout
+from cute_ep.api.types import FormatName, RowOrder, ScaleLayout
 from cute_ep.layouts.maps.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
 from cute_ep.layouts.maps.formats import FORMATS, Format
 from cute_ep.layouts.maps.routing import (
+    EXPERT_MAJOR,
     MAX_EXPERTS,
     MAX_RANKS,
     MAX_TOKENS_PER_RANK,
     MAX_TOP_K,
+    RANK_MAJOR,
     ROW_ALIGNMENTS,
+    ROW_ORDERS,
     max_rows,
     shared_slice,
 )
@@ -55,11 +58,15 @@ class EPConfig:
             combine adds its rows.
         skip_a2a: every rank is given all tokens, serves its own experts only, and combine returns partial sums that
             the caller adds over the `world_size` ranks. Nothing travels. The shared expert's tokens are shared out.
-        block_rows: S, where each local expert has a block of S rows, as DeepEP's low-latency mode has them: rows of
-            expert e begin at row e * S and `row_counts` says how many there are; behind them a block holds anything.
-            With the `atom128x4` layout a multiple of 128. Combine returns NaN for tokens with a row that its block had
-            no room for; with S = world_size * max_tokens_per_rank that takes a token that has an expert twice. None:
-            experts' rows follow one another.
+        block_rows: S, where each group has a block of S rows, as each local expert has in DeepEP's low-latency mode:
+            rows of group g begin at row g * S and `row_counts` says how many there are; behind them a block holds
+            anything. With the `atom128x4` layout a multiple of 128. Combine returns NaN for tokens with a row that its
+            block had no room for; with S = world_size * max_tokens_per_rank that takes a token that has an expert
+            twice. None: groups' rows follow one another.
+        row_order: "expert_major": a row for each (token, expert), grouped by local expert. "rank_major": a row for each
+            (token, rank), grouped by source rank, as DeepEP's normal mode has them; beside it stand the token's local
+            experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
+            weight and sum, and combine only takes mode "partial", which adds a token's rows over ranks.
 
     Raises:
         EPConfigError: a field breaks its rule.
@@ -77,6 +84,7 @@ class EPConfig:
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     block_rows: int | None = None
+    row_order: RowOrder = EXPERT_MAJOR
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, rule: str) -> None:
@@ -104,6 +112,8 @@ class EPConfig:
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         for name in ("fused_shared_expert", "skip_a2a"):
             require(isinstance(getattr(self, name), bool), name, "must be True or False")
+        known = isinstance(self.row_order, str) and self.row_order in ROW_ORDERS
+        require(known, "row_order", f"must be one of {', '.join(ROW_ORDERS)}")
         known = isinstance(self.dispatch_format, str) and self.dispatch_format in FORMATS
         require(known, "dispatch_format", f"must be one of {', '.join(FORMATS)}")
         try:
@@ -134,13 +144,15 @@ class EPConfig:
             object.__setattr__(self, "row_alignment", int(self.row_alignment))
         if self.block_rows is not None:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
-            most = MAX_BLOCK_ROWS // (self.local_experts * max(1, scale_words(self.format.scale_bytes(self.hidden))))
+            most = MAX_BLOCK_ROWS // (self.groups * max(1, scale_words(self.format.scale_bytes(self.hidden))))
             good = is_integer(self.block_rows) and 2 <= self.block_rows <= most and self.block_rows % multiple == 0
             kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"
             require(good, "block_rows", f"must be None or {kind} in [2, {most}]")
             require(self.row_alignment is None, "row_alignment", "must be None with block_rows")
             require(not self.fused_shared_expert, "fused_shared_expert", "must be False with block_rows")
             object.__setattr__(self, "block_rows", int(self.block_rows))
+        if self.is_rank_major:
+            require(not self.fused_shared_expert, "fused_shared_expert", "must be False with rank-major rows")
 
     @property
     def format(self) -> Format:
@@ -153,9 +165,15 @@ class EPConfig:
         return self.num_experts // self.world_size
 
     @property
+    def is_rank_major(self) -> bool:
+        """Whether `row_order` is "rank_major"."""
+        return self.row_order == RANK_MAJOR
+
+    @property
     def groups(self) -> int:
-        """Groups of rows in a dispatch output: the local experts, after the shared one if there is one."""
-        return self.local_experts + self.fused_shared_expert
+        """Groups of rows in a dispatch output: the local experts, after the shared one if there is one; in rank-major
+        order the source ranks."""
+        return self.peers if self.is_rank_major else self.local_experts + self.fused_shared_expert
 
     @property
     def alignment(self) -> int:
@@ -191,9 +209,10 @@ class EPConfig:
     def max_rows(self) -> int:
         """Rows to allocate for one dispatch output in the worst case; those of all blocks, where there are blocks."""
         if self.block_rows is not None:
-            return self.local_experts * self.block_rows
+            return self.groups * self.block_rows
         shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
-        return max_rows(self.peers, self.top_k, self.max_tokens_per_rank, self.groups, self.alignment, shared)
+        rows = 1 if self.is_rank_major else self.top_k
+        return max_rows(self.peers, rows, self.max_tokens_per_rank, self.groups, self.alignment, shared)
 
     @property
     def arena(self) -> Arena:

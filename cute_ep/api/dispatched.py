@@ -84,9 +84,9 @@ class DispatchBuffers:
     """Memory of one dispatch output, to be reused call after call (see `Communicator.allocate`). Its tensors stay where
     they are: leave their shapes and storages alone.
 
-    A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. G is
-    their number. Each group's rows are padded to the configuration's `alignment` with rows of zeros; with `block_rows`
-    the rows behind them hold anything.
+    A group is a local expert; with a fused shared expert group 0 is that one and local expert e is group e + 1. In
+    rank-major order a group is a source rank. G is their number. Each group's rows are padded to the configuration's
+    `alignment` with rows of zeros; with `block_rows` the rows behind them hold anything.
 
     Attributes:
         tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden / 2] uint8 (4-bit formats: element 0
@@ -101,13 +101,19 @@ class DispatchBuffers:
             row_offsets[g] // 128 + scales_offsets[g]. None unless scales are in the 128x4 atom layout.
         expert_ids: [G] int32, 0 .. G-1.
         src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row; (token, top_k) for
-            rows of the shared expert, (-1, -1) for padding.
+            rows of the shared expert, (-1, -1) for padding. In rank-major order the slot is the first of this rank.
         num_rows: [1] int32, row_offsets[G].
         row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none, 2^31 - 1 where
             the buffers could not hold all rows. R is the number of ranks that exchange messages (`EPConfig.peers`).
+            In rank-major order a token's first entry of this rank has its row, others have -1.
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.maps.arena.HeaderWord`).
-        weights: [R, Tmax, K] float32, the router weights that travelled; defined where `row_map` has a row and the
-            source gave weights. None from `reference.dispatch` when no rank gave any.
+        weights: [R, Tmax, K] float32, what partial combine multiplies rows by: the router weights that travelled, 1
+            from a source that gave none, and 1 in rank-major order. Defined where `row_map` has a row.
+        row_weights: [capacity] float32, the router weight of each row, 1 from a source that gave none and for the
+            shared expert, 0 for padding. In rank-major order [capacity, K], those of the token's entries, 0 for entries
+            that are not this rank's.
+        row_expert_ids: [capacity, K] int32 in rank-major order, the local experts of the token's entries, -1 for those
+            that are not this rank's, and in all rows that no token has; else None.
         use: which batch the tensors hold.
     """
 
@@ -124,7 +130,9 @@ class DispatchBuffers:
     num_rows: torch.Tensor
     row_map: torch.Tensor
     headers: torch.Tensor
-    weights: torch.Tensor | None
+    weights: torch.Tensor
+    row_weights: torch.Tensor
+    row_expert_ids: torch.Tensor | None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "use", Use.of(self.row_offsets))
@@ -231,12 +239,14 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
         "row_map": (routed, torch.int32),
         "headers": ((cfg.peers, len(HeaderWord)), torch.int32),
         "weights": (routed, torch.float32),
+        "row_weights": ((rows, cfg.top_k) if cfg.is_rank_major else (rows,), torch.float32),
+        "row_expert_ids": ((rows, cfg.top_k), torch.int32) if cfg.is_rank_major else None,
     }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dispatched(DispatchBuffers):
-    """One rank's share of a dispatched batch, expert-major, in tensors as of `DispatchBuffers`. N = `num_rows` rows are
+    """One rank's share of a dispatched batch, in tensors as of `DispatchBuffers`. N = `num_rows` rows are
     valid, all on the device.
 
     Attributes:

@@ -49,7 +49,7 @@ def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) ->
         if phase in found:
             index, expected, seen = found[phase]
             if phase == Phase.ROW_CAPACITY and index:
-                texts.append(f"the block of local expert {index - 1} holds {expected} rows, but {seen} have arrived")
+                texts.append(f"the block of group {index - 1} holds {expected} rows, but {seen} have arrived")
             elif phase == Phase.ROW_CAPACITY:
                 texts.append(f"out holds {expected} rows, but those that arrived take {seen}")
             else:

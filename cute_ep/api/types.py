@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from cute_ep.layouts.maps.routing import RowOrder
 from cute_ep.layouts.maps.variants import CombineMode
 
-__all__ = ["CombineMode", "FormatName", "ScaleLayout", "ScaledFormat", "SwigluFormat"]
+__all__ = ["CombineMode", "FormatName", "RowOrder", "ScaleLayout", "ScaledFormat", "SwigluFormat"]
 
 SwigluFormat = Literal["fp8", "fp8_pow2", "mxfp8", "mxfp4", "nvfp4"]
 """Formats with scale factors that `fused_silu` makes."""

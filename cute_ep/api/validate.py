@@ -221,19 +221,19 @@ def combine_weights(
     *,
     checked: bool = False,
 ) -> torch.Tensor | None:
-    """The [T, top_k] weights that a communicator's combine applies; None in unweighted mode.
-
-    Exact: the argument, else what dispatch was given. Partial: what dispatch was given, since the expert
-    ranks multiply and only dispatch carries weights to them.
+    """The [T, top_k] weights that a rank multiplies what comes home by: in exact mode the argument, else what dispatch
+    was given. None in the others: in partial mode the expert ranks multiply by what dispatch brought them.
 
     Args:
         checked: whether those of `dispatched` need no check.
 
     Raises:
-        EPInputError: unknown mode, no weights at all, an argument in another mode than exact, a shared expert in
-            unweighted mode, or a wrong shape or type.
+        EPInputError: unknown mode, no weights in exact mode, an argument in another mode, a shared expert in unweighted
+            mode, another mode than partial for rank-major rows, or a wrong shape or type.
     """
     check_mode(mode)
+    if cfg.is_rank_major and mode != "partial":
+        raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
     if mode == "unweighted":
         if router_weights is not None:
             raise EPInputError("router_weights = tensor: must be None in unweighted mode")
@@ -242,12 +242,13 @@ def combine_weights(
         return None
     if mode == "partial" and router_weights is not None:
         raise EPInputError("router_weights = tensor: must be None in partial mode, give them to dispatch")
-    if mode == "partial" and dispatched.weights is None:
-        raise EPInputError("dispatched.weights = None: must be the weights that travelled, partial combine reads them")
+    if mode == "partial":
+        if dispatched.weights is None:
+            raise EPInputError("dispatched.weights = None: must be what dispatch wrote, partial combine reads it")
+        return None
     weights = dispatched.router_weights if router_weights is None else router_weights
     if weights is None:
-        where = "dispatch" if mode == "partial" else "dispatch or combine"
-        raise EPInputError(f"router_weights = None: {mode} combine needs them, give them to {where}")
+        raise EPInputError("router_weights = None: exact combine needs them, give them to dispatch or combine")
     if router_weights is not None or not checked:
         check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
     elif weights.requires_grad:
@@ -291,8 +292,8 @@ def check_epilogue_data(
     check_tensor("epilogue_data", epilogue_data, device=device, alignment=VECTOR_BYTES)
 
 
-MOVED_BY_VECTORS = ("tokens", "scales", "headers")
-"""Tensors of `DispatchBuffers` that kernels access 16 bytes at a time."""
+MOVED_BY_VECTORS = ("tokens", "scales", "src_info", "headers")
+"""Tensors of `DispatchBuffers` that kernels access 8 or 16 bytes at a time."""
 
 
 def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | str) -> None:
@@ -306,7 +307,7 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
     capacity = out.tokens.shape[0]
     if cfg.block_rows is not None and capacity != cfg.max_rows:
-        rule = f"{cfg.max_rows}, {cfg.block_rows} for each local expert"
+        rule = f"{cfg.max_rows}, {cfg.block_rows} for each of {cfg.groups} groups"
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be {rule}")
     if capacity % cfg.alignment:
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")

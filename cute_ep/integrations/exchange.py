@@ -159,15 +159,9 @@ class Round:
         parts = self.share(grad.to(torch.bfloat16))
         back = self.exchange.dispatch(parts, self.ids, None, self.capacity)
         return [
-            (batch.tokens[:rows] * self._row_weights(own)[:rows, None]).to(torch.bfloat16)
+            (batch.tokens[:rows] * own.row_weights[:rows, None]).to(torch.bfloat16)
             for batch, own, rows in zip(back, self.batches, self.rows, strict=True)
         ]
-
-    def _row_weights(self, batch: Dispatched) -> Tensor:
-        """[capacity] float32 weight of each row."""
-        assert batch.weights is not None
-        place = torch.where(batch.row_map < 0, self.capacity, batch.row_map).long().flatten()
-        return batch.weights.new_zeros(self.capacity + 1).scatter_(0, place, batch.weights.flatten())
 
     def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""

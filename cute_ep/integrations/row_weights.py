@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 
 import cute_ep.ops
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.ops import Batch, library
-from cute_ep.ops.registry import communicator_of
+from cute_ep.ops import Batch
 
 SCALAR_HIDDEN = VECTOR_BYTES // 2
 """`EPConfig.hidden` of the communicator on which gradients of weights go home: the least, one vector of bfloat16."""
@@ -62,7 +61,13 @@ def sums_of(batch: Batch) -> Batch:
     """The batch for sums that are not weighted, in exact and in partial mode."""
     ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
     nothing = ones.new_empty(0)
-    return batch._replace(router_weights=ones, weights=torch.ones_like(batch.weights), tokens=nothing, src_info=nothing)
+    return batch._replace(
+        router_weights=ones,
+        weights=torch.ones_like(batch.weights),
+        tokens=nothing,
+        src_info=nothing,
+        row_weights=nothing,
+    )
 
 
 class _Dispatch(torch.autograd.Function):
@@ -71,11 +76,10 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, comm: str, scalars: str, capacity: int
     ) -> tuple[Tensor, Tensor, Batch]:
         batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity)
-        of_rows = library.row_weights(batch.dispatched(), communicator_of(comm).cfg)
         sums = sums_of(batch)
         ctx.comm, ctx.scalars = comm, scalars
         ctx.save_for_backward(*sums[1:])
-        return batch.tokens, of_rows, sums
+        return batch.tokens, batch.row_weights, sums
 
     @staticmethod
     @once_differentiable

@@ -44,6 +44,8 @@ class Batch(NamedTuple):
     row_map: Tensor
     headers: Tensor
     weights: Tensor
+    row_weights: Tensor
+    row_expert_ids: Tensor
 
     def dispatched(self) -> Dispatched:
         """The batch as the rest of the library takes it, such as `dequantize`. Not in compiled code."""

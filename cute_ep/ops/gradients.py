@@ -49,7 +49,7 @@ def dispatch_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> Non
     _, topk_ids, _, _, comm, _ = inputs
     check_differentiable(comm)
     ctx.comm = comm
-    tokens, _, _, row_offsets, _, _, _, _, _, row_map, headers, weights = output
+    tokens, _, _, row_offsets, _, _, _, _, _, row_map, headers, weights, _, _ = output
     ctx.save_for_backward(topk_ids, row_offsets, row_map, headers, weights)
     ctx.mark_non_differentiable(*(one for one in output if one is not tokens))
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.record import align_up
@@ -51,7 +50,7 @@ def new_buffers(comm: str, capacity: int | None) -> DispatchBuffers:
     their `src_info` and the `row_map` of tokens that do not exist -1."""
     communicator = communicator_of(comm)
     buffers = DispatchBuffers.allocate(communicator.cfg, communicator.device, capacity)
-    for tensor in (buffers.tokens, buffers.scales, buffers.row_scales, buffers.weights):
+    for tensor in (buffers.tokens, buffers.scales, buffers.row_scales, buffers.weights, buffers.row_weights):
         if tensor is not None:
             tensor.zero_()
     buffers.row_map.fill_(-1)
@@ -113,22 +112,6 @@ def combine(rows: Tensor, *arguments: Any) -> Tensor:
     return communicator_of(comm).combine(rows, batch_of(rows, kept, comm), mode=mode, dtype=dtype)
 
 
-def row_weights(batch: Dispatched, cfg: EPConfig) -> Tensor:
-    """[capacity] float32 weight of each row: 1 of those of a shared expert, 0 of rows that are no token's.
-
-    Args:
-        batch: in `new_buffers`, dispatched with weights.
-    """
-    capacity, weights = batch.tokens.shape[0], batch.weights
-    assert weights is not None
-    place = torch.where((batch.row_map >= 0) & (batch.row_map < capacity), batch.row_map, capacity).long()
-    scale = weights.new_zeros(capacity + 1).scatter_(0, place.flatten(), weights.flatten())[:capacity]
-    if cfg.fused_shared_expert:
-        row = torch.arange(capacity, device=scale.device)
-        scale = torch.where(row < batch.row_counts[0], 1, scale)
-    return scale
-
-
 def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Gradients of an exact or partial combine: by a dispatch those of the rows, by an unweighted combine those of the
     router weights. One op, so that compiled code gives the same bits.
@@ -148,7 +131,7 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
     grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), weights.new_empty(0)
     if capacity is not None:
         batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, new_buffers(comm, capacity))
-        grad_rows = batch.tokens.mul_(row_weights(batch, communicator.cfg)[:, None])[:capacity]
+        grad_rows = batch.tokens.mul_(batch.row_weights[:, None])[:capacity]
     if rows is not None:
         rows, wide = rows.contiguous(), grad.float()
         returned = communicator.combine(rows, batch_of(rows, kept, comm), mode="unweighted")

@@ -202,8 +202,7 @@ def dispatch(
 
     Returns:
         One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
-        `return_slices` 0. `weights` is None when none of the rank's sources gave any, else 0 where this rank has no
-        row or the source gave none.
+        `return_slices` 0. `weights` is 0 where this rank has no row.
 
     Raises:
         EPInputError: an argument of some rank breaks its rule, or an expert id is out of range.
@@ -223,7 +222,8 @@ def dispatch(
 
 
 def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -> torch.Tensor:
-    """[rows, 4] int64 (group, index of the source, token, slot) of the rows of `rank`, in their order."""
+    """[rows, 4] int64 (group, index of the source, token, slot) of the rows of `rank`, in their order; in rank-major
+    order the slot is the token's first of this rank."""
     device, shared = own.topk_ids.device, int(cfg.fused_shared_expert)
     first, count = cfg.shared_slice(own.tokens, rank)
     token = torch.arange(first, first + count, device=device)
@@ -232,8 +232,13 @@ def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -
     for index, source in enumerate(sources):
         ids = lower_halves(source.topk_ids)
         mine = (ids >= 0) & (ids // cfg.local_experts == rank)
-        token, slot = mine.nonzero(as_tuple=True)  # token-major, slots ascending
-        group = ids[token, slot].long() - rank * cfg.local_experts + shared
+        if cfg.is_rank_major:
+            token = mine.any(1).nonzero().flatten()
+            slot = mine.int().argmax(1)[token]
+            group = torch.full_like(token, index)
+        else:
+            token, slot = mine.nonzero(as_tuple=True)  # token-major, slots ascending
+            group = ids[token, slot].long() - rank * cfg.local_experts + shared
         parts.append(torch.stack([group, torch.full_like(token, index), token, slot], dim=1))
     table = torch.cat(parts)
     return table[table[:, 0].argsort(stable=True)]
@@ -293,13 +298,23 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     routed = slot < cfg.top_k
     row_map = torch.full((cfg.peers, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
     row_map[source[routed], token[routed], slot[routed]] = row[routed].int()
-    weights = None
-    if any(one.router_weights is not None for one in peers):
-        weights = torch.zeros(row_map.shape, dtype=torch.float32, device=device)
+    given = torch.ones(row_map.shape, dtype=torch.float32, device=device)
+    for index, one in enumerate(peers):
+        if one.router_weights is not None:
+            given[index, : one.tokens] = one.router_weights
+    weights = torch.where(row_map >= 0, torch.ones_like(given) if cfg.is_rank_major else given, 0)
+    row_weights = torch.zeros(num_rows, dtype=torch.float32, device=device)
+    row_weights[row[held]] = torch.where(routed, given[source, token, slot.clamp(max=cfg.top_k - 1)], 1)[held]
+    row_expert_ids = None
+    if cfg.is_rank_major:
+        ids = torch.full(row_map.shape, -1, dtype=torch.int32, device=device)
         for index, one in enumerate(peers):
-            if one.router_weights is not None:
-                here = row_map[index, : one.tokens] >= 0
-                weights[index, : one.tokens] = torch.where(here, one.router_weights, 0)
+            ids[index, : one.tokens] = lower_halves(one.topk_ids)
+        local = torch.where((ids >= 0) & (ids // cfg.local_experts == rank), ids - rank * cfg.local_experts, -1)
+        row_expert_ids = torch.full((num_rows, cfg.top_k), -1, dtype=torch.int32, device=device)
+        row_expert_ids[row[held]] = local[source[held], token[held]]
+        row_weights = torch.zeros(num_rows, cfg.top_k, dtype=torch.float32, device=device)
+        row_weights[row[held]] = torch.where(local >= 0, given, 0)[source[held], token[held]]
 
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
@@ -317,6 +332,8 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_map=row_map,
         headers=torch.tensor(header, dtype=torch.int32, device=device),
         weights=weights,
+        row_weights=row_weights,
+        row_expert_ids=row_expert_ids,
         rank=rank,
         topk_ids=own.topk_ids,
         router_weights=own.router_weights,

@@ -19,12 +19,12 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
 from cute_ep.api.validate import check_global_scale
-from cute_ep.layouts.maps.routing import LOST_ROW
+from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.dispatch import Source, count_rows, encode_checked, lower_halves, rows_first
 
 ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
-OF_ROWS = ("tokens", "scales", "row_scales", "src_info")
+OF_ROWS = ("tokens", "scales", "row_scales", "src_info", "row_weights")
 """Tensors of `DispatchBuffers` that say which rows there are, and that hold them."""
 UNKNOWN = -(2**31)
 """What `num_rows` and `row_offsets` hold before all ranks have dispatched."""
@@ -113,13 +113,13 @@ def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchB
             if buffers[name] is not None:
                 getattr(result, name).zero_()
         buffers = {name: buffer for name, buffer in buffers.items() if name not in OF_ROWS}
+    if out.row_expert_ids is not None:
+        out.row_expert_ids.fill_(NO_ROW)
     for name, buffer in buffers.items():
         value = getattr(result, name)
-        if buffer is None:
+        if buffer is None or (name == "row_expert_ids" and rows > capacity):
             continue
-        if value is None:  # weights, when no source gave any
-            buffer.zero_()
-        elif blocks and name in OF_ROWS:  # rows of a block that hold nothing stay as they are
+        if blocks and name in OF_ROWS:  # rows of a block that hold nothing stay as they are
             write_rows(buffer, value, holds, cfg.scales_as if name == "scales" else None)
         elif name == "scales" and cfg.scales_as == TRANSPOSED:
             buffer[:, :rows] = value
@@ -205,10 +205,10 @@ def add_up(cfg: EPConfig, rank: int, given: Mapping[int, Any], weights: torch.Te
     given[rank].check_agreement(given)
     server, row, travelled = _entries(cfg, rank, given)
     _check_rows_come(cfg, server, row, mode)
+    weights = travelled if mode == "partial" else weights
     if weights is None:
         made = reference.unweighted_source(cfg, rank, rows, given, out.dtype)
     else:
-        weights = travelled if mode == "partial" else weights
         made = reference.combine_source(cfg, rank, rows, given, weights, mode, out.dtype)
     out.copy_(made)
 

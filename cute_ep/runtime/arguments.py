@@ -9,7 +9,18 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.layouts.maps.arena import message_of, segment_words
-from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
+from cute_ep.layouts.maps.arguments import (
+    Batch,
+    Group,
+    Ids,
+    Input,
+    Output,
+    Rows,
+    Scales,
+    SharedExpert,
+    Sums,
+    Wire,
+)
 from cute_ep.layouts.maps.routing import division_magic
 from cute_ep.layouts.maps.scales import has_tiles, scale_map
 
@@ -107,6 +118,8 @@ def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
         row_map=out.row_map.data_ptr(),
         headers=out.headers.data_ptr(),
         weights=address(out.weights),
+        row_weights=address(out.row_weights),
+        row_expert_ids=address(out.row_expert_ids),
         blocks=int(cfg.block_rows is not None),
         row_alignment=cfg.alignment,
         capacity=capacity,

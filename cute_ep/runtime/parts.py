@@ -12,7 +12,13 @@ from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arguments import COMBINE_CALL, DISPATCH_CALL
 from cute_ep.layouts.maps.formats import BF16
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_KERNELS, SEND_KERNELS, Hooks
+from cute_ep.layouts.maps.variants import (
+    COMBINE_KERNELS,
+    DISPATCH_OPERATIONS,
+    RANK_MAJOR_SUFFIX,
+    SEND_KERNELS,
+    Hooks,
+)
 from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture, on_device
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -46,17 +52,20 @@ UNENCODED = "_unencoded"
 
 
 def load_kernels(cfg: EPConfig, device: torch.device, library: Library, hooks: Hooks) -> dict[str, Kernel]:
-    """All kernels that one rank of `cfg` may launch, loaded on its device, by name.
+    """All kernels that one rank of `cfg` may launch, loaded on its device, by operation.
 
     Raises:
         VariantMissing: a kernel is not in the library.
     """
     arch = architecture(device)
     entries = {}
-    for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS):
-        entries[name] = library.find(name, arch, cfg.dispatch_format if name in SEND_KERNELS else None, hooks)
-    if cfg.format.scale:
-        entries |= {f"{name}{UNENCODED}": library.find(name, arch, BF16.name, hooks) for name in SEND_KERNELS}
+    for operation in DISPATCH_OPERATIONS:
+        name = f"{operation}{RANK_MAJOR_SUFFIX}" if cfg.is_rank_major else operation
+        sends = name in SEND_KERNELS
+        entries[operation] = library.find(name, arch, cfg.dispatch_format if sends else None, hooks)
+        if sends and cfg.format.scale:
+            entries[f"{operation}{UNENCODED}"] = library.find(name, arch, BF16.name, hooks)
+    entries |= {name: library.find(name, arch, None, hooks) for name in COMBINE_KERNELS}
     with on_device(device), ExitStack() as undo:
         kernels: dict[str, Kernel] = {}
         for name, entry in entries.items():

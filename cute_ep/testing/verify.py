@@ -68,7 +68,7 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
     for name in ("row_offsets", "row_counts", "scales_offsets", "expert_ids", "num_rows"):
         if getattr(expected, name) is not None:
             assert_bits(getattr(actual, name), getattr(expected, name), where + name)
-    for name in ("tokens", "src_info", "scales", "row_scales"):
+    for name in ("tokens", "src_info", "scales", "row_scales", "row_weights"):
         got, want = getattr(actual, name), getattr(expected, name)
         if want is not None and cfg.block_rows is not None:
             filled = poison(torch.empty_like(want, device=got.device))
@@ -85,10 +85,13 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
             header = f"{where}headers[{source}].{word.name.lower()}"
             assert_bits(actual.headers[source, word], expected.headers[source, word], header)
         assert_bits(actual.row_map[source, :tokens], expected.row_map[source, :tokens], f"{where}row_map[{source}]")
-        if expected.weights is not None:
-            mine = (expected.row_map[source, :tokens] >= 0) & (expected.row_map[source, :tokens] != LOST_ROW)
-            got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
-            assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
+        mine = (expected.row_map[source, :tokens] >= 0) & (expected.row_map[source, :tokens] != LOST_ROW)
+        got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
+        assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
+    if expected.row_expert_ids is not None:
+        ids = torch.full(actual.row_expert_ids.shape, -1, dtype=torch.int32)
+        ids[: len(expected.row_expert_ids)] = expected.row_expert_ids
+        assert_bits(actual.row_expert_ids, ids, f"{where}row_expert_ids")
     own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_SLICES]
     assert_bits(own, torch.tensor(actual.return_slices, dtype=own.dtype), f"{where}headers.return_slices")
     for name in BUFFERS:
@@ -126,8 +129,7 @@ class RoundOptions:
         dtype: element type of combine's output.
         input_scales: per rank the global scale; None: none given.
         prequantized: quantise with the reference and dispatch the quantised rows.
-        weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine has them from
-            dispatch only.
+        weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine then has none.
         seed: of the made-up expert outputs.
     """
 
@@ -195,9 +197,12 @@ def check_round(
     for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
         check_dispatched(got, want, cfg, rank)
     check_headers(actual, cfg)
-    never = {"partial": late, "unweighted": cfg.fused_shared_expert}
+    never = {
+        "exact": cfg.is_rank_major,
+        "unweighted": cfg.fused_shared_expert or cfg.is_rank_major,
+    }
     for mode in options.modes or [mode for mode in COMBINE_MODES if not never.get(mode)]:
-        given_weights = None if mode == "unweighted" else weights
+        given_weights = None if mode == "unweighted" or (late and mode == "partial") else weights
         sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
         outs = [guarded(want.shape, want.dtype, c.device) for c, want in zip(communicators, sums, strict=True)]
         late_weights = [

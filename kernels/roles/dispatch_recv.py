@@ -1,21 +1,32 @@
 """dispatch_recv: find the rows of each slice of a message, and have it copied there (`row_copy`).
 
-Row of entry (source, token, k) with local expert e: row_start[e] + base[e, source] - base[e, 0] + position, where base
-is the exclusive prefix sum of the gathered counts and row_start leaves room for padding, or is the first row of the
-expert's block (`tables`); rows beyond a block are lost. Each warp takes
-slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on the own rank.
+Row of entry (source, token, k) in group g: row_start[g] + base[g, source] - base[g, 0] + position, where base is the
+exclusive prefix sum of the gathered counts and row_start leaves room for padding, or is the first row of the group's
+block (`row_tables`); rows beyond a block are lost. The group is the entry's local expert; in rank-major order it is the
+source, and of a token's entries for this rank only the first has a row, beside which all its local experts stand. Each
+warp takes slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on the own
+rank.
 """
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import owns_shared
-from cute_ep.kernels.device.memory import array
-from cute_ep.kernels.device.slices import control_cta, slice_of, static_first, static_stride, vectors_of
+from cute_ep.kernels.device.memory import array, pointer
+from cute_ep.kernels.device.slices import (
+    control_cta,
+    from_lane,
+    lowest,
+    slice_of,
+    static_first,
+    static_stride,
+    vectors_of,
+)
 from cute_ep.kernels.device.sync import Awaited, grid_barrier, wait_two_ll, warp_all
 from cute_ep.kernels.roles.outputs import Outputs
 from cute_ep.kernels.roles.row_copy import RowCopy, Targets
@@ -32,12 +43,16 @@ from cute_ep.layouts.maps.routing import (
     entry_position,
 )
 
+ONE = 0x3F800000
+"""Bits of the float32 1.0."""
+
 
 class DispatchRecv:
-    """Turns received messages into the ragged, expert-major output."""
+    """Turns received messages into the ragged output."""
 
-    def __init__(self, shared: RegionMap) -> None:
-        self.tables = Tables(shared)
+    def __init__(self, rank_major: bool, shared: RegionMap) -> None:
+        self.rank_major = rank_major
+        self.tables = Tables(rank_major, shared)
         self.publish = Outputs(self.tables)
         self.row_copy = RowCopy(self.tables)
         self.scale_tiles = ScaleTiles(self.tables)
@@ -65,6 +80,8 @@ class DispatchRecv:
             item += static_stride(sItems[0], receivers)
         if alive:
             self.publish.zero_padding(ctx, receiver, receivers)
+            if cutlass.const_expr(self.rank_major):
+                self.publish.mask_unused(ctx, receiver, receivers)
         if self.tables.are_tiled():  # undefined if the tables were not read; harmless, as `alive` is False then
             counter = ctx.state_word(StateWord.DISPATCH_BARRIER)
             alive = grid_barrier(ctx, counter, receivers, alive)
@@ -85,14 +102,15 @@ class DispatchRecv:
         if row >= ctx.out.capacity:
             row = Int32(NO_ROW)
         if alive & cute.arch.vote_any_sync(due):
-            alive = self.row_copy.run(ctx, source, row_slice, Targets(row, scale_row, shared_row, Uint32(0)))
+            wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+            alive = self.row_copy.run(ctx, source, row_slice, Targets(row, scale_row, shared_row, wanted))
         return alive
 
     @cute.jit
     def _find_row(self, ctx, source, row_slice):
         """(output row, scale row, whether it came) of the token's entry number `lane`, an LL word from `Route`;
-        NO_ROW where it is not this rank's, LOST_ROW where the output has no room. The warp with the first slice records
-        the rows for combine."""
+        NO_ROW where it has none, LOST_ROW where the output has no room. The warp with the first slice records the rows
+        for combine."""
         lane = ctx.lane
         sBase = shared_array(self.tables.bases, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
@@ -112,26 +130,72 @@ class DispatchRecv:
             entry, weight, came = wait_two_ll(ctx.wait_context, words, weights, ctx.epoch, awaited)
             if not came:
                 entry = Int32(MASKED_ENTRY)
+            if sHeader[source, int(HeaderWord.HAS_WEIGHTS)] == 0:
+                weight = Int32(ONE)
             local = entry_expert(entry) - ctx.rank * ctx.local_experts
-            if entry != Int32(MASKED_ENTRY) and local >= 0 and local < ctx.local_experts:
+            if entry == Int32(MASKED_ENTRY) or local < 0 or local >= ctx.local_experts:
+                entry = Int32(MASKED_ENTRY)  # of another rank
+            elif cutlass.const_expr(not self.rank_major):
                 in_expert = sBase[local * ctx.ranks + source] - sBase[local * ctx.ranks] + entry_position(entry)
-                row = self.tables.row_start(ctx, local) + in_expert
-                scale_row = self.tables.scale_start(ctx, local) + in_expert
-                if self.tables.row_start(ctx, ctx.local_experts) > ctx.out.capacity:
-                    row = Int32(LOST_ROW)
-                if (ctx.out.blocks != 0) & (in_expert >= ctx.out.row_alignment):
-                    row = Int32(LOST_ROW)
-            if row_slice.first == 0:
-                gRowMap = array(ctx.out.row_map, Int32, ctx.ranks, in_rank)
-                gRowMap[source, index] = row
-                if (row >= 0) & (row < ctx.out.capacity):
-                    gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
-                    gSource[row, 0] = row_slice.token
-                    gSource[row, 1] = lane
-                    if sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
-                        gWeightOut = array(ctx.out.weights, Int32, ctx.ranks, in_rank)
-                        gWeightOut[source, index] = weight
+                row, scale_row = self._place(ctx, local, in_expert)
+            if cutlass.const_expr(not self.rank_major):
+                if row_slice.first == 0:
+                    gRowMap = array(ctx.out.row_map, Int32, ctx.ranks, in_rank)
+                    gRowMap[source, index] = row
+                    if (row >= 0) & (row < ctx.out.capacity):
+                        self._tell_source(ctx, row, row_slice.token, lane)
+                        gWeight = array(ctx.out.weights, Int32, ctx.ranks, in_rank)
+                        gWeight[source, index] = weight
+                        gRowWeight = array(ctx.out.row_weights, Int32, ctx.out.capacity)
+                        gRowWeight[row] = weight
+        if cutlass.const_expr(self.rank_major):
+            row, scale_row = self._find_rank_row(ctx, source, row_slice, entry, weight)
         return row, scale_row, came
+
+    def _tell_source(self, ctx, row, token, slot) -> None:
+        """`src_info` of a row, in one store."""
+        rSource = cute.make_rmem_tensor(2, Int32)
+        rSource[0], rSource[1] = token, slot
+        gSource = cute.make_tensor(pointer(ctx.out.src_info + Int64(row) * 8, Int32, align=8), cute.make_layout(2))
+        gSource.store(rSource.load())
+
+    @cute.jit
+    def _place(self, ctx, group, in_group):
+        """(output row, scale row) of a row of a group."""
+        row = self.tables.row_start(ctx, group) + in_group
+        if self.tables.row_start(ctx, self.tables.groups(ctx)) > ctx.out.capacity:
+            row = Int32(LOST_ROW)
+        if (ctx.out.blocks != 0) & (in_group >= ctx.out.row_alignment):
+            row = Int32(LOST_ROW)
+        return row, self.tables.scale_start(ctx, group) + in_group
+
+    @cute.jit
+    def _find_rank_row(self, ctx, source, row_slice, entry, weight):
+        """The same in rank-major order: the token's first entry here has its row, in the group of the source. Beside
+        the row go the local experts and weights of all of them. In the sum on the way home its weight is 1."""
+        lane = ctx.lane
+        row = Int32(NO_ROW)
+        scale_row = Int32(NO_ROW)
+        here = Uint32(cute.arch.vote_ballot_sync(entry != Int32(MASKED_ENTRY)))
+        first = lowest(here)
+        if (here != Uint32(0)) & (lane == first):
+            row, scale_row = self._place(ctx, source, entry_position(entry))
+        home = from_lane(row, first)
+        if (row_slice.first == 0) & (lane < ctx.top_k):
+            at = row_slice.token * ctx.top_k + lane
+            gRowMap = array(ctx.out.row_map, Int32, ctx.ranks, ctx.group.max_tokens * ctx.top_k)
+            gRowMap[source, at] = row
+            if (here != Uint32(0)) & (home < ctx.out.capacity):
+                local = entry_expert(entry) - ctx.rank * ctx.local_experts
+                gRowExpert = array(ctx.out.row_expert_ids, Int32, ctx.out.capacity, ctx.top_k)
+                gRowWeight = array(ctx.out.row_weights, Int32, ctx.out.capacity, ctx.top_k)
+                gRowExpert[home, lane] = cutlass.select_(entry != Int32(MASKED_ENTRY), local, Int32(NO_ROW))
+                gRowWeight[home, lane] = cutlass.select_(entry != Int32(MASKED_ENTRY), weight, Int32(0))
+                if lane == first:
+                    self._tell_source(ctx, row, row_slice.token, lane)
+                    gWeight = array(ctx.out.weights, Int32, ctx.ranks, ctx.group.max_tokens * ctx.top_k)
+                    gWeight[source, at] = Int32(ONE)
+        return row, scale_row
 
     @cute.jit
     def _find_shared_row(self, ctx, row_slice) -> Int32:
@@ -141,7 +205,7 @@ class DispatchRecv:
             row = Int32(NO_ROW)
         else:
             if (ctx.lane == 0) & (row_slice.first == 0):
-                gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
-                gSource[row, 0] = row_slice.token
-                gSource[row, 1] = ctx.top_k
+                self._tell_source(ctx, row, row_slice.token, ctx.top_k)
+                gRowWeight = array(ctx.out.row_weights, Int32, ctx.out.capacity)
+                gRowWeight[row] = Int32(ONE)
         return row

@@ -16,7 +16,7 @@ from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
-from cute_ep.layouts.maps.routing import Phase
+from cute_ep.layouts.maps.routing import NO_ROW, Phase
 from cute_ep.layouts.maps.scales import ATOM_ROWS
 
 PADDING_JOBS = 16
@@ -34,11 +34,28 @@ class Outputs:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
         fewest rows. Blocks hold anything behind their rows."""
         if (self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1)) & (ctx.out.blocks == 0):
-            jobs = (ctx.local_experts + ctx.shared.groups) * PADDING_JOBS
+            jobs = (self.tables.groups(ctx) + ctx.shared.groups) * PADDING_JOBS
             last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
             for job in cutlass.range(last_first, jobs, item_stride(receivers), unroll=1):
                 part, place = item_coord(job, PADDING_JOBS)
                 self._zero_group(ctx, place - ctx.shared.groups, part)
+
+    @cute.jit
+    def mask_unused(self, ctx, receiver: Int32, receivers: Int32) -> None:
+        """In rank-major order, no experts for rows that no token has: a matmul that reads them leaves these rows out.
+        By each receiving CTA, number `receiver` of `receivers`."""
+        gRowExpert = array(ctx.out.row_expert_ids, Int32, Int32(1 << 30))
+        fits = self.tables.row_start(ctx, self.tables.groups(ctx)) <= ctx.out.capacity
+        for group in cutlass.range(self.tables.groups(ctx), unroll=1):
+            first = self.tables.row_start(ctx, group) + self.tables.rows_of(ctx, group)
+            end = self.tables.row_start(ctx, group + 1)
+            if group == self.tables.groups(ctx) - 1:
+                end = ctx.out.capacity
+            if not fits:
+                first, end = Int32(0), cutlass.select_(group == 0, ctx.out.capacity, Int32(0))
+            start = first * ctx.top_k + receiver * THREADS + ctx.tid
+            for at in cutlass.range(start, end * ctx.top_k, receivers * THREADS, unroll=1):
+                gRowExpert[at] = Int32(NO_ROW)
 
     @cute.jit
     def run(self, ctx) -> None:
@@ -47,37 +64,37 @@ class Outputs:
         No rows are published when they do not all fit: a consumer must not be led past the end of the buffers.
         """
         sHeader = shared_array(self.tables.headers, Int32)
-        groups = ctx.local_experts + ctx.shared.groups
+        groups = self.tables.groups(ctx) + ctx.shared.groups
         gRowOffset = array(ctx.out.row_offsets, Int32, groups + 1)
         gRowCount = array(ctx.out.row_counts, Int32, groups)
         gExpertId = array(ctx.out.expert_ids, Int32, groups)
         gScaleOffset = array(ctx.out.scales_offsets, Int32, groups)
         gHeader = array(ctx.out.headers, Int32, ctx.ranks, len(HeaderWord))
         gNumRows = array(ctx.out.num_rows, Int32, 1)
-        rows = self.tables.row_start(ctx, ctx.local_experts)
+        rows = self.tables.row_start(ctx, self.tables.groups(ctx))
         fits = rows <= ctx.out.capacity
         if (ctx.tid == 0) & ~fits:
             ctx.report_input(Phase.ROW_CAPACITY, Int32(0), ctx.out.capacity, rows)
         for place in cutlass.range(ctx.tid, groups + 1, THREADS, unroll=1):
-            expert = place - ctx.shared.groups
+            group = place - ctx.shared.groups
             start = Int32(0)
             rows = ctx.shared.rows
             scale_start = Int32(0)
-            if expert >= 0:
-                start = self.tables.row_start(ctx, expert)
+            if group >= 0:
+                start = self.tables.row_start(ctx, group)
                 rows = Int32(0)
-                if expert < ctx.local_experts:
-                    rows = self.tables.rows_of(ctx, expert)
-                    arrived = self.tables.arrived(ctx, expert)
+                if group < self.tables.groups(ctx):
+                    rows = self.tables.rows_of(ctx, group)
+                    arrived = self.tables.arrived(ctx, group)
                     if rows < arrived:
-                        ctx.report_input(Phase.ROW_CAPACITY, expert + 1, rows, arrived)
-                    scale_start = self.tables.scale_start(ctx, expert)
+                        ctx.report_input(Phase.ROW_CAPACITY, group + 1, rows, arrived)
+                    scale_start = self.tables.scale_start(ctx, group)
             if not fits:
                 start = Int32(0)
                 rows = Int32(0)
                 scale_start = Int32(0)
             gRowOffset[place] = start
-            if expert < ctx.local_experts:
+            if group < self.tables.groups(ctx):
                 gRowCount[place] = rows
                 gExpertId[place] = place
                 if ctx.out.scales_offsets != Int64(0):
@@ -89,15 +106,15 @@ class Outputs:
             gHeader[source, word] = sHeader[source, word]
 
     @cute.jit
-    def _zero_group(self, ctx, expert: Int32, part: Int32) -> None:
-        """Zero one part of the rows between a group's last one and its end; `expert` -1 is the shared one."""
+    def _zero_group(self, ctx, group: Int32, part: Int32) -> None:
+        """Zero one part of the rows between a group's last one and its end; -1 is the shared expert's."""
         start = Int32(0)
         rows = ctx.shared.rows
         scale_start = Int32(0)
-        if expert >= 0:
-            start = self.tables.row_start(ctx, expert)
-            rows = self.tables.arrived(ctx, expert)
-            scale_start = self.tables.scale_start(ctx, expert)
+        if group >= 0:
+            start = self.tables.row_start(ctx, group)
+            rows = self.tables.arrived(ctx, group)
+            scale_start = self.tables.scale_start(ctx, group)
         end = start + round_up(rows, ctx.out.row_alignment)
         if end <= ctx.out.capacity:
             if self.tables.are_scattered(ctx):
@@ -120,16 +137,20 @@ class Outputs:
         if part == 0:
             gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)
             gRowScale = array(ctx.out.row_scales, Uint16, ctx.out.capacity)
+            weights = ctx.top_k if self.tables.rank_major else Int32(1)
+            gRowWeight = array(ctx.out.row_weights, Int32, Int32(1 << 30))
+            for weight in cutlass.range(first * weights + lane, end * weights, 32, unroll=1):
+                gRowWeight[weight] = Int32(0)
             for row in cutlass.range(first + lane, end, 32, unroll=1):
-                gSource[row, 0] = Int32(-1)
-                gSource[row, 1] = Int32(-1)
+                gSource[row, 0] = Int32(NO_ROW)
+                gSource[row, 1] = Int32(NO_ROW)
                 if ctx.wire.row_scale_bytes != 0:
                     gRowScale[row] = Uint16(0)
 
     @cute.jit
     def retract(self, ctx) -> None:
         """One thread, after a timeout: no rows, no tokens."""
-        groups = ctx.local_experts + ctx.shared.groups
+        groups = self.tables.groups(ctx) + ctx.shared.groups
         gRowOffset = array(ctx.out.row_offsets, Int32, groups + 1)
         gRowCount = array(ctx.out.row_counts, Int32, groups)
         gHeader = array(ctx.out.headers, Int32, ctx.ranks * len(HeaderWord))
@@ -142,3 +163,7 @@ class Outputs:
             gRowCount[place] = 0
         for index in cutlass.range(opaque(0), ctx.ranks * len(HeaderWord), unroll=1):
             gHeader[index] = 0
+        if cutlass.const_expr(self.tables.rank_major):
+            gRowExpert = array(ctx.out.row_expert_ids, Int32, Int32(1 << 30))
+            for at in cutlass.range(opaque(0), ctx.out.capacity * ctx.top_k, unroll=1):
+                gRowExpert[at] = Int32(NO_ROW)

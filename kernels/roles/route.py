@@ -1,10 +1,12 @@
 """Route role: rank r tells every peer which of its tokens go to which expert, and at which position.
 
-The position of entry (token, k) inside its expert counts the earlier entries of the same rank. A route CTA takes
-spans of ROUTE_ENTRIES entries; for each it histograms all entries before the span in shared memory (integer adds:
-order does not matter) and ranks its own entries by lane and by warp. So there is no exchange between CTAs, and the
-result does not depend on timing. All that it tells is LL words, which need no flag: a table travels ahead of the
-rows on the links instead of waiting for a fence behind them.
+The position of entry (token, k) counts the earlier entries of the same rank with the same key: its expert, or in
+rank-major order the rank that owns it. There only a token's first entry for a rank has a key, so that positions count
+tokens. A route CTA takes spans of entries, ROUTE_WARPS times what a warp ranks at once: 32, or in rank-major order
+those of whole tokens. For each span it histograms all entries before it in shared memory (integer adds: order does not
+matter) and ranks its own entries by lane and by warp. So there is no exchange between CTAs, and the result does not
+depend on timing. All that it tells is LL words, which need no flag: a table travels ahead of the rows on the links
+instead of waiting for a fence behind them.
 """
 
 from __future__ import annotations
@@ -20,22 +22,21 @@ from cute_ep.kernels.device.memory import item_coord
 from cute_ep.kernels.device.sync import store_ll
 from cute_ep.kernels.hooks import WeightReader
 from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, StateWord
-from cute_ep.layouts.maps.launch import THREADS
+from cute_ep.layouts.maps.launch import THREADS, WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
-from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, Phase, pack_entry
+from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS, Phase, pack_entry
 
 IDS_IN_FLIGHT = 8
 """Expert ids that a thread loads before it counts the first."""
-ROUTE_ENTRIES = 256
-"""Entries of one route span: one a thread of its first warps."""
-ROUTE_WARPS = ROUTE_ENTRIES // 32
+ROUTE_WARPS = 8
+"""A CTA's first warps, which rank the entries of a span, one a lane."""
 
 
 class Route:
     """Builds this rank's routing table and pushes it to all peers."""
 
-    def __init__(self, weights: WeightReader, shared: RegionMap) -> None:
-        self.weights = weights
+    def __init__(self, weights: WeightReader, rank_major: bool, shared: RegionMap) -> None:
+        self.weights, self.rank_major = weights, rank_major
         self.histogram = shared.add("histogram", 4, MAX_EXPERTS)
         self.warp_words = shared.add("route_warp_counts", 4, ROUTE_WARPS * MAX_EXPERTS // 4)
         self.warp_counts = Region("", self.warp_words.offset, 1, (ROUTE_WARPS, MAX_EXPERTS), (MAX_EXPERTS, 1))
@@ -51,12 +52,15 @@ class Route:
         has nothing to rank.
         """
         entries = ctx.input.tokens * ctx.top_k
-        spans = quotient(entries + (ROUTE_ENTRIES - 1), ROUTE_ENTRIES)
+        if cutlass.const_expr(self.rank_major):
+            spans = Int32(Uint32(entries + self._in_span(ctx) - 1) // Uint32(self._in_span(ctx)))
+        else:
+            spans = quotient(entries + (self._in_span(ctx) - 1), self._in_span(ctx))
         spans += Int32(spans != 1)
         span = ctx.ctas - 1 - ctx.cta
         rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
         given, weight = self._load_span(ctx, span)
-        self._load_before(ctx, span, ctx.tid, rId)
+        self._load_before(ctx, span, self._place(ctx), rId)
         if span < spans:
             self._zero_counts(ctx)
         word = StateWord.DISPATCH_SEND_EPOCH
@@ -64,26 +68,50 @@ class Route:
         while alive and span < spans:
             if span == spans - 1:
                 self._push_header(ctx)
-            expert, earlier = self._count_span(ctx, span, given, rId)
+            key, earlier = self._count_span(ctx, span, given, rId)
             if span == spans - 1:
                 self._push_counts(ctx)
-            self._push_entries(ctx, span, self._entry(ctx, expert, earlier), weight)
+            self._push_entries(ctx, span, self._entry(ctx, given, key, earlier), weight)
             span += ctx.ctas
             given, weight = self._load_span(ctx, span)
-            self._load_before(ctx, span, ctx.tid, rId)
+            self._load_before(ctx, span, self._place(ctx), rId)
             if span < spans:
                 cute.arch.sync_threads()
                 self._zero_counts(ctx)
                 cute.arch.sync_threads()
         return alive
 
+    def _lanes(self, ctx):
+        """Lanes of a warp that have an entry."""
+        if self.rank_major:
+            beyond, _ = ctx.by_top_k.split(Int32(32))
+            return 32 - beyond
+        return 32
+
+    def _in_span(self, ctx):
+        """Entries of one span."""
+        return self._lanes(ctx) * ROUTE_WARPS
+
+    def _step(self, ctx):
+        """Entries that the warps of a CTA have at a time."""
+        return self._lanes(ctx) * WARPS
+
+    def _place(self, ctx):
+        """Number of the thread's entry among those of the CTA's warps."""
+        return ctx.warp * self._lanes(ctx) + ctx.lane if self.rank_major else ctx.tid
+
+    def _has_place(self, ctx, index: Int32) -> Boolean:
+        """Whether the thread ranks an entry of a span, of which this is the number."""
+        ranks = (ctx.tid < 32 * ROUTE_WARPS) & (index < ctx.input.tokens * ctx.top_k)
+        return ranks & (ctx.lane < self._lanes(ctx)) if self.rank_major else ranks
+
     @cute.jit
     def _load_span(self, ctx, span: Int32):
         """(given expert id, bits of its weight) of the thread's entry of a span."""
-        index = span * ROUTE_ENTRIES + ctx.tid
+        index = span * self._in_span(ctx) + self._place(ctx)
         given = Int32(MASKED_ENTRY)
         weight = Int32(0)
-        if (ctx.tid < ROUTE_ENTRIES) & (index < ctx.input.tokens * ctx.top_k):
+        if self._has_place(ctx, index):
             given = given_id(ctx.ids, index)
             if ctx.input.router_weights != Int64(0):
                 weight = self.weights.read(ctx.input.router_weights, index, ctx).bitcast(Int32)
@@ -95,71 +123,98 @@ class Route:
         sHistogram = shared_array(self.histogram, Int32)
         for item in cutlass.range(ctx.tid, ROUTE_WARPS * MAX_EXPERTS // 4, THREADS, unroll_full=True):
             sCounts[item] = Uint32(0)
-        for expert in cutlass.range(ctx.tid, ctx.experts, THREADS, unroll=1):
-            sHistogram[expert] = 0
+        for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):
+            sHistogram[key] = 0
+
+    def _keys(self, ctx) -> Int32:
+        """How many keys there are."""
+        return ctx.ranks if self.rank_major else ctx.experts
 
     def _before(self, ctx, span: Int32) -> Int32:
         """Entries before a span."""
-        return cutlass.min(span * ROUTE_ENTRIES, ctx.input.tokens * ctx.top_k)
+        return cutlass.min(span * self._in_span(ctx), ctx.input.tokens * ctx.top_k)
 
     @cute.jit
     def _load_before(self, ctx, span: Int32, index: Int32, rId) -> None:
-        """Expert ids of entries index, index + THREADS, ... that come before a span."""
+        """Expert ids of entries index, index + `_step`, ... that come before a span."""
         entries = ctx.input.tokens * ctx.top_k
         before = self._before(ctx, span)
         rId.fill(MASKED_ENTRY)
-        if (index < before) & ((span - 1) * ROUTE_ENTRIES < entries):
+        due = (index < before) & ((span - 1) * self._in_span(ctx) < entries)
+        if cutlass.const_expr(self.rank_major):
+            due = due & (ctx.lane < self._lanes(ctx))
+        if due:
             for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                if index + slot * THREADS < before:
-                    rId[slot] = given_id(ctx.ids, index + slot * THREADS)
+                if index + slot * self._step(ctx) < before:
+                    rId[slot] = given_id(ctx.ids, index + slot * self._step(ctx))
 
     @cute.jit
     def _count_span(self, ctx, span: Int32, given: Int32, rId):
-        """(expert of the thread's own entry of a span, entries of its warp before it that chose the same); rId holds
-        the first ids before the span. Afterwards the histogram counts all of these, the table of counts the entries of
-        the span's warps."""
+        """(key of the thread's own entry of a span, entries of its warp before it with the same key); rId holds the
+        first ids before the span. Afterwards the histogram counts all of these, the table of counts the entries of the
+        span's warps."""
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
-        index = ctx.tid
-        while index < self._before(ctx, span):
+        index = self._place(ctx)
+        while self._first_of_warp(ctx, index) < self._before(ctx, span):
             for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                before = ctx.expert_of(rId[slot])
+                before = self._key(ctx, rId[slot])
                 if before >= 0:
                     cute.arch.atomic_add(sHistogram.iterator + before, Int32(1))
-            index += THREADS * IDS_IN_FLIGHT
+            index += self._step(ctx) * IDS_IN_FLIGHT
             self._load_before(ctx, span, index, rId)
-        own = span * ROUTE_ENTRIES + ctx.tid
+        own = span * self._in_span(ctx) + self._place(ctx)
         beyond = Boolean(False)
-        if (ctx.tid < ROUTE_ENTRIES) & (own < ctx.input.tokens * ctx.top_k):
+        if self._has_place(ctx, own):
             beyond = is_beyond(ctx.ids, own, given)
         if beyond:
             ctx.report_input(Phase.EXPERT_ID, own, ctx.group.all_experts, Int32(BEYOND))
         elif (given < Int32(MASKED_ENTRY)) | (given >= ctx.group.all_experts):
             ctx.report_input(Phase.EXPERT_ID, own, ctx.group.all_experts, given)
-        expert = ctx.expert_of(given)
-        same = cute.arch.match_sync(-1, expert)
+        key = self._key(ctx, given)
+        same = cute.arch.match_sync(-1, key)
         earlier = Int32(cute.arch.popc(same & Uint32(cute.arch.lanemask_lt())))
-        if (expert >= 0) & (earlier == 0):
-            sCounts[ctx.warp, expert] = Uint8(cute.arch.popc(same))
+        if (key >= 0) & (earlier == 0):
+            sCounts[ctx.warp, key] = Uint8(cute.arch.popc(same))
         cute.arch.sync_threads()
-        return expert, earlier
+        return key, earlier
+
+    def _first_of_warp(self, ctx, index: Int32) -> Int32:
+        """The entry of the warp's first lane where all lanes must go together."""
+        return index - ctx.lane if self.rank_major else index
 
     @cute.jit
-    def _entry(self, ctx, expert: Int32, earlier: Int32) -> Int32:
-        """Packed entry of the thread's own entry of the span that was counted.
+    def _key(self, ctx, given: Int32) -> Int32:
+        """What an id that the caller gave is counted by, MASKED_ENTRY for nothing. In rank-major order by whole warps,
+        whose lanes hold whole tokens: of those with the same token and rank the first counts."""
+        key = ctx.expert_of(given)
+        if cutlass.const_expr(self.rank_major):
+            _, token = ctx.by_top_k.split(ctx.lane)
+            if key >= 0:
+                _, key = ctx.by_local_experts.split(key)
+            same = cute.arch.match_sync(-1, token * MAX_RANKS + key)
+            if (same & Uint32(cute.arch.lanemask_lt())) != Uint32(0):
+                key = Int32(MASKED_ENTRY)
+        return key
 
-        Entries of one expert are told apart by lane within a warp, by the table among the span's warps, and by the
+    @cute.jit
+    def _entry(self, ctx, given: Int32, key: Int32, earlier: Int32) -> Int32:
+        """Packed entry of the thread's own entry of the span that was counted, at position 0 where it has no key.
+
+        Entries of one key are told apart by lane within a warp, by the table among the span's warps, and by the
         histogram among spans.
         """
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
         entry = Int32(MASKED_ENTRY)
-        if expert >= 0:
-            position = sHistogram[expert] + earlier
+        if cutlass.const_expr(self.rank_major):
+            entry = ctx.expert_of(given)
+        if key >= 0:
+            position = sHistogram[key] + earlier
             for warp in cutlass.range_constexpr(ROUTE_WARPS - 1):
                 if warp < ctx.warp:
-                    position += Int32(sCounts[warp, expert])
-            entry = pack_entry(expert, position)
+                    position += Int32(sCounts[warp, key])
+            entry = pack_entry(entry if self.rank_major else key, position)
         return entry
 
     @cute.jit
@@ -178,8 +233,8 @@ class Route:
 
     @cute.jit
     def _push_entries(self, ctx, span: Int32, entry: Int32, weight: Int32) -> None:
-        index = span * ROUTE_ENTRIES + ctx.tid
-        if (ctx.tid < ROUTE_ENTRIES) & (index < ctx.input.tokens * ctx.top_k):
+        index = span * self._in_span(ctx) + self._place(ctx)
+        if self._has_place(ctx, index):
             parity = ctx.epoch & 1
             for peer in cutlass.range(ctx.ranks, unroll=1):
                 arena = ctx.sPeers[peer]
@@ -190,13 +245,13 @@ class Route:
 
     @cute.jit
     def _push_counts(self, ctx) -> None:
-        """By the CTA of the last span, after it was ranked: this rank's count of every expert."""
+        """By the CTA of the last span, after it was ranked: this rank's count of every key."""
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)
-        for expert in cutlass.range(ctx.tid, ctx.experts, THREADS, unroll=1):
-            total = sHistogram[expert]
+        for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):
+            total = sHistogram[key]
             for warp in cutlass.range_constexpr(ROUTE_WARPS):
-                total += Int32(sCounts[warp, expert])
-            local, peer = ctx.by_local_experts.split(expert)
-            count = ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, len(HeaderWord) + local)
+                total += Int32(sCounts[warp, key])
+            column, peer = (Int32(0), key) if self.rank_major else ctx.by_local_experts.split(key)
+            count = ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, len(HeaderWord) + column)
             store_ll(count, total, ctx.epoch)

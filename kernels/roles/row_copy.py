@@ -6,7 +6,7 @@ their chunk. What a warp copies, it holds in registers in between, so a row of s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import cutlass
@@ -54,8 +54,6 @@ class RowCopy:
         if not lamport:
             alive = self._wait_slice(ctx, source, row_slice)
         if alive:
-            wanted = Uint32(cute.arch.vote_ballot_sync(targets.row >= 0))
-            targets = replace(targets, wanted=wanted)
             rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
             rWord.fill(SENTINEL)
             alive = self._copy_payload(ctx, source, row_slice, targets, rWord)

@@ -18,24 +18,44 @@ from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, Phase
-from cute_ep.layouts.maps.scales import FEW_WORDS, SCATTERED_LAMPORT_WORDS, SCATTERED_WORDS
+from cute_ep.layouts.maps.scales import (
+    FEW_WORDS,
+    SCATTERED_LAMPORT_WORDS,
+    SCATTERED_RANK_MAJOR_WORDS,
+    SCATTERED_WORDS,
+)
 
 
 class Tables:
     """Shared memory that `read` fills.
 
-    bases[e * R + source]: entries before that pair; bases[E]: all. row_starts[e], scale_starts[e]: first row of local
-    expert e where rows, or scale rows, are aligned or in blocks; [L]: all of them. items: ranks times the slices of the
-    source that has most. tiled: 1 if `ScaleTiles` writes the scale factors. headers[source]: its `HeaderWord`s.
+    A group is a local expert, whose rows are counted by source; in rank-major order it is a source rank, whose rows
+    have one count. bases[g * R + source], or bases[g]: rows before those that this counts; the last one: all.
+    row_starts[g], scale_starts[g]: first row of group g where rows, or scale rows, are aligned or in blocks; the last
+    one: all of them. items: ranks times the slices of the source that has most. tiled: 1 if `ScaleTiles` writes the
+    scale factors. headers[source]: its `HeaderWord`s.
     """
 
-    def __init__(self, shared: RegionMap) -> None:
+    def __init__(self, rank_major: bool, shared: RegionMap) -> None:
+        self.rank_major = rank_major
         self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
         self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
         self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
         self.items = shared.add("expand_items", 4, 1)
         self.tiled = shared.add("scales_tiled", 4, 1)
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
+
+    def groups(self, ctx) -> Int32:
+        """Groups of rows, without the shared expert's."""
+        return ctx.ranks if self.rank_major else ctx.local_experts
+
+    def counts_of_group(self, ctx) -> Int32:
+        """Counts that make up a group."""
+        return Int32(1) if self.rank_major else ctx.ranks
+
+    def counts(self, ctx) -> Int32:
+        """Counts of all groups."""
+        return ctx.ranks if self.rank_major else ctx.experts
 
     @cute.jit
     def read(self, ctx) -> Boolean:
@@ -46,8 +66,8 @@ class Tables:
         sScaleStart = shared_array(self.scale_starts, Int32)
         sHeader = shared_array(self.headers, Int32)
         alive = Boolean(True)
-        pairs = ctx.experts + ctx.ranks * len(HeaderWord)
-        for item in cutlass.range(ctx.tid, pairs, THREADS, unroll=1):
+        words = self.counts(ctx) + ctx.ranks * len(HeaderWord)
+        for item in cutlass.range(ctx.tid, words, THREADS, unroll=1):
             source, column = ctx.by_ranks.split(item)
             word = ctx.base + ctx.arena.table.at(parity, source, column)
             value, came = wait_ll(ctx.wait_context, word, ctx.epoch, Awaited(source, Phase.ROUTE, column))
@@ -67,7 +87,7 @@ class Tables:
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         sTiled = shared_array(self.tiled, Int32)
         if ctx.warp == 0:
-            warp_exclusive_scan(lambda pair: sBase[pair], sBase, ctx.experts, ctx.lane, Int32(0))
+            warp_exclusive_scan(lambda pair: sBase[pair], sBase, self.counts(ctx), ctx.lane, Int32(0))
         if ctx.tid == 32:
             sItems[0] = most_slices(sHeader, ctx.ranks) * ctx.ranks
         if ctx.tid == 64:
@@ -85,8 +105,10 @@ class Tables:
                 if ctx.lane < ctx.ranks:
                     tokens = sHeader[ctx.lane, int(HeaderWord.TOKENS)]
                 flagged = cute.arch.vote_all_sync((tokens == 0) | ~is_lamport(tokens))
-                words = Int64(sBase[ctx.experts] + ctx.shared.rows) * Int64(ctx.scales.words)
+                words = Int64(sBase[self.counts(ctx)] + ctx.shared.rows) * Int64(ctx.scales.words)
                 scattered = cutlass.select_(flagged, Int64(SCATTERED_WORDS), Int64(SCATTERED_LAMPORT_WORDS))
+                if cutlass.const_expr(self.rank_major):
+                    scattered = Int64(SCATTERED_RANK_MAJOR_WORDS)
                 many = words > Int64(cute.arch.warp_redux_sync(tokens, "add")) * scattered
                 if not flagged:
                     many = many & (words > FEW_WORDS)
@@ -102,34 +124,35 @@ class Tables:
         """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
         return (ctx.scales.words != 0) & ~self.are_tiled()
 
-    def row_start(self, ctx, expert) -> Int32:
-        """First output row of a local expert; for the number of these, all rows."""
-        plain = ctx.shared.rows + shared_array(self.bases, Int32)[expert * ctx.ranks]
-        return cutlass.select_(ctx.out.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[expert])
+    def row_start(self, ctx, group) -> Int32:
+        """First output row of a group; for the number of these, all rows."""
+        plain = ctx.shared.rows + shared_array(self.bases, Int32)[group * self.counts_of_group(ctx)]
+        return cutlass.select_(ctx.out.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[group])
 
-    def scale_start(self, ctx, expert) -> Int32:
-        """First scale row of a local expert; for the number of these, all scale rows."""
-        start = self.row_start(ctx, expert)
-        scale_start = shared_array(self.scale_starts, Int32)[expert]
+    def scale_start(self, ctx, group) -> Int32:
+        """First scale row of a group; for the number of these, all scale rows."""
+        start = self.row_start(ctx, group)
+        scale_start = shared_array(self.scale_starts, Int32)[group]
         return cutlass.select_(ctx.scales.alignment == ctx.out.row_alignment, start, scale_start)
 
-    def arrived(self, ctx, expert) -> Int32:
-        """Rows that ranks have sent to a local expert."""
+    def arrived(self, ctx, group) -> Int32:
+        """Rows that ranks have sent to a group."""
         sBase = shared_array(self.bases, Int32)
-        return sBase[(expert + 1) * ctx.ranks] - sBase[expert * ctx.ranks]
+        counts = self.counts_of_group(ctx)
+        return sBase[(group + 1) * counts] - sBase[group * counts]
 
-    def rows_of(self, ctx, expert) -> Int32:
-        """Rows of a local expert, without padding, and without those that its block has no room for."""
-        rows = self.arrived(ctx, expert)
+    def rows_of(self, ctx, group) -> Int32:
+        """Rows of a group, without padding, and without those that its block has no room for."""
+        rows = self.arrived(ctx, group)
         return cutlass.select_((ctx.out.blocks != 0) & (rows > ctx.out.row_alignment), ctx.out.row_alignment, rows)
 
     @cute.jit
     def _place_groups(self, ctx, sStart, shared_rows: Int32, alignment: Int32) -> None:
-        """sStart[e] = rows before local expert e when every group is rounded up to `alignment` (a power of two), or is
-        a block of as many; by one warp."""
+        """sStart[g] = rows before group g when every group is rounded up to `alignment` (a power of two), or is a block
+        of as many; by one warp."""
 
-        def room_of(expert):
-            aligned = round_up(self.arrived(ctx, expert), alignment)
+        def room_of(group):
+            aligned = round_up(self.arrived(ctx, group), alignment)
             return cutlass.select_(ctx.out.blocks != 0, alignment, aligned)
 
-        warp_exclusive_scan(room_of, sStart, ctx.local_experts, ctx.lane, round_up(shared_rows, alignment))
+        warp_exclusive_scan(room_of, sStart, self.groups(ctx), ctx.lane, round_up(shared_rows, alignment))

@@ -57,8 +57,8 @@ class ScaleTiles:
         Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
         and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
         """
-        rows = self.tables.scale_start(ctx, ctx.local_experts)
-        if self.tables.row_start(ctx, ctx.local_experts) > ctx.out.capacity:
+        rows = self.tables.scale_start(ctx, self.tables.groups(ctx))
+        if self.tables.row_start(ctx, self.tables.groups(ctx)) > ctx.out.capacity:
             rows = Int32(0)
         halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
         chunks = quotient(ctx.scales.words + (CHUNK_WORDS - 1), CHUNK_WORDS)
@@ -119,16 +119,16 @@ class ScaleTiles:
         part = FOUND_ROWS * quotient(lane, LINES)
         row = self._row(ctx, line, part)
         if row < rows:
-            expert = self._expert_of(ctx, row)
+            group = self._group_of(ctx, row)
             for index in cutlass.range_constexpr(FOUND_ROWS):
-                rWhere[index] = self._message_of(ctx, expert, self._row(ctx, line, part + index))
+                rWhere[index] = self._message_of(ctx, group, self._row(ctx, line, part + index))
         return rWhere
 
     @cute.jit
-    def _expert_of(self, ctx, row: Int32) -> Int32:
-        """The local expert that a scale row belongs to; -1 for the shared one."""
+    def _group_of(self, ctx, row: Int32) -> Int32:
+        """The group that a scale row belongs to; -1 for the shared expert's."""
         low = Int32(0)
-        high = ctx.local_experts
+        high = self.tables.groups(ctx)
         while low < high:
             middle = quotient(low + high, 2)
             if self.tables.scale_start(ctx, middle) <= row:
@@ -138,23 +138,25 @@ class ScaleTiles:
         return low - 1
 
     @cute.jit
-    def _message_of(self, ctx, expert: Int32, row: Int32) -> Uint32:
-        """The same for one scale row of a local expert, or of the shared one (-1)."""
+    def _message_of(self, ctx, group: Int32, row: Int32) -> Uint32:
+        """The same for one scale row of a group, or of the shared expert's (-1)."""
         sBase = shared_array(self.tables.bases, Int32)
         sHeader = shared_array(self.tables.headers, Int32)
         start, first, count = Int32(0), Int32(0), ctx.shared.rows  # of the group: scale row, output row, rows
-        if expert >= 0:
-            start, first = self.tables.scale_start(ctx, expert), self.tables.row_start(ctx, expert)
-            count = self.tables.arrived(ctx, expert)
+        if group >= 0:
+            start, first = self.tables.scale_start(ctx, group), self.tables.row_start(ctx, group)
+            count = self.tables.arrived(ctx, group)
         place = row - start
         known = cutlass.select_(place < count, first + place, Int32(0))  # no branch: loads of two rows overlap
         token = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)[known, 0]
         source = ctx.rank
-        if expert >= 0:
-            source = Int32(0)
-            number = sBase[expert * ctx.ranks] + place
-            for other in cutlass.range(1, ctx.ranks, unroll=1):
-                source += Int32(sBase[expert * ctx.ranks + other] <= number)
+        if group >= 0:
+            source = group
+            if cutlass.const_expr(not self.tables.rank_major):
+                source = Int32(0)
+                number = sBase[group * ctx.ranks] + place
+                for other in cutlass.range(1, ctx.ranks, unroll=1):
+                    source += Int32(sBase[group * ctx.ranks + other] <= number)
         where = Uint32(0)
         if place < count:
             tokens = sHeader[source, int(HeaderWord.TOKENS)]

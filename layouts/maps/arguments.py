@@ -183,8 +183,8 @@ class Output(NamedTuple):
     """Where a rank receives: `DispatchBuffers`, but its scales.
 
     Attributes:
-        blocks: 1 where each expert has a block of row_alignment rows, whatever it receives, else 0.
-        row_alignment: a power of two without blocks, at multiples of which the rows of an expert start.
+        blocks: 1 where each group has a block of row_alignment rows, whatever it receives, else 0.
+        row_alignment: a power of two without blocks, at multiples of which the rows of a group start.
         capacity: rows of tokens and src_info.
         has_tiles: `layouts.maps.scales.has_tiles` of the scales.
     """
@@ -200,6 +200,8 @@ class Output(NamedTuple):
     row_map: Address
     headers: Address
     weights: Address
+    row_weights: Address
+    row_expert_ids: Address
     blocks: Size
     row_alignment: Size
     capacity: Size
@@ -212,7 +214,7 @@ class Scales(NamedTuple):
     Attributes:
         inner, middle, outer, step: strides of the map, in words.
         words: 4-byte words of one row.
-        alignment: multiple at which the scale rows of an expert start; with blocks, from one to the next.
+        alignment: multiple at which the scale rows of a group start; with blocks, from one to the next.
     """
 
     data: Address

@@ -6,11 +6,15 @@ same source (tokens ascending, then k) that chose e, and  base[source, e]  is th
 (e, source) order, each expert's rows rounded up to the row alignment. In blocks it is e times the rows of a block.
 
 With a fused shared expert, group 0 of the output holds the rank's own tokens in order, and expert e is group e + 1.
+
+In rank-major order a token has one row on each rank that owns one of its experts: source rank ascending, then token.
+`position` counts the source's earlier tokens for that rank, and stands in the token's first entry for it.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Literal, get_args
 
 from cute_ep.layouts.maps.record import Int, align_up
 
@@ -44,13 +48,19 @@ def entry_position(entry: Int) -> Int:
     return entry >> EXPERT_BITS
 
 
+RowOrder = Literal["expert_major", "rank_major"]
+"""By local expert, a row for each (token, expert); by source rank, a row for each (token, rank)."""
+EXPERT_MAJOR: RowOrder = "expert_major"
+RANK_MAJOR: RowOrder = "rank_major"
+ROW_ORDERS: tuple[RowOrder, ...] = get_args(RowOrder)
 ROW_ALIGNMENTS = (1, 4, 8, 16, 64, 128)
-"""Multiples to which an expert's rows may be padded."""
+"""Multiples to which a group's rows may be padded."""
 
 
-def max_rows(ranks: int, top_k: int, max_tokens: int, groups: int, alignment: int, shared_tokens: int) -> int:
-    """Most rows that one rank can have: every entry of every rank, its shared tokens, and each group's padding."""
-    rows = ranks * max_tokens * top_k + shared_tokens + groups * (alignment - 1)
+def max_rows(ranks: int, token_rows: int, max_tokens: int, groups: int, alignment: int, shared_tokens: int) -> int:
+    """Most rows that one rank can have: `token_rows` for each token of every rank, its shared tokens, and each group's
+    padding."""
+    rows = ranks * max_tokens * token_rows + shared_tokens + groups * (alignment - 1)
     return align_up(rows, alignment)
 
 

@@ -48,7 +48,7 @@ def test_rows_beyond_a_block(devices: list[str], fmt: str) -> None:
                 tensors = one.x, one.topk_ids, one.router_weights
                 batches.append(ep.dispatch(*(tensor.to(ep.device) for tensor in tensors)))
             arrived = 70 * ranks
-            text = f"rank 0: the block of local expert 0 holds {size} rows, but {arrived} have arrived"
+            text = f"rank 0: the block of group 0 holds {size} rows, but {arrived} have arrived"
             if arrived > size:
                 with pytest.raises(EPInputError, match=text):
                     communicators[0].synchronize()

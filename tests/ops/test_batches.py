@@ -40,7 +40,7 @@ def test_dispatch_returns_what_the_communicator_does(fmt: Any) -> None:
         value, got = getattr(want, name), getattr(batch, name)
         if value is None:
             assert got.numel() == 0
-        elif name in ("tokens", "row_scales", "src_info"):
+        elif name in ("tokens", "row_scales", "src_info", "row_weights"):
             assert_bits(got[:rows], value[:rows], name)
         elif name != "scales":
             assert_bits(got, value, name)

@@ -123,14 +123,16 @@ def check_dispatch(
         header = [[xs[source].shape[0], 0, given_weights[source] is not None, 0] for source in sources]
         assert_bits(batch.headers, torch.tensor(header, dtype=torch.int32), name + "headers")
         assert batch.return_slices == 0 and (batch.headers[:, HeaderWord.RETURN_SLICES] == 0).all(), "rows in one slice"
-        if all(given_weights[source] is None for source in sources):
-            assert batch.weights is None
-        else:
-            weights = torch.zeros(row_map.shape)
-            for entry in rows:
-                if entry is not None and entry[2] < cfg.top_k and given_weights[sources[entry[0]]] is not None:
-                    weights[entry] = given_weights[sources[entry[0]]][entry[1:]]
-            assert_bits(batch.weights, weights, name + "weights")
+        weights, row_weights = torch.zeros(row_map.shape), torch.zeros(len(rows))
+        for row, entry in enumerate(rows):
+            if entry is not None:
+                row_weights[row] = 1
+                if entry[2] < cfg.top_k:
+                    given = given_weights[sources[entry[0]]]
+                    weights[entry] = row_weights[row] = 1 if given is None else given[entry[1:]]
+        assert_bits(batch.weights, weights, name + "weights")
+        assert_bits(batch.row_weights, row_weights, name + "row_weights")
+        assert batch.row_expert_ids is None
         assert batch.topk_ids is topk_ids[rank] and batch.router_weights is given_weights[rank]
     return results
 

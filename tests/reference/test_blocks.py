@@ -114,7 +114,7 @@ def test_rows_that_a_block_has_no_room_for_are_reported_and_come_home_as_nan() -
     first = batches[0].row_map[batches[0].row_map >= 0]
     assert (first == LOST_ROW).sum() >= 11
     rows = [torch.ones(10, cfg.hidden, dtype=torch.bfloat16) for _ in ranks]
-    with pytest.raises(EPInputError, match="rank 0: the block of local expert 0 holds 5 rows, but 16 have arrived"):
+    with pytest.raises(EPInputError, match="rank 0: the block of group 0 holds 5 rows, but 16 have arrived"):
         ranks[0].synchronize()
     outs = [ep.combine(row, batch) for ep, row, batch in zip(ranks, rows, batches, strict=True)]
     lost = outs[0].isnan().all(1)
@@ -143,5 +143,5 @@ def test_buffers_have_room_for_all_blocks_and_no_more() -> None:
     with pytest.raises(EPInputError, match="capacity = 10: must be None with block_rows"):
         ep.allocate(10)
     one = make_inputs(CFG, TOKENS, "uniform", 1)[0]
-    with pytest.raises(EPInputError, match=r"out.tokens.shape\[0\] = 15: must be 10, 5 for each local expert"):
+    with pytest.raises(EPInputError, match=r"out.tokens.shape\[0\] = 15: must be 10, 5 for each of 2 groups"):
         ep.dispatch(one.x, one.topk_ids, out=DispatchBuffers.allocate(CFG, "cpu", 15))

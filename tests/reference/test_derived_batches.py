@@ -106,10 +106,10 @@ def test_combine_checks_a_batch_of_tensors(change: dict, rule: str) -> None:
         ranks[0].combine(rows, replace(from_tensors(batch), **change))
 
 
-def test_partial_combine_needs_the_weights_that_travelled() -> None:
+def test_partial_combine_needs_what_dispatch_wrote() -> None:
     ranks, (batch, *_), (rows, *_) = round_of()
     without = from_tensors(batch, READ_BY_COMBINE)
-    with pytest.raises(EPInputError, match=r"dispatched\.weights = None: must be the weights that travelled"):
+    with pytest.raises(EPInputError, match=r"dispatched\.weights = None: must be what dispatch wrote"):
         ranks[0].combine(rows, without, mode="partial")
 
 

@@ -16,6 +16,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import NO_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
 from cute_ep.reference.results import OF_ROWS, write_rows
 from cute_ep.testing.verify import POISON, SPARE_ROWS, expert_rows, poison
@@ -119,7 +120,7 @@ class Batch:
         expected = reference.dispatch(cfg, xs, ids, scales, early, ready)
         rows = [_filled(one, given.bits) for one in expert_rows(expected, cfg.hidden, seed)]
         sums = {
-            mode: reference.combine(cfg, rows, expected, weights if mode != "unweighted" else None, mode, dtype)
+            mode: reference.combine(cfg, rows, expected, {"exact": weights, "partial": early}.get(mode), mode, dtype)
             for mode, dtype in given.modes.items()
         }
         self.arguments: dict[int, dict[str, torch.Tensor | None]] = {}
@@ -200,6 +201,8 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
     segment = Segment(shapes, device)
     for name in ("headers", "row_map", "weights"):
         segment.view(segment.mask, name).view(torch.uint8).zero_()
+    if cfg.is_rank_major:
+        segment.view(segment.expected, "row_expert_ids").fill_(NO_ROW)
     for name in shapes.keys() - {"headers", "row_map", "weights"}:
         value, place = getattr(want, name), segment.view(segment.expected, name)
         if blocks and name in OF_ROWS:

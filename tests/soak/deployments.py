@@ -15,7 +15,7 @@ from cute_ep.bench.machine import parse_devices
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+from cute_ep.layouts.maps.routing import RANK_MAJOR, ROW_ALIGNMENTS
 from cute_ep.layouts.maps.scales import ATOM_ROWS
 from cute_ep.testing.workloads import ROUTINGS
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning, slices_for
@@ -172,6 +172,8 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
         fused_shared_expert=random.random() < 0.25,
         skip_a2a=random.random() < 0.1,
     )
+    if random.random() < 0.3 and not cfg.fused_shared_expert:
+        cfg = replace(cfg, row_order=RANK_MAJOR)
     if random.random() < 0.5 and local * top_k <= 16 and not cfg.fused_shared_expert:
         rows = cfg.peers * tokens * top_k  # enough for any routing
         cfg = replace(cfg, row_alignment=None, block_rows=align_up(max(2, rows), ATOM_ROWS))
@@ -187,9 +189,9 @@ def _inputs(random: Random, cfg: EPConfig) -> InputSet:
     tokens = [count()] * cfg.world_size if cfg.skip_a2a else [count() for _ in range(cfg.world_size)]
     weights_at = random.choice(("dispatch", "dispatch", "dispatch", "combine", "nowhere"))
     modes = {
-        "exact": weights_at != "nowhere",
-        "partial": weights_at == "dispatch",
-        "unweighted": not cfg.fused_shared_expert,
+        "exact": weights_at != "nowhere" and not cfg.is_rank_major,
+        "partial": True,
+        "unweighted": not cfg.fused_shared_expert and not cfg.is_rank_major,
     }
     prequantized = random.random() < 0.2 and cfg.format.scale is not None
     return InputSet(

@@ -6,8 +6,9 @@ import torch
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS, Dispatched
-from cute_ep.api.errors import EPInputError
+from cute_ep.api.types import RowOrder
 from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing import verify
@@ -95,10 +96,17 @@ FORMATS_AND_LAYOUTS = [("nvfp4_row", ATOM), ("nvfp4_row", LINEAR), ("fp8", TRANS
 
 
 def dispatched(
-    fmt: str, layout: str | None, tokens: tuple[int, ...] = TOKENS, *, alone: bool = False
+    fmt: str,
+    layout: str | None,
+    tokens: tuple[int, ...] = TOKENS,
+    *,
+    alone: bool = False,
+    order: RowOrder = EXPERT_MAJOR,
 ) -> tuple[EPConfig, Dispatched, Dispatched]:
     """A configuration, what RANK dispatched into poisoned buffers and what it should have."""
-    cfg = EPConfig(128, 6, 2, 12, len(tokens), fmt, scale_layout=layout, row_alignment=4, skip_a2a=alone)
+    cfg = EPConfig(
+        128, 6, 2, 12, len(tokens), fmt, scale_layout=layout, row_alignment=4, skip_a2a=alone, row_order=order
+    )
     inputs = make_inputs(cfg, tokens, "masked", 3)
     xs, ids, weights = ([getattr(one, name) for one in inputs] for name in ("x", "topk_ids", "router_weights"))
     expected = reference.dispatch(cfg, xs, ids, None, weights)
@@ -108,6 +116,11 @@ def dispatched(
         for one, x, i, w, want in zip(ranks, xs, ids, weights, expected, strict=True)
     ]
     return cfg, batches[RANK], expected[RANK]
+
+
+def order_with(name: str) -> RowOrder:
+    """An order of rows in which there is a tensor of this name."""
+    return RANK_MAJOR if name == "row_expert_ids" else EXPERT_MAJOR
 
 
 def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tensor:
@@ -130,7 +143,7 @@ def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tenso
 @pytest.mark.parametrize("name", BUFFERS)
 def test_a_check_of_dispatch_sees_every_bit_that_the_contract_defines(fmt: str, layout: str | None, name: str) -> None:
     """One element after the other, and of rows one of each: the others may be anything."""
-    cfg, actual, expected = dispatched(fmt, layout)
+    cfg, actual, expected = dispatched(fmt, layout, order=order_with(name))
     check_dispatched(actual, expected, cfg, RANK)
     tensor = getattr(actual, name)
     if tensor is None:
@@ -164,7 +177,7 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
 
 @pytest.mark.parametrize("name", BUFFERS)
 def test_a_check_of_dispatch_sees_what_is_written_behind_a_tensor(name: str) -> None:
-    cfg, actual, expected = dispatched("nvfp4_row", ATOM)
+    cfg, actual, expected = dispatched("nvfp4_row", ATOM, order=order_with(name))
     torch.empty(0, dtype=torch.uint8).set_(getattr(actual, name).untyped_storage())[-GUARD_BYTES] = 0
     with pytest.raises(AssertionError, match=rf"rank {RANK} {name}: byte 0 behind it"):
         check_dispatched(actual, expected, cfg, RANK)
@@ -194,7 +207,7 @@ def test_a_check_of_dispatch_of_a_rank_alone() -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("at", ["dispatch", "combine"])
 def test_a_checked_round_gives_its_weights_where_it_says(at: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial combine has them from dispatch, and refuses others."""
+    """Partial combine has them from dispatch, or sums without."""
     given, ranks = [], connect_reference(EPConfig(128, 6, 2, 12, len(TOKENS)))
     inputs = make_inputs(ranks[0].cfg, TOKENS, "masked", 3)
 
@@ -205,6 +218,3 @@ def test_a_checked_round_gives_its_weights_where_it_says(at: str, split: bool, m
     monkeypatch.setattr(verify, "check_dispatched", check)
     check_round(ranks, inputs, RoundOptions(split, weights_at=at))
     assert given == [at == "dispatch"] * len(TOKENS)
-    if at == "combine":
-        with pytest.raises(EPInputError, match="partial combine needs them, give them to dispatch"):
-            check_round(ranks, inputs, RoundOptions(split, ("partial",), weights_at=at))

@@ -14,7 +14,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_KERNELS
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COMBINE_MODES, DISPATCH_OPERATIONS
 from cute_ep.tuning.builtin import built_in
 from cute_ep.tuning.launch_shape import FAMILIES, MANY, Entry, Shape, Tuning
 
@@ -23,7 +23,7 @@ from .launch_tables import MINE, OPERATIONS, entries, has_flags, launches, tunin
 
 def test_the_operations_of_these_tests_cover_all_kernels() -> None:
     ends = "|".join(f"_{mode}" for mode in COMBINE_MODES)
-    assert {re.sub(f"({ends})$", "", name) for name in (*DISPATCH_KERNELS, *COMBINE_KERNELS)} == set(OPERATIONS)
+    assert {re.sub(f"({ends})$", "", name) for name in (*DISPATCH_OPERATIONS, *COMBINE_KERNELS)} == set(OPERATIONS)
 
 
 @given(launches, tunings)
