@@ -134,6 +134,13 @@ WANTED: dict[str, dict[str, list[str]]] = {
         ],
     },
     "flashinfer": {
+        "flashinfer.comm.trtllm_moe_alltoall": [
+            "MoeAlltoAll.__init__",
+            "MoeAlltoAll.eplb_gathered_stats",
+            "MoeAlltoAll.dispatch",
+            "MoeAlltoAll.combine",
+            "MoeAlltoAll.get_combine_payload_tensor_in_workspace",
+        ],
         "flashinfer.moe_ep.config": ["BootstrapConfig"],
         "flashinfer.moe_ep.core.comm.communication": [
             "MoEEpCommParams",
