@@ -51,8 +51,9 @@ class Parts:
 
         self.base.DeviceCommunicatorBase.__init__ = init
         self.utils.maybe_make_prepare_finalize = self.early.maybe_make_prepare_finalize = make
+        self.ubatching = SimpleNamespace(use_ubatching=False)
         stubs["vllm.config.vllm"].get_current_vllm_config = lambda: SimpleNamespace(  # type: ignore[attr-defined]
-            additional_config={"cute_ep": {"mode": "exact"}}
+            additional_config={"cute_ep": {"mode": "exact"}}, parallel_config=self.ubatching
         )
 
     def communicator(self, backend: str, **more: Any) -> Any:
@@ -202,6 +203,14 @@ def test_layers_that_do_not_fit_name_the_option(parts: Parts, one: Any, options:
     manager = parts.communicator("cute_ep").all2all_manager
     with pytest.raises(EPConfigError, match=message):
         parts.utils.maybe_make_prepare_finalize(one, None, all2all_manager=manager, **options)
+
+
+@pytest.mark.parametrize("backend", ["cute_ep", "cute_ep_batched"])
+def test_two_batches_at_a_time_are_refused(parts: Parts, backend: str) -> None:
+    manager = parts.communicator(backend).all2all_manager
+    parts.ubatching.use_ubatching = True
+    with pytest.raises(EPConfigError, match="--enable-dbo, --ubatch-size: must be left out"):
+        parts.utils.maybe_make_prepare_finalize(moe(backend), None, all2all_manager=manager)
 
 
 def test_wrapped_calls_take_what_the_releases_take(parts: Parts) -> None:

@@ -72,8 +72,13 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "ParallelConfig.tensor_parallel_size",
             "ParallelConfig.use_batched_dp_moe",
             "ParallelConfig.use_sequence_parallel_moe",
+            "ParallelConfig.use_ubatching",
         ],
-        "vllm.config.vllm": ["VllmConfig.additional_config", "get_current_vllm_config"],
+        "vllm.config.vllm": [
+            "VllmConfig.additional_config",
+            "VllmConfig.parallel_config",
+            "get_current_vllm_config",
+        ],
         "vllm.distributed.device_communicators.base_device_communicator": [
             "All2AllManagerBase.__init__",
             "All2AllManagerBase.get_handle",

@@ -159,12 +159,15 @@ def _layer(moe: Any, manager: Any) -> Any:
             f"num_experts = {moe.num_experts}: must be a multiple of the {manager.world_size} expert parallel ranks; "
             "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
         )
+    config = get_current_vllm_config()
+    if config.parallel_config.use_ubatching:
+        raise EPConfigError("--enable-dbo, --ubatch-size: must be left out, a layer has one batch in flight")
     sizes = {
         "hidden": moe.hidden_dim,
         "num_experts": moe.num_experts,
         "top_k": moe.experts_per_token,
         "max_tokens": moe.max_num_tokens,
-        "options": Options.of(get_current_vllm_config().additional_config),
+        "options": Options.of(config.additional_config),
     }
     if moe.moe_parallel_config.all2all_backend == BATCHED:
         return CuteEPBatched(manager, **sizes)
