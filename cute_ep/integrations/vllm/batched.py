@@ -6,8 +6,6 @@ Combine applies the router's weights, at a token's own rank unless the mode is `
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
@@ -70,7 +68,8 @@ class CuteEPBatched(CuteEPLayer):
             if self._packed and cfg.hidden % PACKED_COLUMNS:
                 raise EPConfigError(f"hidden = {cfg.hidden}: must be a multiple of {PACKED_COLUMNS} on this GPU")
             kind: FormatName = "fp8_pow2" if self._packed else "fp8"
-            self._cfg = replace(cfg, dispatch_format=kind, scale_layout="transposed")
+            sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
+            self._cfg = block_config(*sizes, kind, cfg.timeout_s)
         elif isinstance(quant.quant_dtype, str) and not (fused_experts.expects_unquantized_inputs or _is_nvfp4(quant)):
             raise EPConfigError(
                 f"quant_dtype = {quant.quant_dtype!r}: has no batched format; use --all2all-backend cute_ep"
