@@ -92,7 +92,8 @@ class CuteEPCommunication(MoEEpCommunication):
         self.config = CuteEPConfig() if config is None else config
         self._round: _Round | None = None
         self._destroyed = False
-        self._group = _group(bootstrap)
+        names = "bootstrap.rank, bootstrap.world_size"
+        self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, names)
         if params.dtype not in (None, torch.bfloat16):
             raise EPConfigError(f"params.dtype = {params.dtype}: must be torch.bfloat16 or None, experts return it")
         wanted = getattr(params.dispatch_format, "name", None)
@@ -210,6 +211,11 @@ class CuteEPCommunication(MoEEpCommunication):
         self._round = None
         return total
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of calls are: the current GPU of the constructor, or the CPU if there is none."""
+        return self._connections.device
+
     def synchronize(self) -> None:
         """Wait for this rank's work, and raise what was found wrong, as `cute_ep.EPCommunicator.synchronize`: expert
         ids out of range, which count as masked, and ranks that did not come."""
@@ -257,21 +263,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _group(bootstrap: BootstrapConfig) -> dist.ProcessGroup:
-    """The process group of the ranks, checked."""
-    group = bootstrap.process_group
+def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:
+    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size, which
+    arguments of these names have."""
     if group is None:
         if not dist.is_initialized():
             raise EPConfigError(
-                "bootstrap.process_group = None: needs a default group, call torch.distributed.init_process_group first"
+                "process_group = None: needs a default group, call torch.distributed.init_process_group first"
             )
         group = dist.group.WORLD
     found = group.rank(), group.size()
-    if found != (bootstrap.rank, bootstrap.world_size):
-        raise EPConfigError(
-            f"bootstrap.rank, bootstrap.world_size = {bootstrap.rank}, {bootstrap.world_size}: must be those of its "
-            f"process group, {found[0]}, {found[1]}"
-        )
+    if found != (rank, size):
+        raise EPConfigError(f"{names} = {rank}, {size}: must be those of the process group, {found[0]}, {found[1]}")
     return group
 
 

@@ -14,32 +14,31 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations import connections
 from cute_ep.testing.compare import assert_bits
-from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
+from cute_ep.testing.workloads import ROUTINGS, RankInputs
 
-from .flashinfer_library import INSTALLED, real, stubs
+from .flashinfer_library import (
+    EXPERTS,
+    HIDDEN,
+    MOST,
+    SLOTS,
+    bits,
+    inputs,
+    library_of,
+    random_rows,
+    rows_of,
+    stubs,
+    sums,
+)
 from .groups import connect, entries, on_groups
 from .upstream import differences
 
-HIDDEN, EXPERTS, SLOTS, MOST = 128, 12, 3, 9
-TOKENS = {2: (9, 0), 3: (9, 0, 7)}
 Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(params=["stubs", "real"])
 def library(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """FlashInfer's names, and the adapter as `.adapter`."""
-    if request.param == "real" and not INSTALLED:
-        pytest.skip("needs FlashInfer: pip install 'flashinfer-python>=0.7.2,<0.7.3'")
-    with real() if request.param == "real" else stubs() as (moe_ep, adapter):
-        adapter.register()
-        names = ("BootstrapConfig", "MoEEpCommParams", "MoEEpCommunication", "QuantFormat", "create_communication")
-        yield SimpleNamespace(adapter=adapter, **{name: getattr(moe_ep, name) for name in names})
-
-
-def inputs(ranks: int, routing: str, tokens: tuple[int, ...] | None = None) -> list[RankInputs]:
-    return make_inputs(
-        EPConfig(HIDDEN, EXPERTS, SLOTS, MOST, ranks), TOKENS[ranks] if tokens is None else tokens, routing, 7
-    )
+    with library_of(request.param) as found:
+        yield found
 
 
 def on_ranks(
@@ -61,14 +60,6 @@ def on_ranks(
     return on_groups(patch, ranks, run)
 
 
-def rows_of(found: list[tuple[int, int, dict[int, int]]], stride: int) -> list[int]:
-    """The row of each of a rank's `entries`: its position among those of its source, behind source * stride."""
-    return [
-        source * stride + sum(source == other for other, _, _ in found[:number])
-        for number, (source, _, _) in enumerate(found)
-    ]
-
-
 def check_routing(
     got: Any, found: list, rank: int, ranks: int, given: list[RankInputs], stride: int, invalid: int
 ) -> None:
@@ -82,27 +73,6 @@ def check_routing(
     if got.topk_weights is not None:
         assert_bits(got.topk_weights, weights, f"rank {rank} weights")
     assert got.tokens_per_rank == stride and got.eplb_gathered_stats is None
-
-
-def sums(ranks: int, ids: list[torch.Tensor], rows: list[torch.Tensor], stride: int) -> list[torch.Tensor]:
-    """Of each token's rows by ascending rank, in float32."""
-    total = [torch.zeros(len(one), rows[0].shape[1]) for one in ids]
-    for rank in range(ranks):
-        found = entries(EXPERTS, ranks, rank, ids)
-        for row, (source, token, _) in zip(rows_of(found, stride), found, strict=True):
-            total[source][token] += rows[rank][row].float()
-    return total
-
-
-def random_rows(count: int, seed: int, hidden: int = HIDDEN) -> torch.Tensor:
-    return torch.randn(count, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def bits(tokens: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Rows of any bits."""
-    size = columns * torch.empty(0, dtype=dtype).itemsize
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(256, (tokens, size), generator=generator).to(torch.uint8).view(dtype)
 
 
 # ---- dispatch and combine
@@ -312,7 +282,7 @@ def test_sizes_that_cannot_be_served_are_refused(monkeypatch: Patch, library: An
 def test_the_group_must_be_that_of_the_bootstrap(library: Any) -> None:
     params = library.MoEEpCommParams(EXPERTS, SLOTS, MOST, HIDDEN)
     other = SimpleNamespace(rank=lambda: 1, size=lambda: 4)
-    with pytest.raises(EPConfigError, match="world_size = 0, 2: must be those of its process group, 1, 4"):
+    with pytest.raises(EPConfigError, match="world_size = 0, 2: must be those of the process group, 1, 4"):
         library.create_communication(library.BootstrapConfig(2, 0, process_group=other), params, "cute_ep")
     with pytest.raises(EPConfigError, match="needs a default group"):
         library.create_communication(library.BootstrapConfig(2, 0, process_group=None), params, "cute_ep")

@@ -41,8 +41,9 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
         yield made
 
 
-def layers(number: int, quant: dict[str, Any], **options: Any) -> list:
+def layers(number: int, quant: dict[str, Any], batched: bool = False, **options: Any) -> list:
     """Layers of rank 0 of two."""
+    from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
     from cute_ep.integrations.vllm.options import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
@@ -50,35 +51,25 @@ def layers(number: int, quant: dict[str, Any], **options: Any) -> list:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: RANKS)
     manager = CuteEPAll2AllManager(group, group)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TOKENS}
-    made = [CuteEPStandard(manager, **sizes, options=Options(**options)) for _ in range(number)]
+    make: Any = CuteEPBatched if batched else CuteEPStandard
+    made = [make(manager, **sizes, options=Options(**options)) for _ in range(number)]
     for one in made:
         one.post_init_setup(experts_of(**quant))
     return made
 
 
-def forbid_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def waits(*arguments: Any, **named: Any) -> None:
-        raise AssertionError("the host waits for the device")
-
-    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, waits)
-    monkeypatch.setattr(Communicator, "synchronize", waits)
-
-
 @pytest.mark.parametrize("how", ["finalize", "finalize_async"])
 @pytest.mark.parametrize("quant", [{}, FP8], ids=["bf16", "fp8"])
 def test_a_layer_with_static_room_never_waits(
-    connected: Connected, launches: Launches, monkeypatch: pytest.MonkeyPatch, quant: dict, how: str
+    connected: Connected, launches: Launches, no_wait: None, quant: dict, how: str
 ) -> None:
     for layer in layers(2, quant, sms=16, timeout_s=5):
-        with monkeypatch.context() as inside:
-            forbid_waits(inside)
-            own = experts_of(**quant).quant_config
-            rows, scales, _, ids, ones = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, own, False)
-            moved, out = launches.last("dispatch"), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
-            done = getattr(layer, how)(out, rows.bfloat16()[:, None], ones, ids, False, None)
-            if done is not None:
-                done()
+        own = experts_of(**quant).quant_config
+        rows, scales, _, ids, ones = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, own, False)
+        moved, out = launches.last("dispatch"), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        done = getattr(layer, how)(out, rows.bfloat16()[:, None], ones, ids, False, None)
+        if done is not None:
+            done()
         room = RANKS * TOKENS * SLOTS + (12 if quant else 0)
         assert len(rows) == room and moved.values("out.tokens", "out.capacity") == (rows.data_ptr(), room)
         assert scales is None or moved.values("scales.data") == (scales.data_ptr(),)
@@ -115,3 +106,30 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
     assert asked[0] == (torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist(), TOKENS) and len(asked) == 2
     assert len(rows) == len(ids) == 6 and meta.expert_num_tokens_cpu.tolist() == [3, 2, 1, 0]
     assert launches.last("dispatch").values("out.capacity") == (6,)
+
+
+@pytest.mark.parametrize("how", ["finalize", "finalize_async"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "fp8_pow2"])
+def test_batched_experts_get_what_the_kernel_wrote(
+    connected: Connected, launches: Launches, no_wait: None, kind: str, how: str
+) -> None:
+    quant = {} if kind == "bf16" else {**FP8, "packed": kind == "fp8_pow2"}
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+
+    for layer in layers(2, quant, batched=True):
+        own = experts_of(**quant).quant_config
+        rows, scales, meta, *_ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, own, False)
+        moved, out = launches.last("dispatch"), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        assert moved.values("input.x", "out.tokens") == (X.data_ptr(), rows.data_ptr())
+        assert moved.values("out.row_counts") == (meta.expert_num_tokens.data_ptr(),)
+        assert kind != "fp8" or moved.values("scales.data") == (scales.data_ptr(),)
+        back = rows.bfloat16()
+        done = getattr(layer, how)(out, back, WEIGHTS, IDS, False, topk_weight_and_reduce.TopKWeightAndReduceDelegate())
+        if done is not None:
+            done()
+        home = launches.last("combine_exact" if done is None else "combine_async_exact")
+        assert home.values("rows.data") == (back.data_ptr(),)
+    halves = ["combine_async_exact", "combine_wait_exact"]
+    assert launches.kernels == ["dispatch", *(["combine_exact"] if how == "finalize" else halves)] * 2
+    ((cfg, _),) = connected  # both layers share it
+    assert (cfg.dispatch_format, cfg.block_rows) == (kind, RANKS * TOKENS)

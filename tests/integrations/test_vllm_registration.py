@@ -27,10 +27,14 @@ class Parts:
         self.parallel: Any = stubs["vllm.config.parallel"]
         self.base: Any = stubs[COMMUNICATOR]
         self.utils: Any = stubs[f"{CONFIG}.all2all_utils"]
+        self.kernel: Any = stubs[f"{CONFIG}.modular_kernel"]
+        self.config: Any = stubs[f"{CONFIG}.config"]
         self.early: Any = ModuleType("vllm.early")  # has imported the factory by name
         config = self.parallel.ParallelConfig
         config.__dataclass_fields__ = {"all2all_backend": SimpleNamespace(type=None)}
         config.use_sequence_parallel_moe = property(lambda self: self.all2all_backend == "allgather_reducescatter")
+        config.use_batched_dp_moe = property(lambda self: self.all2all_backend == "deepep_low_latency")
+        self.config.FusedMoEParallelConfig.use_all2all_kernels = property(lambda self: self.all2all_kernels)
 
         def init(
             self: Any, cpu_group: Any, device: Any = None, device_group: Any = None, unique_name: str = "",
@@ -47,8 +51,9 @@ class Parts:
 
         self.base.DeviceCommunicatorBase.__init__ = init
         self.utils.maybe_make_prepare_finalize = self.early.maybe_make_prepare_finalize = make
+        self.ubatching = SimpleNamespace(use_ubatching=False)
         stubs["vllm.config.vllm"].get_current_vllm_config = lambda: SimpleNamespace(  # type: ignore[attr-defined]
-            additional_config={"cute_ep": {"mode": "exact"}}
+            additional_config={"cute_ep": {"mode": "exact"}}, parallel_config=self.ubatching
         )
 
     def communicator(self, backend: str, **more: Any) -> Any:
@@ -85,9 +90,9 @@ def test_vllm_finds_register_by_its_entry_point(parts: Parts) -> None:
     assert getattr(sys.modules[module], name).__module__ == "cute_ep.integrations.vllm.registration"
 
 
-def test_the_name_is_a_value_once(parts: Parts) -> None:
+def test_the_names_are_values_once(parts: Parts) -> None:
     names = get_args(parts.parallel.All2AllBackend)
-    assert names[-1] == "cute_ep" and names.count("cute_ep") == 1 and "deepep_v2" in names
+    assert names[-2:] == ("cute_ep", "cute_ep_batched") and len(set(names)) == len(names) and "deepep_v2" in names
     config = parts.parallel.ParallelConfig
     assert config.__annotations__["all2all_backend"] == parts.parallel.All2AllBackend
 
@@ -96,6 +101,7 @@ def test_the_name_is_a_value_once(parts: Parts) -> None:
     ("backend", "sizes", "wanted"),
     [
         ("cute_ep", (2, 2, True), True),
+        ("cute_ep_batched", (2, 2, True), True),
         ("cute_ep", (1, 2, True), False),
         ("cute_ep", (2, 1, True), False),
         ("cute_ep", (2, 2, False), False),
@@ -110,7 +116,31 @@ def test_tokens_are_shared_out_as_for_other_backends(parts: Parts, backend: str,
     assert config.use_sequence_parallel_moe is wanted
 
 
+@pytest.mark.parametrize(
+    ("backend", "sizes", "wanted"),
+    [
+        ("cute_ep_batched", (1, 2, True), True),
+        ("cute_ep_batched", (2, 1, True), False),
+        ("cute_ep_batched", (1, 2, False), False),
+        ("cute_ep", (1, 2, True), False),
+        ("deepep_low_latency", (1, 1, False), True),
+    ],
+)
+def test_the_batched_backend_has_few_tokens_and_batched_experts(
+    parts: Parts, backend: str, sizes: tuple, wanted: bool
+) -> None:
+    parts.communicator(backend)
+    config, layer = parts.parallel.ParallelConfig(), object.__new__(parts.config.FusedMoEParallelConfig)
+    config.all2all_backend = layer.all2all_backend = backend
+    config.tensor_parallel_size, config.data_parallel_size, config.enable_expert_parallel = sizes
+    layer.all2all_kernels = sizes[1] > 1 and sizes[2]
+    assert config.use_batched_dp_moe is wanted
+    if backend in ("cute_ep", "cute_ep_batched"):
+        assert layer.use_batched_activation_format is wanted
+
+
 def test_the_device_communicator_gets_our_manager(parts: Parts) -> None:
+    assert type(parts.communicator("cute_ep_batched").all2all_manager).__name__ == "CuteEPAll2AllManager"
     made = parts.communicator("cute_ep")
     assert type(made.all2all_manager).__name__ == "CuteEPAll2AllManager"
     assert made.all2all_manager.world_size == 2 and not made.use_all2all
@@ -149,6 +179,8 @@ def test_layers_are_ours(parts: Parts, where: str) -> None:
     cfg = layer._cfg
     assert (cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size) == (256, 8, 2, 16, 2)
     assert make(moe(), None, all2all_manager=manager)._manager is manager
+    batched = make(moe("cute_ep_batched"), None)
+    assert type(batched).__name__ == "CuteEPBatched" and batched._mode == "exact" and batched._cfg.block_rows == 32
 
 
 @pytest.mark.parametrize("one", [moe("deepep_v2"), moe(use_all2all_kernels=False, dp_size=1)], ids=["other", "alone"])
@@ -173,6 +205,14 @@ def test_layers_that_do_not_fit_name_the_option(parts: Parts, one: Any, options:
         parts.utils.maybe_make_prepare_finalize(one, None, all2all_manager=manager, **options)
 
 
+@pytest.mark.parametrize("backend", ["cute_ep", "cute_ep_batched"])
+def test_two_batches_at_a_time_are_refused(parts: Parts, backend: str) -> None:
+    manager = parts.communicator(backend).all2all_manager
+    parts.ubatching.use_ubatching = True
+    with pytest.raises(EPConfigError, match="--enable-dbo, --ubatch-size: must be left out"):
+        parts.utils.maybe_make_prepare_finalize(moe(backend), None, all2all_manager=manager)
+
+
 def test_wrapped_calls_take_what_the_releases_take(parts: Parts) -> None:
     parts.communicator("cute_ep")
     ours = parts.base.DeviceCommunicatorBase.__init__, parts.utils.maybe_make_prepare_finalize
@@ -191,8 +231,9 @@ def test_callers_of_vllms_classes_can_call_ours(parts: Parts) -> None:
     from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
+    base = parts.kernel.FusedMoEPrepareAndFinalizeModular
     assert not CuteEPStandard.__abstractmethods__
-    assert differences(CuteEPStandard, CuteEPStandard.__base__) == []
+    assert differences(CuteEPStandard, base) == []
     assert differences(CuteEPAll2AllManager, CuteEPAll2AllManager.__base__) == []
 
 

@@ -70,9 +70,15 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "ParallelConfig.data_parallel_size",
             "ParallelConfig.enable_expert_parallel",
             "ParallelConfig.tensor_parallel_size",
+            "ParallelConfig.use_batched_dp_moe",
             "ParallelConfig.use_sequence_parallel_moe",
+            "ParallelConfig.use_ubatching",
         ],
-        "vllm.config.vllm": ["VllmConfig.additional_config", "get_current_vllm_config"],
+        "vllm.config.vllm": [
+            "VllmConfig.additional_config",
+            "VllmConfig.parallel_config",
+            "get_current_vllm_config",
+        ],
         "vllm.distributed.device_communicators.base_device_communicator": [
             "All2AllManagerBase.__init__",
             "All2AllManagerBase.get_handle",
@@ -99,6 +105,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "FusedMoEParallelConfig.all2all_backend",
             "FusedMoEParallelConfig.dp_size",
             "FusedMoEParallelConfig.sp_size",
+            "FusedMoEParallelConfig.use_batched_activation_format",
             "FusedMoEParallelConfig.use_all2all_kernels",
             "FusedMoEConfig.experts_per_token",
             "FusedMoEConfig.hidden_dim",
@@ -122,7 +129,9 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "FusedMoEPrepareAndFinalizeModular",
             "FusedMoEExperts.expects_unquantized_inputs",
             "FusedMoEExperts.quant_config",
+            "FusedMoEExperts.supports_packed_ue8m0_act_scales",
         ],
+        "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce": ["TopKWeightAndReduceDelegate"],
         "vllm.model_executor.layers.fused_moe.utils": ["moe_kernel_quantize_input"],
         "vllm.model_executor.layers.fused_moe.all2all_utils": [
             "get_ep_all2all_manager",
@@ -130,6 +139,13 @@ WANTED: dict[str, dict[str, list[str]]] = {
         ],
     },
     "flashinfer": {
+        "flashinfer.comm.trtllm_moe_alltoall": [
+            "MoeAlltoAll.__init__",
+            "MoeAlltoAll.eplb_gathered_stats",
+            "MoeAlltoAll.dispatch",
+            "MoeAlltoAll.combine",
+            "MoeAlltoAll.get_combine_payload_tensor_in_workspace",
+        ],
         "flashinfer.moe_ep.config": ["BootstrapConfig"],
         "flashinfer.moe_ep.core.comm.communication": [
             "MoEEpCommParams",

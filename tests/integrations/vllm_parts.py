@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.testing.workloads import RankInputs, make_inputs
+from tests.integrations.groups import ThreadGroup, on_groups
 
-HIDDEN = 256
+HIDDEN = 512
+EXPERTS, SLOTS, TMAX, RANKS = 12, 3, 9, 3
+TOKENS = (9, 0, 7)
+LOCAL = EXPERTS // RANKS
+FP8 = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
+
 CONFIG = "vllm.model_executor.layers.fused_moe"
 
 
@@ -32,15 +41,18 @@ def import_adapter(stubs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pydantic.dataclasses", rebuilt)  # type: ignore[arg-type]
     adapter = importlib.import_module("cute_ep.integrations.vllm")
     importlib.import_module("cute_ep.integrations.vllm.standard")
+    importlib.import_module("cute_ep.integrations.vllm.batched")
     return adapter
 
 
-def experts_of(*, expects_unquantized_inputs: bool = False, **quant: Any) -> Any:
+def experts_of(*, expects_unquantized_inputs: bool = False, packed: bool = False, **quant: Any) -> Any:
     """Experts, as far as prepare asks them."""
     own = {"quant_dtype": None, "block_shape": None, "per_act_token_quant": False, "is_scale_swizzled": True}
     own |= {"is_scale_transposed": False, "mx_alignment": 0, "a1_scale": None, "a1_gscale": None}
     return SimpleNamespace(
-        quant_config=SimpleNamespace(**(own | quant)), expects_unquantized_inputs=expects_unquantized_inputs
+        quant_config=SimpleNamespace(**(own | quant)),
+        expects_unquantized_inputs=expects_unquantized_inputs,
+        supports_packed_ue8m0_act_scales=lambda: packed,
     )
 
 
@@ -53,3 +65,100 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in blocks of 128: [n, hidden] float8_e4m3fn, and [n, hidden / 128] float32."""
     payload, scales, _ = reference.quantize(rows, "fp8")
     return payload, scales
+
+
+# ---- layers on ranks in threads
+
+
+class Layer(NamedTuple):
+    """One rank's."""
+
+    layer: Any
+    rank: int
+    group: ThreadGroup
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    program: Callable[[Layer], Any],
+    quant: dict | None = None,
+    top_k: int = SLOTS,
+    batched: bool = False,
+    **options: Any,
+) -> list:
+    """What program(layer) returns on each rank."""
+    from cute_ep.integrations.vllm import manager, standard
+    from cute_ep.integrations.vllm.batched import CuteEPBatched
+    from cute_ep.integrations.vllm.options import Options
+
+    def exchange(counts: torch.Tensor, tokens: int, group: ThreadGroup) -> torch.Tensor:
+        told = counts.view(RANKS, -1)
+        _, heard = group.on_all_ranks(lambda: told, lambda made: made)
+        own = torch.stack([one[group.rank()] for one in heard])
+        return torch.cat([own, torch.full_like(own[:, :1], tokens)], dim=1)
+
+    monkeypatch.setattr(standard, "exchange_counts", exchange)
+
+    def on_rank(group: ThreadGroup) -> Any:
+        made = manager.CuteEPAll2AllManager(group, group)  # type: ignore[arg-type]
+        sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": top_k, "max_tokens": TMAX}
+        make = CuteEPBatched if batched else standard.CuteEPStandard
+        layer: Any = make(made, **sizes, options=Options(**options))
+        layer.post_init_setup(experts_of(**(quant or {})))
+        try:
+            return program(Layer(layer, group.rank(), group))
+        finally:
+            made.destroy()
+
+    return on_groups(monkeypatch, RANKS, on_rank)
+
+
+def inputs(routing: str, seed: int = 7) -> list[RankInputs]:
+    return make_inputs(EPConfig(HIDDEN, EXPERTS, SLOTS, TMAX, RANKS), TOKENS, routing, seed)
+
+
+def prepare(one: Layer, given: RankInputs, quant: dict | None = None, **changes: Any) -> tuple:
+    arguments: dict[str, Any] = {
+        "a1": given.x,
+        "topk_weights": given.router_weights,
+        "topk_ids": given.topk_ids.long(),
+        "num_experts": EXPERTS,
+        "expert_map": None,
+        "apply_router_weight_on_input": False,
+        "quant_config": experts_of(**(quant or {})).quant_config,
+        "defer_input_quant": False,
+    }
+    return one.layer.prepare(**(arguments | changes))
+
+
+def finalize(one: Layer, output: torch.Tensor, rows: torch.Tensor, how: str = "finalize") -> None:
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+
+    done = getattr(one.layer, how)(output, rows, None, None, False, TopKWeightAndReduceDelegate())
+    if done is not None:
+        done()
+
+
+def expected_rows(rank: int, given: list[RankInputs]) -> list[tuple[int, torch.Tensor]]:
+    """(expert, token's row) of each row of a rank, by expert, source rank, token."""
+    found = []
+    for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
+        for one in given:
+            for row, chosen in zip(one.x, one.topk_ids.tolist(), strict=True):
+                found += [(expert, row)] * chosen.count(expert)
+    return found
+
+
+def expected_sum(one: RankInputs, mode: str) -> torch.Tensor:
+    """[T, hidden] bfloat16: in exact mode slots are added one by one; in partial mode those of each rank first."""
+    out = torch.zeros(len(one.x), HIDDEN)
+    for token, chosen in enumerate(one.topk_ids.tolist()):
+        parts = {}
+        for slot, expert in enumerate(chosen):
+            if expert >= 0:
+                rank = expert // LOCAL if mode == "partial" else slot
+                term = one.router_weights[token, slot] * row_of(one.x[token], expert).float()
+                parts[rank] = parts[rank] + term if rank in parts else term
+        for _, part in sorted(parts.items()):
+            out[token] += part.bfloat16().float() if mode == "partial" else part
+    return out.bfloat16()

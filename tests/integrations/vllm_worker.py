@@ -25,6 +25,14 @@ EXPERTS, SLOTS, TMAX = 8, 3, 24
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def apply_blocks(rows: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
+    """[L, S, hidden]; NaN behind the last row of a block."""
+    out = torch.full(rows.shape, float("nan"), dtype=torch.bfloat16)
+    for expert, count in enumerate(counts.tolist()):
+        out[expert, :count] = row_of(rows[expert, :count], rank * len(rows) + expert)
+    return out
+
+
 def apply_experts(rows: torch.Tensor, ids: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """[N, hidden]; NaN where the row's expert is not `local`, [E] bool."""
     out = torch.full((len(rows), HIDDEN), float("nan"), dtype=torch.bfloat16)
@@ -37,7 +45,11 @@ def apply_experts(rows: torch.Tensor, ids: torch.Tensor, local: torch.Tensor) ->
 # ---- on stubs
 
 
-def stub_layer(static_rows: int) -> tuple[Forward, Callable[[], None]]:
+def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
+    """A layer on stubs; of the batched format where `static_rows` is None."""
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+
+    from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
     from cute_ep.integrations.vllm.options import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
@@ -46,15 +58,23 @@ def stub_layer(static_rows: int) -> tuple[Forward, Callable[[], None]]:
     assert group is not None
     manager = CuteEPAll2AllManager(group, group)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TMAX}
-    layer = CuteEPStandard(manager, **sizes, options=Options(mode="exact", static_rows=static_rows))
+    layer: Any
+    if static_rows is None:
+        layer = CuteEPBatched(manager, **sizes)
+    else:
+        layer = CuteEPStandard(manager, **sizes, options=Options(mode="exact", static_rows=static_rows))
     layer.post_init_setup(experts_of())
     local = torch.arange(EXPERTS) * dist.get_world_size() // EXPERTS == dist.get_rank()
 
     def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         quant = experts_of().quant_config
-        rows, _, _, where, _ = layer.prepare(x, weights, ids, EXPERTS, None, False, quant, False)
+        rows, _, meta, where, _ = layer.prepare(x, weights, ids, EXPERTS, None, False, quant, False)
+        if static_rows is None:
+            made = apply_blocks(rows, meta.expert_num_tokens, dist.get_rank())
+        else:
+            made = apply_experts(rows, where, local)
         out = torch.empty_like(x)
-        layer.finalize(out, apply_experts(rows, where, local), weights, ids, False, None)
+        layer.finalize(out, made, weights, ids, False, TopKWeightAndReduceDelegate())
         return out
 
     return forward, manager.destroy
@@ -63,7 +83,7 @@ def stub_layer(static_rows: int) -> tuple[Forward, Callable[[], None]]:
 # ---- in vLLM
 
 
-def start_vllm(rank: int, world: int, static_rows: int) -> Any:
+def start_vllm(rank: int, world: int, static_rows: int | None) -> Any:
     """Its configuration, with expert parallel groups of all ranks."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -80,9 +100,9 @@ def start_vllm(rank: int, world: int, static_rows: int) -> Any:
         data_parallel_rank=rank,
         data_parallel_master_ip="127.0.0.1",
         enable_expert_parallel=True,
-        all2all_backend="cute_ep",
+        all2all_backend="cute_ep_batched" if static_rows is None else "cute_ep",
     )
-    options = {"mode": "exact", "static_rows": static_rows}
+    options = {} if static_rows is None else {"mode": "exact", "static_rows": static_rows}
     config = VllmConfig(parallel_config=parallel, additional_config={"cute_ep": options})
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(1, 0, "env://", rank, "gloo")
@@ -90,7 +110,8 @@ def start_vllm(rank: int, world: int, static_rows: int) -> Any:
     return config
 
 
-def vllm_layer(rank: int, world: int, static_rows: int) -> tuple[Forward, Callable[[], None]]:
+def vllm_layer(rank: int, world: int, static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
+    """A layer in vLLM's kernel; of the batched format where `static_rows` is None."""
     config = start_vllm(rank, world, static_rows)
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.config import set_current_vllm_config
@@ -104,7 +125,10 @@ def vllm_layer(rank: int, world: int, static_rows: int) -> tuple[Forward, Callab
         FusedMoEParallelConfig,
         RoutingMethodType,
     )
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceDelegate,
+        TopKWeightAndReduceNoOP,
+    )
 
     class Experts(mk.FusedMoEExpertsModular):
         """Weights and reduces itself, as most of vLLM's experts do."""
@@ -127,6 +151,23 @@ def vllm_layer(rank: int, world: int, static_rows: int) -> tuple[Forward, Callab
             rows = apply_experts(hidden_states, topk_ids, expert_map >= 0)
             output.copy_(rows * topk_weights.bfloat16())
 
+    class Batched(Experts):
+        """Leaves weights and sums to finalize, as vLLM's batched experts do."""
+
+        activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.BatchedExperts)
+
+        def workspace_shapes(self, M: int, N: int, K: int, topk: int, experts: int, local: int, *_: Any) -> tuple:
+            assert self.max_num_tokens is not None and self.num_dispatchers is not None
+            slots = self.max_num_tokens * self.num_dispatchers
+            return (local, slots, K), (local, slots, N), (local, slots, K)
+
+        def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+            return TopKWeightAndReduceDelegate()
+
+        def apply(self, output: Any, hidden_states: Any, *_: Any, **named: Any) -> None:
+            assert hidden_states.shape == output.shape
+            output.copy_(apply_blocks(hidden_states, named["expert_tokens_meta"].expert_num_tokens, rank))
+
     with set_current_vllm_config(config):
         moe = FusedMoEConfig(
             num_experts=EXPERTS, experts_per_token=SLOTS, hidden_dim=HIDDEN, intermediate_size=64,
@@ -135,8 +176,15 @@ def vllm_layer(rank: int, world: int, static_rows: int) -> tuple[Forward, Callab
             moe_parallel_config=FusedMoEParallelConfig.make(1, 1, world, 1, config.parallel_config),
         )  # fmt: skip
         layer = all2all_utils.maybe_make_prepare_finalize(moe, FUSED_MOE_UNQUANTIZED_CONFIG, allow_new_interface=True)
-        kernel = mk.FusedMoEKernel(layer, Experts(moe, FUSED_MOE_UNQUANTIZED_CONFIG))
-    assert type(layer).__name__ == "CuteEPStandard" and kernel.output_is_reduced()
+        batched = moe.moe_parallel_config.use_batched_activation_format
+        assert batched is (layer.activation_format == mk.FusedMoEActivationFormat.BatchedExperts)
+        experts: Any = Experts(moe, FUSED_MOE_UNQUANTIZED_CONFIG)
+        if batched:
+            sizes = layer.max_num_tokens_per_rank(), layer.num_dispatchers()
+            experts = Batched(moe, FUSED_MOE_UNQUANTIZED_CONFIG, *sizes)
+        kernel = mk.FusedMoEKernel(layer, experts)
+    wanted = "CuteEPBatched" if static_rows is None else "CuteEPStandard"
+    assert type(layer).__name__ == wanted and kernel.output_is_reduced()
     own, local = EXPERTS // world, torch.full((EXPERTS,), -1, dtype=torch.int32)
     local[rank * own : (rank + 1) * own] = torch.arange(own, dtype=torch.int32)
     w1, w2 = torch.empty(own, 128, HIDDEN), torch.empty(own, HIDDEN, 64)
@@ -168,7 +216,7 @@ def check(forward: Forward, rank: int, step: int) -> None:
 
 def main(store: str, rank: int, world: int, kind: str) -> None:
     join_group(Path(store), rank, world)
-    for number, static_rows in enumerate((10_000, 0)):
+    for number, static_rows in enumerate((10_000, 0, None)):
         if kind == "stubs":
             with installed("vllm", "cute_ep.integrations.vllm") as stubs, pytest.MonkeyPatch.context() as patch:
                 import_adapter(stubs, patch)

@@ -4,7 +4,6 @@ call in two halves if wanted."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,12 +12,12 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.types import FormatName
+from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
 from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
 from cute_ep.integrations.deep_ep.events import EventOverlap
 from cute_ep.integrations.rows import present
-from cute_ep.integrations.scales import PACKED, packed_exponents
-from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import LOST_ROW
 
 
@@ -92,27 +91,25 @@ class LowLatency:
         _check_options(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
         ranks, device, hidden = self._connections.size, self._connections.device, x.shape[1]
-        multiple = FP8.block * PACKED
-        require(not use_ue8m0 or hidden % multiple == 0, f"x.shape[1] = {hidden}: must be a multiple of {multiple}")
+        require(
+            not use_ue8m0 or hidden % PACKED_COLUMNS == 0,
+            f"x.shape[1] = {hidden}: must be a multiple of {PACKED_COLUMNS}",
+        )
         check_experts(num_experts, ranks)
-        slots = ranks * num_max_dispatch_tokens_per_rank
         sizes = hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks
-        cfg = EPConfig(*sizes, dispatch_format="bf16", block_rows=slots)
-        if use_fp8:
-            cfg = replace(cfg, dispatch_format="fp8_pow2" if round_scale else "fp8", scale_layout="transposed")
+        fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
+        cfg = block_config(*sizes, fp8 if use_fp8 else "bf16")
         communicator = self._connections.get(cfg)
-        out, experts = communicator.allocate(), cfg.local_experts
-        scales = None if out.scales is None else _for_matmul(out.scales, use_ue8m0)
+        blocks, experts = Blocks(communicator, packed=use_ue8m0), cfg.local_experts
+        out = blocks.out
         layout_range = torch.empty((experts, ranks), dtype=torch.int64, device=device)
-        source_tokens = out.src_info[:, 0].view(experts, slots)
+        source_tokens = out.src_info[:, 0].view(experts, -1)
         handle = LowLatencyHandle(source_tokens, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts)
         handle.communicator = communicator
 
         def receive(batch: Dispatched) -> None:
             handle.batch = batch
-            if use_ue8m0:
-                assert scales is not None and out.scales is not None
-                scales.copy_(packed_exponents(out.scales.transpose(1, 2).contiguous()))
+            blocks.received()
             number = _count_by_source(cfg, batch)
             layout_range.copy_((number.cumsum(1) - number) << 32 | number)
             if cumulative_local_expert_recv_stats is not None:
@@ -124,8 +121,7 @@ class LowLatency:
             hook = _once(lambda: receive(communicator.dispatch_wait(pending, out)))
         else:
             receive(communicator.dispatch(x.contiguous(), ids, out=out))
-        tokens = out.tokens.view(experts, slots, -1)
-        rows = tokens if scales is None else (tokens, scales)
+        rows = blocks.rows if blocks.scales is None else (blocks.rows, blocks.scales)
         return rows, out.row_counts, handle, finished(async_finish), hook
 
     @torch.no_grad()
@@ -221,14 +217,6 @@ def _once(call: Callable[[], object]) -> Callable[[], None]:
             calls.pop()()
 
     return hook
-
-
-def _for_matmul(scales: torch.Tensor, packed: bool) -> torch.Tensor:
-    """What is returned of [L, factors, S] float32: [L, S, factors], a view, or packed memory of its own."""
-    if packed:
-        experts, factors, slots = scales.shape
-        scales = torch.empty((experts, factors // PACKED, slots), dtype=torch.int32, device=scales.device)
-    return scales.transpose(1, 2)
 
 
 def _count_by_source(cfg: EPConfig, batch: Dispatched) -> torch.Tensor:

@@ -27,7 +27,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         super().__init__(cpu_group)
         if self.internode:
             raise EPConfigError(
-                "all2all_backend = 'cute_ep': all expert parallel ranks must be on one machine; use another "
+                "all2all_backend: all expert parallel ranks must be on one machine; use another "
                 "--all2all-backend, or fewer ranks"
             )
         self.device_group = device_group
@@ -52,8 +52,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     ) -> NoReturn:
         """EPConfigError: vLLM would gather all tokens for a layer that has no modular kernel."""
         raise EPConfigError(
-            "all2all_backend = 'cute_ep': this layer's quantisation has no modular kernel; use another "
-            "--all2all-backend"
+            "all2all_backend: this layer's quantisation has no modular kernel; use another --all2all-backend"
         )
 
     def destroy(self) -> None:

@@ -29,3 +29,8 @@ def quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> 
         is_scale_transposed=quant.is_scale_transposed,
         mx_alignment=quant.mx_alignment,
     )
+
+
+def one_scale_for_all(quant: FusedMoEQuantConfig) -> bool:
+    """Whether all rows that are quantised together get one scale factor, computed from them."""
+    return quant.a1_scale is None and not quant.per_act_token_quant and quant.block_shape is None

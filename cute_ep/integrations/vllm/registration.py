@@ -1,11 +1,14 @@
-"""Makes `cute_ep` a value of vLLM's `--all2all-backend`. vLLM 0.33 has no call for that, so parts of it are wrapped:
+"""Makes `cute_ep` and `cute_ep_batched` values of vLLM's `--all2all-backend`. vLLM 0.33 has no call for that, so parts
+of it are wrapped:
 
 | part | what is added |
 | --- | --- |
-| `ParallelConfig.all2all_backend` | a value that is accepted |
-| `ParallelConfig.use_sequence_parallel_moe` | the backend takes tokens that tensor parallel ranks have shared out |
+| `ParallelConfig.all2all_backend` | values that are accepted |
+| `ParallelConfig.use_sequence_parallel_moe` | both take tokens that tensor parallel ranks have shared out |
+| `ParallelConfig.use_batched_dp_moe` | `cute_ep_batched` has few tokens by default |
+| `FusedMoEParallelConfig.use_batched_activation_format` | `cute_ep_batched` has batched experts |
 | `DeviceCommunicatorBase.__init__` | the manager, in place of one that a subclass would choose by name |
-| `maybe_make_prepare_finalize` | `CuteEPStandard` |
+| `maybe_make_prepare_finalize` | `CuteEPStandard` or `CuteEPBatched` |
 
 All else of vLLM that asks for the backend's name does then what it does for one that it does not name. With another
 backend the wrapped parts do what they did.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from vllm.config import parallel
@@ -23,22 +27,24 @@ from vllm.distributed.device_communicators import base_device_communicator
 from cute_ep.api.errors import EPConfigError
 
 BACKEND = "cute_ep"
+BATCHED = "cute_ep_batched"
+BACKENDS = BACKEND, BATCHED
 
 
 def register() -> None:
-    """Add the backend to vLLM in this process; may be called again. Loads no kernels and touches no device."""
+    """Add both backends to vLLM in this process; may be called again. Loads no kernels and touches no device."""
     if BACKEND in get_args(parallel.All2AllBackend):
         return
     _accept_name()
-    _share_out_tokens()
+    _answer_for_backends()
     _make_manager()
 
 
 def _accept_name() -> None:
-    """Have the configuration, and so the command line, take the name."""
+    """Have the configuration, and so the command line, take the names."""
     from pydantic.dataclasses import rebuild_dataclass
 
-    names = Literal[(*get_args(parallel.All2AllBackend), BACKEND)]  # type: ignore[valid-type]
+    names = Literal[(*get_args(parallel.All2AllBackend), *BACKENDS)]  # type: ignore[valid-type]
     parallel.All2AllBackend = names
     config = parallel.ParallelConfig
     config.__annotations__["all2all_backend"] = names
@@ -46,17 +52,26 @@ def _accept_name() -> None:
     rebuild_dataclass(config, force=True)
 
 
-def _share_out_tokens() -> None:
-    config = parallel.ParallelConfig
-    before = config.use_sequence_parallel_moe.fget
+def _extend(config: Any, name: str, answer: Callable[[Any], bool]) -> None:
+    """Have a property of a configuration give `answer` where the backend is one of ours."""
+    before = getattr(config, name)
 
-    def use_sequence_parallel_moe(self: Any) -> bool:
-        if self.all2all_backend != BACKEND:
-            return before(self)
+    def extended(self: Any) -> bool:
+        return answer(self) if self.all2all_backend in BACKENDS else before.fget(self)
+
+    setattr(config, name, property(extended, doc=before.__doc__))
+
+
+def _answer_for_backends() -> None:
+    def shares_out_tokens(self: Any) -> bool:
         sizes = self.tensor_parallel_size, self.data_parallel_size
         return self.enable_expert_parallel and min(sizes) > 1
 
-    config.use_sequence_parallel_moe = property(use_sequence_parallel_moe, doc=config.use_sequence_parallel_moe.__doc__)
+    def is_batched(self: Any) -> bool:
+        return self.all2all_backend == BATCHED and self.enable_expert_parallel and self.data_parallel_size > 1
+
+    _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", shares_out_tokens)
+    _extend(parallel.ParallelConfig, "use_batched_dp_moe", is_batched)
 
 
 def _make_manager() -> None:
@@ -75,10 +90,11 @@ def _make_manager() -> None:
         use_all2all: bool = False,
     ) -> None:
         before(self, cpu_group, device, device_group, unique_name, global_ranks, global_world_size, use_all2all)
-        if not (self.use_all2all and self.all2all_backend == BACKEND):
+        if not (self.use_all2all and self.all2all_backend in BACKENDS):
             return
         if global_ranks is not None:  # of groups that torch.distributed does not know
-            raise EPConfigError("all2all_backend = 'cute_ep': must be used without --enable-elastic-ep")
+            name = self.all2all_backend
+            raise EPConfigError(f"all2all_backend = {name!r}: must be used without --enable-elastic-ep")
         from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 
         _make_layers()
@@ -89,12 +105,17 @@ def _make_manager() -> None:
 
 
 def _make_layers() -> None:
-    """Have vLLM make `CuteEPStandard` for layers. The modules that it concerns import what only workers need."""
-    from vllm.model_executor.layers.fused_moe import all2all_utils
+    """Have vLLM make our layers. The modules that it concerns import what only workers need."""
+    from vllm.model_executor.layers.fused_moe import all2all_utils, config
 
     before = all2all_utils.maybe_make_prepare_finalize
     if before.__module__ == __name__:
         return
+
+    def is_batched(self: Any) -> bool:
+        return self.all2all_backend == BATCHED and self.use_all2all_kernels
+
+    _extend(config.FusedMoEParallelConfig, "use_batched_activation_format", is_batched)
 
     def maybe_make_prepare_finalize(
         moe: Any,
@@ -106,15 +127,15 @@ def _make_layers() -> None:
         input_dtype: Any = None,
     ) -> Any:
         own = moe.moe_parallel_config
-        if own.all2all_backend != BACKEND or not (own.use_all2all_kernels or own.dp_size > 1):
+        if own.all2all_backend not in BACKENDS or not (own.use_all2all_kernels or own.dp_size > 1):
             made = moe, quant_config, routing_tables, allow_new_interface, use_monolithic, all2all_manager, input_dtype
             return before(*made)
+        rule = f"all2all_backend = {own.all2all_backend!r}: "
         if not own.use_all2all_kernels:
-            raise EPConfigError("all2all_backend = 'cute_ep': start vLLM with --enable-expert-parallel")
+            raise EPConfigError(rule + "start vLLM with --enable-expert-parallel")
         if use_monolithic:
             raise EPConfigError(
-                "all2all_backend = 'cute_ep': these experts route tokens themselves; choose others, such as "
-                "--moe-backend triton"
+                rule + "these experts route tokens themselves; choose others, such as --moe-backend triton"
             )
         manager = all2all_utils.get_ep_all2all_manager() if all2all_manager is None else all2all_manager
         return _layer(moe, manager)
@@ -126,9 +147,10 @@ def _make_layers() -> None:
 
 
 def _layer(moe: Any, manager: Any) -> Any:
-    """`CuteEPStandard` for a FusedMoEConfig."""
+    """The layer for a FusedMoEConfig."""
     from vllm.config.vllm import get_current_vllm_config
 
+    from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.options import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -137,12 +159,16 @@ def _layer(moe: Any, manager: Any) -> Any:
             f"num_experts = {moe.num_experts}: must be a multiple of the {manager.world_size} expert parallel ranks; "
             "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
         )
-    return CuteEPStandard(
-        manager,
-        hidden=moe.hidden_dim,
-        num_experts=moe.num_experts,
-        top_k=moe.experts_per_token,
-        max_tokens=moe.max_num_tokens,
-        sp_size=moe.moe_parallel_config.sp_size,
-        options=Options.of(get_current_vllm_config().additional_config),
-    )
+    config = get_current_vllm_config()
+    if config.parallel_config.use_ubatching:
+        raise EPConfigError("--enable-dbo, --ubatch-size: must be left out, a layer has one batch in flight")
+    sizes = {
+        "hidden": moe.hidden_dim,
+        "num_experts": moe.num_experts,
+        "top_k": moe.experts_per_token,
+        "max_tokens": moe.max_num_tokens,
+        "options": Options.of(config.additional_config),
+    }
+    if moe.moe_parallel_config.all2all_backend == BATCHED:
+        return CuteEPBatched(manager, **sizes)
+    return CuteEPStandard(manager, sp_size=moe.moe_parallel_config.sp_size, **sizes)

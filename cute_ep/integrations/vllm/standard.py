@@ -6,7 +6,6 @@ left to weight or reduce. Combine applies the router's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,10 +17,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.tensors import overlap
+from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -42,11 +40,10 @@ class Room(NamedTuple):
     counts: Tensor | None
 
 
-class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
-    """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
+class CuteEPStandard(CuteEPLayer):
+    """Rows one after the other, of one expert each."""
 
-    All ranks of the manager make the same calls. Everything runs on the current stream.
-    """
+    mode = "partial"
 
     def __init__(
         self,
@@ -66,42 +63,18 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
             max_tokens: most tokens of a call on a rank (`--max-num-batched-tokens`).
             sp_size: ranks that share out the tokens of one data parallel rank.
         """
-        super().__init__()
-        self._manager, self._options, self._sp_size = manager, options, sp_size
-        self._cfg = EPConfig(hidden, num_experts, top_k, max_tokens, manager.world_size, timeout_s=options.timeout_s)
-        self._communicator: EPCommunicator | None = None
-        self._batch: Dispatched | None = None
-
-    # ---- what vLLM asks
+        cfg = EPConfig(hidden, num_experts, top_k, max_tokens, manager.world_size, timeout_s=options.timeout_s)
+        super().__init__(manager, cfg, options)
+        self._sp_size = sp_size
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
         """One row per (token, expert)."""
         return mk.FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        """Any of int32 and int64."""
-        return None
-
     def max_num_tokens_per_rank(self) -> int | None:
         """Nothing depends on it in this format."""
         return None
-
-    def num_dispatchers(self) -> int:
-        """R."""
-        return self._cfg.world_size
-
-    def output_is_reduced(self) -> bool:
-        """Yes: outputs have the parts of all ranks."""
-        return True
-
-    def supports_async(self) -> bool:
-        """Yes: shared experts run while rows travel home."""
-        return True
-
-    def supports_dbo(self) -> bool:
-        """No: there is one batch in flight."""
-        return False
 
     def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
         """Connect for rows as the experts take them; collective.
@@ -111,9 +84,7 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
         quant = fused_experts.quant_config
         if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
             self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
-        self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
-
-    # ---- prepare
+        self._connect()
 
     def prepare(
         self,
@@ -148,18 +119,10 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
             EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
         """
         communicator, cfg = self._connected(), self._cfg
-        if a1.dtype != torch.bfloat16:
-            raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
-        if num_experts != cfg.num_experts:
-            raise EPInputError(f"num_experts = {num_experts}: must be {cfg.num_experts}, as the layer's")
         quantized = cfg.format is FP8
         if quantized and defer_input_quant:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        weights = topk_weights.float().contiguous()
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise EPInputError(f"topk_ids.shape[1] = {topk_ids.shape[1]}: must be 1 to weight inputs")
-            a1, weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(weights)
+        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
         scales = None
         if quantized:
             a1, scales = quantize(a1, quant_config, quant_config.a1_scale)
@@ -183,90 +146,16 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
         meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
         return rows, factors, meta, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
 
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool,
-    ) -> mk.ReceiverType:
-        """`prepare`, whose result the receiver returns: vLLM has nothing to compute in between."""
-        made = self.prepare(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        return lambda: made
-
-    # ---- finalize
-
-    def finalize(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> None:
-        """Bring rows home, and sum them with the router's weights of prepare into `output`.
-
-        Args:
-            output: [T, hidden] bfloat16, float16 or float32, overwritten.
-            fused_expert_output: [N, hidden] or [N, 1, hidden] bfloat16, in the order of prepare's rows.
-            topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl: not read; with one expert a
-                row and weight 1 there is nothing to apply.
-
-        Raises:
-            EPInputError, EPTimeout: as of `EPCommunicator.combine`.
-        """
-        rows, batch = self._returned(output, fused_expert_output)
-        self._connected().combine(rows, batch, mode=self._options.mode, out=output)
-
-    def finalize_async(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> Callable[[], None]:
-        """The sending half of `finalize`; what it returns receives into `output`."""
-        communicator = self._connected()
-        rows, batch = self._returned(output, fused_expert_output)
-        pending = communicator.combine_async(rows, batch, self._options.mode)
-
-        def receive() -> None:
-            communicator.combine_wait(pending, out=output)
-
-        return receive
-
     # ---- parts
-
-    def _connected(self) -> EPCommunicator:
-        if self._communicator is None:
-            raise EPConfigError("the layer is not connected: vLLM calls post_init_setup before it prepares")
-        return self._communicator
 
     def _most_tokens(self, tokens: int) -> int:
         """What no rank has more tokens than in this call, the same number on all ranks."""
-        most, rule = self._cfg.max_tokens_per_rank, "--max-num-batched-tokens of the server"
+        most, rule = self._cfg.max_tokens_per_rank, LIMIT
         context = get_forward_context() if is_forward_context_available() else None
         if context is not None and context.dp_metadata is not None:
             most = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
             rule = "the most that vLLM says a rank has"
-        if tokens > most:
-            raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, {rule}")
+        self._check_tokens(tokens, most, rule)
         return most
 
     def _room(self, topk_ids: Tensor) -> Room:
@@ -289,14 +178,6 @@ class CuteEPStandard(mk.FusedMoEPrepareAndFinalizeModular):
         local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
         inside = row - batch.row_offsets[local] < batch.row_counts[local]
         return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
-
-    def _returned(self, output: Tensor, fused_expert_output: Tensor) -> tuple[Tensor, Dispatched]:
-        """The experts' rows, and the batch that they are of, which the layer then forgets."""
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise EPInputError("finalize must follow a prepare of the same layer")
-        rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()
-        return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
 
 
 def _capturing(device: torch.device) -> bool:

@@ -1,0 +1,83 @@
+"""Dispatch into blocks as masked grouped matmuls read them: each of L local experts has S rows, of which the first ones
+hold tokens, and scale factors of neighbouring rows lie beside each other."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.types import FormatName
+from cute_ep.integrations.scales import PACKED, packed_exponents
+from cute_ep.layouts.maps.formats import FP8
+
+PACKED_COLUMNS = FP8.block * PACKED
+"""Elements of a row that share an int32 of packed exponents."""
+
+
+def block_config(
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    ranks: int,
+    dispatch_format: FormatName,
+    timeout_s: float = 60.0,
+) -> EPConfig:
+    """That of blocks with room for every row that may come: S = ranks * max_tokens.
+
+    Args:
+        dispatch_format: bf16, or fp8 or fp8_pow2, whose rows are quantised while they are sent, a scale factor per 128
+            elements.
+
+    Raises:
+        EPConfigError: a size breaks its rule.
+    """
+    return EPConfig(
+        hidden,
+        num_experts,
+        top_k,
+        max_tokens,
+        ranks,
+        dispatch_format,
+        timeout_s,
+        scale_layout=None if dispatch_format == "bf16" else "transposed",
+        block_rows=ranks * max_tokens,
+    )
+
+
+class Blocks:
+    """New memory for one dispatch into blocks.
+
+    Attributes:
+        out: what dispatch writes; `out.row_counts` [L] int32 says how many rows of each block hold tokens.
+        rows: [L, S, hidden] bfloat16 or float8_e4m3fn, a view of `out.tokens`.
+        scales: [L, S, hidden / 128] float32, a view of `out.scales`, or packed [L, S, hidden / 512] int32 exponents;
+            neighbours along S. None in bfloat16.
+    """
+
+    def __init__(self, communicator: EPCommunicator, *, packed: bool = False) -> None:
+        """
+        Args:
+            communicator: of a `block_config`.
+            packed: pack scale factors, powers of two; `hidden` must be a multiple of PACKED_COLUMNS.
+        """
+        self.out: DispatchBuffers = communicator.allocate()
+        self.rows = self.out.tokens.view(communicator.cfg.local_experts, communicator.cfg.block_rows, -1)
+        self._packed = packed
+        self.scales = None if self.out.scales is None else _for_matmul(self.out.scales, packed)
+
+    def received(self) -> None:
+        """To be called when the stream has been given the dispatch: packs scale factors."""
+        if self._packed:
+            assert self.scales is not None and self.out.scales is not None
+            self.scales.copy_(packed_exponents(self.out.scales.transpose(1, 2).contiguous()))
+
+
+def _for_matmul(scales: torch.Tensor, packed: bool) -> torch.Tensor:
+    """What is returned of [L, factors, S] float32: [L, S, factors], a view, or packed memory of its own."""
+    if packed:
+        experts, factors, slots = scales.shape
+        scales = torch.empty((experts, factors // PACKED, slots), dtype=torch.int32, device=scales.device)
+    return scales.transpose(1, 2)

@@ -1,0 +1,270 @@
+"""The calls of `flashinfer.comm.MoeAlltoAll` over `CuteEPCommunication`, for code that holds that class
+(docs/flashinfer.md). What it takes as a list of payloads are a token's row, its scale factors, ids and weights here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations.flashinfer import (
+    BootstrapConfig,
+    CuteEPCommunication,
+    CuteEPConfig,
+    MoEEpCommParams,
+    group_of,
+)
+
+ORDER = "hidden states, their scale factors if any, token_selected_experts, router weights if any"
+"""What `input_payloads` are."""
+
+
+class _Payloads(NamedTuple):
+    """Places in `input_payloads` of all but hidden states, which are the first; None: there is none."""
+
+    scales: int | None
+    ids: int | None
+    weights: int | None
+
+
+class MoeAlltoAll:
+    """One rank's dispatch and combine, in place of FlashInfer's class of this name.
+
+    Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
+    is the first dispatch of rows of another size or format: make both before capturing a CUDA graph. Objects of a
+    process group share communicators. Calls compute no gradients.
+
+    Args:
+        mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.
+        max_num_tokens: most tokens of a rank in a call.
+        top_k, num_experts: of the layer; rank r has experts [r * E/R, (r + 1) * E/R).
+        workspace_size_per_rank: not read; communicators know their size.
+        hidden_size: elements of a row; None: those of the first dispatch, which then connects.
+        mnnvl_config: its `comm_backend` has the process group of the ranks; None: the default group.
+        eplb_stats_num_experts: must be 0.
+        enable_rank_mask: must be False.
+        backend: not read.
+
+    Attributes:
+        ep_rank, ep_size, max_num_tokens, top_k, num_experts: as given.
+        eplb_gathered_stats: None.
+
+    Raises:
+        EPConfigError: an argument breaks its rule, or the group is not that of `mapping`.
+        EPError: as of `cute_ep.connect`.
+    """
+
+    eplb_gathered_stats = None
+
+    def __init__(
+        self,
+        mapping: Any,
+        max_num_tokens: int,
+        top_k: int,
+        num_experts: int,
+        workspace_size_per_rank: int | None = None,
+        hidden_size: int | None = None,
+        mnnvl_config: Any = None,
+        eplb_stats_num_experts: int = 0,
+        enable_rank_mask: bool = False,
+        *,
+        backend: str = "trtllm",
+    ) -> None:
+        if eplb_stats_num_experts:
+            raise EPConfigError(
+                f"eplb_stats_num_experts = {eplb_stats_num_experts}: must be 0, statistics are not gathered"
+            )
+        if enable_rank_mask:
+            raise EPConfigError("enable_rank_mask = True: must be False, all ranks take part")
+        self.ep_rank, self.ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
+        self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        backend_group = getattr(getattr(mnnvl_config, "comm_backend", None), "_group", None)
+        names = "mapping.moe_ep_rank, mapping.moe_ep_size"
+        self._group = group_of(backend_group, self.ep_rank, self.ep_size, names)
+        self._made: dict[int, CuteEPCommunication] = {}
+        self._round: tuple[CuteEPCommunication, int] | None = None
+        if hidden_size is not None:
+            self._communication(hidden_size)
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        token_selected_experts: torch.Tensor,
+        input_payloads: list[torch.Tensor],
+        runtime_max_tokens_per_rank: int,
+        invalid_token_expert_id: int | None = None,
+        expert_id_payload_index: int | None = None,
+        eplb_local_stats: torch.Tensor | None = None,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Send each token once to every rank that has one of its experts.
+
+        Args:
+            token_selected_experts: [T, top_k] int32 or int64. -1 masks an entry, and so does `invalid_token_expert_id`
+                if no expert has that id. Copied.
+            input_payloads: hidden states and scale factors as of `CuteEPCommunication.dispatch`,
+                `token_selected_experts` itself, and [T, top_k] router weights of a floating type, which travel as
+                float32. In this order; only hidden states are needed.
+            runtime_max_tokens_per_rank: rows for each source, the same on all ranks, at least T.
+            invalid_token_expert_id: what ids become where this rank has not the expert or no token has the row; None:
+                -1.
+            expert_id_payload_index: where `input_payloads` has `token_selected_experts`; None: looked for.
+            eplb_local_stats, active_rank_mask: must be None.
+
+        Returns:
+            A new tensor for each payload, [ep_size, runtime_max_tokens_per_rank, columns] of its type. Row [s, i] is of
+            the i-th token of source s that comes here, in the order of its tokens. Ids are of the whole model; weights
+            are 0 where ids are invalid. In rows that no token has hidden states and scale factors may be anything.
+
+        Raises:
+            EPInputError: an argument breaks its rule. Nothing was sent.
+            EPError: the dispatch before has had no combine, or the object was destroyed.
+            EPTimeout: an earlier wait had timed out.
+        """
+        if self._round is not None:
+            raise EPError("dispatch: the one before must have its combine first")
+        for name, tensor in (("eplb_local_stats", eplb_local_stats), ("active_rank_mask", active_rank_mask)):
+            _require(tensor is None, f"{name} = tensor: must be None")
+        places = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
+        rows = input_payloads[0]
+        scales = None if places.scales is None else input_payloads[places.scales]
+        weights = None if places.weights is None else input_payloads[places.weights]
+        ids, invalid = token_selected_experts, -1 if invalid_token_expert_id is None else invalid_token_expert_id
+        if not -1 <= invalid < self.num_experts:
+            ids = ids.masked_fill(ids == invalid, -1)
+        communication = self._communication(_elements(rows, scales))
+        got = communication.dispatch(
+            rows,
+            ids,
+            weights,
+            hidden_states_scale=scales,
+            max_tokens_per_rank=runtime_max_tokens_per_rank,
+        )
+        self._round = communication, runtime_max_tokens_per_rank
+        came = {0: got.hidden_states, places.scales: got.hidden_states_scale}
+        came |= {places.ids: got.topk_ids.masked_fill(got.topk_ids < 0, invalid), places.weights: got.topk_weights}
+        shape = self.ep_size, runtime_max_tokens_per_rank, -1
+        return [came[place].to(sent.dtype).view(shape) for place, sent in enumerate(input_payloads)]
+
+    @torch.no_grad()
+    def combine(
+        self,
+        payload: torch.Tensor,
+        runtime_max_tokens_per_rank: int,
+        payload_in_workspace: bool = False,
+        output_dtype: torch.dtype | None = None,
+        output_scales: torch.Tensor | None = None,
+        output_scalar_scale: float = 1.0,
+        sf_layout: Any = None,
+        output: torch.Tensor | None = None,
+        *,
+        use_low_precision: bool = False,
+        active_rank_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring each row home and add a token's rows up: in float32, by ascending rank, rounded once.
+
+        Args:
+            payload: [ep_size, runtime_max_tokens_per_rank, hidden] bfloat16, each row weighted and reduced over this
+                rank's experts. Rows that no token has are not read.
+            runtime_max_tokens_per_rank: that of the dispatch.
+            payload_in_workspace, output_scalar_scale, sf_layout: not read.
+            output_dtype: must be torch.bfloat16 or None.
+            output: [T, hidden] bfloat16, overwritten; None allocates it.
+            output_scales, active_rank_mask: must be None. use_low_precision: must be False.
+
+        Returns:
+            [T, hidden]; zero where all of a token's entries are masked.
+
+        Raises:
+            EPInputError: an argument breaks its rule. Nothing was sent, and combine can be called again.
+            EPError: there is no dispatch to combine.
+            EPTimeout: an earlier wait had timed out.
+        """
+        _require(output_dtype in (None, torch.bfloat16), f"output_dtype = {output_dtype}: must be torch.bfloat16")
+        _require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
+        for name, tensor in (("output_scales", output_scales), ("active_rank_mask", active_rank_mask)):
+            _require(tensor is None, f"{name} = tensor: must be None")
+        communication, shape = self._outstanding("combine", runtime_max_tokens_per_rank)
+        _require(payload.shape == shape, f"payload.shape = {tuple(payload.shape)}: must be {shape}")
+        total = communication.combine(payload, output=output)
+        self._round = None
+        return total
+
+    def get_combine_payload_tensor_in_workspace(
+        self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size]. Combine copies no
+        payload, so any other memory does as well.
+
+        Raises:
+            EPInputError: `dtype` is not torch.bfloat16, or the sizes are not those of the dispatch.
+            EPError: there is no dispatch to combine.
+        """
+        communication, shape = self._outstanding("get_combine_payload_tensor", runtime_max_tokens_per_rank)
+        _require(hidden_size == shape[2], f"hidden_size = {hidden_size}: must be {shape[2]}, as in the dispatch")
+        _require(dtype == torch.bfloat16, f"dtype = {dtype}: must be torch.bfloat16, rows come home in it")
+        return torch.empty(shape, dtype=dtype, device=communication.device)
+
+    def synchronize(self) -> None:
+        """As of `CuteEPCommunication`; FlashInfer's class has no such call."""
+        for one in self._made.values():
+            one.synchronize()
+
+    def destroy(self) -> None:
+        """Give up the communicators, which close with the last object of the process group; then collective.
+        FlashInfer's class has no such call: without it they stay open."""
+        self._round = None
+        for one in self._made.values():
+            one.destroy()
+
+    def _communication(self, hidden: int) -> CuteEPCommunication:
+        """That for rows of so many elements; connects where the group has none, then collective."""
+        if hidden not in self._made:
+            bootstrap = BootstrapConfig(world_size=self.ep_size, rank=self.ep_rank, process_group=self._group)
+            params = MoEEpCommParams(self.num_experts, self.top_k, self.max_num_tokens, hidden)
+            self._made[hidden] = CuteEPCommunication(bootstrap, params, CuteEPConfig())
+        return self._made[hidden]
+
+    def _outstanding(self, call: str, tokens: int) -> tuple[CuteEPCommunication, tuple[int, int, int]]:
+        """The dispatch that waits for its combine, and the shape of rows that it takes."""
+        if self._round is None:
+            raise EPError(f"{call}: there must be a dispatch first")
+        communication, most = self._round
+        _require(tokens == most, f"runtime_max_tokens_per_rank = {tokens}: must be {most}, as in the dispatch")
+        return communication, (self.ep_size, most, communication.params.hidden_size)
+
+    def _places(self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None) -> _Payloads:
+        """Where `payloads` has what, by ORDER."""
+        _require(len(payloads) > 0, f"input_payloads = []: must be {ORDER}")
+        same = [place for place, one in enumerate(payloads) if place and _is_same(one, ids)]
+        _require(
+            index is None or index in same, f"expert_id_payload_index = {index}: must be that of token_selected_experts"
+        )
+        at = index if index is not None else same[0] if same else len(payloads)
+        before, after = list(range(1, at)), list(range(at + 1, len(payloads)))
+        _require(len(before) <= 1 and len(after) <= 1, f"input_payloads: has {len(payloads)} tensors: must be {ORDER}")
+        for place in after:
+            one = payloads[place]
+            good = one.is_floating_point() and one.shape == ids.shape
+            found = f"input_payloads[{place}]: is {one.dtype} {tuple(one.shape)}"
+            _require(good, f"{found}: must be router weights {tuple(ids.shape)} of a floating type")
+        return _Payloads(before[0] if before else None, at if same else None, after[0] if after else None)
+
+
+def _elements(rows: torch.Tensor, scales: torch.Tensor | None) -> int:
+    """Of a row whose columns may be bytes of two elements."""
+    columns = rows.shape[-1]
+    if rows.itemsize > 1 or rows.dtype == torch.float8_e4m3fn:
+        return columns
+    bytes_of_8 = scales is None or scales.shape[-1] * scales.itemsize * 32 == columns
+    return columns if bytes_of_8 else 2 * columns
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+def _require(ok: bool, rule: str) -> None:
+    if not ok:
+        raise EPInputError(rule)

@@ -1,0 +1,148 @@
+"""Dispatch and combine around vLLM's batched experts: each local expert has a block of rows, which the receiving kernel
+fills. Shapes depend on no routing, so no host waits and CUDA graphs capture every call.
+
+Combine applies the router's weights, at a token's own rank unless the mode is `partial`.
+"""
+
+from __future__ import annotations
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
+
+from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.types import FormatName
+from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
+from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer
+from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+from cute_ep.integrations.vllm.options import Options
+from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
+from cute_ep.layouts.maps.formats import BF16
+
+
+class CuteEPBatched(CuteEPLayer):
+    """A block of S = R * max_tokens rows for each of L local experts."""
+
+    mode = "exact"
+
+    def __init__(
+        self,
+        manager: CuteEPAll2AllManager,
+        *,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens: int,
+        options: Options = Options(),  # noqa: B008, it is immutable
+    ) -> None:
+        """Arguments as of `CuteEPStandard`."""
+        sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
+        super().__init__(manager, block_config(*sizes, "bf16", options.timeout_s), options)
+        self._packed = False
+
+    @property
+    def activation_format(self) -> mk.FusedMoEActivationFormat:
+        """A block of rows for each expert."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """`max_tokens`: experts have memory for blocks of R times as many rows."""
+        return self._cfg.max_tokens_per_rank
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Connect for rows as the experts take them; collective.
+
+        Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
+        (UE8M0) scale factors are powers of two. All other rows travel in bfloat16.
+
+        Raises:
+            EPConfigError: experts read exponents of rows that have no multiple of PACKED_COLUMNS elements, or a format
+                that vLLM does not quantise in blocks.
+        """
+        quant, cfg = fused_experts.quant_config, self._cfg
+        if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
+            self._packed = fused_experts.supports_packed_ue8m0_act_scales()
+            if self._packed and cfg.hidden % PACKED_COLUMNS:
+                raise EPConfigError(f"hidden = {cfg.hidden}: must be a multiple of {PACKED_COLUMNS} on this GPU")
+            kind: FormatName = "fp8_pow2" if self._packed else "fp8"
+            sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
+            self._cfg = block_config(*sizes, kind, cfg.timeout_s)
+        elif isinstance(quant.quant_dtype, str) and not (fused_experts.expects_unquantized_inputs or _is_nvfp4(quant)):
+            raise EPConfigError(
+                f"quant_dtype = {quant.quant_dtype!r}: has no batched format; use --all2all-backend cute_ep"
+            )
+        self._connect()
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: FusedMoEQuantConfig,
+        defer_input_quant: bool,
+    ) -> mk.PrepareResultType:
+        """Send tokens to their experts' blocks. Nothing waits on the host.
+
+        Args:
+            a1: [T, hidden] bfloat16.
+            topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
+            topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry; unchanged until finalize.
+            num_experts: of the whole model.
+            expert_map: not read; placement is linear.
+            quant_config: of the experts. What dispatch has not quantised, vLLM does, except NVFP4.
+            defer_input_quant: leave rows in bfloat16.
+
+        Returns:
+            Rows [L, S, hidden], by source rank, then token; behind the last row a block holds anything. Their scale
+            factors: None, of blocks of 128 [L, S, hidden / 128] float32 or [L, S, hidden / 512] int32 with four
+            exponents each, neighbours along S, of other formats [L, n, m] as vLLM makes them. [L] int32 rows of each
+            expert. None, None: experts read no ids and weights.
+
+        Raises:
+            EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
+        """
+        communicator, cfg = self._connected(), self._cfg
+        quantized = cfg.format is not BF16
+        if quantized and defer_input_quant:
+            raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
+        self._check_tokens(topk_ids.shape[0], cfg.max_tokens_per_rank, LIMIT)
+        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+        blocks = Blocks(communicator, packed=self._packed)
+        self._batch = communicator.dispatch(a1, topk_ids.contiguous(), weights, out=blocks.out)
+        blocks.received()
+        rows, scales = blocks.rows, blocks.scales
+        if not (quantized or defer_input_quant or quant_config.quant_dtype is None or _is_nvfp4(quant_config)):
+            rows, scales = _quantized(blocks, quant_config)
+        return rows, scales, mk.ExpertTokensMetadata(blocks.out.row_counts, None), None, None
+
+    def _returned(
+        self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
+    ) -> tuple[Tensor, Dispatched]:
+        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            name = type(weight_and_reduce_impl).__name__
+            raise EPInputError(f"weight_and_reduce_impl = {name}: must be TopKWeightAndReduceDelegate, combine sums")
+        return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
+
+
+def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:
+    """Whether vLLM's batched experts quantise rows to NVFP4 themselves."""
+    return quant.quant_dtype == "nvfp4"
+
+
+def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:
+    """Blocks of bfloat16 as the experts take them: [L, S, hidden], and [L, n, m] scale factors."""
+    experts, slots, hidden = blocks.rows.shape
+    if one_scale_for_all(quant):  # what is behind the last row must not take part in it
+        place = torch.arange(slots, device=blocks.rows.device)
+        blocks.rows.masked_fill_((place >= blocks.out.row_counts[:, None])[:, :, None], 0)
+    rows, scales = quantize(blocks.rows.view(-1, hidden), quant, quant.a1_scale)
+    if scales is not None and scales.dim() < 3:
+        one = scales.numel() == 1
+        scales = scales.reshape(1, 1, 1).repeat(experts, 1, 1) if one else scales.view(experts, -1, scales.shape[-1])
+    return rows.view(experts, slots, -1), scales

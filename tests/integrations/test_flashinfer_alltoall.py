@@ -1,0 +1,200 @@
+"""The calls of FlashInfer's `MoeAlltoAll` on CPU ranks: payloads and sums against loops over tokens."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations import connections
+from cute_ep.testing.compare import assert_bits
+
+from . import upstream
+from .flashinfer_library import (
+    EXPERTS,
+    HIDDEN,
+    MOST,
+    SLOTS,
+    bits,
+    inputs,
+    library_of,
+    random_rows,
+    rows_of,
+    sums,
+)
+from .groups import entries, on_groups
+
+RANKS = 3
+LOCAL = EXPERTS // RANKS
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(params=["stubs", "real"])
+def made_of(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The module under test, over stubs or the installed library."""
+    with library_of(request.param):
+        yield importlib.reload(importlib.import_module("cute_ep.integrations.flashinfer_alltoall"))
+
+
+def make(module: Any, group: Any, **changes: Any) -> Any:
+    """As SGLang makes it: with a size of a workspace in place of hidden_size."""
+    mapping = SimpleNamespace(moe_ep_rank=group.rank(), moe_ep_size=group.size())
+    config = SimpleNamespace(comm_backend=SimpleNamespace(_group=group))
+    sizes = {"max_num_tokens": MOST, "top_k": SLOTS, "num_experts": EXPERTS, "workspace_size_per_rank": 1 << 20}
+    return module.MoeAlltoAll(mapping, **{**sizes, "mnnvl_config": config, **changes})
+
+
+def on_ranks(patch: Patch, module: Any, program: Callable[[Any], Any], **changes: Any) -> list:
+    """What program(alltoall) returns on each rank."""
+
+    def run(group: Any) -> Any:
+        one = make(module, group, **changes)
+        try:
+            return program(one)
+        finally:
+            one.destroy()
+
+    return on_groups(patch, RANKS, run)
+
+
+ROWS: dict[str, tuple[int, torch.dtype, int, torch.dtype]] = {
+    "bf16": (HIDDEN, torch.bfloat16, 0, torch.uint8),
+    "mxfp8": (HIDDEN, torch.float8_e4m3fn, HIDDEN // 32, torch.uint8),
+    "mxfp8 bytes": (HIDDEN, torch.uint8, HIDDEN // 32, torch.uint8),
+    "deepseek": (HIDDEN, torch.float8_e4m3fn, HIDDEN // 128, torch.float32),
+    "mxfp4": (HIDDEN // 2, torch.uint8, HIDDEN // 32, torch.uint8),
+    "nvfp4": (HIDDEN // 2, torch.uint8, HIDDEN // 16, torch.float8_e4m3fn),
+}
+"""Columns and types of rows and of scale factors by name."""
+
+
+@pytest.mark.parametrize("invalid", [None, EXPERTS, 0], ids=["none", "no expert", "an expert"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_round_is_that_of_loops_over_tokens(monkeypatch: Patch, made_of: Any, name: str, invalid: int | None) -> None:
+    """Payloads come in the order in which they were given, in their types; the output is the sum over ranks."""
+    columns, dtype, factors, kind = ROWS[name]
+    given = inputs(RANKS, "uniform" if invalid == 0 else "masked")
+    ids = [one.topk_ids.int() for one in given]
+    sent = [one.masked_fill(one < 0, invalid) if invalid == EXPERTS else one for one in ids]
+    rows = [bits(len(one.x), columns, dtype, 5 + rank) for rank, one in enumerate(given)]
+    scales = [[bits(len(one.x), factors, kind, 50 + rank)] if factors else [] for rank, one in enumerate(given)]
+    outputs = [random_rows(RANKS * MOST, rank) for rank in range(RANKS)]
+
+    def program(one: Any) -> tuple:
+        rank = one.ep_rank
+        payloads = [rows[rank], *scales[rank], sent[rank], given[rank].router_weights]
+        index = 1 + len(scales[rank])
+        got = one.dispatch(sent[rank], payloads, MOST, invalid, None if invalid is None else index)
+        memory = one.get_combine_payload_tensor_in_workspace(MOST, HIDDEN, torch.bfloat16)
+        memory.copy_(outputs[rank].view(memory.shape))
+        total = one.combine(memory, MOST, payload_in_workspace=True)
+        one.synchronize()
+        return got, total
+
+    known = [one.topk_ids for one in given]
+    want = sums(RANKS, known, outputs, MOST)
+    for rank, (got, total) in enumerate(on_ranks(monkeypatch, made_of, program)):
+        payload, *factor, got_ids, weights = got
+        assert [one.dtype for one in got] == [dtype, *([kind] if factors else []), torch.int32, torch.float32]
+        assert all(one.shape[:2] == (RANKS, MOST) and one.is_contiguous() for one in got)
+        want_ids = torch.full((RANKS * MOST, SLOTS), -1 if invalid is None else invalid, dtype=torch.int32)
+        want_weights = torch.zeros(RANKS * MOST, SLOTS)
+        found = entries(EXPERTS, RANKS, rank, known)
+        for row, (source, token, own) in zip(rows_of(found, MOST), found, strict=True):
+            place = divmod(row, MOST)
+            assert_bits(payload[place], rows[source][token], f"rank {rank} row {row}")
+            for one in factor:
+                assert_bits(one[place], scales[source][0][token], f"rank {rank} scales {row}")
+            for slot, expert in own.items():
+                want_ids[row, slot] = expert + rank * LOCAL
+                want_weights[row, slot] = given[source].router_weights[token, slot]
+        assert_bits(got_ids.flatten(0, 1), want_ids, f"rank {rank} ids")
+        assert_bits(weights.flatten(0, 1), want_weights, f"rank {rank} weights")
+        assert_bits(total, want[rank].bfloat16(), f"rank {rank} sums")
+
+
+def test_rounds_may_have_fewer_rows_and_payloads(monkeypatch: Patch, made_of: Any) -> None:
+    given = inputs(RANKS, "uniform")
+    strides = [9, 9, 4]
+
+    def program(one: Any) -> list:
+        own, totals = given[one.ep_rank], []
+        for count, stride in enumerate(strides):
+            x, ids = own.x[:stride], own.topk_ids[:stride].long()
+            payloads = [[x], [x, ids], [x, ids, own.router_weights[:stride].bfloat16()]][count]
+            got = one.dispatch(ids, payloads, stride)
+            assert len(got) == len(payloads) and [x.dtype for x in got] == [x.dtype for x in payloads]
+            out = torch.empty_like(x)
+            assert one.combine(got[0], stride, output=out) is out
+            totals.append(out)
+        return totals
+
+    for rank, totals in enumerate(on_ranks(monkeypatch, made_of, program, hidden_size=HIDDEN)):
+        own = given[rank]
+        times = torch.stack([(own.topk_ids // LOCAL == r).any(1) for r in range(RANKS)], 1).sum(1)
+        for total, stride in zip(totals, strides, strict=True):
+            assert torch.equal(total, (own.x.float() * times[:, None]).bfloat16()[:stride])
+
+
+def test_it_takes_calls_as_flashinfers_class_does(made_of: Any) -> None:
+    with upstream.installed("flashinfer") as stubs:
+        theirs: Any = stubs["flashinfer.comm.trtllm_moe_alltoall"]
+    base, ours = theirs.MoeAlltoAll, made_of.MoeAlltoAll
+    assert not upstream.differences(ours, base) and ours.eplb_gathered_stats is None
+    mine, want = (list(inspect.signature(one.__init__).parameters.values()) for one in (ours, base))
+    assert [(one.name, one.kind, one.default) for one in mine] == [(one.name, one.kind, one.default) for one in want]
+
+
+def refused(call: Any, rule: str, kind: type[Exception] = EPInputError) -> None:
+    with pytest.raises(kind, match=rule):
+        call()
+
+
+def test_arguments_that_break_a_rule_are_refused(monkeypatch: Patch, made_of: Any) -> None:
+    def program(one: Any) -> None:
+        own = inputs(RANKS, "uniform")[0]
+        x, ids, weights = own.x, own.topk_ids.int(), own.router_weights
+        send, bring, mask = one.dispatch, one.combine, torch.zeros(1)
+        refused(lambda: bring(x, MOST), "combine: there must be a dispatch first", EPError)
+        refused(lambda: send(ids, [x, ids], MOST, eplb_local_stats=mask), "eplb_local_stats = tensor: must be None")
+        refused(lambda: send(ids, [x, ids], MOST, active_rank_mask=mask), "active_rank_mask = tensor: must be None")
+        refused(lambda: send(ids, [], MOST), r"input_payloads = \[\]: must be hidden states")
+        refused(lambda: send(ids, [x, ids.clone()], MOST, -1, 1), "payload_index = 1: must be that of token_selected")
+        refused(lambda: send(ids, [x, x, x, ids], MOST), "has 4 tensors: must be hidden states, their scale factors")
+        refused(lambda: send(ids, [x, ids, weights, weights], MOST), "has 4 tensors: must be")
+        refused(lambda: send(ids, [x, ids, ids.long()], MOST), r"input_payloads\[2\]: is torch.int64 .* must be router")
+        refused(lambda: send(ids, [x, ids, weights[:, :1]], MOST), r"input_payloads\[2\]: is torch.float32")
+        refused(lambda: send(ids, [x, x, ids], MOST), "have 256 and 256 bytes a row")
+        refused(lambda: send(ids, [x, ids], MOST + 1), "max_tokens_per_rank = 10: must be in")
+        (rows,) = send(ids, [x], MOST)
+        refused(lambda: send(ids, [x], MOST), "the one before must have its combine first", EPError)
+        refused(lambda: bring(rows, MOST - 1), "runtime_max_tokens_per_rank = 8: must be 9")
+        refused(lambda: bring(rows[:1], MOST), r"payload.shape = \(1, 9, 128\): must be \(3, 9, 128\)")
+        refused(lambda: bring(rows, MOST, output_dtype=torch.float8_e4m3fn), "output_dtype = torch.float8_e4m3fn")
+        refused(lambda: bring(rows, MOST, output_scales=mask), "output_scales = tensor: must be None")
+        refused(lambda: bring(rows, MOST, use_low_precision=True), "use_low_precision = True: must be False")
+        memory = one.get_combine_payload_tensor_in_workspace
+        refused(lambda: memory(MOST, HIDDEN, torch.float16), "dtype = torch.float16: must be torch.bfloat16")
+        refused(lambda: memory(MOST, 64, torch.bfloat16), "hidden_size = 64: must be 128")
+        bring(rows, MOST)
+
+    on_ranks(monkeypatch, made_of, program)
+
+
+def test_sizes_that_cannot_be_served_are_refused(made_of: Any) -> None:
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    wrong = SimpleNamespace(comm_backend=SimpleNamespace(_group=SimpleNamespace(rank=lambda: 1, size=lambda: 4)))
+    for changes, rule in (
+        ({"eplb_stats_num_experts": 4}, "eplb_stats_num_experts = 4: must be 0"),
+        ({"enable_rank_mask": True}, "enable_rank_mask = True: must be False"),
+        ({"mnnvl_config": wrong}, "mapping.moe_ep_rank, mapping.moe_ep_size = 0, 2: must be those .* 1, 4"),
+        ({"mnnvl_config": None}, "needs a default group"),
+    ):
+        refused(lambda changes=changes: make(made_of, group, **changes), rule, EPConfigError)
+    assert not connections._SHARED
