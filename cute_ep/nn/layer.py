@@ -16,6 +16,7 @@ from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
 from cute_ep.layouts.maps.formats import BF16
+from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.nn.connections import Connected
 from cute_ep.nn.decode import decode_rows
 from cute_ep.nn.gates import Gate, gate_named
@@ -57,8 +58,9 @@ class MoELayer(Connected):
         bias: whether experts have biases.
         shared: a module from [T, hidden] to [T, hidden], such as `GatedMLP`, whose output is added.
         mode: of combine. "partial" is faster and rounds once more per rank.
-        capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`. More rows
-            than that are lost: outputs are NaN, and `synchronize` raises.
+        capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`, or less
+            behind a `Router`, which repeats no expert of a token. More rows than that are lost: outputs are NaN, and
+            `synchronize` raises.
         input_scale: G of docs/numerics.md for all tokens, with `dispatch_format` nvfp4; None: 1.
         device, dtype: of the parameters. Those of another type than bfloat16 are cast in every call.
 
@@ -150,7 +152,7 @@ class MoELayer(Connected):
         self._check_tokens(x)
         tokens = x.reshape(-1, self.cfg.hidden)
         topk_ids, router_weights = self.router(tokens)
-        out = self.experts(tokens, topk_ids, router_weights)
+        out = self._experts(tokens, topk_ids, router_weights, self._capacity_behind_router())
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view(x.shape)
@@ -170,6 +172,10 @@ class MoELayer(Connected):
         Raises:
             EPInputError, EPConfigError, EPError, EPTimeout: as `forward`.
         """
+        return self._experts(x, topk_ids, router_weights, self.capacity)
+
+    def _experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None) -> Tensor:
+        """`experts`, with room for so many rows."""
         self._check_tokens(x)
         routed = (x.shape[0], self.cfg.top_k)
         if x.dim() != 2:
@@ -182,9 +188,9 @@ class MoELayer(Connected):
         given = x.to(torch.bfloat16), topk_ids, router_weights.float(), comm
         scale = self._scale_on_device()
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=self.capacity)
+            batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity)
         else:  # this one clears no rows
-            room = communicator_of(comm).allocate(self.capacity)
+            room = communicator_of(comm).allocate(capacity)
             batch = cute_ep.ops.dispatch_into(*given, room, input_scale=scale)
         rows = self.compute(self.decode(batch), batch.row_offsets)
         return cute_ep.ops.combine(rows, batch, self.mode, dtype=x.dtype)
@@ -233,6 +239,14 @@ class MoELayer(Connected):
     def place(self) -> torch.device:
         """Where the experts' parameters are."""
         return self.gate_up.device
+
+    def _capacity_behind_router(self) -> int | None:
+        """`capacity`, or instead of None what tokens that name no expert twice can bring."""
+        cfg = self.cfg
+        if self.capacity is not None or type(self.router) is not Router or cfg.block_rows is not None:
+            return self.capacity
+        entries = min(cfg.top_k, cfg.local_experts)
+        return max_rows(cfg.world_size, entries, cfg.max_tokens_per_rank, cfg.groups, cfg.alignment, 0)
 
     def _scale_on_device(self) -> Tensor | None:
         """[1] float32 `input_scale`, written by the device, so also in a graph; None for none."""
