@@ -22,7 +22,6 @@ from cute_ep.nn.decode import decode_rows
 from cute_ep.nn.gates import Gate, gate_named
 from cute_ep.nn.mlp import INNER_MULTIPLE
 from cute_ep.nn.router import Router
-from cute_ep.ops.registry import communicator_of
 
 MODES = ("exact", "partial")
 
@@ -187,11 +186,7 @@ class MoELayer(Connected):
         comm = self._connected_name()
         given = x.to(torch.bfloat16), topk_ids, router_weights.float(), comm
         scale = self._scale_on_device()
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity)
-        else:  # this one clears no rows
-            room = communicator_of(comm).allocate(capacity)
-            batch = cute_ep.ops.dispatch_into(*given, room, input_scale=scale)
+        batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, clear=False)
         rows = self.compute(self.decode(batch), batch.row_offsets)
         return cute_ep.ops.combine(rows, batch, self.mode, dtype=x.dtype)
 

@@ -13,7 +13,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.nn import GatedMLP, MoELayer, Router
 from cute_ep.ops import register
 from cute_ep.testing.compare import assert_bits
-from tests.nn.layers import INNER, config, layer_of, random_experts
+from tests.nn.layers import INNER, config, layer_of, poison_new_buffers, random_experts
 from tests.nn.oracle import GATES, assert_within, dense, output_bound
 from tests.nn.test_formats import QUANTISED, arrived, formatted, in_bf16, scale_of
 from tests.nn.test_processes import run_in_processes
@@ -46,7 +46,9 @@ def deepseek(ep: EPCommunicator) -> MoELayer:
     return layer
 
 
-def test_outputs_and_gradients_are_those_of_a_dense_layer(ep: EPCommunicator) -> None:
+def test_outputs_and_gradients_are_those_of_a_dense_layer(ep: EPCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows behind the last one hold."""
+    poison_new_buffers(monkeypatch)
     layer = layer_here(0, 1, DEVICE)
     layer.attach(ep)
     assert_dense(made(layer, layer.experts, 0), 0, 1)

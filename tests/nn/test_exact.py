@@ -14,7 +14,7 @@ from cute_ep.testing.workloads import make_inputs
 from tests.ops.layer import signs
 from tests.ops.ranks import on_all_ranks
 
-from .layers import INNER, config, gradients_of, layer_of
+from .layers import INNER, config, gradients_of, layer_of, poison_new_buffers
 from .oracle import Experts, dense
 
 TOKENS = {1: (9,), 2: (7, 9), 3: (9, 0, 7)}
@@ -128,7 +128,7 @@ def test_routers_that_repeat_no_expert_need_rows_for_the_experts_of_a_rank(
 
 
 def test_rows_of_no_token_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in outputs nor in gradients: whatever a grouped matmul leaves in rows behind the last one."""
+    """Neither in outputs nor in gradients: whatever dispatch and a grouped matmul leave in rows behind the last one."""
     grouped_mm = torch.nn.functional.grouped_mm
 
     def poisoned(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
@@ -136,4 +136,5 @@ def test_rows_of_no_token_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
         return grouped_mm(rows, weight, offs=offs).masked_fill(behind, torch.nan)
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
+    poison_new_buffers(monkeypatch)
     check(config(3), TOKENS[3], "masked")
