@@ -1,4 +1,5 @@
-"""A layer over several processes, each with its part of one checkpoint, against the whole layer in one.
+"""A layer over several processes, each with its part of one checkpoint, against the whole layer in one. Then its tokens
+travel as 8-bit numbers, a bit more than half the bytes.
 
     torchrun --standalone --nproc-per-node 2 examples/torchrun_inference.py
 
@@ -30,13 +31,17 @@ whole = MoELayer(replace(cfg, world_size=1), INNER).to(device)  # stands for a c
 
 layer = MoELayer(cfg, INNER, device=device).eval()
 layer.load_state_dict(shard_state_dict(layer, whole.state_dict(), rank))
+quantised = MoELayer(replace(cfg, dispatch_format="mxfp8"), INNER, device=device).eval()
+quantised.load_state_dict(layer.state_dict())
 
 torch.manual_seed(1 + rank)  # each rank has tokens of its own, and as many as it likes
 x = torch.randn(TOKENS - 8 * rank, cfg.hidden, device=device).bfloat16()
-with torch.no_grad(), connect(layer) as connections:
-    out = layer(x)
+with torch.no_grad(), connect(torch.nn.ModuleList([layer, quantised])) as connections:
+    out, near = layer(x), quantised(x)
     connections.synchronize()
     alone = whole(x)
 torch.testing.assert_close(out, alone, rtol=2**-6, atol=2**-6)
-print(f"rank {rank}: {len(x)} tokens over {cfg.world_size} ranks as in one process")
+off = ((near - alone).norm() / alone.norm()).item()
+assert off < 0.1, off
+print(f"rank {rank}: {len(x)} tokens over {cfg.world_size} ranks as in one process, in mxfp8 off by {off:.1%}")
 dist.destroy_process_group()

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_ep.layouts.maps.record import align_up
+
 
 def count_entries(ids: Tensor, num_experts: int) -> Tensor:
     """[num_experts] int64, how many entries of [T, K] expert ids name each expert; negative ones name none."""
@@ -28,3 +30,14 @@ def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Te
     heard = torch.empty_like(told)
     dist.all_to_all_single(heard, told, group=group)
     return heard
+
+
+def expert_rows(heard: Tensor, alignment: int = 1) -> Tensor:
+    """[E/R] int64, the rows of each of this rank's experts, on the device of `heard`.
+
+    Args:
+        heard: what `exchange_counts` returned.
+        alignment: multiple to which each expert's rows are padded.
+    """
+    rows = heard[:, :-1].sum(0)
+    return rows if alignment == 1 else align_up(rows, alignment)

@@ -17,10 +17,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
-from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
-from cute_ep.layouts.maps.record import align_up
 
 require("megatron.core", (0, 16), below=(0, 17), package="megatron-core")
 
@@ -105,8 +104,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         tokens, hidden = hidden_states.shape
         heard = exchange_counts(count_entries(self.token_indices, self.num_experts), tokens, self.group)
         heard = heard.cpu()
-        counts = heard[:, :-1].sum(0)
-        self.tokens_per_expert = align_up(counts, self.row_alignment)
+        self.tokens_per_expert = expert_rows(heard, self.row_alignment)
         comm, scalars = (self._connected(columns, int(heard[:, -1].max())) for columns in (hidden, SCALAR_HIDDEN))
         rows = int(self.tokens_per_expert.sum())
         received = dispatch_weighted(

@@ -20,7 +20,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
-from cute_ep.integrations.counts import exchange_counts
+from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.record import align_up
@@ -126,7 +126,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         factor, unit = self.config.non_blocking_capacity_factor, self.alignment
         if factor is None:
             heard = exchange_counts(num_local_tokens_per_expert_E, tokens, self.ep_mesh.get_group())
-            rows = int(align_up(heard[:, :-1].sum(0), unit).sum())
+            rows = int(expert_rows(heard, unit).sum())
         else:
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,17 +11,18 @@ from torch.nn import functional as F
 
 import cute_ep.ops
 from cute_ep.api.config import EPConfig, check_config, is_integer
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
-from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
 from cute_ep.layouts.maps.formats import BF16
+from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.nn.connections import Connected
+from cute_ep.nn.decode import decode_rows
 from cute_ep.nn.gates import Gate, gate_named
+from cute_ep.nn.mlp import INNER_MULTIPLE
 from cute_ep.nn.router import Router
-from cute_ep.ops.registry import communicator_of
 
-INNER_MULTIPLE = 8
-"""A row of bfloat16 must be a multiple of 16 bytes, for grouped matmuls and for the SwiGLU kernel."""
 MODES = ("exact", "partial")
 
 
@@ -34,16 +36,20 @@ class MoELayer(Connected):
     Matmuls are `torch.nn.functional.grouped_mm` in bfloat16. On GPUs of compute capability 9.x and 10.x torch 2.10 runs
     a kernel for it; on others it reads the offsets on the host and loops over experts, and cannot be captured.
 
+    With another `dispatch_format` than bf16 the layer is for inference: tokens are quantised, travel so, and experts
+    compute on what arrived, decoded to bfloat16. Parameters and state dicts are the same in all formats.
+
     Attributes:
+        cfg: as given, but that scale factors are in layout linear.
         router, shared: the modules given.
         gate_up: [local_experts, columns, hidden] parameter; columns is 2 * inner, gate rows and then up rows, or inner
             for gates that have one column.
         down: [local_experts, hidden, inner] parameter.
         gate_up_bias, down_bias: [local_experts, columns] and [local_experts, hidden] parameters, or None.
-        capacity: as given; may be changed between calls.
+        capacity, input_scale: as given; may be changed between calls, on all ranks alike.
 
     Args:
-        cfg: the group; `dispatch_format` bf16, without `fused_shared_expert` and `skip_a2a`.
+        cfg: the group, without `fused_shared_expert`, `skip_a2a` and a `scale_layout` other than linear.
         inner: elements between the two matmuls of an expert, a multiple of 8.
         router: a module from [T, hidden] to (topk_ids, router_weights), as `Router` returns them; None: `Router` with
             its defaults.
@@ -51,8 +57,10 @@ class MoELayer(Connected):
         bias: whether experts have biases.
         shared: a module from [T, hidden] to [T, hidden], such as `GatedMLP`, whose output is added.
         mode: of combine. "partial" is faster and rounds once more per rank.
-        capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`. More rows
-            than that are lost: outputs are NaN, and `synchronize` raises.
+        capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`, or less
+            behind a `Router`, which repeats no expert of a token. More rows than that are lost: outputs are NaN, and
+            `synchronize` raises.
+        input_scale: G of docs/numerics.md for all tokens, with `dispatch_format` nvfp4; None: 1.
         device, dtype: of the parameters. Those of another type than bfloat16 are cast in every call.
 
     Raises:
@@ -73,16 +81,14 @@ class MoELayer(Connected):
         shared: torch.nn.Module | None = None,
         mode: CombineMode = "exact",
         capacity: int | None = None,
+        input_scale: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         check_config(cfg)
-        super().__init__(cfg)
-        if cfg.dispatch_format != BF16.name:
-            raise EPConfigError(
-                f"dispatch_format = {cfg.dispatch_format!r}: must be {BF16.name} for a layer, whose experts multiply "
-                "bfloat16; for quantised experts call EPCommunicator.dispatch and your own grouped matmul"
-            )
+        if cfg.scale_layout not in (None, "linear"):
+            raise EPConfigError(f"scale_layout = {cfg.scale_layout!r}: must be linear or None for a layer")
+        super().__init__(cfg if cfg.format.scale is None else replace(cfg, scale_layout="linear"))
         for name, why in (
             ("fused_shared_expert", "give the layer `shared` instead"),
             ("skip_a2a", "every rank gives its own tokens to a layer"),
@@ -95,7 +101,12 @@ class MoELayer(Connected):
             raise EPConfigError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
         if capacity is not None and not (is_integer(capacity) and capacity >= 0):
             raise EPConfigError(f"capacity = {capacity!r}: must be an integer that is not negative, or None")
+        try:
+            check_input_scale(cfg.format, input_scale)
+        except EPInputError as error:
+            raise EPConfigError(str(error)) from None
         self.inner, self.mode, self.capacity, self.gate = int(inner), mode, capacity, gate_named(gate)
+        self.input_scale = input_scale
         where = {"device": device, "dtype": dtype}
         if router is None:
             router = Router(cfg.hidden, cfg.num_experts, cfg.top_k, **where)
@@ -127,7 +138,7 @@ class MoELayer(Connected):
 
         Args:
             x: [..., hidden] bfloat16, float16 or float32 on the layer's device, at most `cfg.max_tokens_per_rank`
-                tokens; travels as bfloat16.
+                tokens; travels as bfloat16, or in the layer's format.
 
         Returns:
             A tensor like `x`.
@@ -140,14 +151,14 @@ class MoELayer(Connected):
         self._check_tokens(x)
         tokens = x.reshape(-1, self.cfg.hidden)
         topk_ids, router_weights = self.router(tokens)
-        out = self.experts(tokens, topk_ids, router_weights)
+        out = self._experts(tokens, topk_ids, router_weights, self._capacity_behind_router())
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view(x.shape)
 
     def experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor) -> Tensor:
-        """Dispatch, the experts and combine, for a routing of your own. Differentiable in tokens, router weights and
-        the experts' parameters.
+        """Dispatch, the experts and combine, for a routing of your own. In format bf16 differentiable in tokens, router
+        weights and the experts' parameters.
 
         Args:
             x: [T, hidden], as of `forward`.
@@ -160,6 +171,10 @@ class MoELayer(Connected):
         Raises:
             EPInputError, EPConfigError, EPError, EPTimeout: as `forward`.
         """
+        return self._experts(x, topk_ids, router_weights, self.capacity)
+
+    def _experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None) -> Tensor:
+        """`experts`, with room for so many rows."""
         self._check_tokens(x)
         routed = (x.shape[0], self.cfg.top_k)
         if x.dim() != 2:
@@ -167,14 +182,23 @@ class MoELayer(Connected):
         for name, tensor in (("topk_ids", topk_ids), ("router_weights", router_weights)):
             if tuple(tensor.shape) != routed:
                 raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be {routed}, [tokens, top_k]")
+        self._check_gradients(x, router_weights)
         comm = self._connected_name()
         given = x.to(torch.bfloat16), topk_ids, router_weights.float(), comm
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            batch = cute_ep.ops.dispatch(*given, capacity=self.capacity)
-        else:  # this one clears no rows
-            batch = cute_ep.ops.dispatch_into(*given, communicator_of(comm).allocate(self.capacity))
-        rows = self.compute(batch.tokens, batch.row_offsets)
+        scale = self._scale_on_device()
+        batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, clear=False)
+        rows = self.compute(self.decode(batch), batch.row_offsets)
         return cute_ep.ops.combine(rows, batch, self.mode, dtype=x.dtype)
+
+    def decode(self, batch: cute_ep.ops.Batch | Dispatched) -> Tensor:
+        """The rows that `compute` takes, of a batch that this layer's communicator dispatched with its `input_scale`.
+
+        Returns:
+            [N, hidden] bfloat16, `cute_ep.dequantize` of the rows rounded once more; in format bf16 the batch's own
+            tensor. Rows behind the last one hold anything.
+        """
+        scale = self._scale_on_device()
+        return decode_rows(self.cfg.format, batch.tokens, batch.scales, batch.row_scales, scale)
 
     def compute(self, rows: Tensor, row_offsets: Tensor) -> Tensor:
         """This rank's experts alone, without communication.
@@ -211,6 +235,33 @@ class MoELayer(Connected):
         """Where the experts' parameters are."""
         return self.gate_up.device
 
+    def _capacity_behind_router(self) -> int | None:
+        """`capacity`, or instead of None what tokens that name no expert twice can bring."""
+        cfg = self.cfg
+        if self.capacity is not None or type(self.router) is not Router or cfg.block_rows is not None:
+            return self.capacity
+        entries = min(cfg.top_k, cfg.local_experts)
+        return max_rows(cfg.world_size, entries, cfg.max_tokens_per_rank, cfg.groups, cfg.alignment, 0)
+
+    def _scale_on_device(self) -> Tensor | None:
+        """[1] float32 `input_scale`, written by the device, so also in a graph; None for none."""
+        if self.input_scale is None:
+            return None
+        return torch.full((1,), self.input_scale, dtype=torch.float32, device=self.place())
+
+    def _check_gradients(self, x: Tensor, router_weights: Tensor) -> None:
+        """EPInputError where a gradient is wanted that the format has not."""
+        if self.cfg.dispatch_format == BF16.name or not torch.is_grad_enabled():
+            return
+        given = {"x": x, "router_weights": router_weights} | {name: getattr(self, name) for name in self.expert_names()}
+        for name, tensor in given.items():
+            if tensor.requires_grad:
+                raise EPInputError(
+                    f"{name}.requires_grad = True: must be False in a layer with dispatch_format "
+                    f"{self.cfg.dispatch_format}, which is for inference; call it under torch.no_grad(), or train a "
+                    f"layer with {BF16.name} and load its state dict"
+                )
+
     def _check_tokens(self, x: Tensor) -> None:
         """EPInputError unless they are tokens that the layer can take."""
         cfg = self.cfg
@@ -236,47 +287,5 @@ class MoELayer(Connected):
         state = "not connected" if self._comm is None else "connected"
         return (
             f"hidden {cfg.hidden}, inner {self.inner}, {cfg.local_experts} of {cfg.num_experts} experts, "
-            f"{cfg.max_tokens_per_rank} tokens per rank, {self.mode}, {state}"
+            f"{cfg.max_tokens_per_rank} tokens per rank in {cfg.dispatch_format}, {self.mode}, {state}"
         )
-
-
-class GatedMLP(torch.nn.Module):
-    """A dense expert that every rank computes for its own tokens, to be a layer's `shared`.
-
-    Attributes:
-        gate_up: [columns, hidden] parameter, as of `MoELayer`.
-        down: [hidden, inner] parameter.
-
-    Args:
-        hidden, inner: sizes, multiples of 8.
-        gate, device, dtype: as of `MoELayer`.
-
-    Raises:
-        EPConfigError: an argument breaks its rule.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        inner: int,
-        *,
-        gate: str | Gate = "swiglu",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        super().__init__()
-        for name, size in (("hidden", hidden), ("inner", inner)):
-            if not (is_integer(size) and size > 0 and size % INNER_MULTIPLE == 0):
-                raise EPConfigError(f"{name} = {size!r}: must be a positive multiple of {INNER_MULTIPLE}")
-        self.gate = gate_named(gate)
-        where = {"device": device, "dtype": dtype}
-        self.gate_up = torch.nn.Parameter(torch.empty(self.gate.columns * inner, hidden, **where))
-        self.down = torch.nn.Parameter(torch.empty(hidden, inner, **where))
-        with torch.no_grad():
-            self.gate_up.normal_(std=hidden**-0.5)
-            self.down.normal_(std=inner**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] of the type of `x`, computed in the type of the parameters."""
-        between = F.linear(x.to(self.gate_up.dtype), self.gate_up)
-        return F.linear(self.gate(between), self.down).to(x.dtype)

@@ -22,7 +22,8 @@ from cute_ep.ops.registry import communicator_of, registered
 class Batch(NamedTuple):
     """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
 
-    Tensors that the configuration has not are empty. In a batch from `dispatch` rows behind the last one are zeros.
+    Tensors that the configuration has not are empty. In a batch from `dispatch` rows behind the last one are zeros,
+    unless it was told to leave them.
 
     Attributes:
         comm: name of the communicator.
@@ -96,6 +97,7 @@ def dispatch(
     *,
     input_scale: Tensor | None = None,
     capacity: int | None = None,
+    clear: bool = True,
 ) -> Batch:
     """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in exact mode.
 
@@ -104,6 +106,8 @@ def dispatch(
             gradient from `combine`.
         comm: what `register` returned.
         capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`.
+        clear: write zeros to all rows first, which takes time. False: rows behind the last one hold anything, for what
+            reads only rows within `row_offsets`, as grouped matmuls and their gradients do.
 
     Raises:
         EPInputError: as there; or `x` requires a gradient, and the communicator has a format with scale factors or
@@ -118,7 +122,7 @@ def dispatch(
         call = torch.ops.cute_ep.dispatch
     else:
         call = library.dispatch
-    return Batch(comm, topk_ids, router_weights, *call(x, topk_ids, sent, input_scale, comm, capacity))
+    return Batch(comm, topk_ids, router_weights, *call(x, topk_ids, sent, input_scale, comm, capacity, clear))
 
 
 def combine(rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: torch.dtype = torch.bfloat16) -> Tensor:

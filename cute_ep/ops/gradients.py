@@ -46,7 +46,7 @@ def check_differentiable(comm: str, mode: str | None = None, *, weights: bool = 
 
 
 def dispatch_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    _, topk_ids, _, _, comm, _ = inputs
+    _, topk_ids, _, _, comm, _, _ = inputs
     check_differentiable(comm)
     ctx.comm = comm
     tokens, _, _, row_offsets, _, _, _, _, _, row_map, headers, weights, _, _ = output
@@ -59,7 +59,7 @@ def dispatch_backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
     topk_ids, *batch = ctx.saved_tensors
     ones = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
     grad_x = torch.ops.cute_ep.combine(grad_tokens, topk_ids, ones, *batch, ctx.comm, "exact", torch.bfloat16)
-    return grad_x, None, None, None, None, None
+    return grad_x, *[None] * 6
 
 
 def combine_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -26,7 +26,7 @@ WRITTEN = ", ".join(f"Tensor(a{index}!)? {name}" for index, name in enumerate(BU
 KEPT = "Tensor topk_ids, Tensor? router_weights, Tensor row_offsets, Tensor row_map, Tensor headers, Tensor weights"
 """What combine reads of a batch."""
 SCHEMAS = {
-    "dispatch": f"({SENT}, SymInt? capacity) -> ({', '.join(['Tensor'] * len(BUFFERS))})",
+    "dispatch": f"({SENT}, SymInt? capacity, bool clear) -> ({', '.join(['Tensor'] * len(BUFFERS))})",
     "combine": f"(Tensor rows, {KEPT}, str comm, str combine_mode, ScalarType dtype) -> Tensor",
     "combine_backward": f"(Tensor grad, Tensor? rows, {KEPT}, str comm, SymInt? capacity) -> (Tensor, Tensor)",
     "dispatch_out": f"({SENT}, Tensor(z!) order, {WRITTEN}) -> ()",
@@ -80,9 +80,11 @@ def dispatch(
     input_scale: Tensor | float | None,
     comm: str,
     capacity: int | None,
+    clear: bool,
 ) -> tuple[Tensor, ...]:
-    """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty."""
-    buffers = new_buffers(comm, capacity)
+    """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty. `clear`: in
+    `new_buffers`; else what dispatch leaves alone holds anything."""
+    buffers = new_buffers(comm, capacity) if clear else communicator_of(comm).allocate(capacity)
     dispatch_into(x, topk_ids, router_weights, input_scale, comm, buffers)
     return tuple(x.new_empty(0) if (tensor := getattr(buffers, name)) is None else tensor for name in BUFFERS)
 
@@ -166,7 +168,7 @@ def combine_out(rows: Tensor, *arguments: Any) -> None:
 
 def shape_dispatch(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty tensors as `dispatch` returns; arguments: its others."""
-    *_, comm, capacity = arguments
+    *_, comm, capacity, _ = arguments
     cfg = communicator_of(comm).cfg
     shapes = buffer_shapes(cfg, align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment))
     wanted = (shapes[name] or ((0,), x.dtype) for name in BUFFERS)

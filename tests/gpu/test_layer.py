@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.nn import GatedMLP, MoELayer, Router
 from cute_ep.ops import register
 from cute_ep.testing.compare import assert_bits
-from tests.nn.layers import INNER, config, layer_of, random_experts
+from tests.nn.layers import INNER, config, layer_of, poison_new_buffers, random_experts
 from tests.nn.oracle import GATES, assert_within, dense, output_bound
+from tests.nn.test_formats import QUANTISED, arrived, formatted, in_bf16, scale_of
 from tests.nn.test_processes import run_in_processes
 from tests.nn.worker import CHECKS, assert_dense, layer_here, made
 
@@ -44,7 +46,9 @@ def deepseek(ep: EPCommunicator) -> MoELayer:
     return layer
 
 
-def test_outputs_and_gradients_are_those_of_a_dense_layer(ep: EPCommunicator) -> None:
+def test_outputs_and_gradients_are_those_of_a_dense_layer(ep: EPCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows behind the last one hold."""
+    poison_new_buffers(monkeypatch)
     layer = layer_here(0, 1, DEVICE)
     layer.attach(ep)
     assert_dense(made(layer, layer.experts, 0), 0, 1)
@@ -96,6 +100,36 @@ def test_a_captured_layer_computes_the_bits_of_an_eager_one(ep: EPCommunicator) 
             graph.replay()
             got = out.clone()
             assert_bits(got.cpu(), layer(x).cpu(), f"step {seed}")
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_quantised_tokens_give_the_bits_of_those_that_the_reference_quantises(fmt: str) -> None:
+    """Eager, compiled by inductor, and in a graph."""
+    torch._dynamo.reset()
+    cfg = replace(formatted(1, fmt), scale_layout="linear")
+    experts, x = random_experts(cfg, "swiglu"), torch.empty(9, cfg.hidden, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad(), connected(cfg, ["cuda:0"]) as (ep,), connected(in_bf16(cfg), ["cuda:0"]) as (other,):
+        layer = layer_of(cfg, 0, register(ep), experts, device=DEVICE, **scale_of(fmt))
+        plain = layer_of(in_bf16(cfg), 0, register(other), experts, device=DEVICE)
+        routing = layer.router(torch.randn(x.shape, device=DEVICE))
+        calls = {"eager": layer.experts, "inductor": torch.compile(layer.experts, fullgraph=True)}
+        for call in calls.values():
+            call(x.normal_(), *routing)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer.experts(x, *routing)
+        for seed in range(STEPS):
+            x.normal_()
+            graph.replay()
+            want = plain.experts(arrived(x, fmt), *routing)
+            for name, got in {
+                "replayed": out,
+                "eager": calls[0](x, *routing),
+                "inductor": calls[1](x, *routing),
+            }.items():
+                assert_bits(got.cpu(), want.cpu(), f"step {seed}, {name}")
+        ep.synchronize()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="processes on one GPU run in time slices, not side by side")

@@ -7,7 +7,7 @@ import torch
 
 from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, room_for
-from cute_ep.integrations.counts import count_entries
+from cute_ep.integrations.counts import count_entries, expert_rows
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 
@@ -47,3 +47,10 @@ def test_masked_entries_are_not_counted(dtype: torch.dtype) -> None:
     counts = count_entries(ids, 4)
     assert counts.tolist() == [1, 0, 3, 0] and counts.dtype == torch.int64
     assert count_entries(ids[:0], 4).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(("alignment", "rows"), [(1, [0, 1, 8, 9]), (8, [0, 8, 8, 16])])
+def test_rows_of_experts_are_padded_each(alignment: int, rows: list[int]) -> None:
+    """The last column of what ranks hear is the source's tokens."""
+    heard = torch.tensor([[0, 1, 3, 9, 7], [0, 0, 5, 0, 6]])
+    assert expert_rows(heard, alignment).tolist() == rows

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.nn import MoELayer, shard_state_dict
 from cute_ep.ops.registry import communicator_of
 
@@ -43,6 +45,18 @@ def layer_of(cfg: EPConfig, rank: int, comm: str, experts: Experts, **options: A
     state = {name: value.detach().bfloat16() for name, value in experts.parameters().items()}
     layer.load_state_dict(shard_state_dict(layer, state, rank), strict=False)
     return layer
+
+
+def poison_new_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rows of new output memory hold NaN, as memory may."""
+    allocate = DispatchBuffers.allocate
+
+    def filled(*arguments: Any) -> DispatchBuffers:
+        buffers = allocate(*arguments)
+        buffers.tokens.fill_(torch.nan)
+        return buffers
+
+    monkeypatch.setattr(DispatchBuffers, "allocate", filled)
 
 
 def gradients_of(layer: MoELayer) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def test_a_layer_with_another_communicator_is_compiled_anew() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_clears_no_rows_and_computes_the_bits_of_the_cleared(mode: Any) -> None:
+def test_inference_computes_the_same_bits_however_gradients_are_refused(mode: Any) -> None:
     """Eager and compiled; and afterwards the layer trains."""
     layer = connected()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from cute_ep.api.config import EPConfig
+from cute_ep.nn import Router
 from cute_ep.testing.workloads import make_inputs
 from tests.ops.layer import signs
 from tests.ops.ranks import on_all_ranks
 
-from .layers import INNER, config, gradients_of, layer_of
+from .layers import INNER, config, gradients_of, layer_of, poison_new_buffers
 from .oracle import Experts, dense
 
 TOKENS = {1: (9,), 2: (7, 9), 3: (9, 0, 7)}
@@ -91,8 +92,43 @@ def test_options_change_no_exact_result(changes: dict, options: dict) -> None:
     check(config(3, **changes), TOKENS[3], "masked", **options)
 
 
+class Repeating(torch.nn.Module):
+    """A router of somebody's, whose tokens name their first expert three times."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(x), 3, dtype=torch.int64), torch.ones(len(x), 3)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("repeats", "capacity", "rows"), [(False, None, 54), (True, None, 81), (False, 60, 60)], ids=str
+)
+def test_routers_that_repeat_no_expert_need_rows_for_the_experts_of_a_rank(
+    repeats: bool, capacity: int | None, rows: int, gradients: bool
+) -> None:
+    """27 tokens with three experts each may bring rank 0 as many rows for its two experts, and do."""
+    cfg = config(3)
+    experts, x = small_experts(cfg), torch.ones(9, cfg.hidden).bfloat16()
+    own = Router(cfg.hidden, cfg.num_experts, cfg.top_k, correction=True)
+    own.correction[:2] = 100.0
+
+    def program(rank: int, comm: str) -> int:
+        options = {"router": Repeating() if repeats else own, "capacity": capacity}
+        layer, seen = layer_of(cfg, rank, comm, experts, **options), []
+        compute = layer.compute
+        layer.compute = lambda rows, row_offsets: seen.append((rows, row_offsets)) or compute(rows, row_offsets)
+        with torch.set_grad_enabled(gradients):
+            assert layer(x).isfinite().all()
+        layer.communicator.synchronize()
+        ((found, offsets),) = seen
+        assert rank or offsets[-1] == (81 if repeats else 54)
+        return len(found)
+
+    assert on_all_ranks(cfg, program)[0] == [rows] * 3
+
+
 def test_rows_of_no_token_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in outputs nor in gradients: whatever a grouped matmul leaves in rows behind the last one."""
+    """Neither in outputs nor in gradients: whatever dispatch and a grouped matmul leave in rows behind the last one."""
     grouped_mm = torch.nn.functional.grouped_mm
 
     def poisoned(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
@@ -100,4 +136,5 @@ def test_rows_of_no_token_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
         return grouped_mm(rows, weight, offs=offs).masked_fill(behind, torch.nan)
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poisoned)
+    poison_new_buffers(monkeypatch)
     check(config(3), TOKENS[3], "masked")

@@ -82,7 +82,17 @@ def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gr
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({"dispatch_format": "nvfp4"}, {}, "dispatch_format = 'nvfp4': must be bf16 for a layer"),
+        (
+            {"dispatch_format": "nvfp4", "scale_layout": "atom128x4"},
+            {},
+            "scale_layout = 'atom128x4': must be linear or None for a layer",
+        ),
+        ({}, {"input_scale": 2.0}, "input_scale = 2.0: must be None, format bf16 has no global scale"),
+        (
+            {"dispatch_format": "nvfp4"},
+            {"input_scale": 0.0},
+            "input_scale = 0.0: must be a number in [2**-100, 2**100]",
+        ),
         ({"fused_shared_expert": True}, {}, "fused_shared_expert = True: must be False for a layer"),
         ({"skip_a2a": True}, {}, "skip_a2a = True: must be False for a layer"),
         ({}, {"inner": 12}, "inner = 12: must be a positive multiple of 8"),

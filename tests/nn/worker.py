@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_ep import dequantize
 from cute_ep.nn import MoELayer, connect, disconnect, shard_state_dict
+from cute_ep.reference.formats import quantize
 from cute_ep.testing.compare import assert_bits
 from tests.processes import join_group
 
@@ -59,9 +62,19 @@ def assert_dense(got: dict[str, Tensor], rank: int, world: int) -> None:
 
 
 def first_calls_connect_and_compute_what_a_dense_layer_does(rank: int, world: int, device: torch.device) -> None:
+    """Then one whose tokens travel quantised, with a communicator of its own."""
     layer = layer_here(rank, world, device)
     assert_dense(made(layer, layer.experts, rank), rank, world)
     layer.communicator.synchronize()
+    quantised = MoELayer(replace(layer.cfg, dispatch_format="mxfp8"), INNER, gate="relu2", device=device)
+    quantised.load_state_dict(layer.state_dict())
+    x = torch.randn(TOKENS[world][rank], layer.cfg.hidden, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    with torch.no_grad():
+        routing = layer.router(x.to(device))
+        got = quantised.experts(x.to(device), *routing)
+        want = layer.experts(dequantize(quantize(x, "mxfp8"), "mxfp8").bfloat16().to(device), *routing)
+    assert_bits(got.cpu(), want.cpu(), f"rank {rank}, mxfp8")
+    quantised.communicator.synchronize()
 
 
 def compiled_layers_compute_the_bits_of_eager_ones(rank: int, world: int, device: torch.device) -> None:

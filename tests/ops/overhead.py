@@ -51,7 +51,7 @@ def main() -> None:
         "dispatch": (
             lambda: ep.dispatch(x, ids, weights),
             lambda: ops.dispatch(x, ids, weights, comm),
-            lambda: library.dispatch(x, ids, weights, None, comm, None),
+            lambda: library.dispatch(x, ids, weights, None, comm, None, True),
             lambda: ops.dispatch(wanted, ids, weights, comm),
         ),
         "combine": (

@@ -62,6 +62,18 @@ def test_rows_behind_the_last_are_zeros() -> None:
         )
 
 
+def test_rows_that_are_not_cleared_keep_what_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of tokens are the same."""
+    (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (3,), "uniform", 1)
+    arguments = one.x, one.topk_ids, one.router_weights, cute_ep.ops.register(ep)
+    want, buffers = cute_ep.ops.dispatch(*arguments), ep.allocate()
+    buffers.tokens.fill_(7)
+    monkeypatch.setattr(ep, "allocate", lambda capacity: buffers)
+    batch, rows = cute_ep.ops.dispatch(*arguments, clear=False), int(want.num_rows)
+    assert_bits(batch.tokens[:rows], want.tokens[:rows], "rows")
+    assert (batch.tokens[rows:] == 7).all() and rows < len(batch.tokens)
+
+
 def test_a_batch_has_as_many_rows_as_are_asked_for() -> None:
     """Rounded up to the alignment."""
     (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (2,), "uniform", 1)

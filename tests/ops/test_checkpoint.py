@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import cute_ep.ops
+from cute_ep import connect_local
 from cute_ep.testing.compare import assert_bits
 
 from .layer import given, gradients, layer
-from .ranks import CFG, on_all_ranks
+from .ranks import ALONE, CFG, counted, on_all_ranks
 
 TOKENS = (9, 0, 7)
 FORWARD, BACKWARD = ["dispatch", "exact"], ["dispatch", "unweighted", "exact"]
@@ -37,15 +41,18 @@ def keep_rounds(context: Any, op: Any, *arguments: Any, **named: Any) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def contexts() -> tuple:
+    return create_selective_checkpoint_contexts(keep_rounds)
+
+
+def keeping(*arguments: Any) -> torch.Tensor:
+    return checkpoint(layer, *arguments, use_reentrant=False, context_fn=contexts)
+
+
 def test_a_policy_can_keep_what_rounds_returned() -> None:
     """Then only the experts are computed again, and no round is made twice."""
     one = given(CFG, TOKENS, "uniform")
-
-    def again(*arguments: Any) -> torch.Tensor:
-        contexts = lambda: create_selective_checkpoint_contexts(keep_rounds)  # noqa: E731
-        return checkpoint(layer, *arguments, use_reentrant=False, context_fn=contexts)
-
-    made, calls = on_all_ranks(CFG, lambda rank, comm: gradients(one, rank, comm, call=again))
+    made, calls = on_all_ranks(CFG, lambda rank, comm: gradients(one, rank, comm, call=keeping))
     wanted, _ = on_all_ranks(CFG, lambda rank, comm: gradients(one, rank, comm))
     for got, want in zip(made, wanted, strict=True):
         for part, own in zip(got, want, strict=True):
@@ -69,3 +76,31 @@ def test_layers_in_a_row_are_computed_again_one_by_one() -> None:
     made, calls = on_all_ranks(CFG, program)
     assert all(grad.isfinite().all() for grad in made)
     assert calls == [3 * FORWARD + 3 * (FORWARD + BACKWARD[:2] + BACKWARD[2:])] * 3
+
+
+# ---- with torch.compile
+
+
+def compiled(function: Callable) -> Callable:
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around compiled code", "in compiled code, with the policy"])
+def test_compiled_code_may_be_in_a_checkpoint_or_contain_one_that_keeps_rounds(inside: bool) -> None:
+    (ep,), one = connect_local(ALONE, ["cpu"]), given(ALONE, (7,), "masked")
+    comm, calls = cute_ep.ops.register(ep), counted(ep)
+    want = gradients(one, 0, comm)
+    calls.clear()
+    call = compiled(keeping) if inside else partial(checkpoint, compiled(layer), use_reentrant=False)
+    for part, own in zip(gradients(one, 0, comm, call=call), want, strict=True):
+        assert_bits(part, own, "output or gradient")
+    assert calls == (FORWARD + BACKWARD if inside else FORWARD + FORWARD + BACKWARD)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="docs/ops.md says it of torch 2.13")
+def test_a_checkpoint_in_compiled_code_that_makes_rounds_again_fails() -> None:
+    (ep,), one = connect_local(ALONE, ["cpu"]), given(ALONE, (7,), "masked")
+    call = compiled(partial(checkpoint, layer, use_reentrant=False))
+    with pytest.raises(AssertionError, match="expected all tensors_saved_with_vc_check to be Tensors"):
+        gradients(one, 0, cute_ep.ops.register(ep), call=call)

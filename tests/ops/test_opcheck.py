@@ -47,7 +47,8 @@ def passes(op: Any, arguments: tuple) -> bool:
 @pytest.mark.parametrize("capacity", [None, 37], ids=["largest", "37 rows"])
 def test_dispatch(ep: EPCommunicator, gradient: bool, capacity: int | None) -> None:
     x, ids, weights = inputs()
-    assert passes(OPS.dispatch, (x.requires_grad_(gradient), ids, weights, None, cute_ep.ops.register(ep), capacity))
+    given = x.requires_grad_(gradient), ids, weights, None, cute_ep.ops.register(ep), capacity
+    assert passes(OPS.dispatch, (*given, True))
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "nvfp4", "nvfp4_row"])
@@ -55,7 +56,7 @@ def test_dispatch_in_other_formats(fmt: Any) -> None:
     cfg = replace(ALONE, dispatch_format=fmt, hidden=128, row_alignment=None)
     (ep,) = connect_local(cfg, ["cpu"])
     scale = torch.tensor([2.0]) if fmt == "nvfp4" else None
-    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None))
+    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None, True))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
 from cute_ep.integrations.rows import without_rows
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.integrations.versions import require
@@ -208,7 +208,7 @@ class CuteEPDispatcher(BaseDispatcher):
         """Rows that come to this rank, padding included; collective, and the host waits."""
         known = torch.where(ids < self.cfg.num_experts, ids, -1)
         heard = exchange_counts(count_entries(known, self.cfg.num_experts), len(ids), self._group)
-        return int(align_up(heard[:, :-1].sum(0), ALIGNMENT).sum())
+        return int(expert_rows(heard, ALIGNMENT).sum())
 
 
 def packed_columns(scales: torch.Tensor) -> torch.Tensor:

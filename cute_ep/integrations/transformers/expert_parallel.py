@@ -13,7 +13,7 @@ import cute_ep.ops
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.connections import connections_of, room_for
-from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
@@ -68,7 +68,7 @@ class CuteEP(EPImplementation):
         ids = torch.where((ids < 0) | (ids >= self.num_experts), -1, ids)
         group = self.ep_mesh.get_group()
         heard = exchange_counts(count_entries(ids, self.num_experts), len(ids), group)
-        rows, tokens = torch.stack([heard[:, :-1].sum(), heard[:, -1].max()]).tolist()
+        rows, tokens = torch.stack([expert_rows(heard).sum(), heard[:, -1].max()]).tolist()
         if tokens > MAX_TOKENS_PER_RANK:
             raise EPInputError(
                 f"hidden_states.shape[0] = {tokens}, of the rank with the most tokens: must not exceed "

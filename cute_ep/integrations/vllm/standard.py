@@ -18,13 +18,12 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.counts import count_entries, exchange_counts
+from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
 from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import FP8
-from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import max_rows
 
 
@@ -165,9 +164,9 @@ class CuteEPStandard(CuteEPLayer):
         if most <= self._options.static_rows or _capturing(topk_ids.device):
             return Room(most, None)
         heard = exchange_counts(count_entries(topk_ids, cfg.num_experts), tokens, manager.device_group)
-        counts = heard[:, :-1].sum(0).int().cpu()
+        heard = heard.cpu()
         self._connected().synchronize()
-        return Room(sum(align_up(count, cfg.alignment) for count in counts.tolist()), counts)
+        return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
 
     def _row_ids(self, batch: Dispatched, room: Room, dtype: torch.dtype) -> Tensor:
         """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
