@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cute_ep.api.config import EPConfig, memory_bytes
     from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows, SwigluRows
     from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
+    from cute_ep.api.gates import Gate
     from cute_ep.api.interface import EPCommunicator
     from cute_ep.api.rounds import PendingCombine, PendingDispatch
     from cute_ep.layouts.maps.variants import Hooks
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "EPError": "api.errors",
     "EPInputError": "api.errors",
     "EPTimeout": "api.errors",
+    "Gate": "api.gates",
     "Hooks": "layouts.maps.variants",
     "PendingCombine": "api.rounds",
     "PendingDispatch": "api.rounds",
@@ -62,6 +64,7 @@ __all__ = [
     "EPError",
     "EPInputError",
     "EPTimeout",
+    "Gate",
     "Hooks",
     "PendingCombine",
     "PendingDispatch",

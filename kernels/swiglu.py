@@ -1,13 +1,14 @@
-"""Rows of bfloat16 in, rows of a format out: local quantisation, and SwiGLU between two grouped matmuls.
+"""Rows of bfloat16 in, rows of a format out: local quantisation, and a gate between two grouped matmuls.
 
 A warp takes tiles of 1024 values of one row. Its lanes load the sources in memory order and make the values, bfloat16
 again; these pass through 2 KiB of the warp's own shared memory, because a lane encodes a whole unit (`codec/base.py`)
 and units lie across lanes:
 
     global  -- lane l: the sources of vectors l, 32 + l, 64 + l, 96 + l, some of them a tile ahead -->  registers
-            -- SwiGLU -->  shared, vector v at swizzled(v)  -- lane l: the vectors of unit l -->  encode  -->  global
+            -- gate -->  shared, vector v at swizzled(v)  -- lane l: the vectors of unit l -->  encode  -->  global
 
-The interleave of gate and up is a pair of layouts: of a row in memory, and of the two sources of one value vector:
+The interleave of gate and up is a pair of layouts: of a row in memory, and of the two sources of one value vector. The
+bias of a group is one more row, read where the row is computed:
 
     | row                         | vector (half, v) of the row | number (element, half) of a lane's 16 |
     | --------------------------- | --------------------------- | ------------------------------------- |
@@ -19,48 +20,41 @@ No tile depends on another: there is no CTA barrier, and the grid may have any s
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
-from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, halves, round_vector, unit_amax
-from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, unit_amax
+from cute_ep.kernels.device.atoms import WORDS, weak
 from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.device.divide import quotient, remainder, round_up
 from cute_ep.kernels.device.memory import array, item_coord, pointer, rows
 from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
-from cute_ep.layouts.algebra.layout import Layout
+from cute_ep.kernels.gates import NO_BIAS, gated, swiglu
 from cute_ep.layouts.maps.arguments import RowsArgs
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.scales import ATOM_ROWS
+from cute_ep.layouts.maps.variants import GATED_KERNEL
 
 TILE_VECTORS = TILE_ELEMENTS // VECTOR_ELEMENTS
 SLOTS = TILE_VECTORS // 32
 """Value vectors that a lane makes of one tile."""
 AHEAD = 3
-"""Slots of SwiGLU whose sources are on their way while a lane computes (4 spill on sm_90a); all without activation."""
+"""Slots of a gate whose sources are on their way while a lane computes (4 spill on sm_90a); all without activation."""
 TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
-GATE_UP = {
-    "swiglu": Layout((VECTOR_ELEMENTS, 2), (1, VECTOR_ELEMENTS)),
-    INTERLEAVED: Layout((VECTOR_ELEMENTS, 2), (2, 1)),
-}
-"""(element, gate or up) of the numbers in two source vectors."""
 ZERO_PARTS = 4
 """Slices into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
-LOG2_E = math.log2(math.e)
 
 
-def sigmoid(value) -> Float32:
-    """1 / (1 + exp(-value)) with the hardware's approximate exponential and reciprocal."""
-    return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(value * Float32(-LOG2_E)))
+def _words(vectors):
+    """The words of some vectors, as a stride that keeps vectors aligned."""
+    return vectors * WORDS if isinstance(vectors, int) else cute.assume(vectors * WORDS, divby=WORDS)
 
 
 class Rows:
@@ -68,13 +62,14 @@ class Rows:
 
     Args:
         codec: device code of the output's format.
-        activation: None (quantise), "swiglu" or "swiglu_interleaved"; None where the format has row scales.
+        activation: None (quantise), or one of GATE_KERNELS; None where the format has row scales.
     """
 
     def __init__(self, codec: Codec, activation: str | None) -> None:
         self.codec, self.fmt, self.activation = codec, codec.fmt, activation
         self.sources = 1 if activation is None else 2
-        self.step = 2 if activation == INTERLEAVED else 1
+        self.any_gate = activation == GATED_KERNEL
+        self.interleaved = int(activation == INTERLEAVED)
         self.ahead = SLOTS if activation is None else AHEAD
         self.unit_vectors = source_vectors(codec.fmt)
         self.segments = SLOTS // self.unit_vectors
@@ -134,8 +129,10 @@ class Rows:
             if cutlass.const_expr(self.fmt.row_scale):
                 if tile == 0:
                     state = self.codec.state(self._row_scale(args, source, left, row, tiles, lane))
+            bias = self._bias(args, tile, row, lane)
             for slot in cutlass.range_constexpr(SLOTS):
-                self._stage(args, rX[None, None, slot], sValue, slot * 32 + lane)
+                rValue = self._values(args, rX[None, None, slot], bias, left, slot)
+                cute.copy(weak(), rValue, sValue[swizzled(slot * 32 + lane), None])
                 if cutlass.const_expr(slot + self.ahead < SLOTS):
                     self._load(args, source, left, rX, slot + self.ahead)
                 else:
@@ -151,59 +148,67 @@ class Rows:
         vector (not at all for a row that is not valid)."""
         vectors = quotient(args.width, VECTOR_ELEMENTS)
         place = tile * TILE_VECTORS + lane
-        address = args.x + (Int64(row) * (vectors * self.sources) + place * self.step) * VECTOR_BYTES
+        address = self._address(args, args.x, row, place)
         left = vectors - place
         if row >= valid:
             left = Int32(0)
         return address, left
 
+    def _address(self, args, start: Int64, row, place) -> Int64:
+        """Where a row of x or of the bias has the first source of a value vector."""
+        columns, step, _ = self._row(args)
+        vectors = quotient(args.width, VECTOR_ELEMENTS)
+        return start + (Int64(row) * (vectors * columns) + place * step) * VECTOR_BYTES
+
+    def _row(self, args):
+        """Of a row, in vectors: sources of a value vector, from the first of one to the first of the next, and from
+        the first of one to its second."""
+        if not self.any_gate:
+            columns, step = self.sources, 1 + self.interleaved
+            behind = 1 if self.interleaved else Int64(quotient(args.width, VECTOR_ELEMENTS))
+        else:
+            columns, step = args.columns, args.interleaved + 1
+            behind = Int64(quotient(args.width, VECTOR_ELEMENTS) * (1 - args.interleaved) + args.interleaved)
+        return columns, step, behind
+
     @cute.jit
     def _load(self, args, source: Int64, left: Int32, rX, slot: cutlass.Constexpr) -> None:
         """The source vectors of one slot, zeros beyond the end of the row."""
-        half = 4
-        if cutlass.const_expr(self.step == 1):
-            half = cute.assume(Int64(quotient(args.width, VECTOR_ELEMENTS)) * 4, divby=4)
-        layout = cute.make_layout((4, self.sources, SLOTS), stride=(1, half, 32 * 4 * self.step))
+        columns, step, behind = self._row(args)
+        stride = (1, _words(behind), _words(32 * step))
+        layout = cute.make_layout((4, self.sources, SLOTS), stride=stride)
         gX = cute.make_tensor(pointer(source, Uint32, align=VECTOR_BYTES), layout)
         rX[None, None, slot].fill(0)
         if left > 32 * slot:
-            for part in cutlass.range_constexpr(self.sources):
-                cute.copy(weak(), gX[None, part, slot], rX[None, part, slot])
+            cute.copy(weak(), gX[None, 0, slot], rX[None, 0, slot])
+            if cutlass.const_expr(self.sources == 2):
+                if columns == 2:
+                    cute.copy(weak(), gX[None, 1, slot], rX[None, 1, slot])
 
     @cute.jit
-    def _stage(self, args, rX, sValue, vector) -> None:
-        """Make the values of one slot from its sources, for `_encode`."""
+    def _bias(self, args, tile, row, lane) -> Int64:
+        """Address of a lane's first bias vector of a tile, 0 where there is no bias."""
+        bias = Int64(0)
+        if cutlass.const_expr(self.any_gate):
+            if args.bias != Int64(0):
+                bias = self._address(args, args.bias, self._group_of(args, row, lane), tile * TILE_VECTORS + lane)
+        return bias
+
+    @cute.jit
+    def _values(self, args, rX, bias: Int64, left: Int32, slot: cutlass.Constexpr):
+        """The value vector of one slot, from its sources."""
         rValue = cute.make_rmem_tensor(4, Uint32)
         if cutlass.const_expr(self.activation is None):
             rValue.store(rX[None, 0].load())
+        elif cutlass.const_expr(self.any_gate):
+            rBias = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
+            rBias[None, None, slot].fill(NO_BIAS)
+            if args.bias != Int64(0):
+                self._load(args, bias, left, rBias, slot)
+            gated(args, rX, rBias[None, None, slot], rValue)
         else:
-            self._swiglu(args, rX, rValue)
-        cute.copy(weak(), rValue, sValue[swizzled(vector), None])
-
-    @cute.jit
-    def _swiglu(self, args, rX, rValue) -> None:
-        """One value vector, rounded to bfloat16; docs/numerics.md has the formulas."""
-        rGate = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        rUp = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        rY = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
-        for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
-            rGate[element] = self._number(rX, element, 0)
-            rUp[element] = self._number(rX, element, 1)
-        if args.limit > Float32(0.0):
-            for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
-                gate = cute.arch.fmin(rGate[element], args.limit, nan=True)
-                up = cute.arch.fmin(rUp[element], args.limit, nan=True)
-                up = cute.arch.fmax(up, -args.limit, nan=True)
-                rY[element] = gate * sigmoid(args.alpha * gate) * (up + Float32(1.0))
-        else:
-            for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
-                rY[element] = rGate[element] * sigmoid(rGate[element]) * rUp[element]
-        round_vector(rY, rValue, BFloat16)
-
-    def _number(self, rX, element: int, half: int) -> Float32:
-        """Gate (half 0) or up (half 1) of one element."""
-        index = GATE_UP[self.activation](element, half)
-        return halves(rX[index // 2 % 4, index // VECTOR_ELEMENTS])[index % 2]
+            swiglu(args, rX, rValue, self.interleaved)
+        return rValue
 
     @cute.jit
     def _encode(self, args, sValue, tile, row, scale_row, lane, state) -> None:

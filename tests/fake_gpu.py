@@ -315,7 +315,7 @@ def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         device=lambda device: nullcontext(), current_stream=lambda device: SimpleNamespace(cuda_stream=0)
     )
     monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
-    monkeypatch.setattr(local_ops, "_kernel", kernel)
+    monkeypatch.setattr(local_ops, "local_kernel", kernel)
     monkeypatch.setattr(local_ops, "resident_ctas", lambda device: LOCAL_CTAS)
     monkeypatch.setattr(local_ops, "_on_gpu", lambda name, tensor: True)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cute_ep.nn.connections import Connections, connect, disconnect
-from cute_ep.nn.gates import Gate, clamped_swiglu
 from cute_ep.nn.layer import MoELayer
 from cute_ep.nn.mlp import GatedMLP
 from cute_ep.nn.parameters import expert_parameters, shard_state_dict
@@ -11,12 +10,10 @@ from cute_ep.nn.router import Router, Routing
 
 __all__ = [
     "Connections",
-    "Gate",
     "GatedMLP",
     "MoELayer",
     "Router",
     "Routing",
-    "clamped_swiglu",
     "connect",
     "disconnect",
     "expert_parameters",

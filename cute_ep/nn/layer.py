@@ -13,13 +13,14 @@ import cute_ep.ops
 from cute_ep.api.config import EPConfig, check_config, is_integer
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.gates import Gate
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.nn.connections import Connected
 from cute_ep.nn.decode import decode_rows
-from cute_ep.nn.gates import Gate, gate_named
+from cute_ep.nn.gates import add_bias, apply, gate_named
 from cute_ep.nn.mlp import INNER_MULTIPLE
 from cute_ep.nn.router import Router
 
@@ -53,7 +54,7 @@ class MoELayer(Connected):
         inner: elements between the two matmuls of an expert, a multiple of 8.
         router: a module from [T, hidden] to (topk_ids, router_weights), as `Router` returns them; None: `Router` with
             its defaults.
-        gate: a name, "swiglu", "swiglu_clamped" (gpt-oss), "geglu_tanh" or "relu2", or a `Gate`.
+        gate: a name, "swiglu", "swiglu_clamped" (gpt-oss), "geglu_tanh" or "relu2", or a `cute_ep.Gate`.
         bias: whether experts have biases.
         shared: a module from [T, hidden] to [T, hidden], such as `GatedMLP`, whose output is added.
         mode: of combine. "partial" is faster and rounds once more per rank.
@@ -210,18 +211,13 @@ class MoELayer(Connected):
         Returns:
             [N, hidden] bfloat16; rows behind the last one hold anything.
         """
-        between = self._matmul(rows, row_offsets, self.gate_up, self.gate_up_bias)
-        return self._matmul(self.gate(between, row_offsets), row_offsets, self.down, self.down_bias)
+        between = self._matmul(rows, row_offsets, self.gate_up)
+        out = self._matmul(apply(self.gate, between, row_offsets, self.gate_up_bias), row_offsets, self.down)
+        return out if self.down_bias is None else add_bias(out, row_offsets, self.down_bias)
 
-    def _matmul(self, rows: Tensor, row_offsets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """rows @ weight[e].T + bias[e] for the rows of each expert."""
-        ends = row_offsets[1:]
-        out = F.grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), offs=ends)
-        if bias is None:
-            return out
-        row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        nobody = (0, 0, 0, 1)  # a bias for rows behind the last one, whose gradients may be NaN
-        return out + F.pad(bias.to(rows.dtype), nobody)[torch.searchsorted(ends, row, right=True)]
+    def _matmul(self, rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+        """rows @ weight[e].T for the rows of each expert."""
+        return F.grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), offs=row_offsets[1:])
 
     def expert_names(self) -> list[str]:
         """Names of the parameters that each rank has its own of."""

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from cute_ep.api.config import is_integer
 from cute_ep.api.errors import EPConfigError
-from cute_ep.nn.gates import Gate, gate_named
+from cute_ep.api.gates import Gate
+from cute_ep.nn.gates import apply, gate_named
 
 INNER_MULTIPLE = 8
 """A row of bfloat16 must be a multiple of 16 bytes, for grouped matmuls and for the SwiGLU kernel."""
@@ -53,4 +54,4 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] of the type of `x`, computed in the type of the parameters."""
         between = F.linear(x.to(self.gate_up.dtype), self.gate_up)
-        return F.linear(self.gate(between), self.down).to(x.dtype)
+        return F.linear(apply(self.gate, between), self.down).to(x.dtype)

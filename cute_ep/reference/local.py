@@ -32,6 +32,13 @@ def _shown(offsets: Sequence[int]) -> str:
 
 
 @no_modes()
+def rows_of_groups(values: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+    """[bounds[-1], ...]: of a tensor with an element for each group, that of each row's group."""
+    counts = [end - start for start, end in pairwise(bounds)]
+    return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0)
+
+
+@no_modes()
 def fill_groups(
     fmt: Format,
     layout: str | None,

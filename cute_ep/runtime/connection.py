@@ -28,7 +28,7 @@ from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import close_handle, enable_all_peers, open_handle, resident_ctas
 from cute_ep.runtime.gpus import check_gpu, sm_budget
-from cute_ep.runtime.local_ops import load_local_kernels
+from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.tuning.file import find_tuning

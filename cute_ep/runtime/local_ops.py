@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
-from functools import cache
 from typing import Literal, overload
 
 import torch
 
 from cute_ep import reference
-from cute_ep.aot.library import Library, LibraryEntry
 from cute_ep.api.config import MAX_HIDDEN
 from cute_ep.api.dispatched import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.gates import SWIGLU, Gate
 from cute_ep.api.modes import no_modes
 from cute_ep.api.tensors import check_tensor, check_written
 from cute_ep.api.types import FormatName, ScaledFormat, ScaleLayout, SwigluFormat
@@ -23,37 +21,15 @@ from cute_ep.layouts.maps.arguments import CopyArgs, RowsArgs, numbers
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_row_alignment, scale_shape
-from cute_ep.layouts.maps.variants import COPY_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
-from cute_ep.reference.local import check_offsets, fill_groups
+from cute_ep.layouts.maps.variants import COPY_KERNEL, GATED_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
+from cute_ep.reference.local import check_offsets, fill_groups, rows_of_groups
 from cute_ep.runtime.arguments import address, scales_record
-from cute_ep.runtime.driver import Kernel, architecture, on_device, resident_ctas
+from cute_ep.runtime.driver import resident_ctas
+from cute_ep.runtime.local_kernels import local_kernel
 
 MAX_ROWS = 1 << 30
-SIGN_BIT = 1 << 31
-LOCAL_KERNELS = (QUANTIZE_KERNEL, *SWIGLU_KERNELS, COPY_KERNEL)
-"""Kernels of one GPU, which know of no rank."""
-
-
-@cache
-def _kernel(device: int, name: str, fmt: str | None, folder: str | None) -> Kernel:
-    return _load(device, Library(folder).find(name, architecture(torch.device("cuda", device)), fmt))
-
-
-@cache
-def _load(device: int, entry: LibraryEntry) -> Kernel:
-    with on_device(device):
-        return Kernel(entry)
-
-
-def load_local_kernels(devices: Iterable[int], library: Library) -> None:
-    """Load what the functions here may launch on some devices (ordinals), from a library and from the default one: a
-    load that comes later could wait for a kernel that waits for a rank which this process has yet to launch."""
-    entries = [*library.entries.values(), *Library().entries.values()]
-    for device in devices:
-        arch = architecture(torch.device("cuda", device))
-        for entry in entries:
-            if entry.variant.arch == arch and entry.variant.kernel in LOCAL_KERNELS:
-                _load(device, entry)
+GELU_ALPHA = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715 * GELU_ALPHA
 
 
 def quantize(
@@ -66,7 +42,7 @@ def quantize(
         fmt: name of a format with scales.
         input_scale: float32[1], the global scale G, for formats that have one; None: 1. Its value is checked on the
             CPU only.
-        library: folder of compiled kernels to look in first.
+        library: folder of compiled kernels to look in first; None: that of the last connection on this device.
 
     Returns:
         Payload, row-major scales and, where the format has them, row scales. Where a row has a number of one-byte
@@ -105,6 +81,11 @@ def quantize(
         width=hidden,
         alpha=0,
         limit=0,
+        cubic=0,
+        offset=0,
+        bias=0,
+        columns=1,
+        interleaved=0,
     )
     _launch_rows(QUANTIZE_KERNEL, record, x.device.index, arguments, library)
     return QuantizedRows(payload, scales[:, : hidden // record.block], row_scales)
@@ -116,9 +97,9 @@ def fused_silu(
     row_offsets: torch.Tensor | None = None,
     *,
     fmt: Literal["bf16"] = "bf16",
+    gate: Gate = SWIGLU,
+    bias: torch.Tensor | None = None,
     interleaved: bool = False,
-    alpha: float | None = None,
-    limit: float | None = None,
     out: torch.Tensor | None = None,
     library: str | None = None,
 ) -> torch.Tensor: ...
@@ -130,12 +111,12 @@ def fused_silu(
     row_offsets: torch.Tensor | None = None,
     *,
     fmt: SwigluFormat,
+    gate: Gate = SWIGLU,
+    bias: torch.Tensor | None = None,
     interleaved: bool = False,
     scale_layout: ScaleLayout | None = None,
     scales_offsets: torch.Tensor | None = None,
     input_scales: torch.Tensor | None = None,
-    alpha: float | None = None,
-    limit: float | None = None,
     out: SwigluRows | None = None,
     library: str | None = None,
 ) -> SwigluRows: ...
@@ -146,34 +127,36 @@ def fused_silu(
     row_offsets: torch.Tensor | None = None,
     *,
     fmt: FormatName = "bf16",
+    gate: Gate = SWIGLU,
+    bias: torch.Tensor | None = None,
     interleaved: bool = False,
     scale_layout: ScaleLayout | None = None,
     scales_offsets: torch.Tensor | None = None,
     input_scales: torch.Tensor | None = None,
-    alpha: float | None = None,
-    limit: float | None = None,
     out: torch.Tensor | SwigluRows | None = None,
     library: str | None = None,
 ) -> torch.Tensor | SwigluRows:
-    """SwiGLU of the rows between two grouped matmuls, quantised for the second, on the current stream.
+    """SwiGLU or another gate of the rows between two grouped matmuls, quantised for the second, on the current stream.
 
-    y = silu(gate) * up, with `alpha` and `limit` the clamped form (docs/numerics.md), rounded to bfloat16 and then, for
-    a format with scales, quantised as `quantize` does.
+    y = silu(gate) * up, or what `gate` says (docs/numerics.md), rounded to bfloat16 and then, for a format with scales,
+    quantised as `quantize` does.
 
     Args:
         x: [rows, 2 * D] bfloat16: gate columns and then up columns, or with `interleaved` gate 0, up 0,
-            gate 1, up 1, ...
+            gate 1, up 1, ...; [rows, D] for a gate with one column.
         row_offsets: [G + 1] int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
             are read, and only theirs are written. None: all rows, one group. Their values are checked on the CPU only.
         fmt: name of a format without row scales.
+        gate: what to compute.
+        bias: [G, columns of x] bfloat16 in the order of x, of which row g is added to the rows of group g, in float32;
+            with row_offsets only.
         scale_layout: one of the format's; None: its default.
         scales_offsets: [G] int32 as in `Dispatched`, with row_offsets and the 128x4 atom layout only. Scale
             rows that pad a group to a multiple of 128 are written as zeros.
         input_scales: float32 [1] or [G], the global scale of all rows or of each group's; None: 1. Their values are
             checked on the CPU only.
-        alpha, limit: both or neither; limit > 0.
         out: what this function returned, or tensors like it, to be overwritten (CUDA graphs); None allocates them.
-        library: folder of compiled kernels to look in first.
+        library: folder of compiled kernels to look in first; None: that of the last connection on this device.
 
     Returns:
         [rows, D] bfloat16, or for a format with scales their payload and scales.
@@ -186,7 +169,11 @@ def fused_silu(
     if record.row_scale:
         names = ", ".join(known.name for known in FORMATS.values() if not known.row_scale)
         raise EPInputError(f"fmt = {fmt!r}: must be a format without row scales, one of {names}")
-    rows, width = _check_rows(record, x, halves=2)
+    if not isinstance(gate, Gate):
+        raise EPInputError(f"gate = {gate!r}: must be a cute_ep.Gate")
+    if interleaved and gate.columns == 1:
+        raise EPInputError(f"interleaved = True: must be False, {gate.kind} has one column for each output")
+    rows, width = _check_rows(record, x, halves=gate.columns)
     groups = 1
     if row_offsets is not None:
         check_tensor("row_offsets", row_offsets, shape=(None,), dtype=torch.int32, device=x.device)
@@ -210,11 +197,11 @@ def fused_silu(
         if input_scales.shape[0] not in (1, groups):
             rule = "(1,)" if groups == 1 else f"(1,) or ({groups},)"
             raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be {rule}")
-    if (alpha is None) != (limit is None):
-        raise EPInputError(f"alpha = {alpha!r}, limit = {limit!r}: must be given together, or neither")
-    alpha_bits, limit_bits = _float_bits("alpha", alpha or 0.0), _float_bits("limit", limit or 0.0)
-    if limit is not None and not 0 < limit_bits < SIGN_BIT:
-        raise EPInputError(f"limit = {limit!r}: must be positive")
+    if bias is not None:
+        if row_offsets is None:
+            raise EPInputError("bias = tensor: must be given with row_offsets only")
+        shape = (groups, x.shape[1])
+        check_tensor("bias", bias, shape=shape, dtype=torch.bfloat16, device=x.device, alignment=VECTOR_BYTES)
     if out is not None:
         payload, scales = _check_out(record, layout, x, width, groups, out)
     on_gpu = _on_gpu("x", x)
@@ -223,10 +210,12 @@ def fused_silu(
     if not on_gpu:
         bounds = [0, rows] if row_offsets is None else check_offsets(row_offsets.tolist(), rows)
         with no_modes():
-            activated = reference.swiglu(x[: bounds[-1]], interleaved, alpha, limit)
+            each = None if bias is None else rows_of_groups(bias, bounds)
+            activated = reference.swiglu(x[: bounds[-1]], interleaved, gate, each)
             values = reference.round_to(activated.float(), torch.bfloat16)
         fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
     else:
+        name, of_gate = _gate_arguments(gate, bias is not None, interleaved)
         arguments = RowsArgs(
             scales=scales_record(layout, record.scale_bytes(width), scales, rows, scale_row_alignment(layout, 1)),
             x=x.data_ptr(),
@@ -239,10 +228,12 @@ def fused_silu(
             groups=groups,
             rows=rows,
             width=width,
-            alpha=alpha_bits,
-            limit=limit_bits,
+            bias=address(bias),
+            columns=gate.columns,
+            interleaved=int(interleaved),
+            **of_gate,
         )
-        _launch_rows(SWIGLU_KERNELS[interleaved], record, x.device.index, arguments, library)
+        _launch_rows(name, record, x.device.index, arguments, library)
     return payload if scales is None else SwigluRows(payload, scales)
 
 
@@ -281,15 +272,22 @@ def _scale_layout(record: Format, layout: str | None) -> str | None:
         raise EPInputError(str(error)) from None
 
 
-def _float_bits(name: str, value: float) -> int:
-    """The bits of a float32 argument."""
-    try:
-        (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    except (struct.error, OverflowError):
-        bits = None
-    if bits is None or not math.isfinite(value):
-        raise EPInputError(f"{name} = {value!r}: must be a finite float32 number")
-    return bits
+def _gate_arguments(gate: Gate, has_bias: bool, interleaved: bool) -> tuple[str, dict[str, int]]:
+    """The kernel for a gate, and the gate's numbers among its parameters."""
+    alpha, limit, cubic = gate.alpha, gate.limit, 0.0
+    name = GATED_KERNEL
+    if gate.kind == "silu" and not has_bias and (gate == SWIGLU or (limit is not None and gate.offset == 1)):
+        name = SWIGLU_KERNELS[interleaved]
+    if gate.kind == "gelu_tanh":
+        alpha, cubic = GELU_ALPHA, GELU_CUBIC
+    unlimited = 0.0 if name != GATED_KERNEL else math.inf
+    values = {
+        "alpha": 1.0 if alpha is None else alpha,
+        "limit": unlimited if limit is None else limit,
+        "cubic": cubic,
+        "offset": float(gate.offset),
+    }
+    return name, {key: struct.unpack("<I", struct.pack("<f", value))[0] for key, value in values.items()}
 
 
 def _output_shapes(
@@ -340,7 +338,7 @@ def _launch_rows(name: str, record: Format, device: int, arguments: RowsArgs, li
     A tile a warp, by CTAs that come one after the other, keeps the memory's pages together: BF16, 65,536 rows of 2048,
     205 -> 188 us (H200, 2026-11-22). Where rows are encoded a CTA stays, or NVFP4 takes 187 us instead of 152.
     """
-    kernel = _kernel(device, name, record.name, library)
+    kernel = local_kernel(device, name, record.name, library)
     if not arguments.rows:
         return
     tiles = 1 if record.row_scale else -(-arguments.width // TILE_ELEMENTS)
@@ -377,6 +375,6 @@ def copy_bytes(
             raise EPInputError(f"{name}: must be contiguous and aligned to {VECTOR_BYTES} bytes")
     device = source.device.index or 0
     arguments = CopyArgs(source.data_ptr(), destination.data_ptr(), source.nbytes)
-    kernel = _kernel(device, COPY_KERNEL, None, library)
+    kernel = local_kernel(device, COPY_KERNEL, None, library)
     with torch.cuda.device(device):
         kernel.launch(ctas or resident_ctas(device), arguments, torch.cuda.current_stream(device).cuda_stream)

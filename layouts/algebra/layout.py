@@ -163,7 +163,9 @@ class Swizzle:
         return value >> self.shift if self.shift >= 0 else value << -self.shift
 
     def __call__(self, offset):
-        return offset ^ self._shifted(offset & self.source_mask)
+        # The mask comes last: the compiler drops it where an offset is known to be small. Before the shift it stays, at
+        # one register of the MXFP8 SwiGLU kernel on sm_90a.
+        return offset ^ (self._shifted(offset) & self._shifted(self.source_mask))
 
 
 def row_major(*shape: IntTuple) -> Layout:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
-from cute_ep.layouts.maps.variants import COPY_KERNEL, DISPATCH_KERNELS, QUANTIZE_KERNEL, SWIGLU_KERNELS
+from cute_ep.layouts.maps.variants import COPY_KERNEL, DISPATCH_KERNELS, GATE_KERNELS, QUANTIZE_KERNEL
 
 Address: TypeAlias = Annotated[int, "Int64"]
 """A device address, 0: none; or a number that needs 64 bits."""
@@ -316,10 +316,10 @@ def combine_numbers(
 
 
 class RowsArgs(NamedTuple):
-    """Parameters of quantise and SwiGLU.
+    """Parameters of quantise and of gates: docs/numerics.md has the formulas.
 
     Attributes:
-        x: [rows, D] bfloat16, or [rows, 2 D] with an activation.
+        x: [rows, D] bfloat16, with a gate [rows, columns * D].
         out: [rows, payload bytes].
         row_scales: [rows] bfloat16.
         global_scales: float32[1], or float32[groups] when per_group is 1.
@@ -327,7 +327,11 @@ class RowsArgs(NamedTuple):
         scales_offsets: int32[groups], for scales in the atom layout.
         rows: capacity of all tensors.
         width: D.
-        alpha, limit: of the clamped form, where limit > 0.
+        alpha, limit: of the gate; limit 0 for SwiGLU's plain form, infinity for another gate without a limit.
+        cubic, offset: of the gate; SwiGLU reads only those before.
+        bias: [groups, columns * D] bfloat16, added to the rows of each group.
+        columns: 2, or 1 for relu squared.
+        interleaved: 1 where gate and up columns alternate, else 0.
     """
 
     scales: Scales
@@ -343,6 +347,11 @@ class RowsArgs(NamedTuple):
     width: Size
     alpha: Real
     limit: Real
+    cubic: Real
+    offset: Real
+    bias: Address
+    columns: Size
+    interleaved: Size
 
 
 class CopyArgs(NamedTuple):
@@ -358,7 +367,7 @@ def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
     record: Any = DispatchArgs if kernel in DISPATCH_KERNELS else CombineArgs
     if kernel == COPY_KERNEL:
         record = CopyArgs
-    elif kernel == QUANTIZE_KERNEL or kernel in SWIGLU_KERNELS:
+    elif kernel == QUANTIZE_KERNEL or kernel in GATE_KERNELS:
         record = RowsArgs
     return _filled(record, "", make)
 

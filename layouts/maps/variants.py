@@ -28,6 +28,10 @@ COMBINE_KERNELS = (
 """An unweighted combine sends what an exact one sends."""
 QUANTIZE_KERNEL = "quantize"
 SWIGLU_KERNELS = ("swiglu", "swiglu_interleaved")
+"""silu(gate) * up, and its clamped form with up + 1, without a bias."""
+GATED_KERNEL = "gated"
+"""Every gate, with or without a bias, interleaved or not."""
+GATE_KERNELS = (*SWIGLU_KERNELS, GATED_KERNEL)
 COPY_KERNEL = "copy"
 HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
 """Kernels that sum, and so call the epilogue."""
@@ -114,7 +118,7 @@ def kernel_formats(kernel: str, formats: tuple[str, ...] = tuple(FORMATS)) -> li
         return list(formats)
     if kernel == QUANTIZE_KERNEL:
         return [fmt for fmt in formats if fmt != BF16.name]
-    if kernel in SWIGLU_KERNELS:
+    if kernel in GATE_KERNELS:
         return [fmt for fmt in formats if not FORMATS[fmt].row_scale]
     return [None]
 
@@ -123,7 +127,7 @@ def variants(
     archs: tuple[str, ...] = ARCHITECTURES, formats: tuple[str, ...] = tuple(FORMATS), hooks: Hooks = NO_HOOKS
 ) -> list[Variant]:
     """Every kernel for the given targets; with hooks, those that call them."""
-    kernels = (*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, *SWIGLU_KERNELS, COPY_KERNEL)
+    kernels = (*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS, COPY_KERNEL)
     if hooks != NO_HOOKS:
         kernels = tuple(kernel for kernel in kernels if hooks.of_kernel(kernel) != NO_HOOKS)
     return [

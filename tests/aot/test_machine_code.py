@@ -18,9 +18,9 @@ from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     COPY_KERNEL,
     DISPATCH_KERNELS,
+    GATE_KERNELS,
     QUANTIZE_KERNEL,
     SEND_KERNELS,
-    SWIGLU_KERNELS,
     Variant,
     variants,
 )
@@ -102,7 +102,7 @@ def test_e4m3_instruction(sass: Sass, variant: Variant) -> None:
 @ALL
 def test_exponential_is_the_approximate_instruction(sass: Sass, variant: Variant) -> None:
     """`reference.swiglu_bound` promises its error; no other kernel has one."""
-    assert any("MUFU.EX2" in line for line in sass(variant)) == (variant.kernel in SWIGLU_KERNELS)
+    assert any("MUFU.EX2" in line for line in sass(variant)) == (variant.kernel in GATE_KERNELS)
 
 
 FENCE = re.compile(r"\bMEMBAR\.\S*SYS\b")
@@ -329,7 +329,7 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
 
 def test_kernel_names_are_covered() -> None:
     """And every kernel that has formats is one that encodes."""
-    encoding = {*SEND_KERNELS, QUANTIZE_KERNEL, *SWIGLU_KERNELS}
+    encoding = {*SEND_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS}
     assert {v.kernel for v in variants()} == encoding | {*DISPATCH_KERNELS, *COMBINE_KERNELS, COPY_KERNEL}
     assert {v.kernel for v in variants() if v.format} == encoding
     assert {v.format for v in variants()} == {None, *FORMATS}

@@ -1,4 +1,4 @@
-"""SwiGLU on the GPU: bfloat16 within its error bound, and every quantised form equal to `quantize` of those rows."""
+"""Gates on the GPU: bfloat16 within its error bound, and every quantised form equal to `quantize` of those rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.gates import SWIGLU, Gate
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.runtime.local_ops import SwigluRows, fused_silu
@@ -21,7 +22,18 @@ from .test_formats import every_bf16
 POISON = 0xA5
 FUSED = [name for name, fmt in FORMATS.items() if not fmt.row_scale]
 WITH_SCALES = [(name, layout) for name in FUSED for layout in FORMATS[name].scale_layouts]
-CLAMPS = ((None, None), (1.702, 7.0), (0.5, 1e30))
+GATES = (
+    SWIGLU,
+    Gate(alpha=1.702, limit=7.0, offset=1),
+    Gate(alpha=0.5, limit=1e30, offset=1),
+    Gate(limit=7.0),
+    Gate(alpha=1.702),
+    Gate(offset=1),
+    Gate("gelu_tanh"),
+    Gate("gelu_tanh", limit=7.0, offset=1),
+    Gate("relu2"),
+)
+EACH_KERNEL = (SWIGLU, Gate(alpha=1.702, limit=7.0, offset=1), Gate(limit=7.0), Gate("gelu_tanh"), Gate("relu2"))
 COUNTS = (
     [0],
     [1],
@@ -44,10 +56,11 @@ def interleave(x: torch.Tensor) -> torch.Tensor:
     return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1).contiguous()
 
 
-def sources(rows: int, width: int, seed: int) -> torch.Tensor:
-    """[rows, 2 * width] of many magnitudes, with some NaNs and infinities."""
+def sources(rows: int, width: int, seed: int, gate: Gate = SWIGLU) -> torch.Tensor:
+    """[rows, gate.columns * width] of many magnitudes, with some NaNs and infinities."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 2 * width, generator=generator) * 2.0 ** torch.randint(-6, 7, (rows, 1), generator=generator)
+    x = torch.randn(rows, gate.columns * width, generator=generator)
+    x *= 2.0 ** torch.randint(-6, 7, (rows, 1), generator=generator)
     for value in (float("nan"), float("inf"), -float("inf"), 3e38):
         x[torch.rand(x.shape, generator=generator) < 1e-4] = value
     return x.bfloat16().cuda()
@@ -96,44 +109,85 @@ def check(out: SwigluRows, values: torch.Tensor, fmt: str, layout: str, counts: 
     assert_prefix_and_poison(is_a, should_be, POISON, "scales")
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("alpha", "limit"), CLAMPS)
+def layouts_of(gate: Gate) -> tuple[bool, ...]:
+    """Values of `interleaved` that a gate has."""
+    return (False, True) if gate.columns == 2 else (False,)
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
 class TestActivation:
-    def test_every_gate_with_every_kind_of_up(self, interleaved: bool, alpha: float, limit: float) -> None:
-        gate = every_bf16().view(-1, 2048)
+    def test_every_gate_with_every_kind_of_up(self, gate: Gate) -> None:
+        every = every_bf16().view(-1, 2048)
+        if gate.columns == 1:
+            self._check(every.cuda(), gate)
+            return
         for value in UPS:
-            self._check(torch.cat([gate, torch.full_like(gate, value)], dim=1).cuda(), interleaved, alpha, limit)
+            self._check(torch.cat([every, torch.full_like(every, value)], dim=1).cuda(), gate)
 
-    def test_every_up(self, interleaved: bool, alpha: float, limit: float) -> None:
+    def test_every_up(self, gate: Gate) -> None:
         up = every_bf16().view(-1, 2048)
-        for value in (-80.0, -1.0, 0.5, 20.0):
-            self._check(torch.cat([torch.full_like(up, value), up], dim=1).cuda(), interleaved, alpha, limit)
+        for value in (-80.0, -1.0, 0.5, 20.0)[: 4 * (gate.columns - 1)]:
+            self._check(torch.cat([torch.full_like(up, value), up], dim=1).cuda(), gate)
 
-    def test_many_sizes(self, interleaved: bool, alpha: float, limit: float) -> None:
+    def test_many_sizes(self, gate: Gate) -> None:
         for rows, width in ((1, 8), (3, 88), (17, 1032), (1000, 2880), (129, 7168), (12345, 1536)):
-            self._check(sources(rows, width, rows), interleaved, alpha, limit)
+            self._check(sources(rows, width, rows, gate), gate)
 
-    def _check(self, x: torch.Tensor, interleaved: bool, alpha: float, limit: float) -> None:
-        value = reference.swiglu(x, False, alpha, limit)
-        bound = reference.swiglu_bound(x, False, alpha, limit)
-        source = interleave(x) if interleaved else x
-        out = swiglu(source, interleaved=interleaved, alpha=alpha, limit=limit)
-        good = reference.within(out, value, bound)
-        if not good.all():
-            row, column = (~good).nonzero()[0].tolist()
-            gate, up = x[row, column].item(), x[row, column + x.shape[1] // 2].item()
-            raise AssertionError(f"gate {gate}, up {up}: {out[row, column].item()}, not {value[row, column].item()}")
+    @pytest.mark.parametrize("counts", COUNTS, ids=str)
+    def test_biases(self, gate: Gate, counts: list[int]) -> None:
+        """Of each group its own, for widths that end within a tile."""
+        for width in (8, 1032, 2880):
+            rows = sum(counts)
+            x, row_offsets = sources(rows + 3, width, rows, gate), offsets_of(counts)[0]
+            bias = sources(len(counts), width, 77, gate)
+            each = bias.repeat_interleave(torch.tensor(counts, device="cuda"), dim=0)
+            self._check(x, gate, row_offsets, bias, each)
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        gate: Gate,
+        row_offsets: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        each: torch.Tensor | None = None,
+    ) -> None:
+        """`each`: the bias of each valid row."""
+        valid = x if each is None else x[: len(each)]
+        value, bound = (f(valid, gate=gate, bias=each) for f in (reference.swiglu, reference.swiglu_bound))
+        if gate.columns == 1:  # exact
+            value, bound = reference.round_to(value.float(), torch.bfloat16).double(), torch.zeros_like(bound)
+        for interleaved in layouts_of(gate):
+            source, added = (interleave(one) if interleaved and one is not None else one for one in (x, bias))
+            out = swiglu(source, row_offsets, gate=gate, bias=added, interleaved=interleaved)[: len(valid)]
+            good = reference.within(out, value, bound)
+            if not good.all():
+                row, column = (~good).nonzero()[0].tolist()
+                numbers = [valid[row, place].item() for place in range(column, valid.shape[1], out.shape[1])]
+                got, wanted = out[row, column].item(), value[row, column].item()
+                raise AssertionError(f"{numbers} at {row}, {column}, interleaved {interleaved}: {got}, not {wanted}")
 
 
 @pytest.mark.parametrize("fmt", FUSED)
-def test_interleaved_rows_give_the_same_bytes(fmt: str) -> None:
-    for rows, wanted in ((1, 8), (130, 1500), (77, 2048), (1001, 7168)):
-        x = sources(rows, width_of(fmt, wanted), rows)
-        plain, interleaved = swiglu(x, fmt=fmt), swiglu(interleave(x), fmt=fmt, interleaved=True)
-        if not FORMATS[fmt].scale:
-            plain, interleaved = (plain,), (interleaved,)
-        for is_a, should_be in zip(interleaved, plain, strict=True):
-            assert_bits(is_a.view(torch.uint8)[:rows], should_be.view(torch.uint8)[:rows], f"{rows} rows, {wanted}")
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_every_gate_in_every_format(fmt: str, gate: Gate, has_bias: bool) -> None:
+    """The bytes of `quantize` of its bfloat16 rows, interleaved too; a group without rows has a bias."""
+    counts = [300, 0, 1, 699]
+    width = width_of(fmt, 1500)
+    x = sources(1000, width, 3, gate)
+    bias = sources(4, width, 4, gate) if has_bias else None
+    (row_offsets, shifts), layout = offsets_of(counts), FORMATS[fmt].scale_layout(None)
+    values = swiglu(x, row_offsets, gate=gate, bias=bias)
+    for interleaved in layouts_of(gate):
+        source, added = (interleave(one) if interleaved and one is not None else one for one in (x, bias))
+        options = {"fmt": fmt, "gate": gate, "bias": added, "interleaved": interleaved}
+        options["scales_offsets"] = shifts if layout == ATOM else None
+        out = poisoned(swiglu(source, row_offsets, **options))
+        swiglu(source, row_offsets, out=out, **options)
+        if layout is None:
+            assert_bits(out, values, f"interleaved {interleaved}")
+        else:
+            check(out, values, fmt, layout, counts)
 
 
 @pytest.mark.parametrize(("fmt", "layout"), WITH_SCALES)
@@ -143,14 +197,15 @@ class TestQuantised:
         width = width_of(fmt, wanted)
         for turn, counts in enumerate(COUNTS):
             rows = sum(counts)
-            x = sources(rows + 37, width, turn)  # 37 rows that no group has
-            clamp = dict(zip(("alpha", "limit"), CLAMPS[turn % 2], strict=True))
+            gate = EACH_KERNEL[turn % len(EACH_KERNEL)]
+            x = sources(rows + 37, width, turn, gate)  # 37 rows that no group has
+            bias = sources(len(counts), width, 77, gate) if turn % 2 else None
             row_offsets, shifts = offsets_of(counts)
             places = {"scale_layout": layout, "scales_offsets": shifts if layout == ATOM else None}
-            values = swiglu(x, row_offsets, **clamp)
-            for interleaved in (False, True):
-                options = {"fmt": fmt, "interleaved": interleaved, **places, **clamp}
-                source = interleave(x) if interleaved else x
+            values = swiglu(x, row_offsets, gate=gate, bias=bias)
+            for interleaved in layouts_of(gate):
+                source, added = (interleave(one) if interleaved and one is not None else one for one in (x, bias))
+                options = {"fmt": fmt, "gate": gate, "bias": added, "interleaved": interleaved, **places}
                 out = poisoned(swiglu(source, row_offsets, **options))
                 returned = swiglu(source, row_offsets, out=out, **options)
                 assert [tensor.data_ptr() for tensor in returned] == [tensor.data_ptr() for tensor in out]

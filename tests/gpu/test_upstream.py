@@ -10,6 +10,7 @@ import torch
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.api.gates import Gate
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.scales import LINEAR
 from cute_ep.runtime.local_ops import fused_silu
@@ -19,7 +20,7 @@ from cute_ep.testing.workloads import make_inputs
 
 from .conftest import LIBRARY, connected
 
-ALPHA, LIMIT = 1.702, 7.0
+CLAMPED = Gate(alpha=1.702, limit=7.0, offset=1)
 
 
 def test_unweighted_rows_of_a_large_model(devices: list[str]) -> None:
@@ -43,10 +44,10 @@ def check_swiglu(fmt: str, counts: list[int], device: str) -> None:
     """Bytes are those of quantised bfloat16 rows; 4-bit elements are at most 1.10 of their scale off."""
     x = activations(sum(counts), 512).to(device)
     ends = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-    options = {"alpha": ALPHA, "limit": LIMIT, "library": str(LIBRARY) if device != "cpu" else None}
+    options = {"gate": CLAMPED, "library": str(LIBRARY) if device != "cpu" else None}
     plain = fused_silu(x, ends, **options)
-    exact = reference.swiglu(x, False, ALPHA, LIMIT)
-    assert reference.within(plain, exact, reference.swiglu_bound(x, False, ALPHA, LIMIT)).all()
+    exact = reference.swiglu(x, gate=CLAMPED)
+    assert reference.within(plain, exact, reference.swiglu_bound(x, gate=CLAMPED)).all()
     got = fused_silu(x, ends, fmt=fmt, scale_layout=LINEAR, **options)
     want = reference.quantize(plain, fmt)
     columns = want.scales.shape[1]

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
 from cute_ep.api.errors import EPConfigError
+from cute_ep.api.gates import Gate
 from cute_ep.integrations.transformers import attach
-from cute_ep.integrations.transformers.experts import KNOWN_FLAGS, Shards, grouped_linear, has_plain_swiglu
+from cute_ep.integrations.transformers.experts import KNOWN_FLAGS, FoundGate, Shards, find_gate, grouped_linear
+from cute_ep.runtime.local_ops import fused_silu
 from tests.integrations.models import EXPERTS, distance
 
 ROUNDING = 2.0**-8
@@ -68,6 +70,9 @@ def make(module: str, name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
 GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+DEEPSEEK_V4 = ("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts")
+GEMMA4 = ("transformers.models.gemma4.modeling_gemma4", "Gemma4TextExperts")
+NEMOTRON = ("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts")
 
 
 def arguments(module: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,19 +136,40 @@ def test_bfloat16_experts_give_the_bits_of_grouped_experts(module: str, name: st
             assert torch.equal(experts(x, ids, weights), wanted)
 
 
-def test_inference_in_bfloat16_uses_the_fused_gate_where_it_is_swiglu() -> None:
-    """It rounds once where the module rounds twice, so that it is nearer to float32."""
-    plain, other = make(*MIXTRAL), make(*GPT_OSS)
-    assert has_plain_swiglu(plain) and not has_plain_swiglu(other)
-    assert not has_plain_swiglu(make("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts"))
-    experts = plain.bfloat16()
+CLAMPED, OF_GPT_OSS = Gate(limit=1.5), Gate(alpha=1.702, limit=1.5, offset=1)
+SPECIAL: dict[str, FoundGate | None] = {
+    **dict.fromkeys(["DeepseekV4Experts", "Glm5NextTextExperts", "HYV4Experts"], FoundGate(CLAMPED, False)),
+    **dict.fromkeys(["MiniMaxM3VLExperts", "OpenAIPrivacyFilterExperts"], FoundGate(OF_GPT_OSS, False)),
+    "GptOssExperts": FoundGate(OF_GPT_OSS, True),
+    **dict.fromkeys(["DiffusionGemmaTextExperts", "Gemma4TextExperts"], FoundGate(Gate("gelu_tanh"), False)),
+    "NemotronHExperts": FoundGate(Gate("relu2"), False),
+    "Inkling2Experts": None,
+}
+"""Classes whose gate is not plain SwiGLU, with the numbers of `NAMES`; None: not one of `fused_silu`."""
+
+
+def test_gates_are_recognised() -> None:
+    found = {name: find_gate(make(module, name)) for module, name in classes()}
+    assert {name: gate for name, gate in found.items() if gate != FoundGate(Gate(), False)} == SPECIAL
+
+
+@pytest.mark.parametrize(("module", "name"), [MIXTRAL, GPT_OSS, DEEPSEEK_V4, GEMMA4, NEMOTRON])
+def test_inference_in_bfloat16_uses_the_fused_gate(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    """It rounds once where modules round more often, but for relu squared, so that it is nearer to float32."""
+    experts = make(module, name, torch.bfloat16)
     x, ids, weights = arguments(experts)
+    asked = []
+    monkeypatch.setattr(
+        "cute_ep.integrations.transformers.experts.fused_silu",
+        lambda *given, **named: asked.append(named) or fused_silu(*given, **named),
+    )
     with torch.no_grad():
         own = experts(x.bfloat16(), ids, weights)
         with attach(experts, devices=["cpu"] * 2, max_tokens=TOKENS):
             got = experts(x.bfloat16(), ids, weights)
         true = experts.float()(x, ids, weights)
-    assert not torch.equal(got, own) and distance(got, true) <= distance(own, true)
+    assert len(asked) == 2 and all((one["bias"] is not None) == experts.has_bias for one in asked)
+    assert torch.equal(got, own) == (not experts.has_gate) and distance(got, true) <= distance(own, true)
 
 
 def test_experts_that_compute_something_unknown_are_refused() -> None:

@@ -23,7 +23,7 @@ def test_the_code_runs_without_a_gpu(tmp_path: Path) -> None:
 def test_it_is_short_and_names_what_is_public() -> None:
     assert len(PAGE.split()) <= 600
     named = set(re.findall(r"\w+", PAGE))
-    assert set(cute_ep.nn.__all__) - {"Connections", "Routing", "clamped_swiglu"} <= named
+    assert set(cute_ep.nn.__all__) - {"Connections", "Routing"} <= named
 
 
 def test_the_reference_has_every_public_name_once() -> None:

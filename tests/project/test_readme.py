@@ -116,7 +116,7 @@ def config(fmt: str, tokens: int) -> EPConfig:
 
 def test_options_of_swiglu_that_are_named_exist() -> None:
     text = (DOCS / "reference.md").read_text()
-    for name in ("interleaved", "alpha", "limit", "scales_offsets", "scale_layout"):
+    for name in ("interleaved", "gate", "bias", "scales_offsets", "scale_layout"):
         assert name in inspect.signature(local_ops.fused_silu).parameters and re.search(rf"[`(]{name}[=`]", text), name
 
 

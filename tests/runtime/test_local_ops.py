@@ -5,6 +5,7 @@ Every argument is checked before the device is touched, so tensors on the CPU ge
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.gates import Gate
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.scales import scale_map
 from cute_ep.runtime.local_ops import SwigluRows, copy_bytes, fused_silu, quantize
@@ -36,6 +38,8 @@ def offsets(count: int) -> torch.Tensor:
 X = bf16(ROWS, 2 * WIDTH)
 ROW_OFFSETS, SCALES_OFFSETS = offsets(GROUPS + 1), offsets(GROUPS)
 FP8_OUT = SwigluRows(torch.zeros(ROWS, WIDTH).to(torch.float8_e4m3fn), torch.zeros(2, ROWS))
+
+RELU2, BIAS = Gate("relu2"), bf16(GROUPS, 2 * WIDTH)
 
 BAD_QUANTIZE: tuple[tuple[str, Callable[[], Any]], ...] = (
     (r"fmt = 'fp7': must be one of", lambda: quantize(X, "fp7")),
@@ -81,14 +85,13 @@ BAD_SILU: tuple[tuple[str, tuple, dict[str, Any]], ...] = (
     (r"input_scales\.shape = \(3,\): must be \(1,\)$", (X,), {"fmt": "nvfp4", "input_scales": torch.ones(3)}),
     (r"input_scales\.dtype", (X,), {"fmt": "nvfp4", "input_scales": torch.ones(1).half()}),
     (r"input_scales\[0\] = 0.0: must be a number", (X,), {"fmt": "nvfp4", "input_scales": torch.zeros(1)}),
-    (r"alpha = 1.7, limit = None: must be given together", (X,), {"alpha": 1.7}),
-    (r"alpha = None, limit = 7: must be given together", (X,), {"limit": 7}),
-    (r"limit = 0: must be positive", (X,), {"alpha": 1.0, "limit": 0}),
-    (r"limit = -1\.0: must be positive", (X,), {"alpha": 1.0, "limit": -1.0}),
-    (r"limit = 1e-60: must be positive", (X,), {"alpha": 1.0, "limit": 1e-60}),
-    (r"limit = inf: must be a finite float32", (X,), {"alpha": 1.0, "limit": float("inf")}),
-    (r"alpha = nan: must be a finite float32", (X,), {"alpha": float("nan"), "limit": 1.0}),
-    (r"alpha = 1e\+60: must be a finite float32", (X,), {"alpha": 1e60, "limit": 1.0}),
+    (r"gate = 'silu': must be a cute_ep\.Gate", (X,), {"gate": "silu"}),
+    (r"interleaved = True: must be False, relu2 has one column", (X,), {"gate": RELU2, "interleaved": True}),
+    (r"x\.shape\[1\] = 12: a bf16 row takes 24 bytes", (bf16(2, 12),), {"gate": RELU2}),
+    (r"bias = tensor: must be given with row_offsets only", (X,), {"bias": BIAS}),
+    (r"bias\.shape = \(2, 512\): must be \(3, 512\)", (X, ROW_OFFSETS), {"bias": BIAS[:2]}),
+    (r"bias\.dtype = torch.float32", (X, ROW_OFFSETS), {"bias": BIAS.float()}),
+    (r"bias\.stride\(\)", (X, ROW_OFFSETS), {"bias": bf16(2 * WIDTH, GROUPS).t()}),
     (r"out\.shape = \(6, 128\)", (X,), {"out": bf16(ROWS, 128)}),
     (r"out = Tensor: must be a SwigluRows", (X,), {"fmt": "fp8", "out": bf16(ROWS, WIDTH)}),
     (r"out\.scales\.shape = \(2, 6\)", (X,), {"fmt": "fp8", "scale_layout": "linear", "out": FP8_OUT}),
@@ -129,20 +132,40 @@ WITH_SCALES = [
 ]
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("clamp", [{}, {"alpha": 1.702, "limit": 7.0}], ids=["plain", "clamped"])
-def test_fused_silu_on_the_cpu_is_what_torch_computes(interleaved: bool, clamp: dict[str, float]) -> None:
+def in_torch(x: torch.Tensor, gate: Gate, interleaved: bool) -> torch.Tensor:
+    if gate.kind == "relu2":
+        return torch.relu(x).square()
+    g, up = x.unflatten(1, (-1, 2)).unbind(2) if interleaved else x.chunk(2, dim=1)
+    if gate.limit:
+        g, up = g.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    if gate.kind == "gelu_tanh":
+        return torch.nn.functional.gelu(g, approximate="tanh") * (up + gate.offset)
+    return g * torch.sigmoid((gate.alpha or 1) * g) * (up + gate.offset)
+
+
+GELU = (8 / math.pi) ** 0.5
+GATES = (
+    Gate(), Gate(alpha=1.702, limit=7.0, offset=1), Gate(limit=2.5), Gate(alpha=1.5), Gate("gelu_tanh"), RELU2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["apart", "interleaved"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_fused_silu_on_the_cpu_is_what_torch_computes(gate: Gate, has_bias: bool, interleaved: bool) -> None:
     """Within the rounding to bfloat16 of what torch computes; rows behind the last group stay as they are."""
-    x = torch.randn(40, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    gate, up = (x.double().unflatten(1, (-1, 2)).unbind(2)) if interleaved else x.double().chunk(2, dim=1)
-    wanted = torch.nn.functional.silu(gate) * up
-    if clamp:
-        gate = gate.clamp(max=7)
-        wanted = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
-    out = poison(bf16(40, 256))
+    if interleaved and gate.columns == 1:
+        return
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 512, generator=generator).bfloat16()
+    bias = torch.randn(3, 512, generator=generator).bfloat16() if has_bias else None
+    counts = torch.tensor([13, 0, 17])
+    biased = x[:30].double() if bias is None else x[:30].double() + bias.double().repeat_interleave(counts, dim=0)
+    wanted = in_torch(biased, gate, interleaved)
+    out = poison(bf16(40, 512 // gate.columns))
     given = torch.tensor([0, 13, 13, 30], dtype=torch.int32)
-    assert fused_silu(x, given, interleaved=interleaved, out=out, **clamp) is out
-    torch.testing.assert_close(out[:30].double(), wanted[:30], rtol=2**-8, atol=1e-6)
+    assert fused_silu(x, given, gate=gate, bias=bias, interleaved=interleaved, out=out) is out
+    torch.testing.assert_close(out[:30].double(), wanted, rtol=2**-8, atol=1e-6)
     assert (out[30:].view(torch.uint8) == POISON).all()
 
 
@@ -189,8 +212,7 @@ def test_fused_silu_launches_one_kernel_with_these_arguments(local_launches: Lau
         interleaved=True,
         scales_offsets=SCALES_OFFSETS,
         input_scales=scales,
-        alpha=1.5,
-        limit=7,
+        gate=Gate(alpha=1.5, limit=7, offset=1),
     )
     assert out.payload.shape == (ROWS, WIDTH // 2) and out.scales.shape == (3, 4, 32, 4, 4)
     launch = local_launches.only()
@@ -210,9 +232,41 @@ def test_fused_silu_launches_one_kernel_with_these_arguments(local_launches: Lau
         "row_offsets": ROW_OFFSETS.data_ptr(),
         "scales_offsets": SCALES_OFFSETS.data_ptr(),
         "groups": GROUPS,
-        "alpha": struct.unpack("<I", struct.pack("<f", 1.5))[0],
-        "limit": struct.unpack("<I", struct.pack("<f", 7.0))[0],
+        **real(alpha=1.5, limit=7.0, cubic=0.0, offset=1.0),
+        "bias": 0,
+        "columns": 2,
+        "interleaved": 1,
     }
+
+
+def real(**values: float) -> dict[str, int]:
+    """The bits of float32 arguments."""
+    return {name: struct.unpack("<I", struct.pack("<f", value))[0] for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("gate", "options", "kernel", "wanted"),
+    [
+        (Gate(), {}, "swiglu", {"limit": 0.0}),
+        (Gate(), {"bias": BIAS}, "gated", {"alpha": 1.0, "limit": math.inf, "cubic": 0.0, "offset": 0.0}),
+        (Gate(limit=7), {}, "gated", {"alpha": 1.0, "limit": 7.0, "cubic": 0.0, "offset": 0.0}),
+        (Gate(alpha=1.5, offset=1), {}, "gated", {"alpha": 1.5, "limit": math.inf, "cubic": 0.0, "offset": 1.0}),
+        (Gate(limit=7, offset=1), {}, "swiglu", {"alpha": 1.0, "limit": 7.0}),
+        (Gate(limit=7, offset=1), {"bias": BIAS, "interleaved": True}, "gated", {"limit": 7.0, "offset": 1.0}),
+        (Gate("gelu_tanh"), {}, "gated", {"alpha": GELU, "limit": math.inf, "cubic": 0.044715 * GELU}),
+        (RELU2, {"bias": BIAS}, "gated", {}),
+    ],
+    ids=["plain", "bias", "limit", "alpha and offset", "clamped", "clamped with bias", "gelu", "relu2"],
+)
+def test_a_gate_is_told_to_its_kernel_by_numbers(
+    local_launches: Launches, gate: Gate, options: dict[str, Any], kernel: str, wanted: dict[str, float]
+) -> None:
+    fused_silu(X, ROW_OFFSETS, gate=gate, **options)
+    launch = local_launches.only()
+    assert launch.kernel == kernel and real(**wanted).items() <= launch.arguments.items()
+    assert launch.arguments["bias"] == (BIAS.data_ptr() if "bias" in options else 0)
+    assert launch.arguments["columns"] == gate.columns
+    assert launch.arguments["interleaved"] == ("interleaved" in options)
 
 
 def test_fused_silu_writes_and_returns_the_output_that_it_is_given(local_launches: Launches) -> None:
@@ -248,5 +302,6 @@ def test_a_launch_gives_every_parameter_of_its_kernel(local_launches: Launches) 
     quantize(X, "nvfp4_row")
     fused_silu(X, fmt="mxfp8")
     fused_silu(X)
+    fused_silu(X, gate=RELU2)
     for launch in local_launches:
         assert set(launch.arguments) == launch.parameters, launch.kernel

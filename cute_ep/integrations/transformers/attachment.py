@@ -17,9 +17,10 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations import exchange
 from cute_ep.integrations.exchange import Exchange, Round
 from cute_ep.integrations.transformers.experts import (
+    FoundGate,
     Shards,
     check_experts,
-    has_plain_swiglu,
+    find_gate,
     is_experts,
     run,
     weight_names,
@@ -169,13 +170,13 @@ class _Layer:
         each = align_up(experts, ranks) // ranks  # the last ranks may have fewer, or none
         counts = [max(0, min(each, experts - rank * each)) for rank in range(ranks)]
         self.shards = Shards(counts, attachment.devices)
-        self.plain_swiglu: bool | None = None  # looked up when the layer runs first: weights may not be there before
+        self.gates: list[FoundGate | None] = []  # one, looked up when the layer runs first: before, weights may lack
 
     def forward(self, module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if weights.shape != ids.shape:
             raise EPInputError(f"top_k_weights.shape = {tuple(weights.shape)}: must be {tuple(ids.shape)}, as the ids")
-        if self.plain_swiglu is None:
-            self.plain_swiglu = has_plain_swiglu(module)
+        if not self.gates:
+            self.gates.append(find_gate(module))
         names, experts = weight_names(module), module.num_experts
         read = (hidden, weights, *module.parameters(), *(getattr(module, name) for name in names))
         with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
@@ -186,7 +187,7 @@ class _Layer:
         rows = []
         for rank, tokens in enumerate(exchange.dispatch(one, hidden)):
             own = {name: parts[rank] for name, parts in shards.items()}
-            rows.append(run(module, self.plain_swiglu, own, tokens, one.batches[rank]))
+            rows.append(run(module, self.gates[0], own, tokens, one.batches[rank]))
         return exchange.combine(one, rows, weights, hidden)
 
 

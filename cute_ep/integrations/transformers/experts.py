@@ -5,26 +5,30 @@ Classes differ by the flags that transformers' decorator `use_experts_implementa
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import silu
 
+from cute_ep.api.config import is_number
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError
+from cute_ep.api.gates import Gate
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.nn.gates import plain
 from cute_ep.runtime.local_ops import fused_silu
 
 KNOWN_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm"}
 """What `run` computes. A class with another flag of this kind computes something else, so it is refused."""
 WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of experts' weights."""
-BEYOND = 40.0
-"""Magnitude up to which gates are compared with SwiGLU; limits of clamped gates are smaller."""
+SMALLEST_LARGEST = 20.0
+"""Gates are compared on numbers up to twice this, or twice a larger limit."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -56,18 +60,46 @@ def weight_names(module: Any) -> tuple[str, ...]:
     return (*names, *(f"{name}_bias" for name in names)) if module.has_bias else names
 
 
-def has_plain_swiglu(module: Any) -> bool:
-    """Whether an experts module's gate is silu(gate) * up with all gates first, which `cute_ep.fused_silu` computes: it
-    is compared on a few numbers, on the module's device."""
-    if not module.has_gate:
-        return False
-    whole = module.gate_up_proj
+@dataclass(frozen=True)
+class FoundGate:
+    """An experts module's gate, as arguments of `cute_ep.fused_silu`."""
+
+    gate: Gate
+    interleaved: bool
+
+
+def find_gate(module: Any) -> FoundGate | None:
+    """What `cute_ep.fused_silu` is to be told of an experts module's gate, None if it does not compute that: gates are
+    compared on a few numbers, on the module's device."""
+    whole = module.gate_up_proj if module.has_gate else module.up_proj
     width = whole.shape[2] if module.is_transposed else whole.shape[1]
-    numbers = torch.linspace(-BEYOND, BEYOND, 16 * width, device=whole.device, dtype=torch.float32)
-    probe = numbers.view(width, 16).t().contiguous()
-    gate, up = probe.chunk(2, dim=-1)
+    alphas, limits = (_numbers_of(module, name) for name in ("alpha", "limit"))
+    largest = 2 * max([SMALLEST_LARGEST, *(limit for limit in limits if limit is not None)])
+    numbers = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    probe = (numbers * torch.tensor([4.0, largest]).repeat(8)[:, None]).to(whole.device)
     with torch.no_grad(), torch.autocast(whole.device.type, enabled=False):
-        return torch.allclose(module._apply_gate(probe), silu(gate) * up, rtol=1e-5, atol=1e-5)
+        if not module.has_gate:
+            found = Gate("relu2")
+            return FoundGate(found, False) if _is_close(module.act_fn(probe), plain(found, probe)) else None
+        own = module._apply_gate(probe)
+        for interleaved in (False, True):
+            rows = torch.cat([probe[:, ::2], probe[:, 1::2]], dim=1) if interleaved else probe
+            for limit, offset in itertools.product(limits, (0, 1)):
+                gates = [Gate("silu", alpha, limit, offset) for alpha in alphas]
+                for found in (*gates, Gate("gelu_tanh", None, limit, offset)):
+                    if _is_close(own, plain(found, rows)):
+                        return FoundGate(found, interleaved)
+    return None
+
+
+def _numbers_of(module: Any, name: str) -> list[float | None]:
+    """None, and what a module calls `name`, alone or behind another word."""
+    found = (value for key, value in vars(module).items() if key == name or key.endswith(f"_{name}"))
+    return [None, *(float(value) for value in found if is_number(value) and value > 0)]
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one.float(), other, rtol=1e-5, atol=1e-5)
 
 
 class Shards:
@@ -142,12 +174,20 @@ def _moved(module: nn.Module, x: Tensor) -> Tensor:
     return functional_call(module, {name: one.to(x.device) for name, one in tensors.items()}, (x,))
 
 
-def run(module: Any, plain_swiglu: bool, weights: dict[str, Tensor], tokens: Tensor, batch: Dispatched) -> Tensor:
+def _fits(gate: Gate, rows: Tensor, bias: Tensor | None) -> bool:
+    """Whether `cute_ep.fused_silu` takes the rows and the bias: bfloat16, of which no gradient is wanted."""
+    read = [rows] if bias is None else [rows, bias]
+    wanted = torch.is_grad_enabled() and any(one.requires_grad for one in read)
+    whole = rows.shape[1] // gate.columns * rows.element_size() % VECTOR_BYTES == 0
+    return whole and not wanted and all(one.dtype == torch.bfloat16 for one in read)
+
+
+def run(module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, batch: Dispatched) -> Tensor:
     """The outputs of a rank's experts for its rows.
 
     Args:
         module: the experts module, for its flags, gate and activation.
-        plain_swiglu: what `has_plain_swiglu` returned for it. Without gradients bfloat16 experts use `fused_silu`.
+        found: what `find_gate` returned for it. Without gradients bfloat16 experts use `fused_silu`.
         weights: the rank's part of each of `weight_names`, G experts; G may be less than the groups of the batch, whose
             last ones have no rows then.
         tokens: [N, hidden] bfloat16, in the order of experts.
@@ -167,18 +207,20 @@ def run(module: Any, plain_swiglu: bool, weights: dict[str, Tensor], tokens: Ten
         rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
         group_of_row = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=groups - 1)
 
-    def linear(x: Tensor, weight: Tensor, name: str) -> Tensor:
-        out = grouped_linear(x.to(weight.dtype), weight, offsets, module.is_transposed)
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return grouped_linear(x.to(weight.dtype), weight, offsets, module.is_transposed)
+
+    def biased(out: Tensor, name: str) -> Tensor:
         return out if group_of_row is None else out + weights[f"{name}_bias"][group_of_row]
 
-    inner = linear(tokens, up, up_name)
-    without_gradient = not (torch.is_grad_enabled() and inner.requires_grad)
-    fits = inner.dtype == torch.bfloat16 and inner.shape[1] // 2 * inner.element_size() % VECTOR_BYTES == 0
-    if plain_swiglu and without_gradient and fits:
-        inner = fused_silu(inner, offsets)
+    inner, bias = product(tokens, up), weights.get(f"{up_name}_bias")
+    if found is not None and _fits(found.gate, inner, bias):
+        bias = None if bias is None else bias.contiguous()
+        inner = fused_silu(inner, offsets, gate=found.gate, bias=bias, interleaved=found.interleaved)
     else:
+        inner = biased(inner, up_name)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = linear(inner, down, down_name)
+    out = biased(product(inner, down), down_name)
     if getattr(module, "has_post_expert_norm", False):
         out = _moved(module.post_expert_norm, out)
     return out.to(torch.bfloat16)
