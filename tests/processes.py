@@ -27,7 +27,8 @@ SERVER.set_forkserver_preload(["torch._dynamo", "cute_ep.nn"])  # these start no
 
 
 class Program:
-    """What `python -m MODULE ARGUMENTS` runs, in a session of its own, in a folder, with more environment.
+    """What `python -m MODULE ARGUMENTS` or `python -c CODE` runs, in a session of its own, in a folder, with more
+    environment.
 
     It has the interface of `subprocess.Popen`, but the environment comes too late for what torch, torch._dynamo and
     cute_ep.nn read when they are imported.
@@ -69,7 +70,10 @@ def _run_program(words: Sequence[str], folder: Path, environment: Mapping[str, s
     sys.path[:0] = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     torch.set_num_threads(1)  # libgomp has read OMP_NUM_THREADS
     module, *sys.argv[1:] = words
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextmanager
@@ -114,6 +118,14 @@ def run_ranks(
     ends = [-signal.SIGKILL if rank in killed else 0 for rank in range(world)]
     assert [one.returncode for one in ranks] == ends, said
     assert [out for out, _ in said] == ["" if rank in killed else f"rank {rank} ok\n" for rank in range(world)], said
+
+
+def run_code(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What came of `python -c CODE` in a folder, without a GPU and with more environment."""
+    one = Program(["-c", code], folder, WITHOUT_GPU | environment)
+    with ended([one]):
+        out, said = one.communicate(timeout=120)
+    return subprocess.CompletedProcess(code, one.returncode or 0, out, said)
 
 
 def run_torchrun(arguments: Sequence[str], folder: Path) -> str:
