@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import mul
 from pathlib import Path
 from statistics import mean
@@ -136,6 +137,7 @@ def ceilings_elsewhere(ceilings: Ceilings, here: str, there: str) -> Ceilings | 
     )
 
 
+@cache
 def expected_case(operation: str, fmt: str, ranks: int, tokens: int) -> dict:
     """A case of the main shape that was not measured: its bytes, by one draw of uniform routing."""
     cfg = MAIN.config(fmt, ranks, tokens)

@@ -204,9 +204,19 @@ PLOTS: dict[str, Callable] = {
 
 
 def slim(svg: str) -> str:
-    """The same picture in fewer bytes: coordinates to 0.01, no indentation, comments, metadata and names of groups."""
+    """The same picture in fewer bytes: coordinates to 0.01, no indentation, comments, metadata, names of groups, and
+    groups that say nothing."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    says: list[bool] = []  # of each open group, whether it has attributes
+
+    def tag(found: re.Match[str]) -> str:
+        if found[0] != "</g>":
+            says.append(found[0] != "<g>")
+            return found[0] * says[-1]
+        return found[0] * says.pop()
+
+    svg = re.sub(r"</?g\b[^>]*>", tag, svg)
     return re.sub(r"\n\s*", "\n", re.sub(r"(\d\.\d\d)\d+", r"\1", svg))
 
 

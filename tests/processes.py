@@ -1,12 +1,17 @@
-"""Tests in processes of their own: a process per rank, or torchrun. None is left when a test ends."""
+"""Tests in processes of their own: a process per rank, or torchrun. None is left when a test ends.
+
+They are forked from a server that has imported torch: a fresh interpreter takes three seconds for that."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,10 +22,62 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch._dynamo", "cute_ep.nn"])  # these start no thread of torch's, ask no GPU
+
+
+class Program:
+    """What `python -m MODULE ARGUMENTS` or `python -c CODE` runs, in a session of its own, in a folder, with more
+    environment.
+
+    It has the interface of `subprocess.Popen`, but the environment comes too late for what torch, torch._dynamo and
+    cute_ep.nn read when they are imported.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self._said = [tempfile.NamedTemporaryFile("r") for _ in range(2)]
+        arguments = (words, folder, os.environ | environment, [file.name for file in self._said])
+        self._process = SERVER.Process(target=_run_program, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid, self.terminate = self._process.pid, self._process.terminate
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, minus a signal's number; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it ends, at most `timeout` seconds."""
+        self._process.join(timeout)
+        if timeout is not None and self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """(stdout, stderr) when it has ended."""
+        self.wait(timeout)
+        out, err = (file.read() for file in self._said)
+        return out, err
+
+
+def _run_program(words: Sequence[str], folder: Path, environment: Mapping[str, str], streams: Sequence[str]) -> None:
+    os.setsid()
+    for number, name in enumerate(streams, 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    torch.set_num_threads(1)  # libgomp has read OMP_NUM_THREADS
+    module, *sys.argv[1:] = words
+    if module == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextmanager
-def ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+def ended(processes: Sequence[subprocess.Popen | Program]) -> Iterator[None]:
     """None of these, which lead sessions, and none that they have started, is left afterwards."""
     try:
         yield
@@ -32,19 +89,6 @@ def ended(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
             one.wait()
-
-
-def start(arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
-    """Python with these arguments in a session of its own, in a folder, with more environment."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def run_ranks(
@@ -66,7 +110,7 @@ def run_ranks(
         killed: ranks that must have been killed (SIGKILL), without a word.
     """
     ranks = [
-        start(["-m", module, str(store), str(rank), str(world), *arguments], folder, environment[rank])
+        Program([module, str(store), str(rank), str(world), *arguments], folder, environment[rank])
         for rank in range(world)
     ]
     with ended(ranks):
@@ -76,9 +120,18 @@ def run_ranks(
     assert [out for out, _ in said] == ["" if rank in killed else f"rank {rank} ok\n" for rank in range(world)], said
 
 
+def run_code(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What came of `python -c CODE` in a folder, without a GPU and with more environment."""
+    one = Program(["-c", code], folder, WITHOUT_GPU | environment)
+    with ended([one]):
+        out, said = one.communicate(timeout=120)
+    return subprocess.CompletedProcess(code, one.returncode or 0, out, said)
+
+
 def run_torchrun(arguments: Sequence[str], folder: Path) -> str:
-    """What `torchrun ARGUMENTS` prints in a folder, without a GPU; it must end with 0."""
-    torchrun = start(["-m", "torch.distributed.run", *arguments], folder, WITHOUT_GPU)
+    """What `torchrun ARGUMENTS` prints in a folder, without a GPU; it must end with 0. Its workers are forked."""
+    forked = ["--run-path", "--start-method", "fork"]
+    torchrun = Program(["torch.distributed.run", *forked, *arguments], folder, WITHOUT_GPU)
     with ended([torchrun]):
         out, said = torchrun.communicate(timeout=120)
     assert torchrun.returncode == 0, said[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SECTION = "<IIQQQQIIQQ"
@@ -19,22 +20,26 @@ class Resources:
     spill_bytes: int
 
 
-def read_resources(cubin: bytes) -> Resources:
-    """Entry point, registers and stack frame of a cubin with one kernel; ValueError when it is not one."""
+def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of each ELF section; ValueError when it is no ELF file."""
     if cubin[:4] != b"\x7fELF":
         raise ValueError("not an ELF file")
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from(_SECTION, cubin, table + index * size) for index in range(count)]
+    headers = [struct.unpack_from(_SECTION, cubin, table + index * size) for index in range(count)]
+    for name_offset, _, _, _, offset, length, *_ in headers:
+        start = headers[names][4] + name_offset
+        yield cubin[start : cubin.index(b"\0", start)].decode(), cubin[offset : offset + length]
+
+
+def read_resources(cubin: bytes) -> Resources:
+    """Entry point, registers and stack frame of a cubin with one kernel; ValueError when it is not one."""
     entries, registers, frames = [], [0], [0]
-    for name_offset, *_rest in sections:
-        offset, length = _rest[3], _rest[4]
-        start = sections[names][4] + name_offset
-        name = cubin[start : cubin.index(b"\0", start)].decode()
+    for name, content in sections(cubin):
         if name.startswith(".text."):
             entries.append(name.removeprefix(".text."))
         elif name == ".nv.info":
-            for attribute, value in _attributes(cubin[offset : offset + length]):
+            for attribute, value in _attributes(content):
                 if attribute == _ATTR_REGISTERS:
                     registers.append(struct.unpack_from("<II", value)[1])
                 elif attribute == _ATTR_FRAME_SIZE:

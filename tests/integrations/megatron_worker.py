@@ -1,5 +1,5 @@
 """A rank of Megatron-core's MoE layers in a process of its own: `python -m tests.integrations.megatron_worker STORE
-RANK WORLD`, on the CPU, with the shims on PYTHONPATH and TORCHDYNAMO_DISABLE=1.
+RANK WORLD`, on the CPU, with the shims on PYTHONPATH and without dynamo.
 
 What cute_ep is compared with is Megatron's own all-to-all dispatcher. Megatron names CUDA devices and streams and looks
 for TransformerEngine; `without_cuda` and the lines below it put the CPU there.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +39,7 @@ def without_cuda() -> None:
 
 
 without_cuda()
+torch._dynamo.config.disable = True
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402

@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from cute_ep.api.config import EPConfig, memory_bytes
-from tests.processes import ROOT, WITHOUT_GPU, run_page, run_ranks
+from tests.processes import ROOT, WITHOUT_GPU, run_code, run_page, run_ranks
 
 
+@cache
 def shims() -> str:
     command = [sys.executable, "-m", "cute_ep.integrations.deep_ep"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -41,13 +43,6 @@ def test_the_page_says_what_memory_normal_mode_takes() -> None:
     assert f"{sizes[0]} MiB" in page and f"{sizes[1]} MiB" in page
 
 
-def imported(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
 @pytest.mark.slow
 def test_modules_that_the_folder_has_not_come_from_a_checkout(tmp_path: Path) -> None:
     """Those of `deep_ep.utils`, which import names of the extension module."""
@@ -56,10 +51,13 @@ def test_modules_that_the_folder_has_not_come_from_a_checkout(tmp_path: Path) ->
     (utils / "envs.py").write_text("import deep_ep._C as _C\nfrom .event import EventOverlap\nfound = _C.EventHandle\n")
     (utils / "event.py").write_text("raise ImportError('the checkout must not hide what the folder has')\n")
     code = "import deep_ep, deep_ep.utils.envs as envs; print(envs.found is deep_ep.EventHandle, deep_ep.__file__)"
-    found, where = imported(code, PYTHONPATH=shims(), DEEPEP_SOURCE=str(tmp_path)).split()
+    done = run_code(code, ROOT, PYTHONPATH=shims(), DEEPEP_SOURCE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found, where = done.stdout.split()
     assert found == "True" and Path(where).parents[1] == Path(shims())
 
 
 def test_nobody_gets_the_adapter_unasked() -> None:
     code = "import importlib.util, cute_ep; print(importlib.util.find_spec('deep_ep'))"
-    assert imported(code) == "None"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"

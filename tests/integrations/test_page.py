@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,14 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 from tests.integrations.models import MODELS
 from tests.integrations.test_experts import classes
+from tests.processes import ROOT, run_code
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "transformers.md").read_text()
 
 
 def test_the_script_runs(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    done = run_code(script, tmp_path)
     assert done.returncode == 0 and done.stdout == "torch.Size([2, 20])\n", done.stderr
 
 

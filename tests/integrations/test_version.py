@@ -12,15 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 from cute_ep.integrations.versions import require
+from tests.processes import ROOT, run_code
 
-ROOT = Path(__file__).parents[2]
 NEED = "must be 5.23 or newer: pip install 'transformers>=5.23'"
 
 
 def import_beside(folder: Path, module: str) -> subprocess.CompletedProcess[str]:
-    """Import a module in a process whose modules in `folder` hide installed ones."""
+    """Import an adapter in a process whose modules in `folder` hide installed ones."""
+    return run_code(f"import {module}", folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+
+
+def import_all_beside(folder: Path, modules: str) -> subprocess.CompletedProcess[str]:
+    """The same in a fresh interpreter, which has imported nothing of cute_ep before."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", f"import {module}"]
+    command = [sys.executable, "-c", f"import {modules}"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -36,7 +41,7 @@ def test_an_old_or_missing_transformers_is_named(tmp_path: Path, text: str, mess
     (tmp_path / "transformers.py").write_text(text)
     done = import_beside(tmp_path, "cute_ep.integrations.transformers")
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ImportError: {message}"
-    assert import_beside(tmp_path, "cute_ep, cute_ep.distributed, cute_ep.integrations.exchange").returncode == 0
+    assert import_all_beside(tmp_path, "cute_ep, cute_ep.distributed, cute_ep.integrations.exchange").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import cute_ep.nn
+from tests.processes import run_code
 from tests.project.test_readme import DOCS, ROOT
 
 PAGE = (DOCS / "layer.md").read_text()
@@ -15,8 +14,7 @@ PAGE = (DOCS / "layer.md").read_text()
 
 def test_the_code_runs_without_a_gpu(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / "script.py").write_text(script)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run_code(script, tmp_path)
     assert done.stdout == "(4, 16, 256), and gradients of 5 parameters\n", done.stderr
 
 

@@ -13,8 +13,7 @@ from .worker import CHECKS
 
 def run_on_two(check: str, folder: Path, **environment: str) -> None:
     """A check of `worker` in two processes, which must end well on both."""
-    common = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", **environment}
-    own = [common | {"TORCHINDUCTOR_CACHE_DIR": str(folder / str(rank))} for rank in range(2)]
+    own = [environment | {"TORCHINDUCTOR_CACHE_DIR": str(folder / str(rank))} for rank in range(2)]
     run_ranks("tests.ops.worker", 2, folder / "store", check, environment=own)
 
 

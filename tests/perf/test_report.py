@@ -251,8 +251,8 @@ def test_plots_of_kept_runs_are_artefacts(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_slim_plots_are_the_same_picture() -> None:
     path = '<path id="m1" d="M 1.23456 7.5"/>'
-    svg = f'<svg><metadata>\n who\n</metadata><!-- axes -->\n  <g id="text_1">\n    {path}</g></svg>'
-    assert plots.slim(svg) == '<svg>\n<g>\n<path id="m1" d="M 1.23 7.5"/></g></svg>'
+    svg = f'<svg><metadata>\n who\n</metadata><!-- axes -->\n  <g id="text_1">\n    <g x="1">{path}</g></g></svg>'
+    assert plots.slim(svg) == '<svg>\n<g x="1"><path id="m1" d="M 1.23 7.5"/></g></svg>'
 
 
 def test_without_matplotlib_there_are_no_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

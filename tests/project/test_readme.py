@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from cute_ep.api.dispatched import buffer_shapes
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
 from cute_ep.runtime import local_ops
+from tests.processes import ROOT, run_code
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -31,7 +29,7 @@ ARENA = re.search(r"```python\n(.*?)```", (DOCS / "reference.md").read_text(), r
 def test_the_layer_of_the_guide_runs_and_the_rest_of_its_code_is_python(tmp_path: Path) -> None:
     """The layer of docs/use.md runs as printed, the rest of its code is Python."""
     layer, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", layer], cwd=tmp_path, capture_output=True, text=True)
+    done = run_code(layer, tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(others) == 2
     for code in others:
@@ -74,7 +72,7 @@ def test_examples_run(tmp_path: Path) -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 22
     wanted = "assert model.config._experts_implementation == 'cute_ep'"
     code = "\n".join([*BLOCKS, wanted])
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = run_code(code, tmp_path)
     assert done.returncode == 0, done.stderr
 
 

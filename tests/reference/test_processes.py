@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
+import time
 from pathlib import Path
 from select import select
 
 import pytest
 
-from tests.processes import ended, run_page, run_ranks
+from tests.processes import Program, ended, run_page, run_ranks
 
 
 def test_what_a_test_has_started_is_ended() -> None:
@@ -20,6 +22,24 @@ def test_what_a_test_has_started_is_ended() -> None:
     assert select([leader.stdout], [], [], 30)[0]  # the last that holds it has ended
     assert leader.stdout.read() == b""
     leader.stdout.close()
+
+
+def test_what_a_forked_program_has_started_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, os, time; fcntl.flock(held := open('held', 'w'), fcntl.LOCK_EX)\nos.fork(); open('forked', 'w')"
+    )
+    program = Program(["-c", f"{code}\ntime.sleep(600)"], tmp_path, {})
+    with ended([program]):
+        while not (tmp_path / "forked").exists():
+            assert program.returncode is None
+            time.sleep(0.01)
+    with (tmp_path / "held").open() as held:
+        for _ in range(3000):
+            try:
+                return fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+    pytest.fail("a process still holds the file")
 
 
 @pytest.mark.slow
