@@ -324,7 +324,8 @@ class Dispatched(DispatchBuffers):
                 derived batch has no `num_rows`.
             tokens: a tensor with as many rows as combine may read.
             topk_ids: [T, K] int32 or int64, the entries of the own tokens that come home; -1 masks one.
-            weights: [R, Tmax, K] float32 that this rank multiplies its rows by in partial mode.
+            weights: [R, Tmax, K] float32 that this rank multiplies its rows by in partial mode. Rows for a source that
+                gave its dispatch no weights are not multiplied.
             router_weights: [T, K] float32 that this rank multiplies what comes home by in exact mode. In partial mode
                 the experts' ranks multiply, by `weights`.
 

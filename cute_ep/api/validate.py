@@ -221,17 +221,17 @@ def combine_weights(
     *,
     checked: bool = False,
 ) -> torch.Tensor | None:
-    """The [T, top_k] weights that a communicator's combine applies; None in unweighted mode.
+    """The [T, top_k] weights that a communicator's combine applies; None where rows are not multiplied.
 
     Exact: the argument, else what dispatch was given. Partial: what dispatch was given, since the expert
-    ranks multiply and only dispatch carries weights to them.
+    ranks multiply and only dispatch carries weights to them; None where it was given none.
 
     Args:
         checked: whether those of `dispatched` need no check.
 
     Raises:
-        EPInputError: unknown mode, no weights at all, an argument in another mode than exact, a shared expert in
-            unweighted mode, or a wrong shape or type.
+        EPInputError: unknown mode, no weights at all in exact mode, an argument in another mode than exact, a shared
+            expert in unweighted mode, or a wrong shape or type.
     """
     check_mode(mode)
     if mode == "unweighted":
@@ -246,8 +246,9 @@ def combine_weights(
         raise EPInputError("dispatched.weights = None: must be the weights that travelled, partial combine reads them")
     weights = dispatched.router_weights if router_weights is None else router_weights
     if weights is None:
-        where = "dispatch" if mode == "partial" else "dispatch or combine"
-        raise EPInputError(f"router_weights = None: {mode} combine needs them, give them to {where}")
+        if mode == "partial":
+            return None
+        raise EPInputError("router_weights = None: exact combine needs them, give them to dispatch or combine")
     if router_weights is not None or not checked:
         check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
     elif weights.requires_grad:

@@ -31,13 +31,16 @@ def chosen_weights(
     router_weights: Sequence[torch.Tensor | None] | None,
     mode: str,
 ) -> list[torch.Tensor | None]:
-    """Per rank the weights that apply: the argument's, else those of dispatch; None in unweighted mode."""
+    """Per rank the weights that apply: the argument's, else those of dispatch, else in partial mode ones; None in
+    unweighted mode."""
     given = per_rank("router_weights", router_weights, cfg.world_size)
     if mode == "unweighted":
         return [combine_weights(cfg, mode, None, batch) for batch in dispatched]
     chosen = []
     for rank, (batch, argument) in enumerate(zip(dispatched, given, strict=True)):
         weights = batch.router_weights if argument is None else argument
+        if weights is None and mode == "partial":
+            weights = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
         if weights is None:
             raise EPInputError(f"router_weights[{rank}] = None: must be given to dispatch or to combine")
         check_router_weights(cfg, weights, batch.topk_ids.shape[0])
@@ -86,8 +89,8 @@ def combine(
     Args:
         rows: per rank [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
         dispatched: what `dispatch` returned (or a communicator's outputs of the same round).
-        router_weights: per rank [T_r, top_k] float32; None (list or entry): those that dispatch was given. Not read
-            in unweighted mode.
+        router_weights: per rank [T_r, top_k] float32; None (list or entry): those that dispatch was given, in partial
+            mode ones if it was given none. Not read in unweighted mode.
         mode: one of COMBINE_MODES; "unweighted" not with a fused shared expert.
         dtype: bfloat16, float16 or float32.
         epilogue: not in unweighted mode.
@@ -96,7 +99,7 @@ def combine(
         Per rank [T_r, hidden], unweighted [T_r, top_k, hidden], of `dtype`.
 
     Raises:
-        EPInputError: unknown mode or type, a rank without weights, or a wrong shape, type or list length.
+        EPInputError: unknown mode or type, a rank without weights in exact mode, or a wrong shape, type or list length.
     """
     check_combine(cfg, rows, dispatched, mode, dtype)
     chosen = chosen_weights(cfg, dispatched, router_weights, mode)

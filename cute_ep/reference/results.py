@@ -19,6 +19,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
 from cute_ep.api.validate import check_global_scale
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.dispatch import Source, count_rows, encode_checked, lower_halves, rows_first
@@ -145,7 +146,8 @@ def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: s
 @dataclass(frozen=True, eq=False)
 class Returned:
     """What a rank returns in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
-    the round of its dispatch, 0 where the batch was put together from tensors."""
+    the round of its dispatch, 0 where the batch was put together from tensors. weights: 1 for sources that gave none.
+    """
 
     rows: torch.Tensor
     row_map: torch.Tensor
@@ -193,7 +195,9 @@ def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode
     held = rows[: min(max(need, shared), dispatched.tokens.shape[0])]
     more = max(shared - held.shape[0], 0) + 1
     lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan, dtype=torch.float32), torch.bfloat16)
-    row_map, weights = dispatched.row_map.clamp(max=held.shape[0]), copied(dispatched.weights)
+    row_map, weights = dispatched.row_map.clamp(max=held.shape[0]), dispatched.weights
+    if weights is not None:
+        weights = torch.where(dispatched.headers[:, HeaderWord.HAS_WEIGHTS, None, None] != 0, weights, 1)
     return Returned(torch.cat([held, lost]), row_map, weights, dispatched.topk_ids.clone(), mode, number)
 
 
@@ -205,10 +209,10 @@ def add_up(cfg: EPConfig, rank: int, given: Mapping[int, Any], weights: torch.Te
     given[rank].check_agreement(given)
     server, row, travelled = _entries(cfg, rank, given)
     _check_rows_come(cfg, server, row, mode)
+    weights = travelled if mode == "partial" else weights
     if weights is None:
         made = reference.unweighted_source(cfg, rank, rows, given, out.dtype)
     else:
-        weights = travelled if mode == "partial" else weights
         made = reference.combine_source(cfg, rank, rows, given, weights, mode, out.dtype)
     out.copy_(made)
 

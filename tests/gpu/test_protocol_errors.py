@@ -220,8 +220,8 @@ def test_bad_arguments_are_refused_before_a_launch() -> None:
                 call()
         dispatched = communicator.dispatch(x, ids)
         rows = torch.zeros(100, 2048, dtype=torch.bfloat16, device="cuda")
-        with pytest.raises(EPInputError, match="partial combine needs them"):
-            communicator.combine(rows, dispatched, mode="partial")
+        with pytest.raises(EPInputError, match="exact combine needs them"):
+            communicator.combine(rows, dispatched)
         with pytest.raises(EPInputError, match="mode = 'sum'"):
             communicator.combine(rows, dispatched, mode="sum")
         communicator.synchronize()

@@ -225,16 +225,6 @@ class Bare:
     [
         pytest.param("exact combine needs them", lambda b: b.first.combine(b.rows, b.bare), id="exact without"),
         pytest.param(
-            "partial combine needs them",
-            lambda b: b.first.combine(b.rows, b.bare, mode="partial"),
-            id="partial without",
-        ),
-        pytest.param(
-            "partial combine needs them",
-            lambda b: b.first.combine_async(b.rows, b.bare, "partial"),
-            id="half of partial without",
-        ),
-        pytest.param(
             "must be None in partial mode",
             lambda b: b.first.combine(b.rows, b.full, b.weights, "partial"),
             id="partial with its own",

@@ -188,7 +188,7 @@ def _inputs(random: Random, cfg: EPConfig) -> InputSet:
     weights_at = random.choice(("dispatch", "dispatch", "dispatch", "combine", "nowhere"))
     modes = {
         "exact": weights_at != "nowhere",
-        "partial": weights_at == "dispatch",
+        "partial": True,
         "unweighted": not cfg.fused_shared_expert,
     }
     prequantized = random.random() < 0.2 and cfg.format.scale is not None
