@@ -57,12 +57,14 @@ class Places(NamedTuple):
     readme: Path
     more: Path
     lessons: Path
+    adapters: Path
 
     @classmethod
     def of(cls, root: Path) -> Places:
         """Those of the project in a folder."""
         results, docs = root / "perf" / "results", root / "docs"
-        return cls(results, results / "README.md", root / "README.md", docs / "performance.md", docs / "lessons.md")
+        pages = (docs / f"{name}.md" for name in ("performance", "lessons", "adapters"))
+        return cls(results, results / "README.md", root / "README.md", *pages)
 
 
 def fastest(run: dict, family: str, point: tuple[int, str]) -> float | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from perf.cases import Shape
 from perf.peers import CHAINED, MODULES, NOT_PRESENT, ROWS, VERSIONS, place_file
@@ -298,8 +298,8 @@ def time_operation(work: Work, operation: str, lane: Lane, at: Callable[[str], N
     return about | {"graph": graph is not None, "ahead": ahead} | summary(seconds) | host
 
 
-def main() -> int:
-    """Run one rank; rank 0 appends the results, one JSON object per line."""
+def arguments() -> argparse.Namespace:
+    """Those of `perf.peers.worker_command`. From now on the process answers where it is, and ends itself in time."""
     faulthandler.register(signal.SIGUSR1)  # `perf.peers` asks so where an overdue rank is
     parser = argparse.ArgumentParser()
     parser.add_argument("--peers", required=True)
@@ -311,6 +311,35 @@ def main() -> int:
     parser.add_argument("--limit", type=float, required=True, help="seconds after which the process ends itself")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.limit, exit=True)
+    return args
+
+
+def told(args: argparse.Namespace, name: str) -> tuple[Callable[[str], None], Callable[[dict], None]]:
+    """(says what a peer is doing, appends one of its results, of rank 0 only: one JSON object per line)."""
+    place = place_file(args.folder, args.rank)
+
+    def at(what: str) -> None:
+        new = place.with_suffix(".new")
+        new.write_text(f"{name}: {what}")
+        new.replace(place)
+
+    def emit(row: dict) -> None:
+        if args.rank == 0:
+            with (args.folder / ROWS).open("a") as file:
+                file.write(json.dumps({"peer": name} | row) + "\n")
+
+    return at, emit
+
+
+def shape_of(text: str) -> Shape:
+    """The shape of `Shape.text`."""
+    hidden, experts, top_k = map(int, text.split("/"))
+    return Shape(hidden, experts, top_k)
+
+
+def main() -> int:
+    """Run one rank."""
+    args = arguments()
     names = args.peers.split(",")
     modules = {MODULES[name] for name in names if name in MODULES}
     try:
@@ -331,25 +360,13 @@ def main() -> int:
     here = torch.device("cuda", args.rank)
     address = f"tcp://127.0.0.1:{args.port}"
     dist.init_process_group("nccl", init_method=address, rank=args.rank, world_size=args.world, device_id=here)
-    hidden, experts, top_k = map(int, args.shape.split("/"))
-    me = Rank(args.rank, args.world, Shape(hidden, experts, top_k), [int(word) for word in args.tokens.split(",")])
+    me = Rank(args.rank, args.world, shape_of(args.shape), [int(word) for word in args.tokens.split(",")])
     host = Host()
     lane = Lane(host)
     if args.rank == 0:
         (args.folder / VERSIONS).write_text(json.dumps(versions_of(modules)))
-    place = place_file(args.folder, args.rank)
     for name in names:
-
-        def at(what: str, name: str = name) -> None:
-            new = place.with_suffix(".new")
-            new.write_text(f"{name}: {what}")
-            new.replace(place)
-
-        def emit(row: dict, name: str = name) -> None:
-            if args.rank == 0:
-                with (args.folder / ROWS).open("a") as file:
-                    file.write(json.dumps({"peer": name} | row) + "\n")
-
+        at, emit = told(args, name)
         works = getattr(libraries, name)
         time_works(lambda works=works: works(me), lane, emit, at)
         at("done")
@@ -359,12 +376,17 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run(work: Callable[[], int]) -> NoReturn:
+    """End the process with what `work` returns."""
     try:
-        code = main()
+        code = work()
     except BaseException:  # whatever it is, its last line is the reason that the note gives
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the libraries' destructors may wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    run(main)

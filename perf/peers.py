@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,11 +81,21 @@ def free_port() -> int:
 
 
 def worker_command(
-    names: Sequence[str], rank: int, world: int, port: int, shape: Shape, tokens: Sequence[int], folder: Path
+    names: Sequence[str],
+    rank: int,
+    world: int,
+    port: int,
+    shape: Shape,
+    tokens: Sequence[int],
+    folder: Path,
+    *,
+    module: str = "perf.peer_worker",
+    budgets: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Words of the process of one rank. It ends itself when whoever started it has not."""
-    limit = START_S + sum(BUDGETS_S[name] for name in names) + 10
-    words = [sys.executable, "-m", "perf.peer_worker", "--peers", ",".join(names), "--limit", str(limit)]
+    spent = BUDGETS_S if budgets is None else budgets
+    limit = START_S + sum(spent[name] for name in names) + 10
+    words = [sys.executable, "-m", module, "--peers", ",".join(names), "--limit", str(limit)]
     words += ["--rank", str(rank), "--world", str(world), "--port", str(port), "--folder", str(folder)]
     return [*words, "--shape", shape.text, "--tokens", ",".join(map(str, tokens))]
 
@@ -125,25 +135,32 @@ def run_workers(
     tokens: Sequence[int],
     logs: Path | None = None,
     versions: dict[str, str] | None = None,
+    *,
+    command: Callable[..., list[str]] | None = None,
+    budgets: Mapping[str, float] | None = None,
 ) -> tuple[list[dict], list[str], Sequence[str]]:
     """Let one process per GPU measure peers of the same library in turn.
 
-    `versions` is given those of the libraries that the processes have loaded.
+    Args:
+        versions: is given those of the libraries that the processes have loaded.
+        command: makes the words of a process, with the arguments of `worker_command`, which is the default.
+        budgets: as BUDGETS_S, which is the default.
 
     Returns:
         The rows measured, notes on what did not end well, and the peers whose turn had not come then.
     """
+    command, budgets = command or worker_command, BUDGETS_S if budgets is None else budgets
     with tempfile.TemporaryDirectory() as temporary:
         folder, port = Path(temporary), free_port()
         workers: list[Worker] = []
         try:
             for rank in range(world):
-                command = worker_command(names, rank, world, port, shape, tokens, folder)
+                words = command(names, rank, world, port, shape, tokens, folder)
                 log = folder / f"rank{rank}.log"
                 with log.open("w") as file:
-                    process = subprocess.Popen(command, stdout=file, stderr=file, env=ENVIRONMENT | os.environ)
+                    process = subprocess.Popen(words, stdout=file, stderr=file, env=ENVIRONMENT | os.environ)
                 workers.append(Worker(process, log, place_file(folder, rank)))
-            codes = wait_for_all(workers)
+            codes = wait_for_all(workers, budgets)
             if None in codes and not any(codes):
                 for worker in workers:
                     worker.process.send_signal(signal.SIGUSR1)
@@ -173,7 +190,7 @@ def run_workers(
                 why = f"rank {failed} ended with {codes[failed]}{f' at {what}' if what else ''}: {message}"
         elif None in codes:
             count = sum(row["peer"] == peer for row in rows)
-            limit = START_S if peer is None else BUDGETS_S[peer]
+            limit = START_S if peer is None else budgets[peer]
             why = f"stopped after {limit:.0f} s with {count} results; {places(workers)}"
         else:
             return rows, [], ()
@@ -182,14 +199,14 @@ def run_workers(
         return rows, [f"{peer}: {why}"], names[list(names).index(peer) + 1 :]
 
 
-def wait_for_all(workers: Sequence[Worker]) -> list[int | None]:
+def wait_for_all(workers: Sequence[Worker], budgets: Mapping[str, float]) -> list[int | None]:
     """Exit codes once all have ended, one has failed, or a budget is spent; None for those that still run."""
     peer, end = None, time.monotonic() + START_S
     while True:
         codes = [worker.process.poll() for worker in workers]
         now = workers[0].at()[0]
         if now is not None and now != peer:
-            peer, end = now, time.monotonic() + BUDGETS_S[now]
+            peer, end = now, time.monotonic() + budgets[now]
         if None not in codes or any(codes) or time.monotonic() >= end:
             return codes
         time.sleep(0.1)

@@ -2,7 +2,8 @@
 
 Each RUN, a suite's folder, first takes the place of the kept one of its kind of machine: perf/results/<machine>.json,
 and the plots that the documents show. Then all documents are written from the kept runs: the README's headline and
-section on speed, docs/performance.md, and the table in perf/results/README.md.
+section on speed, docs/performance.md, what calls of adapters cost in docs/adapters.md, and the table in
+perf/results/README.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from perf import plots
+from perf import adapters, plots
 from perf.model import fit_for
 from perf.pages import Places, catalogue_table, headline, more_page, plots_of, section
 from perf.runs import RUN_HELP, keep_run, kept_text, read_kept, read_run, refusal
@@ -43,6 +44,7 @@ def write(places: Places) -> None:
     texts = {}
     sections = ((places.readme, "headline", headline(next(iter(runs.values())))),)
     sections += ((places.readme, "perf", section(runs, places)), (places.catalogue, "runs", catalogue_table(runs)))
+    sections += ((places.adapters, "adapters", adapters.section(adapters.kept(places.results))),)
     for path, name, text in sections:
         try:
             texts[path] = replace_between(texts.get(path) or path.read_text(), name, text)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.counts import HostCounts, any_lost
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import Format
@@ -352,6 +353,25 @@ class Dispatched(DispatchBuffers):
     def _changed(self, changes: Mapping[str, Any]) -> Self:
         """`derived`, of arguments that were checked."""
         return replace(self, **changes)
+
+    def counts_to_host(self, stream: torch.cuda.Stream | None = None) -> HostCounts:
+        """Begin to copy `row_counts` and `num_rows` to pinned memory; the host does not wait before `HostCounts.wait`.
+
+        Args:
+            stream: on which the batch was dispatched, or one that waits for it; None: the current one. Ranks that share
+                a GPU need their communicator's.
+
+        Raises:
+            EPInputError: the stream is being captured; the batch has no such tensors; or, on the CPU, a rank has not
+                dispatched.
+        """
+        return HostCounts(self, stream)
+
+    def any_lost(self) -> torch.Tensor:
+        """[1] bool on the device, whether the buffers, or a block, had no room for a row of some token; at the next
+        `synchronize` the host learns it too. Enqueued on the current stream, may be captured. It does not count rows of
+        the shared expert where a rank has no others."""
+        return any_lost(self)
 
     def is_latest_of(self, origin: Origin) -> bool:
         """Whether this communicator made the batch, as it is, and its buffers have not been used again since."""

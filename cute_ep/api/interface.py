@@ -114,7 +114,7 @@ class EPCommunicator(ABC):
                 `synchronize` reports; one that does not fit 32 bits is reported and counts as its lower half. Read
                 again by combine: leave them until then.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
-                may use them ("partial" must); exact combine reads them again too.
+                may use them; exact combine reads them again too. Without them partial combine multiplies by 1.
             input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
                 a tensor of any type); None: 1.
             out: buffers from `allocate`, overwritten; None allocates new ones.
@@ -198,7 +198,8 @@ class EPCommunicator(ABC):
                 it is not checked that N is enough, `num_rows` is on the device: rows that are missing come home as NaN.
             dispatched: what this communicator's dispatch returned for these rows.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
-                weights that dispatch was given.
+                weights that this rank gave to dispatch. If it gave none, partial mode adds its tokens' rows up
+                unweighted, and exact mode raises.
             mode: the same on all ranks. "exact" sums K rows at the source in float32; "partial" sums on the expert's
                 rank first, rounds that sum to bfloat16 and sends one row per rank: fewer bytes, one more rounding per
                 rank; "unweighted" returns the rows themselves.

@@ -137,8 +137,10 @@ class Round:
         sent = self.weights if self.gradients else None
         parts = self.share(hidden.to(torch.bfloat16))
         self.batches = self.exchange.dispatch(parts, self.ids, sent, self.capacity)
-        count = self.gradients or self.exchange.waits
-        self.rows = [int(batch.num_rows) if count else self.capacity for batch in self.batches]
+        self.rows = [self.capacity] * len(self.batches)
+        if self.gradients or self.exchange.waits:
+            counts = [batch.counts_to_host() for batch in self.batches]
+            self.rows = [one.wait().num_rows for one in counts]
         return tuple(batch.tokens[:rows] for batch, rows in zip(self.batches, self.rows, strict=True))
 
     def combine(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

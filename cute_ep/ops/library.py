@@ -130,6 +130,8 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
     """
     *kept, comm, capacity = arguments
     communicator, (topk_ids, weights, *_) = communicator_of(comm), kept
+    if weights is None:  # partial mode has multiplied by 1
+        weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
     grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), weights.new_empty(0)
     if capacity is not None:
         batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, new_buffers(comm, capacity))

@@ -100,7 +100,7 @@ def combine(
         Per rank [T_r, hidden], unweighted [T_r, top_k, hidden], of `dtype`.
 
     Raises:
-        EPInputError: unknown mode or type, a rank without weights, or a wrong shape, type or list length.
+        EPInputError: unknown mode or type, a rank without weights in exact mode, or a wrong shape, type or list length.
     """
     check_combine(cfg, rows, dispatched, mode, dtype)
     if cfg.is_rank_major and mode != "partial":

@@ -125,11 +125,12 @@ class RoundOptions:
 
     Attributes:
         split: use the async + wait halves.
-        modes: combine modes, one combine each; None: all that the configuration and the weights allow.
+        modes: combine modes, one combine each; None: all that the configuration allows.
         dtype: element type of combine's output.
         input_scales: per rank the global scale; None: none given.
         prequantized: quantise with the reference and dispatch the quantised rows.
-        weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine then has none.
+        weights_at: "dispatch" or "combine", the call that is given the router weights; where dispatch has none,
+            partial combine multiplies by 1.
         seed: of the made-up expert outputs.
     """
 
@@ -197,12 +198,9 @@ def check_round(
     for rank, (got, want) in enumerate(zip(actual, expected, strict=True)):
         check_dispatched(got, want, cfg, rank)
     check_headers(actual, cfg)
-    never = {
-        "exact": cfg.is_rank_major,
-        "unweighted": cfg.fused_shared_expert or cfg.is_rank_major,
-    }
+    never = {"exact": cfg.is_rank_major, "unweighted": cfg.fused_shared_expert or cfg.is_rank_major}
     for mode in options.modes or [mode for mode in COMBINE_MODES if not never.get(mode)]:
-        given_weights = None if mode == "unweighted" or (late and mode == "partial") else weights
+        given_weights = {"unweighted": None, "partial": early_weights}.get(mode, weights)
         sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
         outs = [guarded(want.shape, want.dtype, c.device) for c, want in zip(communicators, sums, strict=True)]
         late_weights = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
 import torch
 
+from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import tensors_of
 from cute_ep.api.errors import EPConfigError, EPInputError
@@ -20,7 +22,8 @@ from cute_ep.distributed import (
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
-from cute_ep.testing.verify import RoundOptions, check_dispatched, check_round, poisoned_buffers
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import RoundOptions, check_dispatched, check_round, expert_rows, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs
 
 from .conftest import connected
@@ -102,6 +105,49 @@ def test_router_weights_given_to_combine(devices: list[str], shared: bool) -> No
             inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
             for split in (False, True):
                 check_round(communicators, inputs, RoundOptions(split, weights_at="combine", seed=turn))
+
+
+def test_some_ranks_give_weights_and_the_host_learns_the_counts(devices: list[str]) -> None:
+    """Partial sums multiply by 1 where a source gave none, whatever is in the memory of weights; one row less room
+    than is needed sets the flag of lost rows."""
+    cfg = EPConfig(2048, 16 * len(devices), 4, MANY, len(devices), "bf16", 20)
+    with connected(cfg, devices) as ranks:
+        for turn, (tokens, routing) in enumerate(TOKENS):
+            inputs = make_inputs(cfg, counts_of(tokens, len(devices), turn), routing, turn)
+            weights = [None if (rank + turn) % 2 else one.router_weights for rank, one in enumerate(inputs)]
+            xs, ids = [one.x for one in inputs], [one.topk_ids for one in inputs]
+            expected = reference.dispatch(cfg, xs, ids, None, weights)
+            rows = expert_rows(expected, cfg.hidden, turn)
+            sent = [
+                [None if part is None else part.to(ep.device) for part in parts]
+                for ep, *parts in zip(ranks, xs, ids, weights, strict=True)
+            ]
+            for less in (0, 1):
+                outs = [
+                    ep.allocate(max(int(want.num_rows) - less, 0)) for ep, want in zip(ranks, expected, strict=True)
+                ]
+                for out in outs:
+                    assert out.weights is not None
+                    out.weights.fill_(torch.nan)
+                torch.cuda.synchronize()
+                batches = [ep.dispatch(*given, out=out) for ep, given, out in zip(ranks, sent, outs, strict=True)]
+                streams = [ep.stream if ep.shares_device else None for ep in ranks]
+                counts = [batch.counts_to_host(stream) for batch, stream in zip(batches, streams, strict=True)]
+                for ep, batch, count, want in zip(ranks, batches, counts, expected, strict=True):
+                    lost = less and int(want.num_rows) > 0
+                    assert count.wait().num_rows == (0 if lost else int(want.num_rows))
+                    assert count.row_counts.tolist() == [0 if lost else own for own in want.row_counts.tolist()]
+                    with pytest.raises(EPInputError) if lost else nullcontext():
+                        ep.synchronize()
+                    assert batch.any_lost().tolist() == [bool(lost)]
+                if less:
+                    continue
+                outputs = [row.to(ep.device) for row, ep in zip(rows, ranks, strict=True)]
+                sums = [ep.combine(*pair, mode="partial") for ep, *pair in zip(ranks, outputs, batches, strict=True)]
+                for ep in ranks:
+                    ep.synchronize()
+                for rank, want in enumerate(reference.combine(cfg, rows, expected, weights, "partial")):
+                    assert_bits(sums[rank], want, f"{tokens} tokens, rank {rank}")
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -37,6 +37,20 @@ def test_gradients_are_those_of_a_dense_layer(cfg: EPConfig, routing: str, mode:
     assert calls == [["dispatch", mode, "dispatch", "unweighted", "exact"]] * 3
 
 
+def test_partial_mode_without_router_weights_has_the_gradients_of_ones() -> None:
+    one = given(CFG, TOKENS, "masked")
+    unit = replace(one, weights=[torch.ones_like(weights) for weights in one.weights])
+
+    def bare(comm, x, ids, weights, experts, mode):
+        return layer(comm, x, ids, None, experts, mode)
+
+    made, calls = on_all_ranks(
+        CFG, lambda rank, comm: gradients(unit, rank, comm, "partial", call=bare, weighted=False)
+    )
+    check_all(unit, made, weighted=False)
+    assert calls == [["dispatch", "partial", "dispatch", "exact"]] * 3
+
+
 def test_ids_of_64_bits_have_the_same_gradients() -> None:
     one = given(CFG, TOKENS, "masked")
     wide = replace(one, ids=[ids.long() for ids in one.ids])

@@ -14,7 +14,7 @@ import pytest
 from perf import losses, model, plots, report, runs, tables, values
 from tests.perf.example import example_run, with_gpus
 
-MARKERS = {"README.md": ("headline", "perf"), "perf/results/README.md": ("runs",)}
+MARKERS = {"README.md": ("headline", "perf"), "perf/results/README.md": ("runs",), "docs/adapters.md": ("adapters",)}
 """File -> the sections of it that the report writes."""
 
 
@@ -24,7 +24,6 @@ def project(root: Path) -> Path:
         sections = "".join(f"<!-- {name}:begin -->\nold {name}\n<!-- {name}:end -->\n" for name in names)
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(f"before\n{sections}after\n")
-    (root / "docs").mkdir()
     return root
 
 
@@ -188,7 +187,7 @@ def test_documents_are_what_the_runs_say(tmp_path: Path, monkeypatch: pytest.Mon
     files = [*MARKERS, "docs/performance.md"]
     shutil.copytree(root / "perf/results", tmp_path / "perf/results")
     (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/performance.md"):
+    for name in ("README.md", "docs/performance.md", "docs/adapters.md"):
         shutil.copy(root / name, tmp_path / name)
     assert reported(monkeypatch, tmp_path) == 0
     for name in files:

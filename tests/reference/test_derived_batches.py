@@ -123,6 +123,28 @@ def ones(batch: Dispatched) -> Dispatched:
 
 
 @pytest.mark.parametrize("made", [lambda batch: batch, from_tensors], ids=["own", "of tensors"])
+@pytest.mark.parametrize("sources", [(), (0, 3)], ids=["nobody gives weights", "some ranks give weights"])
+def test_partial_combine_multiplies_by_one_where_a_source_gave_no_weights(sources: tuple, made: Callable) -> None:
+    """Also where the buffers hold the weights of an earlier batch."""
+    ranks, given = connect_reference(CFG), make_inputs(CFG, TOKENS, "masked", 5)
+    outs = [ep.allocate() for ep in ranks]
+    for out in outs:
+        out.weights.fill_(9)
+    weights = [one.router_weights if rank in sources else None for rank, one in enumerate(given)]
+    batches = [
+        ep.dispatch(one.x, one.topk_ids, own, out=out)
+        for ep, one, own, out in zip(ranks, given, weights, outs, strict=True)
+    ]
+    rows = rows_for(batches, CFG)
+    unit = [torch.ones(one.topk_ids.shape) if own is None else own for one, own in zip(given, weights, strict=True)]
+    want = reference.combine(CFG, rows, batches, unit, "partial")
+    for rank, value in enumerate(reference.combine(CFG, rows, batches, weights, "partial")):
+        assert_bits(value, want[rank], f"reference, rank {rank}")
+    for rank, total in enumerate(combined(ranks, rows, [made(batch) for batch in batches], "partial")):
+        assert_bits(total, want[rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("made", [lambda batch: batch, from_tensors], ids=["own", "of tensors"])
 @pytest.mark.parametrize("mode", ["exact", "partial"])
 def test_weights_of_a_derived_batch_are_what_rows_are_multiplied_by(mode: CombineMode, made: Callable) -> None:
     ranks, batches, rows = round_of()

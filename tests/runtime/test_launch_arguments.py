@@ -168,6 +168,16 @@ def test_combine_reads_no_more_rows_than_dispatch_had_room_for(
     assert launches.last("combine").arguments["rows.capacity"] == read
 
 
+def test_partial_sums_without_weights_are_told_so_by_the_headers(rank: Communicator, launches: Launches) -> None:
+    """Kernels get the memory of weights that travelled all the same: other sources may have given some."""
+    x, ids, _ = inputs()
+    batch = rank.dispatch(x, ids)
+    rank.combine(expert_rows(batch), batch, mode="partial")
+    sent, told = launches.first().arguments, launches.last("combine").arguments
+    assert sent["input.router_weights"] == told["sums.router_weights"] == 0
+    assert told["batch.weights"] == batch.weights.data_ptr() and told["batch.headers"] == batch.headers.data_ptr()
+
+
 @pytest.mark.parametrize("at_combine", [False, True], ids=["of dispatch", "of combine"])
 def test_weights_of_combine_replace_those_of_dispatch(rank: Communicator, launches: Launches, at_combine: bool) -> None:
     """Fused and split."""

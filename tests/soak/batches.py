@@ -119,8 +119,9 @@ class Batch:
         early = weights if given.weights_at == "dispatch" else [None] * cfg.world_size
         expected = reference.dispatch(cfg, xs, ids, scales, early, ready)
         rows = [_filled(one, given.bits) for one in expert_rows(expected, cfg.hidden, seed)]
+        by_mode = {"exact": weights, "partial": early, "unweighted": None}
         sums = {
-            mode: reference.combine(cfg, rows, expected, {"exact": weights, "partial": early}.get(mode), mode, dtype)
+            mode: reference.combine(cfg, rows, expected, by_mode[mode], mode, dtype)
             for mode, dtype in given.modes.items()
         }
         self.arguments: dict[int, dict[str, torch.Tensor | None]] = {}

@@ -207,7 +207,7 @@ def test_a_check_of_dispatch_of_a_rank_alone() -> None:
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("at", ["dispatch", "combine"])
 def test_a_checked_round_gives_its_weights_where_it_says(at: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial combine has them from dispatch, or sums without."""
+    """Partial combine has them from dispatch, or multiplies by 1."""
     given, ranks = [], connect_reference(EPConfig(128, 6, 2, 12, len(TOKENS)))
     inputs = make_inputs(ranks[0].cfg, TOKENS, "masked", 3)
 

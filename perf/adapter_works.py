@@ -1,0 +1,233 @@
+"""What `perf.adapters` asks of each adapter, and the same of a communicator. A function of each name in
+`perf.adapters.ADAPTERS` yields what is to be timed; it imports its adapter, whose framework may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm
+
+import cute_ep
+import cute_ep.ops
+from perf.adapter_problem import Native, Rank, Work
+from perf.peers import PEER_SMS
+
+LOW_LATENCY_TOKENS = 128
+"""Most tokens per rank of the low-latency calls, whose blocks grow with them."""
+INNER = 256
+"""Elements between the matmuls of the layers' experts: few, since calls are measured and not matmuls."""
+
+
+def deepep_normal(me: Rank) -> Iterator[Work]:
+    """With the host's wait for the number of rows, and without it."""
+    from cute_ep.integrations.deep_ep import Buffer
+
+    Buffer.set_num_sms(PEER_SMS["deepep_normal"])
+    buffer = Buffer(me.group)
+    for tokens in me.tokens:
+        given = me.inputs(tokens)
+        ids, weights = given.ids.long(), given.weights
+        for fmt in ("bf16", "fp8"):
+            quantised = cute_ep.quantize(given.x, "fp8") if fmt == "fp8" else None
+            x: Any = given.x if quantised is None else (quantised.payload, quantised.scales)
+            layout = {} if quantised is None else {"dispatch_format": "fp8", "scale_layout": "linear"}
+            native = Native(me, given, "partial", rows=quantised, sms=Buffer.num_sms, **layout)
+            for worst in (0, tokens * me.world):
+                last = SimpleNamespace()
+
+                def dispatch(x=x, ids=ids, weights=weights, worst=worst, last=last) -> None:
+                    by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, me.shape.num_experts)
+                    sizes = {"num_tokens_per_rank": by_rank, "num_tokens_per_expert": by_expert}
+                    sizes |= {"is_token_in_rank": goes, "num_worst_tokens": worst}
+                    found = buffer.dispatch(x, **sizes, topk_idx=ids, topk_weights=weights)
+                    last.rows, last.handle = found[0], found[4]
+
+                dispatch()
+                rows = torch.randn(len(last.handle.recv_src_idx), me.shape.hidden, device=me.device).bfloat16()
+
+                def combine(rows=rows, last=last) -> None:
+                    buffer.combine(rows, last.handle)
+
+                waits = frozenset() if worst else frozenset(["dispatch"])
+                calls, about = {"dispatch": dispatch, "combine": combine}, "num_worst_tokens" if worst else ""
+                yield Work(fmt, tokens, native.count, calls, native.calls, waits, about)
+    buffer.destroy()
+
+
+def deepep_low_latency(me: Rank) -> Iterator[Work]:
+    from cute_ep.integrations.deep_ep import Buffer
+
+    buffer = Buffer(me.group)
+    for tokens in [count for count in me.tokens if count <= LOW_LATENCY_TOKENS]:
+        given, slots = me.inputs(tokens), tokens * me.world
+        ids, last = given.ids.long(), SimpleNamespace()
+        shape = me.shape.num_experts // me.world, slots, me.shape.hidden
+        rows = torch.randn(shape, device=me.device).bfloat16()
+        for fmt in ("bf16", "fp8"):
+            layout = {"dispatch_format": fmt, "scale_layout": "transposed" if fmt == "fp8" else None}
+            native = Native(me, given, "exact", late=True, block_rows=slots, **layout)
+
+            def dispatch(fmt=fmt, given=given, ids=ids, tokens=tokens, last=last) -> None:
+                sizes = tokens, me.shape.num_experts
+                _, _, last.handle, *_ = buffer.low_latency_dispatch(given.x, ids, *sizes, use_fp8=fmt == "fp8")
+
+            def combine(given=given, ids=ids, rows=rows, last=last) -> None:
+                buffer.low_latency_combine(rows, ids, given.weights, last.handle)
+
+            yield Work(fmt, tokens, native.count, {"dispatch": dispatch, "combine": combine}, native.calls)
+    buffer.destroy()
+
+
+def deepep_elastic(me: Rank) -> Iterator[Work]:
+    """V2, one row per (token, rank); with the host's wait for the number of rows, and without it."""
+    from cute_ep.integrations.deep_ep import ElasticBuffer
+
+    for tokens in me.tokens:
+        given, last = me.inputs(tokens), SimpleNamespace()
+        ids = given.ids.long()
+        buffer = ElasticBuffer(me.group, num_max_tokens_per_rank=tokens, hidden=me.shape.hidden)
+        sms = buffer.get_theoretical_num_sms(me.shape.num_experts, me.shape.top_k)
+        native = Native(me, given, "partial", sms=sms)
+        for sync in (True, False):
+
+            def dispatch(given=given, ids=ids, buffer=buffer, last=last, sync=sync) -> None:
+                sizes = {"num_experts": me.shape.num_experts, "do_cpu_sync": sync}
+                last.rows, _, _, last.handle, _ = buffer.dispatch(given.x, ids, given.weights, **sizes)
+
+            def combine(buffer=buffer, last=last) -> None:
+                buffer.combine(last.rows, last.handle)
+
+            waits, about = (frozenset(["dispatch"]), "") if sync else (frozenset(), "do_cpu_sync=False")
+            calls = {"dispatch": dispatch, "combine": combine}
+            yield Work("bf16", tokens, native.count, calls, native.calls, waits, about)
+        buffer.destroy()
+
+
+def flashinfer(me: Rank) -> Iterator[Work]:
+    from flashinfer import moe_ep
+
+    from cute_ep.integrations.flashinfer import register
+
+    register()
+    for tokens in me.tokens:
+        given, shape = me.inputs(tokens), me.shape
+        bootstrap = moe_ep.BootstrapConfig(world_size=me.world, rank=me.rank, process_group=me.group)
+        params = moe_ep.MoEEpCommParams(shape.num_experts, shape.top_k, tokens, shape.hidden)
+        comm = moe_ep.create_communication(bootstrap, params, "cute_ep")
+        native = Native(me, given, "partial")
+
+        def pair(comm=comm, given=given) -> None:
+            comm.combine(comm.dispatch(given.x, given.ids, given.weights).hidden_states)
+
+        yield Work("bf16", tokens, native.count, {"pair": pair}, {"pair": native.pair})
+        comm.destroy()
+
+
+def megatron(me: Rank) -> Iterator[Work]:
+    """The flex dispatcher's manager, once it has the routing; its host waits for the numbers of rows."""
+    from cute_ep.integrations.megatron import CuteEPManager, close
+
+    config = SimpleNamespace(
+        overlap_moe_expert_parallel_comm=False,
+        moe_router_padding_for_quantization=False,
+        moe_router_dtype="fp32",
+        moe_deepep_num_sms=None,
+    )
+    local = me.shape.num_experts // me.world
+    for tokens in me.tokens:
+        given = me.inputs(tokens)
+        native = Native(me, given, CuteEPManager.mode)
+        manager = CuteEPManager(me.group, local, me.shape.top_k, me.shape.num_experts, config)
+        manager.token_indices, manager.token_probs = given.ids.long(), given.weights
+
+        def pair(manager=manager, given=given) -> None:
+            manager.combine(manager.dispatch(given.x))
+
+        yield Work("bf16", tokens, native.count, {"pair": pair}, {"pair": native.pair}, frozenset(["pair"]))
+    close()
+
+
+def swiglu_experts(up: torch.Tensor, down: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """A layer's experts, of weights [experts, 2 * INNER, hidden] and [experts, hidden, INNER]."""
+
+    def compute(batch: Any) -> torch.Tensor:
+        ends = batch.row_offsets[1:]
+        inner = cute_ep.fused_silu(grouped_mm(batch.tokens, up.mT, offs=ends), batch.row_offsets)
+        return grouped_mm(inner, down.mT, offs=ends)
+
+    return compute
+
+
+def transformers(me: Rank) -> Iterator[Work]:
+    """The expert parallel plan's experts of Mixtral; its host waits for the numbers of rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    from cute_ep.integrations.transformers import close
+    from cute_ep.integrations.transformers.expert_parallel import CuteEP
+
+    local = me.shape.num_experts // me.world
+    config = MixtralConfig(hidden_size=me.shape.hidden, intermediate_size=INNER, num_local_experts=local)
+    config._experts_implementation = "grouped_mm"
+    with me.device:
+        module = MixtralExperts(config).bfloat16().requires_grad_(False)
+    for weight in (module.gate_up_proj, module.down_proj):
+        weight.normal_(std=0.02)
+    mesh = init_device_mesh(me.device.type, (me.world, 1), mesh_dim_names=("ep", "tp"))
+    plan = CuteEP(module, mesh["ep"], mesh["tp"])
+    compute = swiglu_experts(module.gate_up_proj, module.down_proj)
+    for tokens in me.tokens:
+        given = me.inputs(tokens)
+        native = Native(me, given, "exact", compute=compute)
+
+        def layer(given=given) -> None:
+            plan(given.x, given.ids, given.weights)
+
+        yield Work("bf16", tokens, native.count, {"layer": layer}, {"layer": native.pair}, frozenset(["layer"]))
+    close()
+
+
+def ops(me: Rank) -> Iterator[Work]:
+    """Into new memory with room for any routing, which is cleared, and into the caller's."""
+    for tokens in me.tokens:
+        given, last = me.inputs(tokens), SimpleNamespace()
+        native = Native(me, given, "exact")
+        comm, out = cute_ep.ops.register(native.ep), torch.empty_like(given.x)
+        sent, buffers = (given.x, given.ids, given.weights, comm), native.ep.allocate()
+
+        def dispatch(sent=sent, last=last) -> None:
+            last.batch = cute_ep.ops.dispatch(*sent)
+
+        def combine(last=last) -> None:
+            cute_ep.ops.combine(last.batch.tokens, last.batch)
+
+        def dispatch_into(sent=sent, buffers=buffers, last=last) -> None:
+            last.batch = cute_ep.ops.dispatch_into(*sent, buffers)
+
+        def combine_into(last=last, out=out) -> None:
+            cute_ep.ops.combine_into(last.batch.tokens, last.batch, out)
+
+        yield Work("bf16", tokens, native.count, {"dispatch": dispatch, "combine": combine}, native.calls)
+        calls = {"dispatch": dispatch_into, "combine": combine_into}
+        yield Work("bf16", tokens, native.count, calls, native.calls, about="dispatch_into, combine_into")
+
+
+def layer(me: Rank) -> Iterator[Work]:
+    """`cute_ep.nn.MoELayer` behind its router."""
+    from cute_ep.nn import MoELayer
+
+    for tokens in me.tokens:
+        given = me.inputs(tokens)
+        native = Native(me, given, "exact")
+        module = MoELayer(native.ep.cfg, INNER, device=me.device)
+        module.attach(native.ep)
+        native.compute = swiglu_experts(module.gate_up, module.down)
+
+        def forward(module=module, given=given) -> None:
+            module.experts(given.x, given.ids, given.weights)
+
+        yield Work("bf16", tokens, native.count, {"layer": forward}, {"layer": native.pair})

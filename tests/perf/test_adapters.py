@@ -1,0 +1,165 @@
+"""What adapters cost: every adapter that needs no framework is timed on the CPU; runs as tables and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cute_ep.integrations.deep_ep import Buffer
+from perf import adapter_worker, adapter_works, adapters, peers
+from perf.adapter_problem import Rank, Work
+from perf.adapter_worker import Clock, measure, time_work
+from perf.adapters import ADAPTERS, TINY, TINY_TOKENS
+from tests.perf.test_peers import WORKER
+
+HERE = {"deepep_normal": 4, "deepep_low_latency": 2, "deepep_elastic": 2, "ops": 2, "layer": 1}
+"""Adapters that run without a framework, and how many works each has of a batch size."""
+ALONE = SimpleNamespace(highest=list)
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A default group of one rank; a sample is a call."""
+    for name, value in {"CPU_SAMPLES": 1, "BURST": 1, "IN_STEP": 0}.items():
+        monkeypatch.setattr(adapter_worker, name, value)
+    monkeypatch.setattr(Buffer, "num_sms", Buffer.num_sms)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_adapters_are_timed_beside_a_communicator() -> None:
+    assert ADAPTERS.keys() == {name for name in vars(adapter_works) if name in ADAPTERS}
+    for name, works in HERE.items():
+        rows: list[dict] = []
+        me = Rank(TINY, list(TINY_TOKENS), torch.device("cpu"))
+        measure(name, me, Clock(ALONE, None), rows.append)
+        me.close()
+        operations = [row["operation"] for row in rows]
+        assert operations == (["layer"] if name == "layer" else ["dispatch", "combine"] * works), name
+        for row in rows:
+            assert row["rows"] == TINY_TOKENS[0] * TINY.top_k and row["how"] == "waited", name
+            times = [row[f"{prefix}{field}"] for prefix in ("", "native_") for field in ("p50_us", "host_us")]
+            assert all(0 < one < 1e7 for one in times), name
+
+
+class Fake(Clock):
+    """A GPU's clock: a graph takes 1 s, a queued call 2 s, one that is waited for 3 s."""
+
+    def __init__(self, graphs: bool) -> None:
+        graph = SimpleNamespace(reset=lambda: None)
+        self.captured: list[object] = []
+        super().__init__(ALONE, SimpleNamespace(
+            capture=lambda work: self.captured.append(work()) or (graph if graphs else None),
+            time=lambda samples, enqueue: ([1.0 if graphs else 2.0], True),
+            stream=SimpleNamespace(synchronize=lambda: None),
+        ))  # fmt: skip
+
+    def on_stream(self) -> Any:
+        return torch.no_grad()
+
+    def waited(self, call: Callable, tokens: int) -> float:
+        return 3.0
+
+    def host_time(self, call: Callable, tokens: int) -> float:
+        return 4.0
+
+
+@pytest.mark.parametrize(("graphs", "how", "seconds"), [(True, "graph", 1 / 32), (False, "queued", 2.0)])
+def test_the_host_times_only_what_it_waits_for(graphs: bool, how: str, seconds: float) -> None:
+    """Both times of a row are taken in the same way, and a combine has a dispatch of its own before it."""
+    calls: list[str] = []
+    names = ("dispatch", "combine")
+    made = [{name: partial(calls.append, who + name) for name in names} for who in ("", "native ")]
+    work = Work("bf16", 8, 16, *made, waits=frozenset(["dispatch"]))
+    clock = Fake(graphs)
+    first = time_work(work, clock)
+    row = next(first)
+    assert (row["how"], row["p50_us"], row["native_p50_us"], row["host_us"]) == ("waited", 3e6, 3e6, 4e6)
+    assert not clock.captured
+    calls.clear()
+    row = next(first)
+    assert calls[:4] == ["dispatch", "native dispatch", "combine", "native combine"]
+    assert (row["how"], row["p50_us"], row["native_p50_us"]) == (how, 1e6 * seconds, 1e6 * seconds)
+    assert len(clock.captured) == (2 if graphs else 1)
+
+
+def test_an_adapter_that_ends_badly_costs_no_other_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "at(names[0]); row(names[0]) if names[0] == 'ops' else sys.exit('ValueError: bad')"
+
+    def command(names: list, rank: int, *others: Any, module: str, budgets: dict) -> list[str]:
+        assert module == "perf.adapter_worker" and set(names) <= set(budgets)
+        return [sys.executable, "-c", WORKER + code, ",".join(names), str(rank), str(others[-1])]
+
+    monkeypatch.setattr(peers, "worker_command", command)
+    monkeypatch.setattr(adapters, "MODULES", {"flashinfer": "no_such_module"})
+    found = adapters.run_adapters(1, TINY, TINY_TOKENS, ("flashinfer", "layer", "ops"))
+    assert found["notes"] == [
+        "flashinfer: not present: no module no_such_module",
+        "layer: rank 0 ended with 1 at pair, timing: ValueError: bad",
+    ]
+    assert [row["adapter"] for row in found["rows"]] == ["ops"]
+
+
+def example() -> dict:
+    about = {"format": "bf16", "rows": 16, "operation": "dispatch", "host_us": 40.0, "native_host_us": 10.0}
+    waits = {"adapter": "deepep_normal", "how": "waited"} | about
+    worst = waits | {"about": "num_worst_tokens", "how": "graph"}
+    machine = {"gpus": {"cuda:0": "NVIDIA H200"}, "devices": ["cuda:0"], "driver": "1", "cuda": "2", "torch": "3"}
+    return {
+        "machine": machine | {"python": "4", "date": "2026-11-23T00:00:00", "commit": "abc"},
+        "shape": "7168/256/8",
+        "notes": ["flashinfer: not present"],
+        "rows": [
+            worst | {"tokens": 4096, "p50_us": 300.00001, "native_p50_us": 200.0},
+            worst | {"tokens": 16, "p50_us": 30.0, "native_p50_us": 10.0},
+            waits | {"tokens": 16, "p50_us": 90.0, "native_p50_us": 30.0},
+        ],
+        "peers": [{"peer": "deepep_normal", "format": "bf16", "tokens": 16, "operation": "dispatch", "p50_us": 25.0}],
+    }
+
+
+def test_a_table_has_a_line_for_all_batch_sizes() -> None:
+    lines = adapters.table(example()).splitlines()
+    assert lines[0] == "| adapter | operation | format | how | 16 | 4096 | host / native |"
+    assert lines[2:] == [
+        "| DeepEP V1, normal, num_worst_tokens | dispatch | bf16 | graph | 30.0 (3.00, DeepEP 25.0) | 300.0 (1.50) "
+        "| 40 / 10 |",
+        "| DeepEP V1, normal | dispatch | bf16 | waits | 90.0 (3.00) |  | 40 / 10 |",
+    ]
+
+
+def test_a_kept_run_is_a_section_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert adapters.section(adapters.kept(tmp_path)) == adapters.NOTHING_TEXT
+    (tmp_path / "h200x1-adapters.json").write_text(adapters.text_of(example()))
+    (tmp_path / "h200x1-soak.json").write_text("{}")
+    runs = adapters.kept(tmp_path)
+    assert runs["h200x1-adapters"]["rows"][0]["p50_us"] == 300.0 and len(runs) == 1
+    text = adapters.section(runs)
+    assert adapters.table(example()) in text and text.endswith("- flashinfer: not present")
+    assert "[Data](../perf/results/h200x1-adapters.json): 1 x NVIDIA H200, 1 rank" in text
+    monkeypatch.setattr(sys, "argv", ["adapters", "--table", str(tmp_path / "h200x1-adapters.json")])
+    assert adapters.main() == 0
+
+
+def test_kernels_of_a_folder_are_found_by_processes_that_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({}))
+    for before in (None, "/elsewhere"):
+        monkeypatch.setenv("XDG_CACHE_HOME", before) if before else monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        with adapters.kernels_from(str(tmp_path)):
+            assert (Path(os.environ["XDG_CACHE_HOME"]) / "cute_ep/manifest.json").exists()
+        assert os.environ.get("XDG_CACHE_HOME") == before
