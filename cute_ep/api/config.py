@@ -62,7 +62,7 @@ class EPConfig:
             rows of group g begin at row g * S and `row_counts` says how many there are; behind them a block holds
             anything. With the `atom128x4` layout a multiple of 128. Combine returns NaN for tokens with a row that its
             block had no room for; with S = world_size * max_tokens_per_rank that takes a token that has an expert
-            twice. None: groups' rows follow one another.
+            twice. A call whose buffers have fewer rows has smaller blocks. None: groups' rows follow one another.
         row_order: "expert_major": a row for each (token, expert), grouped by local expert. "rank_major": a row for each
             (token, rank), grouped by source rank, as DeepEP's normal mode has them; beside it stand the token's local
             experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
@@ -145,9 +145,9 @@ class EPConfig:
         if self.block_rows is not None:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
             most = MAX_BLOCK_ROWS // (self.groups * max(1, scale_words(self.format.scale_bytes(self.hidden))))
-            good = is_integer(self.block_rows) and 2 <= self.block_rows <= most and self.block_rows % multiple == 0
+            good = is_integer(self.block_rows) and 1 <= self.block_rows <= most and self.block_rows % multiple == 0
             kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"
-            require(good, "block_rows", f"must be None or {kind} in [2, {most}]")
+            require(good, "block_rows", f"must be None or {kind} in [1, {most}]")
             require(self.row_alignment is None, "row_alignment", "must be None with block_rows")
             require(not self.fused_shared_expert, "fused_shared_expert", "must be False with block_rows")
             object.__setattr__(self, "block_rows", int(self.block_rows))

@@ -14,7 +14,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.scales import ATOM, block_scale_shape, scale_shape
+from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, block_scale_shape, scale_shape
 
 
 class Origin:
@@ -141,14 +141,14 @@ class DispatchBuffers:
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """Uninitialised buffers for `capacity` rows, rounded up to the alignment (default `cfg.max_rows`, which no
-        routing can exceed). EPInputError: that is no number of rows, or there are blocks, whose rows are fixed."""
-        if capacity is not None and cfg.block_rows is not None:
-            raise EPInputError(
-                f"capacity = {capacity}: must be None with block_rows, which says how many rows there are"
-            )
+        routing can exceed); where there are blocks, for blocks of so many rows together. EPInputError: it is no number
+        of rows, or `check_blocks`."""
         if capacity is not None and not (is_integer(capacity) and capacity >= 0):
             raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
-        rows = align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment)
+        rows = cfg.max_rows if capacity is None else int(capacity)
+        if cfg.block_rows is None:
+            rows = align_up(rows, cfg.alignment)
+        check_blocks(cfg, "capacity", rows)
         shapes = buffer_shapes(cfg, rows)
         return cls(
             **{
@@ -159,6 +159,17 @@ class DispatchBuffers:
 
     def __repr__(self) -> str:
         return f"DispatchBuffers({_extents(self)})"
+
+
+def check_blocks(cfg: EPConfig, name: str, rows: int) -> None:
+    """EPInputError unless `rows` rows are whole blocks, no larger than `cfg.block_rows`; without blocks any number."""
+    if cfg.block_rows is None:
+        return
+    multiple = cfg.groups * (ATOM_ROWS if cfg.scales_as == ATOM else 1)
+    if not 0 < rows <= cfg.max_rows or rows % multiple:
+        raise EPInputError(
+            f"{name} = {rows}: must be a multiple of {multiple} in [{multiple}, {cfg.max_rows}], {cfg.groups} blocks"
+        )
 
 
 BUFFERS = tuple(field.name for field in fields(DispatchBuffers))
@@ -225,7 +236,7 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
         if cfg.block_rows is None:
             shape = scale_shape(cfg.scales_as, *sizes, rows, groups)
         else:
-            shape = block_scale_shape(cfg.scales_as, *sizes, cfg.block_rows, groups)
+            shape = block_scale_shape(cfg.scales_as, *sizes, rows // groups, groups)
         scales = (shape, scale_dtype(fmt))
     return {
         "tokens": ((rows, payload_columns(fmt, cfg.hidden)), payload_dtype(fmt)),

@@ -18,6 +18,7 @@ from cute_ep.api.dispatched import (
     Dispatched,
     Origin,
     buffer_shapes,
+    check_blocks,
     payload_columns,
     payload_types,
     routed_shape,
@@ -306,10 +307,8 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
     capacity = out.tokens.shape[0]
-    if cfg.block_rows is not None and capacity != cfg.max_rows:
-        rule = f"{cfg.max_rows}, {cfg.block_rows} for each of {cfg.groups} groups"
-        raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be {rule}")
-    if capacity % cfg.alignment:
+    check_blocks(cfg, "out.tokens.shape[0]", capacity)
+    if cfg.block_rows is None and capacity % cfg.alignment:
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")
     for name, want in buffer_shapes(cfg, capacity).items():
         if want is not None:

@@ -38,6 +38,11 @@ def check_differentiable(comm: str, mode: str | None = None, *, weights: bool = 
             "rows.requires_grad = True: must be False in unweighted mode, which has no gradient; use exact or partial "
             "mode, or no_grad()"
         )
+    if weights and cfg.is_rank_major:
+        raise EPInputError(
+            "router_weights.requires_grad = True: must be False with rank-major rows, which combine does not multiply; "
+            "give router_weights.detach()"
+        )
     if weights and cfg.fused_shared_expert:
         raise EPInputError(
             "router_weights.requires_grad = True: must be False with fused_shared_expert, which has no gradient of "
@@ -55,10 +60,12 @@ def dispatch_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> Non
 
 
 def dispatch_backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
-    """Each token gets the sum of its rows' gradients: one exact combine with weights of 1."""
+    """Each token gets the sum of its rows' gradients: one exact combine with weights of 1, of rank-major rows a partial
+    one."""
     topk_ids, *batch = ctx.saved_tensors
     ones = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
-    grad_x = torch.ops.cute_ep.combine(grad_tokens, topk_ids, ones, *batch, ctx.comm, "exact", torch.bfloat16)
+    mode = "partial" if communicator_of(ctx.comm).cfg.is_rank_major else "exact"
+    grad_x = torch.ops.cute_ep.combine(grad_tokens, topk_ids, ones, *batch, ctx.comm, mode, torch.bfloat16)
     return grad_x, *[None] * 6
 
 

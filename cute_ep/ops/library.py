@@ -124,7 +124,8 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
         arguments: KEPT, comm, and N; None: no gradient of the rows is wanted.
 
     Returns:
-        grad_rows: [N, hidden] bfloat16, weight * grad of each token's row, rounded once; zeros in other rows.
+        grad_rows: [N, hidden] bfloat16, weight * grad of each token's row, rounded once, of rank-major rows without
+            weight; zeros in other rows.
         grad_weights: [T, top_k] float32, the inner product of the token's grad and the row; zeros where masked.
         What is not wanted is empty.
     """
@@ -135,7 +136,9 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
     grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), weights.new_empty(0)
     if capacity is not None:
         batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, new_buffers(comm, capacity))
-        grad_rows = batch.tokens.mul_(batch.row_weights[:, None])[:capacity]
+        grad_rows = batch.tokens[:capacity]
+        if not communicator.cfg.is_rank_major:
+            grad_rows = batch.tokens.mul_(batch.row_weights[:, None])[:capacity]
     if rows is not None:
         rows, wide = rows.contiguous(), grad.float()
         returned = communicator.combine(rows, batch_of(rows, kept, comm), mode="unweighted")

@@ -104,6 +104,8 @@ def withhold(buffers: DispatchBuffers) -> None:
 def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchBuffers) -> tuple[int, int, int] | None:
     """Write the output of rank `rank`'s dispatch into `out`. Where `out`, or a block, has no room for rows, they are
     lost: what a status record of ROW_CAPACITY says of it, else None."""
+    if cfg.block_rows is not None:
+        cfg = replace(cfg, block_rows=out.tokens.shape[0] // cfg.groups)
     result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
     blocks, holds = cfg.block_rows is not None, result.src_info[:, 0] >= 0
     rows, capacity = int(result.num_rows), out.tokens.shape[0]

@@ -106,6 +106,7 @@ def input_record(
 def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
     """Buffers to receive into, but for their scales."""
     capacity = out.tokens.shape[0]
+    alignment = cfg.alignment if cfg.block_rows is None else capacity // cfg.groups
     return Output(
         tokens=out.tokens.data_ptr(),
         row_scales=address(out.row_scales),
@@ -121,9 +122,10 @@ def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
         row_weights=address(out.row_weights),
         row_expert_ids=address(out.row_expert_ids),
         blocks=int(cfg.block_rows is not None),
-        row_alignment=cfg.alignment,
+        row_alignment=alignment,
+        aligned=int(cfg.block_rows is not None or alignment != 1),
         capacity=capacity,
-        has_tiles=int(cfg.block_rows is None and has_tiles(cfg.scales_as, capacity, cfg.alignment)),
+        has_tiles=int(cfg.block_rows is None and has_tiles(cfg.scales_as, capacity, alignment)),
     )
 
 

@@ -23,6 +23,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.validate import check_buffers
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
+from cute_ep.layouts.maps.scales import scale_block
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
 from cute_ep.runtime.driver import Kernel
 from cute_ep.tuning.launch_shape import Tuning
@@ -108,5 +109,8 @@ class LaunchCache:
     def scales_of(self, out: DispatchBuffers) -> Scales:
         """The record of the scales in buffers."""
         cfg, scale_bytes = self.cfg, self.cfg.format.scale_bytes(self.cfg.hidden)
-        rows = cfg.block_rows or out.tokens.shape[0]
-        return scales_record(cfg.scales_as, scale_bytes, out.scales, rows, cfg.scale_alignment)
+        rows, alignment = out.tokens.shape[0], cfg.scale_alignment
+        if cfg.block_rows is not None:
+            rows //= cfg.groups
+            alignment = scale_block(cfg.scales_as, scale_bytes, rows)
+        return scales_record(cfg.scales_as, scale_bytes, out.scales, rows, alignment)

@@ -33,7 +33,7 @@ class Outputs:
     def zero_padding(self, ctx, receiver: Int32, receivers: Int32) -> None:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
         fewest rows. Blocks hold anything behind their rows."""
-        if (self.tables.are_scattered(ctx) | (ctx.out.row_alignment != 1)) & (ctx.out.blocks == 0):
+        if (self.tables.are_scattered(ctx) | (ctx.out.aligned != 0)) & (ctx.out.blocks == 0):
             jobs = (self.tables.groups(ctx) + ctx.shared.groups) * PADDING_JOBS
             last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
             for job in cutlass.range(last_first, jobs, item_stride(receivers), unroll=1):

@@ -93,9 +93,9 @@ class Tables:
         if ctx.tid == 64:
             sTiled[0] = Int32(0)
         cute.arch.sync_threads()
-        if (ctx.out.row_alignment != 1) | (ctx.scales.words != 0):
+        if (ctx.out.aligned != 0) | (ctx.scales.words != 0):
             if ctx.warp == 0:
-                if ctx.out.row_alignment != 1:
+                if ctx.out.aligned != 0:
                     self._place_groups(ctx, sStart, ctx.shared.rows, ctx.out.row_alignment)
             if ctx.warp == 1:
                 if (ctx.scales.words != 0) & (ctx.scales.alignment != ctx.out.row_alignment):
@@ -127,7 +127,7 @@ class Tables:
     def row_start(self, ctx, group) -> Int32:
         """First output row of a group; for the number of these, all rows."""
         plain = ctx.shared.rows + shared_array(self.bases, Int32)[group * self.counts_of_group(ctx)]
-        return cutlass.select_(ctx.out.row_alignment == 1, plain, shared_array(self.row_starts, Int32)[group])
+        return cutlass.select_(ctx.out.aligned == 0, plain, shared_array(self.row_starts, Int32)[group])
 
     def scale_start(self, ctx, group) -> Int32:
         """First scale row of a group; for the number of these, all scale rows."""

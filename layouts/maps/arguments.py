@@ -185,6 +185,7 @@ class Output(NamedTuple):
     Attributes:
         blocks: 1 where each group has a block of row_alignment rows, whatever it receives, else 0.
         row_alignment: a power of two without blocks, at multiples of which the rows of a group start.
+        aligned: 0 where the rows of groups follow one another, else 1.
         capacity: rows of tokens and src_info.
         has_tiles: `layouts.maps.scales.has_tiles` of the scales.
     """
@@ -204,6 +205,7 @@ class Output(NamedTuple):
     row_expert_ids: Address
     blocks: Size
     row_alignment: Size
+    aligned: Size
     capacity: Size
     has_tiles: Size
 

@@ -9,6 +9,7 @@ import torch
 
 import cute_ep.ops
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
 from cute_ep.api.types import CombineMode
 
 from .layer import Given, check, given, gradients, layer
@@ -49,6 +50,30 @@ def test_partial_mode_without_router_weights_has_the_gradients_of_ones() -> None
     )
     check_all(unit, made, weighted=False)
     assert calls == [["dispatch", "partial", "dispatch", "exact"]] * 3
+
+
+def test_rank_major_rows_have_the_gradients_of_a_sum_over_ranks() -> None:
+    """Every rank doubles the token; weights that require a gradient are refused."""
+    cfg = replace(CFG, row_order="rank_major")
+    one = given(cfg, TOKENS, "masked")
+
+    def program(rank: int, comm: str) -> tuple[torch.Tensor, ...]:
+        x = one.x[rank].bfloat16().requires_grad_()
+        batch = cute_ep.ops.dispatch(x, one.ids[rank], one.weights[rank], comm)
+        out = cute_ep.ops.combine(batch.tokens * 2, batch, "partial")
+        out.backward(one.x[rank].bfloat16() + 1)
+        weighted = batch._replace(router_weights=one.weights[rank].clone().requires_grad_())
+        with pytest.raises(EPInputError, match="must be False with rank-major rows"):
+            cute_ep.ops.combine(batch.tokens, weighted, "partial")
+        assert x.grad is not None
+        return out.detach(), x.grad
+
+    for rank, (out, grad) in enumerate(on_all_ranks(cfg, program)[0]):
+        ids, x = one.ids[rank], one.x[rank].bfloat16().float()
+        served = [len({i // cfg.local_experts for i in row if i >= 0}) for row in ids.tolist()]
+        factor = 2 * torch.tensor(served).view(-1, 1).float()
+        assert torch.equal(out, (factor * x).bfloat16())
+        assert torch.equal(grad, (factor * (x + 1).bfloat16().float()).bfloat16())
 
 
 def test_ids_of_64_bits_have_the_same_gradients() -> None:

@@ -18,7 +18,7 @@ from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 
-from .ranks import is_poison, poisoned, rows_for
+from .ranks import is_poison, poison_all, poisoned, rows_for
 
 CFG = EPConfig(hidden=256, num_experts=6, top_k=3, max_tokens_per_rank=9, world_size=3)
 TOKENS = (9, 0, 7)
@@ -122,9 +122,9 @@ def test_rows_that_a_block_has_no_room_for_are_reported_and_come_home_as_nan() -
 
 
 REFUSED = [
-    (dict(block_rows=1), "block_rows = 1: must be None or an integer in"),
+    (dict(block_rows=0), "block_rows = 0: must be None or an integer in [1, "),
     (dict(block_rows=True), "block_rows = True"),
-    (dict(block_rows=2**29 + 1), "block_rows = 536870913: must be None or an integer in [2, 536870912]"),
+    (dict(block_rows=2**29 + 1), "block_rows = 536870913: must be None or an integer in [1, 536870912]"),
     (dict(block_rows=64, dispatch_format="nvfp4"), "block_rows = 64: must be None or a multiple of 128 in"),
     (dict(block_rows=64, row_alignment=16), "row_alignment = 16: must be None with block_rows"),
     (dict(block_rows=64, fused_shared_expert=True), "fused_shared_expert = True: must be False with block_rows"),
@@ -137,11 +137,23 @@ def test_configurations_that_make_no_blocks_are_refused(changes: dict, text: str
         replace(CFG, **changes)
 
 
-def test_buffers_have_room_for_all_blocks_and_no_more() -> None:
+def test_buffers_of_fewer_rows_have_smaller_blocks() -> None:
+    """Of one row each, too; a number that makes no blocks is refused."""
     cfg = replace(CFG, block_rows=5)
+    given = make_inputs(CFG, TOKENS, "uniform", 1)
+    for size in (1, 3):
+        ranks = connect_reference(cfg)
+        outs = [poison_all(ep.allocate(2 * size)) for ep in ranks]
+        batches = [ep.dispatch(one.x, one.topk_ids, out=out) for ep, one, out in zip(ranks, given, outs, strict=True)]
+        _, wanted = round_of(replace(CFG, block_rows=size), given)
+        for batch, want in zip(batches, wanted, strict=True):
+            assert batch.row_offsets.tolist() == [0, size, 2 * size]
+            for name in ("tokens", "row_counts", "row_map", "src_info"):
+                assert_bits(getattr(batch, name), getattr(want, name), name)
     ep = connect_reference(cfg)[0]
-    with pytest.raises(EPInputError, match="capacity = 10: must be None with block_rows"):
-        ep.allocate(10)
-    one = make_inputs(CFG, TOKENS, "uniform", 1)[0]
-    with pytest.raises(EPInputError, match=r"out.tokens.shape\[0\] = 15: must be 10, 5 for each of 2 groups"):
+    for rows in (0, 9, 12):
+        with pytest.raises(EPInputError, match=rf"capacity = {rows}: must be a multiple of 2 in \[2, 10\], 2 blocks"):
+            ep.allocate(rows)
+    one = given[0]
+    with pytest.raises(EPInputError, match=r"out.tokens.shape\[0\] = 15: must be a multiple of 2 in \[2, 10\]"):
         ep.dispatch(one.x, one.topk_ids, out=DispatchBuffers.allocate(CFG, "cpu", 15))

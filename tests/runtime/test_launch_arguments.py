@@ -76,7 +76,7 @@ def test_combine_passes_rows_weights_sums_and_the_batch(rank: Communicator, laun
     combined = launches.last("combine")
     assert combined.values("batch.row_map", "batch.headers") == (out.row_map.data_ptr(), out.headers.data_ptr())
     assert combined.values("sums.tokens", "sums.return_slices") == (5, batch.return_slices)
-    assert combined.arguments["sums.router_weights"] == weights.data_ptr()
+    assert combined.values("batch.weights", "sums.router_weights") == (out.weights.data_ptr(), 0)
     assert combined.values("rows.data", "sums.out") == (rows.data_ptr(), sums.data_ptr())
 
 
@@ -168,8 +168,8 @@ def test_combine_reads_no_more_rows_than_dispatch_had_room_for(
     assert launches.last("combine").arguments["rows.capacity"] == read
 
 
-def test_partial_sums_without_weights_are_told_so_by_the_headers(rank: Communicator, launches: Launches) -> None:
-    """Kernels get the memory of weights that travelled all the same: other sources may have given some."""
+def test_partial_sums_without_weights_multiply_by_what_dispatch_wrote(rank: Communicator, launches: Launches) -> None:
+    """Ones for a source without weights: other sources may have given some."""
     x, ids, _ = inputs()
     batch = rank.dispatch(x, ids)
     rank.combine(expert_rows(batch), batch, mode="partial")
