@@ -2,7 +2,7 @@
 
 | here | does |
 | --- | --- |
-| `dispatch` | a `dispatch`, then torch ops that copy rows to `[source rank, position]` |
+| `dispatch` | a `dispatch` of rank-major rows in blocks, `[source rank, position]` |
 | `combine` | a `combine` in partial mode, which adds a token's rows over ranks |
 """
 
@@ -20,8 +20,9 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import release, share
-from cute_ep.integrations.rows import rank_major, without_rows
+from cute_ep.integrations.rows import without_rows
 from cute_ep.integrations.versions import require
+from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 require("flashinfer", (0, 7, 2), (0, 7, 3), package="flashinfer-python")
 
@@ -102,7 +103,8 @@ class CuteEPCommunication(MoEEpCommunication):
                 f"params.dispatch_format = {wanted}: must be None or one of {', '.join(map(str, FORMATS))}"
             )
         sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
-        self._cfg = EPConfig(*sizes, timeout_s=self.config.timeout_s)
+        timeout_s, most = self.config.timeout_s, params.max_tokens_per_rank
+        self._cfg = EPConfig(*sizes, timeout_s=timeout_s, block_rows=most, row_order=RANK_MAJOR)
         self._connections = share(self._group, self)
         try:
             self._connect(FORMATS[wanted])
@@ -167,18 +169,20 @@ class CuteEPCommunication(MoEEpCommunication):
             ids.masked_fill_(ids == invalid, -1)
         weights = None if topk_weights is None else topk_weights.float().contiguous()
         communicator = self._connect(kind)
-        batch = communicator.dispatch(payload, ids, weights, scales=scales)
-        rows = rank_major(communicator.cfg, batch, stride=stride)
-        first = self.ep_rank * communicator.cfg.local_experts
-        self._round = _Round(communicator, without_rows(rows.batch), rows.tokens.shape[0])
+        out = communicator.allocate(stride * self.ep_size)
+        batch = communicator.dispatch(payload, ids, weights, scales=scales, out=out)
+        here = batch.row_expert_ids
+        assert here is not None
+        self._round = _Round(communicator, without_rows(batch), stride * self.ep_size)
         factors = None
-        if hidden_states_scale is not None and rows.scales is not None:
+        if hidden_states_scale is not None and batch.scales is not None:
             width = hidden_states_scale.shape[1] * hidden_states_scale.itemsize
-            factors = rows.scales[:, :width].contiguous().view(hidden_states_scale.dtype)
+            factors = batch.scales[:, :width].contiguous().view(hidden_states_scale.dtype)
+        first = self.ep_rank * communicator.cfg.local_experts
         return MoEEpDispatchResult(
-            hidden_states=rows.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
-            topk_ids=torch.where(rows.expert_ids >= 0, rows.expert_ids + first, invalid).int(),
-            topk_weights=None if topk_weights is None else rows.weights,
+            hidden_states=batch.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
+            topk_ids=torch.where(here >= 0, here + first, invalid).int(),
+            topk_weights=None if topk_weights is None else torch.where(here >= 0, batch.row_weights, 0),
             tokens_per_rank=stride,
             hidden_states_scale=factors,
         )

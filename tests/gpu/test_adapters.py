@@ -10,15 +10,9 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.integrations.deep_ep import Buffer
-from cute_ep.integrations.rows import rank_major
-from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.scales import LINEAR
-from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import RankInputs, make_inputs
 from tests.integrations.groups import on_buffers
-
-from .conftest import connected
 
 DEVICE = torch.device("cuda:0")
 
@@ -37,44 +31,6 @@ def assert_same(got: Any, want: Any) -> None:
     assert pairs
     for (name, one), (_, other) in pairs:
         assert_bits(one.cpu().contiguous(), other.contiguous(), name)
-
-
-# ---- rows in other shapes
-
-TOKENS = (70, 0, 9, 33, 64, 1, 70, 17)
-
-
-@pytest.mark.parametrize("stride", [None, 70])
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_one_row_per_token_and_rank(fmt: str, stride: int | None) -> None:
-    """Rows and what combine makes of them."""
-    layout = None if FORMATS[fmt].scale is None else LINEAR
-    cfg = EPConfig(128, 24, 3, 70, 8, fmt, 20, scale_layout=layout)
-    given = make_inputs(cfg, list(TOKENS), "masked", 3)
-
-    def run(communicators: list, device: torch.device) -> list:
-        def there(one: RankInputs) -> list[torch.Tensor]:
-            return [tensor.to(device) for tensor in (one.x, one.topk_ids, one.router_weights)]
-
-        batches = [ep.dispatch(*there(one)) for ep, one in zip(communicators, given, strict=True)]
-        for ep in communicators:
-            ep.synchronize()
-        views = [rank_major(cfg, batch, stride=stride) for batch in batches]
-        outs, parts = [], []
-        for ep, one in zip(communicators, views, strict=True):
-            filled = (one.expert_ids >= 0).any(1)
-            rows = one.tokens if fmt == "bf16" else torch.ones(len(filled), cfg.hidden, device=device).bfloat16()
-            outs.append(ep.combine(rows, one.batch, mode="partial"))
-            held = [part for part in (*one[:3], one.weights) if part is not None]
-            parts.append([one.expert_ids, one.source_ends, *(part.view(torch.uint8)[filled] for part in held)])
-        for ep in communicators:
-            ep.synchronize()
-        return [outs, parts]
-
-    want = run(list(connect_reference(cfg)), torch.device("cpu"))
-    with connected(cfg, [str(DEVICE)] * 8) as communicators:
-        got = run(communicators, DEVICE)
-    assert_same(got, want)
 
 
 # ---- DeepEP's interface

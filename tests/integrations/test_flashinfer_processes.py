@@ -65,4 +65,4 @@ def test_nothing_waits_on_the_host(
             assert launches.last("combine").values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * TOKENS)
         assert got.hidden_states.shape[0] == 2 * TOKENS
     assert [cfg.cfg.dispatch_format for cfg in made] == [kind]
-    assert launches.kernels == ["dispatch", "combine_partial"] * 2
+    assert launches.kernels == ["dispatch_rank_major", "combine_partial"] * 2
