@@ -116,12 +116,12 @@ MUTANTS = {
             Edit(
                 "kernels/device/sync.py",
                 "    arrived = _has_arrived(seen, epoch, tagged)\n    if not arrived:",
-                "    arrived = _has_arrived(seen, epoch, tagged, phase)\n    if not arrived:",
+                "    arrived = _has_arrived(seen, epoch, tagged, awaited.phase)\n    if not arrived:",
             ),
             Edit(
                 "kernels/device/sync.py",
                 "arrived = _has_arrived(seen, epoch, tagged)\n                polls += 1",
-                "arrived = _has_arrived(seen, epoch, tagged, phase)\n                polls += 1",
+                "arrived = _has_arrived(seen, epoch, tagged, awaited.phase)\n                polls += 1",
             ),
         ),
     ),
