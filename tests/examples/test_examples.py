@@ -13,6 +13,7 @@ SAID = {
     "torchrun_inference": r"rank \d: 4[08] tokens over 2 ranks as in one process, in mxfp8 off by [1-9]\.\d%",
     "training_step": r"rank \d: loss \d\.\d+ -> 0\.\d+ in 40 steps",
     "cuda_graph_decode": r"rank \d: 16 steps without a graph, on the CPU, \d+ us each",
+    "gather_matmul": r"rank \d: 7[01] rows came for 1\d\d rows of experts, off by 0\.\d\d% from a dense layer",
     "two_micro_batches": r"rank \d: two micro-batches in flight, the same bits as one after the other",
 }
 
