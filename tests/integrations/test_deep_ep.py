@@ -124,6 +124,36 @@ def test_dispatch_brings_each_token_once_to_a_rank(monkeypatch: Patch, ranks: in
             assert sources[:count].tolist() == [t for _, t, _ in places] and len(goes) == TOKENS[ranks][rank]
 
 
+@pytest.mark.parametrize("worst", [0, 18], ids=["counted", "worst"])
+def test_tokens_go_where_is_token_in_rank_says(monkeypatch: Patch, worst: int) -> None:
+    """Not where their experts are: entries only say what the ids are there."""
+    given = inputs(2, "masked")
+    ids = wide_ids(given)
+    goes = [torch.arange(2 * len(own)).view(-1, 2) % 3 > 0 for own in ids]
+
+    def program(buffer: Buffer) -> tuple:
+        own, to = given[buffer.rank], goes[buffer.rank]
+        layout = layout_of(buffer, ids[buffer.rank]) | {"num_tokens_per_rank": to.sum(0), "is_token_in_rank": to}
+        entry = {"topk_idx": ids[buffer.rank], "topk_weights": own.router_weights}
+        rows, local, weights, _, handle, _ = buffer.dispatch(own.x, **layout, **entry, num_worst_tokens=worst)
+        return rows, local, weights, *buffer.combine(rows, handle, weights)[:2]
+
+    homes = [torch.zeros(own.shape) for own in ids]
+    results = on_buffers(monkeypatch, 2, program)
+    for rank, (rows, local, weights, *_) in enumerate(results):
+        places = [(s, t) for s in range(2) for t in goes[s][:, rank].nonzero().flatten().tolist()]
+        assert len(rows) == (worst or len(places)) and (local[len(places) :] == -1).all()
+        for row, (source, token) in enumerate(places):
+            here = ids[source][token] // (EXPERTS // 2) == rank
+            assert_bits(rows[row], given[source].x[token], f"rank {rank} row {row}")
+            assert_bits(local[row], torch.where(here, ids[source][token] % (EXPERTS // 2), -1), "ids")
+            assert_bits(weights[row], torch.where(here, given[source].router_weights[token], 0), "weights")
+            homes[source][token] += weights[row]
+    for rank, (*_, out, total) in enumerate(results):
+        assert_bits(out, given[rank].x * goes[rank].sum(1, keepdim=True).bfloat16() + 0.0, f"rank {rank}")
+        assert_bits(total + 0.0, homes[rank], f"rank {rank} weights")
+
+
 def test_a_later_dispatch_may_have_more_tokens(monkeypatch: Patch) -> None:
     """And handles of the earlier ones still combine."""
     small, large = inputs(2, "uniform", (3, 5)), inputs(2, "uniform", (3, 90))

@@ -173,7 +173,8 @@ class Buffer(LowLatency):
                 strides, n <= hidden / 128), which travel unchanged.
             handle: what an earlier dispatch of as many tokens returned: they go the same ways again. None of the layout
                 and top-k arguments is read then.
-            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
+                `is_token_in_rank` says, whatever entries they have.
             topk_idx: [T, K] int64 expert ids, -1 masks; beside `topk_weights`, or neither.
             topk_weights: [T, K] float32.
             expert_alignment: multiple to which numbers in the returned list are rounded up.

@@ -1,7 +1,9 @@
 """DeepEP's normal mode: one row per (token, rank), by source rank, then token, and unweighted sums over ranks.
 
 Here a rank is the expert: entry d of a token is rank d or masked. Rows by expert, source, token are then the rows that
-DeepEP returns, so nothing is copied. Three communicators take part:
+DeepEP returns, so nothing is copied. Rank-major rows of the real experts would bring the entries too, but would go
+where a token's experts are. DeepEP sends it where `is_token_in_rank` says, which the host cannot compare without
+waiting. Three communicators take part:
 
 | communicator | a message is | when |
 | --- | --- | --- |
