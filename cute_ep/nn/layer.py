@@ -17,7 +17,7 @@ from cute_ep.api.gates import Gate
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
 from cute_ep.layouts.maps.formats import BF16
-from cute_ep.layouts.maps.routing import max_rows
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, max_rows
 from cute_ep.nn.connections import Connected
 from cute_ep.nn.decode import decode_rows
 from cute_ep.nn.gates import add_bias, apply, gate_named
@@ -50,7 +50,8 @@ class MoELayer(Connected):
         capacity, input_scale: as given; may be changed between calls, on all ranks alike.
 
     Args:
-        cfg: the group, without `fused_shared_expert`, `skip_a2a` and a `scale_layout` other than linear.
+        cfg: the group, expert-major without blocks, `fused_shared_expert`, `skip_a2a` and a `scale_layout` other than
+            linear.
         inner: elements between the two matmuls of an expert, a multiple of 8.
         router: a module from [T, hidden] to (topk_ids, router_weights), as `Router` returns them; None: `Router` with
             its defaults.
@@ -90,12 +91,14 @@ class MoELayer(Connected):
         if cfg.scale_layout not in (None, "linear"):
             raise EPConfigError(f"scale_layout = {cfg.scale_layout!r}: must be linear or None for a layer")
         super().__init__(cfg if cfg.format.scale is None else replace(cfg, scale_layout="linear"))
-        for name, why in (
-            ("fused_shared_expert", "give the layer `shared` instead"),
-            ("skip_a2a", "every rank gives its own tokens to a layer"),
+        for name, must, why in (
+            ("fused_shared_expert", False, "give the layer `shared` instead"),
+            ("skip_a2a", False, "every rank gives its own tokens to a layer"),
+            ("row_order", EXPERT_MAJOR, "its matmuls take the rows of an expert together"),
+            ("block_rows", None, "its matmuls take rows that follow one another"),
         ):
-            if getattr(cfg, name):
-                raise EPConfigError(f"{name} = True: must be False for a layer, {why}")
+            if (value := getattr(cfg, name)) != must:
+                raise EPConfigError(f"{name} = {value!r}: must be {must!r} for a layer, {why}")
         if not (is_integer(inner) and inner > 0 and inner % INNER_MULTIPLE == 0):
             raise EPConfigError(f"inner = {inner!r}: must be a positive multiple of {INNER_MULTIPLE}")
         if mode not in MODES:

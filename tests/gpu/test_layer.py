@@ -125,8 +125,7 @@ def test_quantised_tokens_give_the_bits_of_those_that_the_reference_quantises(fm
             want = plain.experts(arrived(x, fmt), *routing)
             for name, got in {
                 "replayed": out,
-                "eager": calls[0](x, *routing),
-                "inductor": calls[1](x, *routing),
+                **{name: call(x, *routing) for name, call in calls.items()},
             }.items():
                 assert_bits(got.cpu(), want.cpu(), f"step {seed}, {name}")
         ep.synchronize()

@@ -43,7 +43,7 @@ def passes(op: Callable, arguments: tuple) -> bool:
 
 def test_opcheck(ep: EPCommunicator) -> None:
     comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
-    assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None))
+    assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None, True))
     batch = cute_ep.ops.dispatch(x, ids, weights, comm)
     kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
     rows = torch.randn_like(batch.tokens)

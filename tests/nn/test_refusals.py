@@ -95,6 +95,8 @@ def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gr
         ),
         ({"fused_shared_expert": True}, {}, "fused_shared_expert = True: must be False for a layer"),
         ({"skip_a2a": True}, {}, "skip_a2a = True: must be False for a layer"),
+        ({"row_order": "rank_major"}, {}, "row_order = 'rank_major': must be 'expert_major' for a layer"),
+        ({"block_rows": 9}, {}, "block_rows = 9: must be None for a layer"),
         ({}, {"inner": 12}, "inner = 12: must be a positive multiple of 8"),
         ({}, {"inner": 0}, "inner = 0: must be a positive multiple of 8"),
         ({}, {"gate": "gelu"}, "gate = 'gelu': must be one of swiglu, swiglu_clamped, geglu_tanh, relu2, or a"),
