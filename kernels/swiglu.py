@@ -45,7 +45,8 @@ TILE_VECTORS = TILE_ELEMENTS // VECTOR_ELEMENTS
 SLOTS = TILE_VECTORS // 32
 """Value vectors that a lane makes of one tile."""
 AHEAD = 3
-"""Slots of a gate whose sources are on their way while a lane computes (4 spill on sm_90a); all without activation."""
+"""Slots of a gate whose sources are on their way while a lane computes: one more spills on sm_90a, and with any gate
+this one on sm_100a. All without activation."""
 TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
 ZERO_PARTS = 4
@@ -70,7 +71,7 @@ class Rows:
         self.sources = 1 if activation is None else 2
         self.any_gate = activation == GATED_KERNEL
         self.interleaved = int(activation == INTERLEAVED)
-        self.ahead = SLOTS if activation is None else AHEAD
+        self.ahead = {None: SLOTS, GATED_KERNEL: AHEAD - 1}.get(activation, AHEAD)
         self.unit_vectors = source_vectors(codec.fmt)
         self.segments = SLOTS // self.unit_vectors
         shared = RegionMap(alignment=VECTOR_BYTES)

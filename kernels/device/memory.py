@@ -67,6 +67,11 @@ def vector(address: Int64, index=0):
     return lane_tile(address, 0, index)[None, 0]
 
 
+def row_address(data: Int64, row, nbytes) -> Int64:
+    """Address of row `row` of a tensor (row, byte) : (nbytes, 1)."""
+    return data + Int64(row) * nbytes
+
+
 def lane_tile(address: Int64, first, lane):
     """A lane's vectors of a row, from segment `first` on."""
     place = address + Int64(first * LANES + lane) * VECTOR_BYTES

@@ -19,7 +19,7 @@ from cute_ep.kernels.device.atoms import load_row, send
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
-from cute_ep.kernels.device.memory import array, lane_tile, vector
+from cute_ep.kernels.device.memory import array, lane_tile, row_address, vector
 from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.kernels.roles.combine_schedule import CombineSchedule, row_vectors
@@ -206,7 +206,7 @@ class CombineSend:
                 if left != Uint32(0):
                     found = from_lane(entries.row, lowest(left))
                     left = left & (left - Uint32(1))
-                    row_at = ctx.rows.data + Int64(found) * Int32(ctx.group.hidden * COMBINE_ITEMSIZE)
+                    row_at = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
                     tRow = lane_tile(row_at, 0, column)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.context import owns_shared
-from cute_ep.kernels.device.memory import array, pointer
+from cute_ep.kernels.device.memory import array, pointer, row_address
 from cute_ep.kernels.device.slices import (
     control_cta,
     from_lane,
@@ -43,6 +43,7 @@ from cute_ep.layouts.maps.routing import (
     entry_position,
 )
 
+SRC_INFO_BYTES = 8
 ONE = 0x3F800000
 """Bits of the float32 1.0."""
 
@@ -96,9 +97,10 @@ class DispatchRecv:
         alive = warp_all(came)
         due = row >= 0
         shared_row = Int32(NO_ROW)
-        if source == ctx.rank and owns_shared(ctx.shared, row_slice.token):
-            shared_row = self._find_shared_row(ctx, row_slice)
-            due = Boolean(True)
+        if cutlass.const_expr(not self.rank_major):
+            if source == ctx.rank and owns_shared(ctx.shared, row_slice.token):
+                shared_row = self._find_shared_row(ctx, row_slice)
+                due = Boolean(True)
         if row >= ctx.out.capacity:
             row = Int32(NO_ROW)
         if alive & cute.arch.vote_any_sync(due):
@@ -156,8 +158,8 @@ class DispatchRecv:
         """`src_info` of a row, in one store."""
         rSource = cute.make_rmem_tensor(2, Int32)
         rSource[0], rSource[1] = token, slot
-        gSource = cute.make_tensor(pointer(ctx.out.src_info + Int64(row) * 8, Int32, align=8), cute.make_layout(2))
-        gSource.store(rSource.load())
+        home = row_address(ctx.out.src_info, row, SRC_INFO_BYTES)
+        cute.make_tensor(pointer(home, Int32, align=SRC_INFO_BYTES), cute.make_layout(2)).store(rSource.load())
 
     @cute.jit
     def _place(self, ctx, group, in_group):

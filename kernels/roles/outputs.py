@@ -10,7 +10,7 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, round_up
-from cute_ep.kernels.device.memory import array, item_coord, rows
+from cute_ep.kernels.device.memory import array, item_coord, row_address, rows
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
 from cute_ep.kernels.roles.row_tables import Tables
@@ -129,7 +129,7 @@ class Outputs:
         lane = ctx.lane
         row_vectors = vectors_of(ctx.wire.payload_bytes)
         vectors = (end - first) * row_vectors
-        gOut = rows(ctx.out.tokens + Int64(first) * ctx.wire.payload_bytes, vectors, 1)
+        gOut = rows(row_address(ctx.out.tokens, first, ctx.wire.payload_bytes), vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
         for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_JOBS, unroll=1):

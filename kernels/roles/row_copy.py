@@ -17,7 +17,7 @@ from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import clear, clear_word, poll, poll_word, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
-from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer
+from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer, row_address
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
 from cute_ep.kernels.device.slices import from_lane, lowest, own_vectors, vectors_of
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
@@ -100,8 +100,8 @@ class RowCopy:
         False after a timeout."""
         lane = ctx.lane
         vectors = vectors_of(opaque(ctx.wire.payload_bytes))
-        home = ctx.out.tokens + Int64(targets.row) * ctx.wire.payload_bytes
-        shared_home = ctx.out.tokens + Int64(targets.shared_row) * ctx.wire.payload_bytes
+        home = row_address(ctx.out.tokens, targets.row, ctx.wire.payload_bytes)
+        shared_home = row_address(ctx.out.tokens, targets.shared_row, ctx.wire.payload_bytes)
         rQ = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         alive = Boolean(True)
         base = row_slice.first
