@@ -9,6 +9,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
+from cute_ep.integrations.connections import config_of
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 
@@ -34,7 +35,7 @@ def block_config(
     Raises:
         EPConfigError: a size breaks its rule.
     """
-    return EPConfig(
+    return config_of(
         hidden,
         num_experts,
         top_k,

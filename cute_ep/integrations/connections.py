@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 
 LOG = logging.getLogger(__name__)
+config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
+"""An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
 LEAST_TOKENS = 64
 """Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
 
@@ -34,6 +37,7 @@ class Connections:
         here = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device = torch.device("cpu") if here is None else torch.device("cuda", here)
         self._open: dict[EPConfig, EPCommunicator] = {}
+        self._found: dict[EPConfig, EPCommunicator] = {}  # what `get` has answered
 
     def get(self, cfg: EPConfig, sms: int | None = None) -> EPCommunicator:
         """A communicator of this configuration, or of one for more tokens.
@@ -45,10 +49,13 @@ class Connections:
             EPConfigError, EPError: as of `connect`.
             EPError: there is none yet, and a CUDA graph is being captured.
         """
+        if (known := self._found.get(cfg)) is not None:
+            return known
         for own, communicator in self._open.items():
             if own.max_tokens_per_rank >= cfg.max_tokens_per_rank and own == replace(
                 cfg, max_tokens_per_rank=own.max_tokens_per_rank
             ):
+                self._found[cfg] = communicator
                 return communicator
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise EPError(f"there is no communicator for {cfg} yet: make this call once before capturing a CUDA graph")
@@ -63,6 +70,7 @@ class Connections:
 
     def close(self) -> None:
         """Close all communicators; collective."""
+        self._found.clear()
         while self._open:
             self._open.pop(next(iter(self._open))).close()
 

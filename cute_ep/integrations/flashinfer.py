@@ -104,7 +104,8 @@ class CuteEPCommunication(MoEEpCommunication):
             )
         sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
         timeout_s, most = self.config.timeout_s, params.max_tokens_per_rank
-        self._cfg = EPConfig(*sizes, timeout_s=timeout_s, block_rows=most, row_order=RANK_MAJOR)
+        cfg = EPConfig(*sizes, timeout_s=timeout_s, block_rows=most, row_order=RANK_MAJOR)
+        self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
         self._connections = share(self._group, self)
         try:
             self._connect(FORMATS[wanted])
@@ -233,8 +234,9 @@ class CuteEPCommunication(MoEEpCommunication):
     def _connect(self, kind: FormatName) -> EPCommunicator:
         if self._destroyed:
             raise EPError("the communication was destroyed: make another one, on all ranks")
-        cfg = self._cfg if kind == "bf16" else replace(self._cfg, dispatch_format=kind, scale_layout="linear")
-        return self._connections.get(cfg, self.config.sms)
+        if kind not in self._cfgs:
+            self._cfgs[kind] = replace(self._cfgs["bf16"], dispatch_format=kind, scale_layout="linear")
+        return self._connections.get(self._cfgs[kind], self.config.sms)
 
     def _as_sent(
         self, payload: torch.Tensor, scale: torch.Tensor | None

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
+from cute_ep.integrations.connections import alignment_for, close, config_of, connections_of, room_for
 from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
@@ -118,7 +117,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     def _connected(self, hidden: int, tokens: int) -> str:
         """Name of the communicator for rows of `hidden` elements."""
         ranks = connections_of(self.group)
-        cfg = EPConfig(
+        cfg = config_of(
             hidden, self.num_experts, self.router_topk, room_for(tokens), ranks.size, row_alignment=self.row_alignment
         )
         return cute_ep.ops.register(ranks.get(cfg, self.config.moe_deepep_num_sms))

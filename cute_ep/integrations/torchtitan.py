@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
+from cute_ep.integrations.connections import alignment_for, close, config_of, connections_of, room_for
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
@@ -96,7 +95,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         assert self.ep_mesh is not None
         ranks = connections_of(self.ep_mesh.get_group())
         self._room = room_for(tokens)
-        cfg = EPConfig(hidden, self.num_experts, self.top_k, self._room, ranks.size, row_alignment=self.alignment)
+        cfg = config_of(hidden, self.num_experts, self.top_k, self._room, ranks.size, row_alignment=self.alignment)
         self.communicator = cute_ep.ops.register(ranks.get(cfg, self.config.sms))
 
     def dispatch(

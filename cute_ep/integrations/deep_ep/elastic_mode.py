@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.connections import Connections, config_of
 from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide, dispatch_layout
 from cute_ep.integrations.rows import RankIndex, rank_index, without_rows
 from cute_ep.layouts.maps.record import align_up
@@ -159,17 +158,18 @@ class ElasticMode(NormalMode):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
         """(rows, their scale factors, None, [rows] weights), one row per (token, expert)."""
         rows, wire = handle.num_expanded_tokens, None
-        cfg = EPConfig(
+        cfg = config_of(
             x.shape[1],
             handle.num_experts,
             handle.topk_idx.shape[1],
             handle.num_max_tokens_per_rank,
             self._ranks,
-            timeout_s=self._timeout_s,
+            "bf16" if scales is None else "mxfp8",
+            self._timeout_s,
+            scale_layout=None if scales is None else "linear",
             row_alignment=handle.expert_alignment,
         )
         if scales is not None:  # a format with as many bytes of scale factors, and rows that need no alignment
-            cfg = replace(cfg, dispatch_format="mxfp8", scale_layout="linear")
             wire = as_wide(scales, x.shape[1]).view(torch.uint8)
         communicator = self._connections.get(cfg, self.sms)
         out = communicator.allocate(max(rows, 1))
@@ -222,9 +222,8 @@ class ElasticMode(NormalMode):
             weights = weights[handle.slots.clamp(min=0)]
         return self.combine_weights(torch.where(handle.slots >= 0, weights, 0), handle.route)
 
-    def _config(self, hidden: int, tokens: int, columns: int) -> EPConfig:
-        cfg = super()._config(hidden, tokens, columns)
-        return replace(cfg, max_tokens_per_rank=tokens, timeout_s=self._timeout_s)
+    def _room(self, tokens: int) -> int:
+        return tokens
 
 
 def _reduced(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ waiting. Three communicators take part:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.connections import Connections, room_for
+from cute_ep.integrations.connections import Connections, config_of, room_for
 from cute_ep.integrations.counts import count_entries
 from cute_ep.integrations.rows import without_rows
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
@@ -114,7 +114,7 @@ class NormalMode:
     def __init__(self, connections: Connections, sms: Callable[[], int]) -> None:
         """`sms`: says how many SMs kernels may take, when a communicator is connected."""
         self._connections, self._sms = connections, sms
-        self._rank, self._ranks = connections.rank, connections.size
+        self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
 
     # ---- counts
 
@@ -221,15 +221,22 @@ class NormalMode:
     def _connect(self, hidden: int, tokens: int, columns: int, scaled: bool = False) -> EPCommunicator:
         """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank, and `columns` of a
         route."""
-        cfg = self._config(hidden, tokens, columns)
-        if scaled:
-            cfg = replace(cfg, dispatch_format="fp8", scale_layout="linear")
+        experts = self._ranks * -(-columns // self._ranks)  # enough for all columns; a rank's first one gets rows
+        cfg = config_of(
+            hidden,
+            experts,
+            columns,
+            self._room(tokens),
+            self._ranks,
+            "fp8" if scaled else "bf16",
+            self._timeout_s,
+            scale_layout="linear" if scaled else None,
+        )
         return self._connections.get(cfg, self._sms())
 
-    def _config(self, hidden: int, tokens: int, columns: int) -> EPConfig:
-        """Each rank has as many experts that there are enough for all columns, of which the first gets rows."""
-        experts = self._ranks * -(-columns // self._ranks)
-        return EPConfig(hidden, experts, columns, room_for(tokens), self._ranks)
+    def _room(self, tokens: int) -> int:
+        """`max_tokens_per_rank` of a communicator for so many tokens."""
+        return room_for(tokens)
 
 
 def _first_experts(cfg: EPConfig, ranks: torch.Tensor) -> torch.Tensor:

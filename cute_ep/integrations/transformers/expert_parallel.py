@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
-from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.connections import connections_of, room_for
+from cute_ep.integrations.connections import config_of, connections_of, room_for
 from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
@@ -74,7 +73,7 @@ class CuteEP(EPImplementation):
                 f"hidden_states.shape[0] = {tokens}, of the rank with the most tokens: must not exceed "
                 f"{MAX_TOKENS_PER_RANK}; use shorter or fewer sequences a pass"
             )
-        cfg = EPConfig(x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), group.size())
+        cfg = config_of(x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), group.size())
         comm = cute_ep.ops.register(connections_of(group).get(cfg))
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows)
         own = torch.arange(self.num_local_experts, device=x.device)
