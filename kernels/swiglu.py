@@ -99,7 +99,7 @@ class Rows:
         lane, warp = remainder(tid, 32), quotient(tid, 32)
         first = cute.arch.block_idx()[0] * WARPS + warp
         warps = cute.arch.grid_dim()[0] * WARPS
-        tiles = quotient(args.width + TILE_ELEMENTS - 1, TILE_ELEMENTS)
+        tiles = self._tiles(args)
         tile, row = item_coord(first, tiles)
         tile_step, row_step = item_coord(warps, tiles)
         row_carry = Int32(1)
@@ -129,7 +129,7 @@ class Rows:
                             state = self.codec.state(self._global_scale(args, group))
             if cutlass.const_expr(self.fmt.row_scale):
                 if tile == 0:
-                    state = self.codec.state(self._row_scale(args, source, left, row, tiles, lane))
+                    state = self.codec.state(self._row_scale(args, source, left, row, lane))
             bias = self._bias(args, tile, row, lane)
             for slot in cutlass.range_constexpr(SLOTS):
                 rValue = self._values(args, rX[None, None, slot], bias, left, slot)
@@ -142,6 +142,10 @@ class Rows:
             self._encode(args, sValue, tile, row, scale_row, lane, state)
             cute.arch.sync_warp()
             tile, row, source, left = next_tile, next_row, next_source, next_left
+
+    def _tiles(self, args) -> Int32:
+        """Tiles of a row."""
+        return quotient(args.width + TILE_ELEMENTS - 1, TILE_ELEMENTS)
 
     @cute.jit
     def _source(self, args, tile, row, valid, lane):
@@ -250,10 +254,11 @@ class Rows:
         return scale
 
     @cute.jit
-    def _row_scale(self, args, source: Int64, left: Int32, row, tiles, lane) -> Float32:
+    def _row_scale(self, args, source: Int64, left: Int32, row, lane) -> Float32:
         """Find a row's scale and store it. Reads the last tile first: `_convert` begins with what L1 then has."""
         rX = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
         amax = Float32(0.0)
+        tiles = self._tiles(args)
         for turn in cutlass.range(tiles, unroll=1):
             tile = tiles - 1 - turn
             for slot in cutlass.range_constexpr(SLOTS):

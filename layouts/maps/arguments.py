@@ -395,7 +395,4 @@ def parameters_of(kernel: str) -> tuple[tuple[str, str], ...]:
 def numbers(record: Any) -> Iterator[Any]:
     """The numbers of a record and of the records in it, in the order of a kernel's parameters."""
     for field in record:
-        if isinstance(field, tuple):
-            yield from numbers(field)
-        else:
-            yield field
+        yield from numbers(field) if isinstance(field, tuple) else (field,)
