@@ -39,7 +39,7 @@ def test_build_serves_all_presets_with_the_same_variants() -> None:
 def test_build_with_hooks_makes_the_kernels_that_call_them() -> None:
     words = ["build", "--arch", "sm_90a", "--format", "fp8", "--epilogue", "a:one", "--input-scale", "b:two"]
     made = build_module.wanted_variants(make_parser().parse_args(words))
-    assert made == variants(("sm_90a",), ("fp8",), Hooks("a:one", None, "b:two")) and len(made) == 6
+    assert made == variants(("sm_90a",), ("fp8",), Hooks("a:one", None, "b:two")) and len(made) == 8
 
 
 @needs_dsl

@@ -118,7 +118,7 @@ def test_the_guides_capture_owns_all_memory_that_its_graph_names(rank: Communica
     given = {"input.x", "ids.data", "input.router_weights"}
     tensors = ("tokens", "row_offsets", "row_map", "headers", "num_rows", "src_info", "weights")
     named = {*launches.last("dispatch").values(*given, "scales.data", *(f"out.{name}" for name in tensors))}
-    read = ("ids.data", "sums.router_weights", "batch.row_map", "batch.headers")
+    read = ("ids.data", "batch.weights", "batch.row_map", "batch.headers")
     named |= {*launches.last("combine").values("sums.out", *read)}
     assert named <= owners.keys() and all(owners[address]() is not None for address in named)
     del kept
