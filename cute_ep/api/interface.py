@@ -87,10 +87,11 @@ class EPCommunicator(ABC):
         """Uninitialised output memory, to pass as `out`.
 
         Args:
-            capacity: rows; None: as many as any routing can bring, `cfg.max_rows`.
+            capacity: rows; None: as many as any routing can bring, `cfg.max_rows`. Where there are blocks, the rows of
+                all, a multiple of the groups.
 
         Raises:
-            EPInputError: `capacity` is no number of rows.
+            EPInputError: `capacity` is no number of rows, or makes no blocks.
             EPTimeout: a wait had timed out.
         """
 
@@ -202,7 +203,7 @@ class EPCommunicator(ABC):
                 unweighted, and exact mode raises.
             mode: the same on all ranks. "exact" sums K rows at the source in float32; "partial" sums on the expert's
                 rank first, rounds that sum to bfloat16 and sends one row per rank: fewer bytes, one more rounding per
-                rank; "unweighted" returns the rows themselves.
+                rank; "unweighted" returns the rows themselves. Rank-major rows come home in "partial" mode only.
             out: [T, hidden], or unweighted [T, top_k, hidden]; overwritten; None allocates it.
             dtype: bfloat16, float16 or float32, the type of the output when `out` is None.
             epilogue_data: what the `epilogue` hook reads, on this device.
