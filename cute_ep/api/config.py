@@ -26,7 +26,7 @@ from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, scale_block, scale_row_
 
 MAX_HIDDEN = 65536
 MAX_BLOCK_ROWS = 1 << 30
-"""Rows of all blocks of a rank, times the scale words of a row: kernels count them in 32 bits."""
+"""Rows of all blocks of a rank, times the scale words, or local experts, of a row: kernels count them in 32 bits."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -61,8 +61,9 @@ class EPConfig:
         block_rows: S, where each group has a block of S rows, as each local expert has in DeepEP's low-latency mode:
             rows of group g begin at row g * S and `row_counts` says how many there are; behind them a block holds
             anything. With the `atom128x4` layout a multiple of 128. Combine returns NaN for tokens with a row that its
-            block had no room for; with S = world_size * max_tokens_per_rank that takes a token that has an expert
-            twice. A call whose buffers have fewer rows has smaller blocks. None: groups' rows follow one another.
+            block had no room for. In expert-major order with S = world_size * max_tokens_per_rank that takes a token
+            that has an expert twice; in rank-major order S = max_tokens_per_rank has room for all. A call whose buffers
+            have fewer rows has smaller blocks. None: groups' rows follow one another.
         row_order: "expert_major": a row for each (token, expert), grouped by local expert. "rank_major": a row for each
             (token, rank), grouped by source rank, as DeepEP's normal mode has them; beside it stand the token's local
             experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
@@ -144,7 +145,8 @@ class EPConfig:
             object.__setattr__(self, "row_alignment", int(self.row_alignment))
         if self.block_rows is not None:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
-            most = MAX_BLOCK_ROWS // (self.groups * max(1, scale_words(self.format.scale_bytes(self.hidden))))
+            words = max(1, scale_words(self.format.scale_bytes(self.hidden)), self.is_rank_major * self.top_k)
+            most = MAX_BLOCK_ROWS // (self.groups * words)
             good = is_integer(self.block_rows) and 1 <= self.block_rows <= most and self.block_rows % multiple == 0
             kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"
             require(good, "block_rows", f"must be None or {kind} in [1, {most}]")

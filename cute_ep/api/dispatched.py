@@ -94,7 +94,7 @@ class DispatchBuffers:
             in the low nibble).
         scales: block scale factors, uint8 bits or float32, in the configuration's scale layout
             (`cute_ep.layouts.maps.scales` has the shapes); rows that pad a group are zero. None when the format has
-            none. With `block_rows` and layout `transposed`: [G, words, block_rows].
+            none. With `block_rows` and layout `transposed`: [G, words, capacity / G].
         row_scales: [capacity] bfloat16, each row's own scale. None when the format has none.
         row_offsets: [G + 1] int32; group g owns rows [row_offsets[g], row_offsets[g + 1]), padding included.
         row_counts: [G] int32, rows of each group without padding; of a block, those that it has room for.
@@ -140,25 +140,25 @@ class DispatchBuffers:
 
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
-        """Uninitialised buffers for `capacity` rows, rounded up to the alignment (default `cfg.max_rows`, which no
-        routing can exceed); where there are blocks, for blocks of so many rows together. EPInputError: it is no number
-        of rows, or `check_blocks`."""
+        """Uninitialised buffers for `capacity` rows, rounded up to the alignment, or for blocks of as many together;
+        None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`, or it is no number of rows."""
         if capacity is not None and not (is_integer(capacity) and capacity >= 0):
             raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
-        rows = cfg.max_rows if capacity is None else int(capacity)
-        if cfg.block_rows is None:
-            rows = align_up(rows, cfg.alignment)
-        check_blocks(cfg, "capacity", rows)
-        shapes = buffer_shapes(cfg, rows)
-        return cls(
-            **{
-                name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
-                for name, want in shapes.items()
-            }
-        )
+        made = {
+            name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
+            for name, want in buffer_shapes(cfg, rows_for(cfg, capacity)).items()
+        }
+        return cls(**made)
 
     def __repr__(self) -> str:
         return f"DispatchBuffers({_extents(self)})"
+
+
+def rows_for(cfg: EPConfig, capacity: int | None) -> int:
+    """Rows of buffers with this capacity. EPInputError: as `check_blocks`."""
+    rows = cfg.max_rows if capacity is None else capacity
+    check_blocks(cfg, "capacity", rows)
+    return align_up(rows, cfg.alignment) if cfg.block_rows is None else rows
 
 
 def check_blocks(cfg: EPConfig, name: str, rows: int) -> None:
@@ -167,9 +167,8 @@ def check_blocks(cfg: EPConfig, name: str, rows: int) -> None:
         return
     multiple = cfg.groups * (ATOM_ROWS if cfg.scales_as == ATOM else 1)
     if not 0 < rows <= cfg.max_rows or rows % multiple:
-        raise EPInputError(
-            f"{name} = {rows}: must be a multiple of {multiple} in [{multiple}, {cfg.max_rows}], {cfg.groups} blocks"
-        )
+        rule = f"a multiple of {multiple} in [{multiple}, {cfg.max_rows}], {cfg.groups} blocks"
+        raise EPInputError(f"{name} = {rows}: must be {rule}")
 
 
 BUFFERS = tuple(field.name for field in fields(DispatchBuffers))

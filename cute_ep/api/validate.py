@@ -302,7 +302,7 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
 
     Raises:
         EPInputError: a tensor has not the shape, type, device or alignment that `DispatchBuffers.allocate` gives it, or
-            the capacity is no multiple of the row alignment.
+            the capacity is no multiple of the row alignment, or makes no blocks.
     """
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")

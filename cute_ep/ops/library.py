@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes
+from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes, rows_for
 from cute_ep.api.errors import EPInputError
-from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.registry import communicator_of, registered
 
 OLDEST_TORCH = "2.10"
@@ -175,7 +174,7 @@ def shape_dispatch(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty tensors as `dispatch` returns; arguments: its others."""
     *_, comm, capacity, _ = arguments
     cfg = communicator_of(comm).cfg
-    shapes = buffer_shapes(cfg, align_up(cfg.max_rows if capacity is None else capacity, cfg.alignment))
+    shapes = buffer_shapes(cfg, rows_for(cfg, capacity))
     wanted = (shapes[name] or ((0,), x.dtype) for name in BUFFERS)
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in wanted)
 

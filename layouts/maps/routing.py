@@ -44,7 +44,8 @@ def entry_expert(entry: Int) -> Int:
 
 
 def entry_position(entry: Int) -> Int:
-    """Position of the entry among its source's entries for that expert; the entry is not MASKED_ENTRY."""
+    """Position of the entry among its source's entries for that expert; in rank-major order, in its first entry for a
+    rank, of the token among those for that rank. The entry is not MASKED_ENTRY."""
     return entry >> EXPERT_BITS
 
 
