@@ -152,10 +152,12 @@ def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
         raise EPInputError(f"input_scale = {given}: must be None, the rows are quantised already")
 
 
-def check_mode(mode: str) -> None:
-    """EPInputError unless `mode` is one of COMBINE_MODES."""
+def check_mode(cfg: EPConfig, mode: str) -> None:
+    """EPInputError unless `mode` is one of COMBINE_MODES, and for rank-major rows the partial one."""
     if mode not in COMBINE_MODES:
         raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
+    if cfg.is_rank_major and mode != "partial":
+        raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
 
 
 def check_batch(
@@ -232,9 +234,7 @@ def combine_weights(
         EPInputError: unknown mode, no weights in exact mode, an argument in another mode, a shared expert in unweighted
             mode, another mode than partial for rank-major rows, or a wrong shape or type.
     """
-    check_mode(mode)
-    if cfg.is_rank_major and mode != "partial":
-        raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
+    check_mode(cfg, mode)
     if mode == "unweighted":
         if router_weights is not None:
             raise EPInputError("router_weights = tensor: must be None in unweighted mode")

@@ -237,7 +237,7 @@ class MoELayer(Connected):
     def _capacity_behind_router(self) -> int | None:
         """`capacity`, or instead of None what tokens that name no expert twice can bring."""
         cfg = self.cfg
-        if self.capacity is not None or type(self.router) is not Router or cfg.block_rows is not None:
+        if self.capacity is not None or type(self.router) is not Router:
             return self.capacity
         entries = min(cfg.top_k, cfg.local_experts)
         return max_rows(cfg.world_size, entries, cfg.max_tokens_per_rank, cfg.groups, cfg.alignment, 0)

@@ -52,7 +52,7 @@ def check_combine(
     cfg: EPConfig, rows: Sequence[torch.Tensor], dispatched: Sequence[Dispatched], mode: str, dtype: torch.dtype
 ) -> None:
     """EPInputError unless mode and type are known, both lists have an entry a rank, and `rows` covers `num_rows`."""
-    check_mode(mode)
+    check_mode(cfg, mode)
     per_rank("rows", rows, cfg.world_size)
     per_rank("dispatched", dispatched, cfg.world_size)
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
@@ -103,8 +103,6 @@ def combine(
         EPInputError: unknown mode or type, a rank without weights in exact mode, or a wrong shape, type or list length.
     """
     check_combine(cfg, rows, dispatched, mode, dtype)
-    if cfg.is_rank_major and mode != "partial":
-        raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
     chosen = chosen_weights(cfg, dispatched, router_weights, mode)
     if mode == "unweighted":
         if epilogue is not None:
