@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cute_ep import distributed
     from cute_ep.api.config import EPConfig, memory_bytes
-    from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows, SwigluRows
+    from cute_ep.api.dispatched import DispatchBuffers, Dispatched
     from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
     from cute_ep.api.gates import Gate
     from cute_ep.api.interface import EPCommunicator
     from cute_ep.api.rounds import PendingCombine, PendingDispatch
+    from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
     from cute_ep.layouts.maps.variants import Hooks
     from cute_ep.reference.backend import ReferenceCommunicator
     from cute_ep.reference.decode import dequantize
@@ -41,9 +42,9 @@ _MODULE_OF = {
     "Hooks": "layouts.maps.variants",
     "PendingCombine": "api.rounds",
     "PendingDispatch": "api.rounds",
-    "QuantizedRows": "api.dispatched",
+    "QuantizedRows": "api.row_tensors",
     "ReferenceCommunicator": "reference.backend",
-    "SwigluRows": "api.dispatched",
+    "SwigluRows": "api.row_tensors",
     "Tuning": "tuning.launch_shape",
     "VariantMissing": "api.errors",
     "connect": "runtime.connection",

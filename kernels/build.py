@@ -14,13 +14,15 @@ from cutlass.base_dsl.compiler import DumpDir
 from cute_ep.kernels.codec import codec_for
 from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
+from cute_ep.kernels.count_routes import CountRoutes
 from cute_ep.kernels.dispatch import Dispatch
 from cute_ep.kernels.swiglu import Rows
-from cute_ep.layouts.maps.arguments import arguments_of, parameters_of
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.parameters import arguments_of, parameters_of
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     COPY_KERNEL,
+    COUNT_KERNEL,
     DISPATCH_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
@@ -61,7 +63,7 @@ def resolve(name: str | None):
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
+def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoutes:
     """The kernel object that `variant` names."""
     name, hooks = variant.kernel, variant.hooks
     codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
@@ -86,6 +88,8 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy:
         )
     if name == COPY_KERNEL:
         return Copy()
+    if name == COUNT_KERNEL:
+        return CountRoutes()
     return Rows(codec, None if name == QUANTIZE_KERNEL else name)
 
 

@@ -8,8 +8,8 @@ from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import block_memcpy, launch_config
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.layouts.maps.arguments import CopyArgs
 from cute_ep.layouts.maps.launch import SLICE_BYTES
+from cute_ep.layouts.maps.local_arguments import CopyArgs
 
 
 class Copy:

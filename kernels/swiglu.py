@@ -34,9 +34,9 @@ from cute_ep.kernels.device.memory import array, item_coord, pointer, rows
 from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.gates import NO_BIAS, gated, swiglu
-from cute_ep.layouts.maps.arguments import RowsArgs
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
+from cute_ep.layouts.maps.local_arguments import RowsArgs
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.scales import ATOM_ROWS
 from cute_ep.layouts.maps.variants import GATED_KERNEL

@@ -26,7 +26,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
-from cute_ep.layouts.maps.arguments import numbers, parameters_of
+from cute_ep.layouts.maps.parameters import numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant
 from cute_ep.runtime import communicator as communicator_module

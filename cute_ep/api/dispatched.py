@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.counts import HostCounts, any_lost
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.row_tensors import payload_columns, payload_dtype, scale_dtype
 from cute_ep.layouts.maps.arena import HeaderWord
-from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, block_scale_shape, scale_shape
 
@@ -51,35 +51,6 @@ class Use:
         self.turn += 1
 
 
-class QuantizedRows(NamedTuple):
-    """Rows in a token format, scale factors row-major.
-
-    What takes them takes torch's own types as well, the same bits: float4_e2m1fn_x2 (where torch has it) as payload of
-    4-bit formats, float8_e8m0fnu and float8_e4m3fn as scales.
-
-    Attributes:
-        payload: [rows, hidden] float8_e4m3fn, or [rows, hidden / 2] uint8 (4-bit formats: element 0 in the low nibble).
-        scales: [rows, hidden / block] uint8 bits or float32.
-        row_scales: [rows] bfloat16, in formats whose rows have a scale of their own.
-    """
-
-    payload: torch.Tensor
-    scales: torch.Tensor
-    row_scales: torch.Tensor | None = None
-
-
-class SwigluRows(NamedTuple):
-    """Rows after SwiGLU in a format with scales.
-
-    Attributes:
-        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
-        scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.maps.scales`.
-    """
-
-    payload: torch.Tensor
-    scales: torch.Tensor
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class DispatchBuffers:
     """Memory of one dispatch output, to be reused call after call (see `Communicator.allocate`). Its tensors stay where
@@ -102,11 +73,11 @@ class DispatchBuffers:
             row_offsets[g] // 128 + scales_offsets[g]. None unless scales are in the 128x4 atom layout.
         expert_ids: [G] int32, 0 .. G-1.
         src_info: [capacity, 2] int32, (token index on its source rank, top-k slot) of each row; (token, top_k) for
-            rows of the shared expert, (-1, -1) for padding. In rank-major order the slot is the first of this rank.
+            rows of the shared expert, (-1, -1) for padding. In rank-major order the slot is the last of this rank.
         num_rows: [1] int32, row_offsets[G].
         row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none, 2^31 - 1 where
             the buffers could not hold all rows. R is the number of ranks that exchange messages (`EPConfig.peers`).
-            In rank-major order a token's first entry of this rank has its row, others have -1.
+            In rank-major order a token's last entry of this rank has its row, others have -1.
         headers: [R, 4] int32, one header a source (`cute_ep.layouts.maps.arena.HeaderWord`).
         weights: [R, Tmax, K] float32, what partial combine multiplies rows by: the router weights that travelled, 1
             from a source that gave none, and 1 in rank-major order. Defined where `row_map` has a row.
@@ -115,6 +86,8 @@ class DispatchBuffers:
             that are not this rank's.
         row_expert_ids: [capacity, K] int32 in rank-major order, the local experts of the token's entries, -1 for those
             that are not this rank's, and in all rows that no token has; else None.
+        source_ranges: [G, R, 2] int32, of each source in a group (rows, rows of sources before it), of those that a
+            block has room for; None in rank-major order, where a group is a source.
         use: which batch the tensors hold.
     """
 
@@ -134,6 +107,7 @@ class DispatchBuffers:
     weights: torch.Tensor
     row_weights: torch.Tensor
     row_expert_ids: torch.Tensor | None
+    source_ranges: torch.Tensor | None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "use", Use.of(self.row_offsets))
@@ -182,45 +156,6 @@ def tensors_of(buffers: DispatchBuffers) -> dict[str, torch.Tensor | None]:
     return {name: getattr(buffers, name) for name in BUFFERS}
 
 
-def payload_dtype(fmt: Format) -> torch.dtype:
-    """Element type of a tensor of payload rows; 4-bit elements come two in a uint8."""
-    return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[fmt.element]
-
-
-def payload_types(fmt: Format) -> tuple[torch.dtype, ...]:
-    """Element types of payload rows that callers may give; `payload_dtype` is the first."""
-    pairs = getattr(torch, "float4_e2m1fn_x2", None) if fmt.element == "e2m1" else None  # torch 2.8 or newer
-    return (payload_dtype(fmt),) if pairs is None else (payload_dtype(fmt), pairs)
-
-
-def scale_types(fmt: Format) -> tuple[torch.dtype, ...]:
-    """Element types of scale factors that callers may give; `scale_dtype` is the first."""
-    named = {"e8m0": (torch.float8_e8m0fnu,), "e4m3": (torch.float8_e4m3fn,)}.get(fmt.scale or "", ())
-    return scale_dtype(fmt), *named
-
-
-def as_own_types(rows: QuantizedRows, fmt: Format) -> QuantizedRows:
-    """The same memory in the types that this library gives rows of `fmt`."""
-    payload, scales, row_scales = rows
-    return QuantizedRows(
-        payload.view(payload_dtype(fmt)), None if scales is None else scales.view(scale_dtype(fmt)), row_scales
-    )
-
-
-ID_TYPES = (torch.int32, torch.int64)
-"""Element types of `topk_ids`."""
-
-
-def payload_columns(fmt: Format, hidden: int) -> int:
-    """Elements of one row of a tensor of payload rows."""
-    return fmt.payload_bytes(hidden) // payload_dtype(fmt).itemsize
-
-
-def scale_dtype(fmt: Format) -> torch.dtype:
-    """Element type of a tensor of scale factors; one-byte numbers are kept as bits."""
-    return torch.float32 if fmt.scale == "f32" else torch.uint8
-
-
 def routed_shape(cfg: EPConfig) -> tuple[int, int, int]:
     """Extents of what dispatch keeps of every entry (source, token, k)."""
     return cfg.peers, cfg.max_tokens_per_rank, cfg.top_k
@@ -252,6 +187,7 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
         "weights": (routed, torch.float32),
         "row_weights": ((rows, cfg.top_k) if cfg.is_rank_major else (rows,), torch.float32),
         "row_expert_ids": ((rows, cfg.top_k), torch.int32) if cfg.is_rank_major else None,
+        "source_ranges": None if cfg.is_rank_major else ((groups, cfg.peers, 2), torch.int32),
     }
 
 
@@ -268,6 +204,7 @@ class Dispatched(DispatchBuffers):
             header.
         origin: the communicator's whose dispatch made it, None for a batch that was put together from tensors.
         turn: which batch in its buffers it is (`Use`).
+        derived_ids: whether `topk_ids` are those that `derived` was given.
     """
 
     rank: int
@@ -276,6 +213,7 @@ class Dispatched(DispatchBuffers):
     return_slices: int
     origin: Origin | None = None
     turn: int = 0
+    derived_ids: bool = False
     as_made: ClassVar[bool] = False  # True, as an attribute, in what `inside` returns; `dataclasses.replace` drops it
 
     @classmethod
@@ -344,7 +282,8 @@ class Dispatched(DispatchBuffers):
             row_map: [R, Tmax, K] int32, the row of `rows` to return for each entry (source, token, k), -1 for none. The
                 derived batch has no `num_rows`.
             tokens: a tensor with as many rows as combine may read.
-            topk_ids: [T, K] int32 or int64, the entries of the own tokens that come home; -1 masks one.
+            topk_ids: [T, K] int32 or int64, the entries of the own tokens that come home; -1 masks one. Rank-major rows
+                of a batch with others than the last of a token on each rank masked come home in any mode.
             weights: [R, Tmax, K] float32 that this rank multiplies its rows by in partial mode.
             router_weights: [T, K] float32 that this rank multiplies what comes home by in exact mode. In partial mode
                 the experts' ranks multiply, by `weights`.
@@ -357,7 +296,11 @@ class Dispatched(DispatchBuffers):
             own = self.row_map if name in ("row_map", "weights") else self.topk_ids
             if tensor is not None and tensor.shape != own.shape:
                 raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be {tuple(own.shape)}, as in the batch")
-        changes = {name: tensor for name, tensor in {**given, "tokens": tokens}.items() if tensor is not None}
+        changes: dict[str, Any] = {
+            name: tensor for name, tensor in {**given, "tokens": tokens}.items() if tensor is not None
+        }
+        if topk_ids is not None:
+            changes["derived_ids"] = True
         return self._changed({**changes, "num_rows": None} if row_map is not None else changes)
 
     def _changed(self, changes: Mapping[str, Any]) -> Self:

@@ -12,19 +12,9 @@ from torch import Tensor
 
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig, is_integer, is_number
-from cute_ep.api.dispatched import (
-    ID_TYPES,
-    DispatchBuffers,
-    Dispatched,
-    Origin,
-    buffer_shapes,
-    check_blocks,
-    payload_columns,
-    payload_types,
-    routed_shape,
-    scale_types,
-)
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, buffer_shapes, check_blocks, routed_shape
 from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_types, scale_types
 from cute_ep.api.tensors import check_detached, check_tensor, check_written
 from cute_ep.layouts.maps.arena import MAX_SLICES, HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
@@ -152,11 +142,12 @@ def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
         raise EPInputError(f"input_scale = {given}: must be None, the rows are quantised already")
 
 
-def check_mode(cfg: EPConfig, mode: str) -> None:
-    """EPInputError unless `mode` is one of COMBINE_MODES, and for rank-major rows the partial one."""
+def check_mode(cfg: EPConfig, mode: str, dispatched: Dispatched) -> None:
+    """EPInputError unless `mode` is one of COMBINE_MODES, and for rank-major rows the partial one, or the batch was
+    derived with other ids."""
     if mode not in COMBINE_MODES:
         raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
-    if cfg.is_rank_major and mode != "partial":
+    if cfg.is_rank_major and mode != "partial" and not dispatched.derived_ids:
         raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
 
 
@@ -234,7 +225,7 @@ def combine_weights(
         EPInputError: unknown mode, no weights in exact mode, an argument in another mode, a shared expert in unweighted
             mode, another mode than partial for rank-major rows, or a wrong shape or type.
     """
-    check_mode(cfg, mode)
+    check_mode(cfg, mode, dispatched)
     if mode == "unweighted":
         if router_weights is not None:
             raise EPInputError("router_weights = tensor: must be None in unweighted mode")

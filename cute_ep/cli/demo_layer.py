@@ -19,9 +19,10 @@ import torch.nn.functional as F
 
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched, QuantizedRows
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.presets import Preset
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.runtime.local_ops import fused_silu
 

@@ -47,6 +47,7 @@ class Batch(NamedTuple):
     weights: Tensor
     row_weights: Tensor
     row_expert_ids: Tensor
+    source_ranges: Tensor
 
     def dispatched(self) -> Dispatched:
         """The batch as the rest of the library takes it, such as `dequantize`. Not in compiled code."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_ep.api.dispatched import BUFFERS
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS
@@ -54,9 +55,9 @@ def dispatch_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> Non
     _, topk_ids, _, _, comm, _, _ = inputs
     check_differentiable(comm)
     ctx.comm = comm
-    tokens, _, _, row_offsets, _, _, _, _, _, row_map, headers, weights, _, _ = output
-    ctx.save_for_backward(topk_ids, row_offsets, row_map, headers, weights)
-    ctx.mark_non_differentiable(*(one for one in output if one is not tokens))
+    batch = dict(zip(BUFFERS, output, strict=True))
+    ctx.save_for_backward(topk_ids, *(batch[name] for name in ("row_offsets", "row_map", "headers", "weights")))
+    ctx.mark_non_differentiable(*(one for name, one in batch.items() if name != "tokens"))
 
 
 def dispatch_backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:

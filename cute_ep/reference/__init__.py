@@ -30,6 +30,7 @@ from cute_ep.reference.formats import (
     quantize,
     round_to,
 )
+from cute_ep.reference.routes import count_routes
 from cute_ep.reference.swiglu import swiglu, swiglu_bound
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "combine",
     "combine_error_bound",
     "combine_source",
+    "count_routes",
     "decode_e2m1",
     "decode_e4m3",
     "decode_e8m0",

@@ -199,7 +199,7 @@ class ReferenceCommunicator(EPCommunicator):
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
         """EPInputError unless a combine can return these rows of a batch that was checked; the round of their
         dispatch."""
-        check_mode(self.cfg, mode)
+        check_mode(self.cfg, mode, dispatched)
         if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
         number = dispatched.number if isinstance(dispatched, OwnDispatched) else 0

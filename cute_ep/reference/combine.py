@@ -39,7 +39,7 @@ def chosen_weights(
     chosen: list[torch.Tensor | None] = []
     for rank, (batch, argument) in enumerate(zip(dispatched, given, strict=True)):
         weights = batch.router_weights if argument is None else argument
-        if cfg.is_rank_major or (mode == "partial" and weights is None):
+        if mode == "partial" and (cfg.is_rank_major or weights is None):
             weights = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
         if weights is None:
             raise EPInputError(f"router_weights[{rank}] = None: must be given to dispatch or to combine")
@@ -52,10 +52,10 @@ def check_combine(
     cfg: EPConfig, rows: Sequence[torch.Tensor], dispatched: Sequence[Dispatched], mode: str, dtype: torch.dtype
 ) -> None:
     """EPInputError unless mode and type are known, both lists have an entry a rank, and `rows` covers `num_rows`."""
-    check_mode(cfg, mode)
     per_rank("rows", rows, cfg.world_size)
     per_rank("dispatched", dispatched, cfg.world_size)
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
+        check_mode(cfg, mode, batch)
         check_rows(cfg, outputs, batch)
         check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
         if outputs.shape[0] < (need := batch.num_rows.item()):

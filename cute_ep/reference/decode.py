@@ -6,17 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.dispatched import (
-    DispatchBuffers,
-    QuantizedRows,
-    SwigluRows,
-    as_own_types,
-    payload_columns,
-    payload_types,
-    scale_types,
-)
+from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
+from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, as_own_types, payload_columns, payload_types, scale_types
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.types import FormatName, ScaleLayout
 from cute_ep.api.validate import check_global_scale

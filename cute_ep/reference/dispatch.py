@@ -9,9 +9,10 @@ import torch
 
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched, QuantizedRows, as_own_types
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
+from cute_ep.api.row_tensors import QuantizedRows, as_own_types
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_input_scale, check_tokens, check_unscaled
 from cute_ep.layouts.maps.routing import LOST_ROW
@@ -223,7 +224,7 @@ def dispatch(
 
 def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -> torch.Tensor:
     """[rows, 4] int64 (group, index of the source, token, slot) of the rows of `rank`, in their order; in rank-major
-    order the slot is the token's first of this rank."""
+    order the slot is the token's last of this rank."""
     device, shared = own.topk_ids.device, int(cfg.fused_shared_expert)
     first, count = cfg.shared_slice(own.tokens, rank)
     token = torch.arange(first, first + count, device=device)
@@ -234,7 +235,7 @@ def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -
         mine = (ids >= 0) & (ids // cfg.local_experts == rank)
         if cfg.is_rank_major:
             token = mine.any(1).nonzero().flatten()
-            slot = mine.int().argmax(1)[token]
+            slot = cfg.top_k - 1 - mine.int().flip(1).argmax(1)[token]
             group = torch.full_like(token, index)
         else:
             token, slot = mine.nonzero(as_tuple=True)  # token-major, slots ascending
@@ -305,7 +306,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     weights = torch.where(row_map >= 0, torch.ones_like(given) if cfg.is_rank_major else given, 0)
     row_weights = torch.zeros(num_rows, dtype=torch.float32, device=device)
     row_weights[row[held]] = torch.where(routed, given[source, token, slot.clamp(max=cfg.top_k - 1)], 1)[held]
-    row_expert_ids = None
+    row_expert_ids = source_ranges = None
     if cfg.is_rank_major:
         ids = torch.full(row_map.shape, -1, dtype=torch.int32, device=device)
         for index, one in enumerate(peers):
@@ -315,6 +316,10 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_expert_ids[row[held]] = local[source[held], token[held]]
         row_weights = torch.zeros(num_rows, cfg.top_k, dtype=torch.float32, device=device)
         row_weights[row[held]] = torch.where(local >= 0, given, 0)[source[held], token[held]]
+    else:
+        pair = (group * cfg.peers + source)[held]
+        rows_of = torch.bincount(pair, minlength=cfg.groups * cfg.peers).view(cfg.groups, cfg.peers)
+        source_ranges = torch.stack([rows_of, rows_of.cumsum(1) - rows_of], dim=2).int()
 
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
@@ -334,6 +339,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         weights=weights,
         row_weights=row_weights,
         row_expert_ids=row_expert_ids,
+        source_ranges=source_ranges,
         rank=rank,
         topk_ids=own.topk_ids,
         router_weights=own.router_weights,

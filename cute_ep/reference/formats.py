@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.dispatched import QuantizedRows
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.formats import (

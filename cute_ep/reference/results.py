@@ -14,16 +14,17 @@ import torch
 from cute_ep import reference
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows, tensors_of
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.dispatch import Source, count_rows, encode_checked, lower_halves, rows_first
 
-ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows")
+ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows", "source_ranges")
 OF_ROWS = ("tokens", "scales", "row_scales", "src_info", "row_weights")
 """Tensors of `DispatchBuffers` that say which rows there are, and that hold them."""
 UNKNOWN = -(2**31)

@@ -9,18 +9,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.layouts.maps.arena import message_of, segment_words
-from cute_ep.layouts.maps.arguments import (
-    Batch,
-    Group,
-    Ids,
-    Input,
-    Output,
-    Rows,
-    Scales,
-    SharedExpert,
-    Sums,
-    Wire,
-)
+from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
 from cute_ep.layouts.maps.routing import division_magic
 from cute_ep.layouts.maps.scales import has_tiles, scale_map
 
@@ -121,6 +110,7 @@ def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
         weights=address(out.weights),
         row_weights=address(out.row_weights),
         row_expert_ids=address(out.row_expert_ids),
+        source_ranges=address(out.source_ranges),
         blocks=int(cfg.block_rows is not None),
         row_alignment=alignment,
         aligned=int(cfg.block_rows is not None or alignment != 1),

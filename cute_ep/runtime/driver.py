@@ -19,8 +19,8 @@ from torch.autograd.profiler import record_function
 
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.layouts.maps.arguments import numbers
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
+from cute_ep.layouts.maps.parameters import numbers
 
 
 def check(result: tuple) -> Any:

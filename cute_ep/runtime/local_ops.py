@@ -10,16 +10,17 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.config import MAX_HIDDEN
-from cute_ep.api.dispatched import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.gates import SWIGLU, Gate
 from cute_ep.api.modes import no_modes
+from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.api.tensors import check_tensor, check_written
 from cute_ep.api.types import FormatName, ScaledFormat, ScaleLayout, SwigluFormat
 from cute_ep.api.validate import check_global_scale, check_input_scale
-from cute_ep.layouts.maps.arguments import CopyArgs, RowsArgs, numbers
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
+from cute_ep.layouts.maps.local_arguments import CopyArgs, RowsArgs
+from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_row_alignment, scale_shape
 from cute_ep.layouts.maps.variants import COPY_KERNEL, GATED_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.reference.local import check_offsets, fill_groups, rows_of_groups

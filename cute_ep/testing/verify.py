@@ -65,7 +65,7 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
         AssertionError: names the field and the first differing coordinate.
     """
     where = f"rank {rank} "
-    for name in ("row_offsets", "row_counts", "scales_offsets", "expert_ids", "num_rows"):
+    for name in ("row_offsets", "row_counts", "scales_offsets", "expert_ids", "num_rows", "source_ranges"):
         if getattr(expected, name) is not None:
             assert_bits(getattr(actual, name), getattr(expected, name), where + name)
     for name in ("tokens", "src_info", "scales", "row_scales", "row_weights"):

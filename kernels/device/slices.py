@@ -172,6 +172,11 @@ def lowest(bits: Uint32) -> Int32:
     return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
 
 
+def highest(bits: Uint32) -> Int32:
+    """Number of the highest set bit."""
+    return 31 - Int32(cute.arch.clz(bits))
+
+
 def from_lane(value, lane):
     """`value` of one lane, in all lanes."""
     return cute.arch.shuffle_sync(value, lane)

@@ -21,7 +21,7 @@ from cute_ep.kernels.device.memory import array, pointer, row_address
 from cute_ep.kernels.device.slices import (
     control_cta,
     from_lane,
-    lowest,
+    highest,
     slice_of,
     static_first,
     static_stride,
@@ -173,16 +173,16 @@ class DispatchRecv:
 
     @cute.jit
     def _find_rank_row(self, ctx, source, row_slice, entry, weight):
-        """The same in rank-major order: the token's first entry here has its row, in the group of the source. Beside
+        """The same in rank-major order: the token's last entry here has its row, in the group of the source. Beside
         the row go the local experts and weights of all of them. In the sum on the way home its weight is 1."""
         lane = ctx.lane
         row = Int32(NO_ROW)
         scale_row = Int32(NO_ROW)
         here = Uint32(cute.arch.vote_ballot_sync(entry != Int32(MASKED_ENTRY)))
-        first = lowest(here)
-        if (here != Uint32(0)) & (lane == first):
+        last = highest(here)
+        if (here != Uint32(0)) & (lane == last):
             row, scale_row = self._place(ctx, source, entry_position(entry))
-        home = from_lane(row, first)
+        home = from_lane(row, last)
         if (row_slice.first == 0) & (lane < ctx.top_k):
             at = row_slice.token * ctx.top_k + lane
             gRowMap = array(ctx.out.row_map, Int32, ctx.ranks, ctx.group.max_tokens * ctx.top_k)
@@ -193,7 +193,7 @@ class DispatchRecv:
                 gRowWeight = array(ctx.out.row_weights, Int32, ctx.out.capacity, ctx.top_k)
                 gRowExpert[home, lane] = cutlass.select_(entry != Int32(MASKED_ENTRY), local, Int32(NO_ROW))
                 gRowWeight[home, lane] = cutlass.select_(entry != Int32(MASKED_ENTRY), weight, Int32(0))
-                if lane == first:
+                if lane == last:
                     self._tell_source(ctx, row, row_slice.token, lane)
                     gWeight = array(ctx.out.weights, Int32, ctx.ranks, ctx.group.max_tokens * ctx.top_k)
                     gWeight[source, at] = Int32(ONE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint16, Uint32
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import weak
@@ -16,7 +16,7 @@ from cute_ep.kernels.device.slices import first_item, item_stride, vectors_of
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.launch import THREADS
-from cute_ep.layouts.maps.routing import NO_ROW, Phase
+from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW, Phase
 from cute_ep.layouts.maps.scales import ATOM_ROWS
 
 PADDING_JOBS = 16
@@ -104,6 +104,27 @@ class Outputs:
         for index in cutlass.range(ctx.tid, ctx.ranks * len(HeaderWord), THREADS, unroll=1):
             word, source = item_coord(index, len(HeaderWord))
             gHeader[source, word] = sHeader[source, word]
+        if cutlass.const_expr(not self.tables.rank_major):
+            self._write_sources(ctx, fits)
+
+    @cute.jit
+    def _write_sources(self, ctx, fits: Boolean) -> None:
+        """What each group has of each source, by one CTA. All rows of the shared expert are this rank's own."""
+        gRange = array(ctx.out.source_ranges, Int32, (ctx.shared.groups + ctx.local_experts) * ctx.ranks, 2)
+        sBase = shared_array(self.tables.bases, Int32)
+        room = Int32(0)
+        if fits:
+            room = cutlass.select_(ctx.out.blocks != 0, ctx.out.row_alignment, Int32(LOST_ROW))
+        for pair in cutlass.range(ctx.tid, (ctx.shared.groups + ctx.local_experts) * ctx.ranks, THREADS, unroll=1):
+            source, place = ctx.by_ranks.split(pair)
+            first = cutlass.select_(source > ctx.rank, ctx.shared.rows, Int32(0))
+            end = cutlass.select_(source >= ctx.rank, ctx.shared.rows, Int32(0))
+            if place >= ctx.shared.groups:
+                count = pair - ctx.shared.groups * ctx.ranks
+                first = sBase[count] - sBase[count - source]
+                end = sBase[count + 1] - sBase[count - source]
+            gRange[pair, 0] = cutlass.min(end, room) - cutlass.min(first, room)
+            gRange[pair, 1] = cutlass.min(first, room)
 
     @cute.jit
     def _zero_group(self, ctx, group: Int32, part: Int32) -> None:
@@ -149,7 +170,8 @@ class Outputs:
 
     @cute.jit
     def retract(self, ctx) -> None:
-        """One thread, after a timeout: no rows, no tokens."""
+        """One thread, after a timeout: no rows, no tokens. In rank-major order a row that another CTA was writing may
+        keep its experts."""
         groups = self.tables.groups(ctx) + ctx.shared.groups
         gRowOffset = array(ctx.out.row_offsets, Int32, groups + 1)
         gRowCount = array(ctx.out.row_counts, Int32, groups)
@@ -163,6 +185,10 @@ class Outputs:
             gRowCount[place] = 0
         for index in cutlass.range(opaque(0), ctx.ranks * len(HeaderWord), unroll=1):
             gHeader[index] = 0
+        if cutlass.const_expr(not self.tables.rank_major):
+            gRange = array(ctx.out.source_ranges, Int32, groups * ctx.ranks * 2)
+            for at in cutlass.range(opaque(0), groups * ctx.ranks * 2, unroll=1):
+                gRange[at] = 0
         if cutlass.const_expr(self.tables.rank_major):
             gRowExpert = array(ctx.out.row_expert_ids, Int32, Int32(1 << 30))
             for at in cutlass.range(opaque(0), ctx.out.capacity * ctx.top_k, unroll=1):

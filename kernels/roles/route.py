@@ -1,7 +1,7 @@
 """Route role: rank r tells every peer which of its tokens go to which expert, and at which position.
 
 The position of entry (token, k) counts the earlier entries of the same rank with the same key: its expert, or in
-rank-major order the rank that owns it. There only a token's first entry for a rank has a key, so that positions count
+rank-major order the rank that owns it. There only a token's last entry for a rank has a key, so that positions count
 tokens. A route CTA takes spans of entries, ROUTE_WARPS times what a warp ranks at once: 32, or in rank-major order
 those of whole tokens. For each span it histograms all entries before it in shared memory (integer adds: order does not
 matter) and ranks its own entries by lane and by warp. So there is no exchange between CTAs, and the result does not
@@ -186,14 +186,14 @@ class Route:
     @cute.jit
     def _key(self, ctx, given: Int32) -> Int32:
         """What an id that the caller gave is counted by, MASKED_ENTRY for nothing. In rank-major order by whole warps,
-        whose lanes hold whole tokens: of those with the same token and rank the first counts."""
+        whose lanes hold whole tokens: of those with the same token and rank the last counts."""
         key = ctx.expert_of(given)
         if cutlass.const_expr(self.rank_major):
             _, token = ctx.by_top_k.split(ctx.lane)
             if key >= 0:
                 _, key = ctx.by_local_experts.split(key)
-            same = cute.arch.match_sync(-1, token * MAX_RANKS + key)
-            if (same & Uint32(cute.arch.lanemask_lt())) != Uint32(0):
+            same = cute.arch.match_sync(-1, token * (2 * MAX_RANKS) + key)
+            if (same & Uint32(cute.arch.lanemask_gt())) != Uint32(0):
                 key = Int32(MASKED_ENTRY)
         return key
 

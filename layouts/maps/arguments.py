@@ -1,16 +1,12 @@
 """Arguments of the kernels: a record for each thing that a launch is told, the same on host and device.
 
-A kernel's parameters are the numbers of its records in order, field after field (`numbers`). On the host a field holds
-an int, in a kernel the DSL's number of that type.
+A kernel's parameters are the numbers of its records in order, field after field (`layouts.maps.parameters`). On the
+host a field holds an int, in a kernel the DSL's number of that type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
-
-from cute_ep.layouts.maps.variants import COPY_KERNEL, DISPATCH_KERNELS, GATE_KERNELS, QUANTIZE_KERNEL
+from typing import Annotated, NamedTuple, TypeAlias
 
 Address: TypeAlias = Annotated[int, "Int64"]
 """A device address, 0: none; or a number that needs 64 bits."""
@@ -203,6 +199,7 @@ class Output(NamedTuple):
     weights: Address
     row_weights: Address
     row_expert_ids: Address
+    source_ranges: Address
     blocks: Size
     row_alignment: Size
     aligned: Size
@@ -315,84 +312,3 @@ def combine_numbers(
 ) -> tuple[int, ...]:
     """The numbers of COMBINE_CALL."""
     return (*grid, *shared, *ids, *rows, *batch, *sums)
-
-
-class RowsArgs(NamedTuple):
-    """Parameters of quantise and of gates: docs/numerics.md has the formulas.
-
-    Attributes:
-        x: [rows, D] bfloat16, with a gate [rows, columns * D].
-        out: [rows, payload bytes].
-        row_scales: [rows] bfloat16.
-        global_scales: float32[1], or float32[groups] when per_group is 1.
-        row_offsets: int32[groups + 1], ascending from 0, its last element the number of valid rows; none: all are.
-        scales_offsets: int32[groups], for scales in the atom layout.
-        rows: capacity of all tensors.
-        width: D.
-        alpha, limit: of the gate; limit 0 for SwiGLU's plain form, infinity for another gate without a limit.
-        cubic, offset: of the gate; SwiGLU reads only those before.
-        bias: [groups, columns * D] bfloat16, added to the rows of each group.
-        columns: 2, or 1 for relu squared.
-        interleaved: 1 where gate and up columns alternate, else 0.
-    """
-
-    scales: Scales
-    x: Address
-    out: Address
-    row_scales: Address
-    global_scales: Address
-    row_offsets: Address
-    scales_offsets: Address
-    per_group: Size
-    groups: Size
-    rows: Size
-    width: Size
-    alpha: Real
-    limit: Real
-    cubic: Real
-    offset: Real
-    bias: Address
-    columns: Size
-    interleaved: Size
-
-
-class CopyArgs(NamedTuple):
-    """Parameters of copy: both addresses and num_bytes are multiples of 16."""
-
-    source: Address
-    destination: Address
-    num_bytes: Address
-
-
-def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
-    """The argument of a kernel, each number of which is make(its dotted name, the DSL's name of its type)."""
-    record: Any = DispatchArgs if kernel in DISPATCH_KERNELS else CombineArgs
-    if kernel == COPY_KERNEL:
-        record = CopyArgs
-    elif kernel == QUANTIZE_KERNEL or kernel in GATE_KERNELS:
-        record = RowsArgs
-    return _filled(record, "", make)
-
-
-def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:
-    fields = []
-    for name, hint in get_type_hints(record, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            fields.append(make(prefix + name, get_args(hint)[1]))
-        else:
-            fields.append(_filled(hint, f"{prefix}{name}.", make))
-    return record(*fields)
-
-
-@cache
-def parameters_of(kernel: str) -> tuple[tuple[str, str], ...]:
-    """The parameters of a kernel in order: dotted name, and "i32" or "i64" for its width."""
-    found: list[tuple[str, str]] = []
-    arguments_of(kernel, lambda name, kind: found.append((name, f"i{kind[-2:]}")))
-    return tuple(found)
-
-
-def numbers(record: Any) -> Iterator[Any]:
-    """The numbers of a record and of the records in it, in the order of a kernel's parameters."""
-    for field in record:
-        yield from numbers(field) if isinstance(field, tuple) else (field,)

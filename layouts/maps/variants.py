@@ -32,6 +32,8 @@ SWIGLU_KERNELS = ("swiglu", "swiglu_interleaved")
 GATED_KERNEL = "gated"
 """Every gate, with or without a bias, interleaved or not."""
 GATE_KERNELS = (*SWIGLU_KERNELS, GATED_KERNEL)
+COUNT_KERNEL = "count_routes"
+"""How many tokens go to each rank, and entries to each expert."""
 COPY_KERNEL = "copy"
 HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
 """Kernels that sum, and so call the epilogue."""
@@ -127,7 +129,7 @@ def variants(
     archs: tuple[str, ...] = ARCHITECTURES, formats: tuple[str, ...] = tuple(FORMATS), hooks: Hooks = NO_HOOKS
 ) -> list[Variant]:
     """Every kernel for the given targets; with hooks, those that call them."""
-    kernels = (*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS, COPY_KERNEL)
+    kernels = (*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS, COUNT_KERNEL, COPY_KERNEL)
     if hooks != NO_HOOKS:
         kernels = tuple(kernel for kernel in kernels if hooks.of_kernel(kernel) != NO_HOOKS)
     return [

@@ -26,8 +26,8 @@ from cute_ep.layouts.maps.arena import (
     regions_of,
     segment_words,
 )
-from cute_ep.layouts.maps.arguments import numbers, parameters_of
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.parameters import numbers, parameters_of
 from cute_ep.layouts.maps.scales import WORD_BYTES, scale_words
 from tests.strategies import configs
 

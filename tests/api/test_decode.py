@@ -7,8 +7,9 @@ import torch
 
 from cute_ep import connect_local, dequantize, reference
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, QuantizedRows, SwigluRows
+from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.runtime.local_ops import fused_silu, quantize
 from cute_ep.testing.compare import assert_bits

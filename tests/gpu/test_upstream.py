@@ -9,8 +9,8 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import QuantizedRows
 from cute_ep.api.gates import Gate
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.scales import LINEAR
 from cute_ep.runtime.local_ops import fused_silu

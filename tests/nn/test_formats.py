@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cute_ep import connect_local, dequantize
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import QuantizedRows, SwigluRows
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
 from cute_ep.layouts.maps.formats import BF16, FORMATS, Format
 from cute_ep.nn import GatedMLP, MoELayer, Router
 from cute_ep.nn.decode import decode_rows

@@ -70,6 +70,12 @@ def check_scales(cfg: EPConfig, batch: Dispatched, want: torch.Tensor, padded: l
     assert batch.scales.shape == (rows, columns if want.dtype == torch.float32 else up_to_multiple(columns, 4))
 
 
+def range_of(group: list[tuple[int, int, int]], source: int) -> tuple[int, int]:
+    """(rows of a source in a group, rows of sources before it)."""
+    of = [entry[0] for entry in group]
+    return of.count(source), sum(one < source for one in of)
+
+
 def check_dispatch(
     cfg: EPConfig,
     xs: list[torch.Tensor],
@@ -133,6 +139,8 @@ def check_dispatch(
         assert_bits(batch.weights, weights, name + "weights")
         assert_bits(batch.row_weights, row_weights, name + "row_weights")
         assert batch.row_expert_ids is None
+        ranges = [range_of(group, source) for group in groups for source in range(len(sources))]
+        assert_bits(batch.source_ranges.flatten(0, 1), torch.tensor(ranges, dtype=torch.int32), name + "source_ranges")
         assert batch.topk_ids is topk_ids[rank] and batch.router_weights is given_weights[rank]
     return results
 

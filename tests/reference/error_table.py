@@ -9,7 +9,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.formats import FORMATS
 from tests.reference import oracle
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.testing.compare import assert_bits
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, QuantizedRows
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import RankInputs, make_inputs

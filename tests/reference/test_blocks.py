@@ -50,6 +50,7 @@ def test_a_block_has_the_rows_of_its_expert(fmt: str, layout: str | None, routin
         counts = want.row_counts.tolist()
         assert got.row_offsets.tolist() == [0, size, 2 * size] and int(got.num_rows) == 2 * size
         assert got.row_counts.tolist() == counts
+        assert_bits(got.source_ranges, want.source_ranges, "source_ranges")
         places, begin = of_blocks(got, size), want.row_offsets.tolist()
         source = [begin[expert] + row for expert, count in enumerate(counts) for row in range(count)]
         rest = sorted(set(range(2 * size)) - set(places))

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_ep import reference
-from cute_ep.api.dispatched import DispatchBuffers, QuantizedRows
+from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
 from cute_ep.layouts.maps.variants import COMBINE_MODES

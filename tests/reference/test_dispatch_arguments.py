@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.api.dispatched import QuantizedRows
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.row_tensors import QuantizedRows
 
 from .dispatch_model import arguments, small
 

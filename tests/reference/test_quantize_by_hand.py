@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.api.dispatched import QuantizedRows
+from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.formats import FORMATS, NVFP4
 from cute_ep.testing.compare import assert_bits
 

@@ -10,8 +10,8 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import message_map, segment_words
-from cute_ep.layouts.maps.arguments import numbers
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import OutputType, division_magic
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED, scale_map
 from cute_ep.layouts.maps.variants import COMBINE_KERNELS, DISPATCH_OPERATIONS, NO_HOOKS, Hooks

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cute_ep.layouts.maps.arguments import numbers
+from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 from tests.fake_gpu import CFG, MAX_CTAS, Launch, Launches, MakeRank, expert_rows, inputs

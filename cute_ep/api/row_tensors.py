@@ -1,0 +1,76 @@
+"""Rows in a token format as tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_ep.layouts.maps.formats import Format
+
+ID_TYPES = (torch.int32, torch.int64)
+"""Element types of `topk_ids`."""
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in a token format, scale factors row-major.
+
+    What takes them takes torch's own types as well, the same bits: float4_e2m1fn_x2 (where torch has it) as payload of
+    4-bit formats, float8_e8m0fnu and float8_e4m3fn as scales.
+
+    Attributes:
+        payload: [rows, hidden] float8_e4m3fn, or [rows, hidden / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: [rows, hidden / block] uint8 bits or float32.
+        row_scales: [rows] bfloat16, in formats whose rows have a scale of their own.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+    row_scales: torch.Tensor | None = None
+
+
+class SwigluRows(NamedTuple):
+    """Rows after SwiGLU in a format with scales.
+
+    Attributes:
+        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.maps.scales`.
+    """
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+
+
+def payload_dtype(fmt: Format) -> torch.dtype:
+    """Element type of a tensor of payload rows; 4-bit elements come two in a uint8."""
+    return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[fmt.element]
+
+
+def payload_types(fmt: Format) -> tuple[torch.dtype, ...]:
+    """Element types of payload rows that callers may give; `payload_dtype` is the first."""
+    pairs = getattr(torch, "float4_e2m1fn_x2", None) if fmt.element == "e2m1" else None  # torch 2.8 or newer
+    return (payload_dtype(fmt),) if pairs is None else (payload_dtype(fmt), pairs)
+
+
+def scale_types(fmt: Format) -> tuple[torch.dtype, ...]:
+    """Element types of scale factors that callers may give; `scale_dtype` is the first."""
+    named = {"e8m0": (torch.float8_e8m0fnu,), "e4m3": (torch.float8_e4m3fn,)}.get(fmt.scale or "", ())
+    return scale_dtype(fmt), *named
+
+
+def as_own_types(rows: QuantizedRows, fmt: Format) -> QuantizedRows:
+    """The same memory in the types that this library gives rows of `fmt`."""
+    payload, scales, row_scales = rows
+    return QuantizedRows(
+        payload.view(payload_dtype(fmt)), None if scales is None else scales.view(scale_dtype(fmt)), row_scales
+    )
+
+
+def payload_columns(fmt: Format, hidden: int) -> int:
+    """Elements of one row of a tensor of payload rows."""
+    return fmt.payload_bytes(hidden) // payload_dtype(fmt).itemsize
+
+
+def scale_dtype(fmt: Format) -> torch.dtype:
+    """Element type of a tensor of scale factors; one-byte numbers are kept as bits."""
+    return torch.float32 if fmt.scale == "f32" else torch.uint8

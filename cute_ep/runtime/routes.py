@@ -1,0 +1,84 @@
+"""How many tokens a rank will send where: what the others must know before they can make room."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_ep import reference
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.layouts.maps.local_arguments import CountArgs
+from cute_ep.layouts.maps.parameters import numbers
+from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, division_magic
+from cute_ep.layouts.maps.variants import COUNT_KERNEL
+from cute_ep.runtime.arguments import ids_record
+from cute_ep.runtime.local_kernels import local_kernel
+
+
+class RouteCounts(NamedTuple):
+    """What a rank's expert ids say, on their device. Rank r has experts [r * E / R, (r + 1) * E / R).
+
+    Attributes:
+        counts: int32: R tokens by rank, E entries by expert, T, and zeros up to a multiple of 4.
+        by_rank, by_expert: those parts of `counts`.
+        goes: [T, R] bool, whether a token goes to a rank.
+        ids: [T, K] int32, a copy of the ids; 2^31 - 1 where one does not fit.
+        last_ids: the same of entries that are the last of their token on their rank, else -1.
+    """
+
+    counts: torch.Tensor
+    by_rank: torch.Tensor
+    by_expert: torch.Tensor
+    goes: torch.Tensor
+    ids: torch.Tensor
+    last_ids: torch.Tensor
+
+
+def count_routes(topk_ids: torch.Tensor, num_experts: int, ranks: int, *, library: str | None = None) -> RouteCounts:
+    """Count tokens by rank and entries by expert, on the current stream; one kernel, and the host waits for nothing.
+
+    Args:
+        topk_ids: [T, K] int32 or int64 expert ids. Those that are no expert's are not counted.
+        num_experts, ranks: E, a multiple of R.
+        library: folder of compiled kernels to look in first; None: that of the last connection on this device.
+
+    Raises:
+        EPInputError: an argument breaks its rule.
+        VariantMissing: the kernel is not in the library.
+    """
+    if topk_ids.dim() != 2 or topk_ids.dtype not in ID_TYPES:
+        given = f"{topk_ids.dtype} of shape {tuple(topk_ids.shape)}"
+        raise EPInputError(f"topk_ids: {given}: must be [T, K] of type {' or '.join(map(str, ID_TYPES))}")
+    if not (0 < ranks <= MAX_RANKS and 0 < num_experts <= MAX_EXPERTS and num_experts % ranks == 0):
+        rule = f"a positive multiple of ranks = {ranks}, at most {MAX_EXPERTS}, and these at most {MAX_RANKS}"
+        raise EPInputError(f"num_experts = {num_experts}: must be {rule}")
+    if topk_ids.device.type != "cuda":
+        counts, goes, ids, last_ids = reference.count_routes(topk_ids, num_experts, ranks)
+    else:
+        topk_ids = topk_ids.contiguous()
+        (tokens, top_k), device = topk_ids.shape, topk_ids.device
+        counts = torch.empty(align_up(ranks + num_experts + 1, 4), dtype=torch.int32, device=device)
+        goes = torch.empty((tokens, ranks), dtype=torch.bool, device=device)
+        ids = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+        last_ids = torch.empty_like(ids)
+        local = num_experts // ranks
+        arguments = CountArgs(
+            ids=ids_record(topk_ids),
+            counts=counts.data_ptr(),
+            goes=goes.data_ptr(),
+            ids_out=ids.data_ptr(),
+            last_ids=last_ids.data_ptr(),
+            tokens=tokens,
+            top_k=top_k,
+            ranks=ranks,
+            experts=num_experts,
+            local_experts=local,
+            local_experts_magic=division_magic(local),
+        )
+        kernel = local_kernel(device.index, COUNT_KERNEL, None, library)
+        with torch.cuda.device(device):
+            kernel.launch(1, tuple(numbers(arguments)), torch.cuda.current_stream(device).cuda_stream)
+    return RouteCounts(counts, counts[:ranks], counts[ranks : ranks + num_experts], goes, ids, last_ids)

@@ -1,0 +1,79 @@
+"""Arguments of the kernels that involve one GPU only, as `layouts.maps.arguments` has those of the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cute_ep.layouts.maps.arguments import Address, Ids, Real, Scales, Size, Word
+
+
+class RowsArgs(NamedTuple):
+    """Parameters of quantise and of gates: docs/numerics.md has the formulas.
+
+    Attributes:
+        x: [rows, D] bfloat16, with a gate [rows, columns * D].
+        out: [rows, payload bytes].
+        row_scales: [rows] bfloat16.
+        global_scales: float32[1], or float32[groups] when per_group is 1.
+        row_offsets: int32[groups + 1], ascending from 0, its last element the number of valid rows; none: all are.
+        scales_offsets: int32[groups], for scales in the atom layout.
+        rows: capacity of all tensors.
+        width: D.
+        alpha, limit: of the gate; limit 0 for SwiGLU's plain form, infinity for another gate without a limit.
+        cubic, offset: of the gate; SwiGLU reads only those before.
+        bias: [groups, columns * D] bfloat16, added to the rows of each group.
+        columns: 2, or 1 for relu squared.
+        interleaved: 1 where gate and up columns alternate, else 0.
+    """
+
+    scales: Scales
+    x: Address
+    out: Address
+    row_scales: Address
+    global_scales: Address
+    row_offsets: Address
+    scales_offsets: Address
+    per_group: Size
+    groups: Size
+    rows: Size
+    width: Size
+    alpha: Real
+    limit: Real
+    cubic: Real
+    offset: Real
+    bias: Address
+    columns: Size
+    interleaved: Size
+
+
+class CopyArgs(NamedTuple):
+    """Parameters of copy: both addresses and num_bytes are multiples of 16."""
+
+    source: Address
+    destination: Address
+    num_bytes: Address
+
+
+class CountArgs(NamedTuple):
+    """Parameters of count_routes, of T tokens with top_k entries each.
+
+    Attributes:
+        ids: [T, top_k] expert ids.
+        counts: int32, tokens by rank, entries by expert, T, and zeros up to a multiple of 4.
+        goes: [T, ranks] of one byte, 1 where a token goes to a rank.
+        ids_out: [T, top_k] int32, the ids.
+        last_ids: [T, top_k] int32, the ids of entries that are the last of their token on their rank, else -1.
+        local_experts: experts of one rank, with the `division_magic` of it.
+    """
+
+    ids: Ids
+    counts: Address
+    goes: Address
+    ids_out: Address
+    last_ids: Address
+    tokens: Size
+    top_k: Size
+    ranks: Size
+    experts: Size
+    local_experts: Size
+    local_experts_magic: Word

@@ -1,0 +1,47 @@
+"""The parameters of each kernel: the numbers of its argument records, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
+from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs
+from cute_ep.layouts.maps.variants import COPY_KERNEL, COUNT_KERNEL, DISPATCH_KERNELS, GATE_KERNELS, QUANTIZE_KERNEL
+
+
+def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
+    """The argument of a kernel, each number of which is make(its dotted name, the DSL's name of its type)."""
+    record: Any = DispatchArgs if kernel in DISPATCH_KERNELS else CombineArgs
+    if kernel == COPY_KERNEL:
+        record = CopyArgs
+    elif kernel == COUNT_KERNEL:
+        record = CountArgs
+    elif kernel == QUANTIZE_KERNEL or kernel in GATE_KERNELS:
+        record = RowsArgs
+    return _filled(record, "", make)
+
+
+def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:
+    fields = []
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            fields.append(make(prefix + name, get_args(hint)[1]))
+        else:
+            fields.append(_filled(hint, f"{prefix}{name}.", make))
+    return record(*fields)
+
+
+@cache
+def parameters_of(kernel: str) -> tuple[tuple[str, str], ...]:
+    """The parameters of a kernel in order: dotted name, and "i32" or "i64" for its width."""
+    found: list[tuple[str, str]] = []
+    arguments_of(kernel, lambda name, kind: found.append((name, f"i{kind[-2:]}")))
+    return tuple(found)
+
+
+def numbers(record: Any) -> Iterator[Any]:
+    """The numbers of a record and of the records in it, in the order of a kernel's parameters."""
+    for field in record:
+        yield from numbers(field) if isinstance(field, tuple) else (field,)

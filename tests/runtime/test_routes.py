@@ -1,0 +1,82 @@
+"""Counts of a rank's routes on the CPU, against a loop over entries; `tests/gpu/test_routes.py` has the kernel."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from cute_ep.api.errors import EPInputError
+from cute_ep.runtime.routes import RouteCounts, count_routes
+from cute_ep.testing.compare import assert_bits
+
+BEYOND = 2**31 - 1
+
+
+def check(got: RouteCounts, given: torch.Tensor, experts: int, ranks: int) -> None:
+    """By loops over tokens and entries."""
+    local, by_expert, goes = experts // ranks, [0] * experts, torch.zeros(len(given), ranks, dtype=torch.bool)
+    last_ids = torch.full(given.shape, -1, dtype=torch.int32)
+    for token, entries in enumerate(given.tolist()):
+        for slot, expert in enumerate(entries):
+            if 0 <= expert < experts:
+                by_expert[expert] += 1
+                goes[token, expert // local] = True
+                if all(not 0 <= e < experts or e // local != expert // local for e in entries[slot + 1 :]):
+                    last_ids[token, slot] = expert
+    numbers = [*goes.sum(0).tolist(), *by_expert, len(given)]
+    counts = torch.tensor(numbers + [0] * (-len(numbers) % 4), dtype=torch.int32)
+    assert_bits(got.counts, counts, "counts")
+    assert_bits(got.by_rank, counts[:ranks], "by_rank")
+    assert_bits(got.by_expert, counts[ranks : ranks + experts], "by_expert")
+    assert_bits(got.goes, goes, "goes")
+    assert_bits(got.last_ids, last_ids, "last_ids")
+    ids = [[expert if -(2**31) <= expert < 2**31 else BEYOND for expert in entries] for entries in given.tolist()]
+    assert_bits(got.ids, torch.tensor(ids, dtype=torch.int32).view(given.shape), "ids")
+
+
+def entries(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Ids of all kinds: repeated, masked, beyond the experts, and beyond 32 bits where the type has them."""
+    generator = torch.Generator().manual_seed(tokens * 64 + top_k)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), generator=generator, dtype=dtype)
+    ids[tokens // 2 :, -1] = ids[tokens // 2 :, 0]
+    if dtype == torch.int64 and tokens > 3:
+        ids[1, 0], ids[2, -1], ids[3, 0] = (3 << 32) + 1, -(1 << 40), 1 << 31
+    return ids
+
+
+SIZES = [(0, 2, 4, 2), (1, 1, 1, 1), (9, 3, 12, 3), (70, 8, 64, 4), (33, 32, 1024, 32), (40, 9, 40, 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "ranks"), SIZES)
+def test_counts_are_those_of_a_loop(tokens: int, top_k: int, experts: int, ranks: int, dtype: torch.dtype) -> None:
+    given = entries(tokens, top_k, experts, dtype)
+    check(count_routes(given, experts, ranks), given, experts, ranks)
+    if tokens:
+        strided = given.t().contiguous().t()
+        check(count_routes(strided, experts, ranks), given, experts, ranks)
+
+
+def test_ids_are_copied() -> None:
+    given = torch.tensor([[0, 3]], dtype=torch.int32)
+    routes = count_routes(given, 4, 2)
+    given.fill_(1)
+    assert routes.ids.tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "experts", "ranks", "rule"),
+    [
+        (torch.zeros(3), 4, 2, "topk_ids: torch.float32 of shape (3,): must be [T, K]"),
+        (torch.zeros(3, 2), 4, 2, "topk_ids: torch.float32"),
+        (torch.zeros(3, 2).int(), 5, 2, "num_experts = 5: must be a positive multiple of ranks = 2"),
+        (torch.zeros(3, 2).int(), 0, 2, "num_experts = 0"),
+        (torch.zeros(3, 2).int(), 64, 64, "these at most 32"),
+        (torch.zeros(3, 2).int(), 2048, 2, "at most 1024"),
+    ],
+)
+def test_arguments_that_break_a_rule_are_refused(ids: torch.Tensor, experts: int, ranks: int, rule: str) -> None:
+    with pytest.raises(EPInputError, match=re.escape(rule)):
+        count_routes(ids, experts, ranks)
