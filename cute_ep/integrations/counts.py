@@ -9,12 +9,6 @@ from torch import Tensor
 from cute_ep.layouts.maps.record import align_up
 
 
-def count_entries(ids: Tensor, num_experts: int) -> Tensor:
-    """[num_experts] int64, how many entries of [T, K] expert ids name each expert; negative ones name none."""
-    home = torch.where(ids < 0, num_experts, ids).flatten().long()
-    return home.new_zeros(num_experts + 1).scatter_add_(0, home, torch.ones_like(home))[:num_experts]
-
-
 def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     """Tell every rank what this one sends to it. One small all-to-all, on the device: nothing waits on the host.
 

@@ -16,9 +16,10 @@ import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import alignment_for, close, config_of, connections_of, room_for
-from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
+from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
+from cute_ep.runtime.routes import count_routes
 
 require("megatron.core", (0, 16), below=(0, 17), package="megatron-core")
 
@@ -101,7 +102,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
                 f"hidden_states.dtype = {hidden_states.dtype}: must be torch.bfloat16; train with bf16=True"
             )
         tokens, hidden = hidden_states.shape
-        heard = exchange_counts(count_entries(self.token_indices, self.num_experts), tokens, self.group)
+        routes = count_routes(self.token_indices, self.num_experts, self.group.size())
+        heard = exchange_counts(routes.by_expert, tokens, self.group)
         heard = heard.cpu()
         self.tokens_per_expert = expert_rows(heard, self.row_alignment)
         comm, scalars = (self._connected(columns, int(heard[:, -1].max())) for columns in (hidden, SCALAR_HIDDEN))

@@ -52,14 +52,12 @@ def rank_index(batch: Dispatched, rows: int) -> RankIndex:
     return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
 
 
-def without_rows(batch: Dispatched, router_weights: torch.Tensor | None = None) -> Dispatched:
+def without_rows(batch: Dispatched, router_weights: torch.Tensor | None) -> Dispatched:
     """What combine reads of a batch, without the memory of its rows and scale factors.
 
     Args:
-        router_weights: [T, K] float32 that exact mode multiplies by; None: ones.
+        router_weights: [T, K] float32 that exact mode multiplies by, unless combine is given others.
     """
-    if router_weights is None:
-        router_weights = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
     kept = {name: getattr(batch, name) for name in (*READ_BY_COMBINE, "weights")}
     rows = batch.src_info if len(batch.src_info) == len(batch.tokens) else batch.tokens
     return Dispatched.of_tensors(

@@ -15,6 +15,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations import connections
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.reference.processes import connect_processes
+from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.connection import connect_local
 from cute_ep.testing.workloads import RankInputs
 from tests.reference.ranks import at_once
@@ -51,21 +52,33 @@ def connect(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPC
     return connect_processes(cfg, group.rank(), group.on_all_ranks)
 
 
-def connect_one(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
-    """In place of `cute_ep.connect`, for the only rank, on the current GPU."""
-    return connect_local(cfg, ["cuda"], sms=sms, library=LIBRARY)[0]
+def connect_on_gpu(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
+    """In place of `cute_ep.connect`, for ranks that share the current GPU. As with a GPU of its own, a rank's kernels
+    run on the current stream, so each thread has another one."""
+
+    def make() -> list[Communicator]:
+        return connect_local(cfg, ["cuda"] * group.size(), sms=sms, library=LIBRARY) if group.rank() == 0 else []
+
+    _, (ranks, *_) = group.on_all_ranks(make, lambda made: made)
+    ranks[group.rank()]._shared_device = False
+    return ranks[group.rank()]
 
 
 def on_groups(
     monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[ThreadGroup], Any], device: torch.device = CPU
 ) -> list:
-    """What program(group) returns on each rank; on a GPU there can be one rank only."""
-    monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_one)
+    """What program(group) returns on each rank. On a GPU run it with one rank first: CUDA may load a kernel only once
+    the GPU is idle, and it never is while a rank waits for another one."""
+    monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_on_gpu)
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:
         try:
-            return program(ThreadGroup(rank, ranks, barrier, given))
+            with torch.cuda.stream(None if device.type == "cpu" else torch.cuda.Stream(device)):
+                found = program(ThreadGroup(rank, ranks, barrier, given))
+                if device.type != "cpu":
+                    torch.cuda.current_stream(device).synchronize()
+                return found
         except BaseException:
             barrier.abort()
             raise
@@ -84,8 +97,7 @@ def on_buffers(
     make: Callable[[Any], Any] = Buffer,
     device: torch.device = CPU,
 ) -> list:
-    """What program(buffer) returns on each rank; `make` makes a buffer of a group. On a GPU there can be one rank
-    only."""
+    """What program(buffer) returns on each rank, as `on_groups`; `make` makes a buffer of a group."""
 
     def run(group: ThreadGroup) -> Any:
         buffer = make(group)

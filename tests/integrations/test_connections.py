@@ -7,7 +7,7 @@ import torch
 
 from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, room_for
-from cute_ep.integrations.counts import count_entries, expert_rows
+from cute_ep.integrations.counts import expert_rows
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 
@@ -39,14 +39,6 @@ def test_the_alignment_is_the_least_that_pads_enough(multiple: int, alignment: i
 def test_an_alignment_that_there_is_not_is_refused() -> None:
     with pytest.raises(EPConfigError, match="multiple of 24 rows"):
         alignment_for(24)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_masked_entries_are_not_counted(dtype: torch.dtype) -> None:
-    ids = torch.tensor([[0, 2], [-1, 2], [2, -1]], dtype=dtype)
-    counts = count_entries(ids, 4)
-    assert counts.tolist() == [1, 0, 3, 0] and counts.dtype == torch.int64
-    assert count_entries(ids[:0], 4).tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(("alignment", "rows"), [(1, [0, 1, 8, 9]), (8, [0, 8, 8, 16])])

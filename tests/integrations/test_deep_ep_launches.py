@@ -55,15 +55,16 @@ def test_normal_mode_moves_rows_without_a_copy(
     buffer: Buffer, launches: Launches, connected: Connected, no_wait: None
 ) -> None:
     rows, *_, handle, _ = buffer.dispatch(X, None, *layout(buffer), IDS, WEIGHTS, num_worst_tokens=2 * TOKENS)
-    assert launches.kernels == ["dispatch"] * 3
-    assert [cfg.hidden for cfg, _ in connected] == [24, HIDDEN, 16] and {sms for _, sms in connected} == {20}
-    _, moved, _ = launches
+    assert launches.kernels == ["dispatch_rank_major"] * 2
+    assert [cfg.hidden for cfg, _ in connected] == [24, HIDDEN] and {sms for _, sms in connected} == {20}
+    _, moved = launches
     assert moved.values("input.x", "out.tokens") == (X.data_ptr(), rows.data_ptr())
     buffer.dispatch(X, handle)
     weights = torch.rand(2 * TOKENS, SLOTS)
     buffer.combine(rows, handle, weights)
-    assert launches.kernels[3:] == ["dispatch", "combine_exact", "combine_unweighted"]
-    home = launches.last("combine_exact")
+    again = ["dispatch_rank_major", "combine_partial", "dispatch_rank_major", "combine_unweighted"]
+    assert launches.kernels[2:] == again
+    home = launches.last("combine_partial")
     assert home.values("rows.data", "rows.capacity") == (rows.data_ptr(), 2 * TOKENS)
     assert len(connected) == 3
 
@@ -73,7 +74,7 @@ def test_normal_mode_moves_rows_of_8_bits_as_they_are(buffer: Buffer, launches: 
     (rows, factors), *_ = buffer.dispatch(
         (payload, scales), None, *layout(buffer), IDS, WEIGHTS, num_worst_tokens=2 * TOKENS
     )
-    _, moved, _ = launches
+    _, moved = launches
     assert moved.variant.format == "bf16"  # the kernel that encodes nothing
     assert moved.values("input.x", "input.scales", "out.tokens") == (
         payload.data_ptr(), scales.data_ptr(), rows.data_ptr()
@@ -114,11 +115,11 @@ def test_an_elastic_buffer_moves_rows_without_a_copy_and_never_waits(
         first = len(launches)
         rows, _, weights, handle, _ = buffer.dispatch(X, IDS, WEIGHTS, **static, do_expand=expand)
         assert list(launches)[first].values("input.x", "out.tokens") == (X.data_ptr(), rows.data_ptr())
-        buffer.dispatch(X, handle=handle, do_expand=expand)
+        buffer.dispatch(X, handle=handle, do_expand=expand, num_sms=8)
         buffer.combine(rows, handle)
         buffer.combine(rows, handle, weights, bias)
-    by_rank = ["dispatch", "dispatch", "dispatch", "combine_exact", "combine_unweighted", "combine_unweighted"]
-    expanded = ["dispatch", "dispatch", "combine_exact", "combine_unweighted", "dispatch", "combine_unweighted"]
+    sums = ["combine_exact", "combine_unweighted", "dispatch_rank_major", "combine_unweighted"]
+    by_rank, expanded = ["dispatch_rank_major", "dispatch_rank_major", *sums], ["dispatch", "dispatch", *sums]
     assert launches.kernels == by_rank + expanded
     assert [(cfg.max_tokens_per_rank, cfg.timeout_s, sms) for cfg, sms in connected] == [(TOKENS, 7.0, 8)] * 3
 

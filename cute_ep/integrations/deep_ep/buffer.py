@@ -24,7 +24,7 @@ from cute_ep.integrations.deep_ep.calls import (
 )
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.low_latency import LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, dispatch_layout
+from cute_ep.integrations.deep_ep.normal import Handle, Layout, NormalMode, Route, joined, routes_of
 
 
 class Buffer(LowLatency):
@@ -144,8 +144,8 @@ class Buffer(LowLatency):
         begin(previous_event, async_finish, allocate_on_comm_stream)
         check_experts(num_experts, self.group_size)
         require(topk_idx.dim() == 2, f"topk_idx.dim() = {topk_idx.dim()}: must be 2")
-        by_rank, by_expert, goes = dispatch_layout(topk_idx, num_experts, self.group_size)
-        return by_rank, None, by_expert, goes, finished(async_finish)
+        routes = Layout.of(topk_idx, num_experts, self.group_size).routes
+        return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
 
     @torch.no_grad()
     def dispatch(
@@ -198,8 +198,9 @@ class Buffer(LowLatency):
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
             route = _handle(handle).route
-            require(tokens == len(route.ranks), f"x.shape[0] = {tokens}: must be {len(route.ranks)}, as of the handle")
-            rows, factors, _, _ = self._normal.dispatch(payload, scales, route.ranks, route.tokens, route.rows)
+            own = len(route.routes.ids)
+            require(tokens == own, f"x.shape[0] = {tokens}: must be {own}, as of the handle")
+            rows, factors, _ = self._normal.dispatch(payload, scales, None, route)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
@@ -211,7 +212,9 @@ class Buffer(LowLatency):
         require(is_token_in_rank.shape == shape, f"is_token_in_rank.shape: must be {shape}")
         experts = num_tokens_per_expert.shape[0]
         check_experts(experts, self.group_size)
-        counts = self._normal.exchange_counts(num_tokens_per_rank, num_tokens_per_expert, tokens)
+        known = Layout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+        words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
+        counts = self._normal.exchange_counts(words, experts)
         received: list[int] = []
         if num_worst_tokens:
             room, most = num_worst_tokens, -(-num_worst_tokens // self.group_size)
@@ -219,14 +222,15 @@ class Buffer(LowLatency):
             require(tokens <= most, f"num_worst_tokens = {room}: must be at least {self.group_size} * {tokens} tokens")
         else:
             room, most, received = self._normal.wait_for_counts(counts, expert_alignment)
-        numbers = torch.arange(self.group_size, dtype=torch.int32, device=payload.device)
-        ranks = torch.where(is_token_in_rank, numbers, -1)
-        rows, factors, returned, sources = self._normal.dispatch(payload, scales, ranks, most, room)
-        route = Route(ranks, most, room, returned, {})
+        routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
+        route, sent = Route(routes, of, most, room), topk_weights
+        if topk_weights is not None and routes.ids.shape != topk_weights.shape:
+            sent = torch.nn.functional.pad(topk_weights, (0, routes.ids.shape[1] - topk_weights.shape[1]))
+        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route)
         ids = weights = None
-        if topk_idx is not None and topk_weights is not None:
-            ids, weights = self._normal.dispatch_entries(topk_idx, topk_weights, experts, route)
-        made = Handle(counts.prefix_matrix(), None, None, sources, is_token_in_rank, None)
+        if topk_idx is not None:
+            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
+        made = Handle(counts.prefix_matrix(), None, None, batch.src_info[:room, 0], is_token_in_rank, None)
         made.route = route
         got = rows if factors is None else (rows, factors)
         return got, ids, weights, received, made, finished(async_finish)

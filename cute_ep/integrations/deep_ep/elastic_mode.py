@@ -1,24 +1,26 @@
 """The work of `ElasticBuffer`, in two forms.
 
-- One row per (token, rank): as in normal mode a dispatch to ranks, in which a token's entry for a rank stands at the
-  last of its slots with experts of that rank. So combine in exact mode adds in DeepEP V2's order. Top-k entries travel
-  as words.
+- One row per (token, rank): rank-major rows. A token's row stands for the last of its slots with experts of that rank,
+  so combine in exact mode adds in DeepEP V2's order.
 - One row per (token, expert): cute_ep's own. Its combine adds a token's rows on their rank first, by torch ops, and
   sends the sums as rows per (token, rank); or it sends all rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.connections import Connections, config_of
-from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide, dispatch_layout
+from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide
 from cute_ep.integrations.rows import RankIndex, rank_index, without_rows
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.runtime.routes import RouteCounts, count_routes
 
 
 class Layout(NamedTuple):
@@ -30,19 +32,40 @@ class Layout(NamedTuple):
     do_expand: bool
 
 
+class Arrived(NamedTuple):
+    """What a dispatch brought, of n rows per (token, rank).
+
+    Attributes:
+        source, token: [n] of each row.
+        slots: [n, K] of each entry its row with `do_expand`, otherwise its local expert; -1 where it is not of this
+            rank.
+        source_ends: [R] int32, rows of sources 0 .. s.
+        counts: [L] int32 entries of each local expert.
+    """
+
+    source: torch.Tensor
+    token: torch.Tensor
+    slots: torch.Tensor
+    source_ends: torch.Tensor
+    counts: torch.Tensor
+
+
 @dataclass(eq=False, repr=False)
 class EPHandle:
     """What `ElasticBuffer.dispatch` returns for later calls, with the attributes of DeepEP's handle. n is the number of
-    rows per (token, rank) that this rank gets or has room for.
+    rows per (token, rank) that this rank gets or has room for. Attributes that need more than the dispatch are computed
+    when they are asked for.
 
     Attributes:
         layout: the sizes, which `num_experts`, `num_max_tokens_per_rank`, `expert_alignment` and `do_expand` also have.
         num_sms: SMs for kernels of communicators that the dispatch connected.
         topk_idx: [T, K] int64 expert ids.
-        ranks: [T, K] int32, the rank of an entry that is the last of its token there, else -1.
+        routes: what they say.
         num_recv_tokens, num_expanded_tokens: rows per (token, rank), and padded rows per (token, expert), that came;
             without `do_cpu_sync` what there is room for.
         num_recv_tokens_per_expert_list: entries of each local expert, rounded up; empty without `do_cpu_sync`.
+        route: where tokens go, and what combine returns.
+        find: says what came, once it was dispatched.
         dst_buffer_slot_idx: [T, K] int32, how many tokens before go to the rank of an entry too; -1 where masked.
         psum_num_recv_tokens_per_scaleup_rank: [R] int32, rows per (token, rank) of sources 0 .. s.
         psum_num_recv_tokens_per_expert: [L] int32. With `do_expand` the end of each expert's rows, without padding;
@@ -56,40 +79,54 @@ class EPHandle:
     layout: Layout
     num_sms: int
     topk_idx: torch.Tensor
-    ranks: torch.Tensor
+    routes: RouteCounts
     num_recv_tokens: int
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
-    dst_buffer_slot_idx: torch.Tensor
+    route: Route
+    find: Callable[[], Arrived] | None = None
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
 
     def __post_init__(self) -> None:
         self.num_experts, self.num_max_tokens_per_rank, self.expert_alignment, self.do_expand = self.layout
-        self.route: Route | None = None
 
-    def arrive(self, index: RankIndex, slots: torch.Tensor, counts: torch.Tensor) -> None:
-        """Say what came.
+    @cached_property
+    def arrived(self) -> Arrived:
+        """What the dispatch brought."""
+        assert self.find is not None
+        return self.find()
 
-        Args:
-            index: of the rows per (token, rank).
-            slots: [n, K] int64, of each entry its row with `do_expand`, otherwise its local expert; -1 where it is not
-                of this rank.
-            counts: [L] int32 entries of each local expert.
-        """
-        _, room, entries = index.live.shape
-        source, token = index.entry // room, index.entry % room
-        column = torch.arange(entries, device=slots.device)
-        last = torch.where(slots >= 0, column, 0).amax(1)
+    @cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        goes, ids = self.routes.goes, self.routes.ids
+        server = ids.clamp(min=0, max=self.num_experts - 1) // (self.num_experts // goes.shape[1])
+        before = (goes.cumsum(0) - 1).gather(1, server.long())
+        return torch.where(ids >= 0, before, -1).int()
+
+    @cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        source, token, slots, _, _ = self.arrived
+        entries = slots.shape[1]
+        last = torch.where(slots >= 0, torch.arange(entries, device=slots.device), 0).amax(1)
         rows = slots if self.do_expand else torch.full_like(slots, -1)
         head = torch.stack([source * self.num_max_tokens_per_rank + token, source * entries + last], dim=1)
-        self.recv_src_metadata = torch.cat([head, rows], dim=1).int()
-        self.psum_num_recv_tokens_per_scaleup_rank = index.source_ends
-        self.num_unaligned_recv_tokens_per_expert = counts
+        return torch.cat([head, rows], dim=1).int()
+
+    @property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        return self.arrived.source_ends
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        return self.arrived.counts
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        counts = self.arrived.counts
         padded = align_up(counts, self.expert_alignment)
         ends = padded.cumsum(0)
-        self.psum_num_recv_tokens_per_expert = (ends - padded + counts if self.do_expand else ends).int()
-        self.slots = slots
+        return (ends - padded + counts if self.do_expand else ends).int()
 
 
 class ElasticMode(NormalMode):
@@ -108,49 +145,41 @@ class ElasticMode(NormalMode):
 
     def route(self, ids: torch.Tensor, layout: Layout, sms: int, *, wait: bool) -> EPHandle:
         """Where tokens go, and how many rows come or can come; `wait` for all ranks' numbers on the host."""
-        ranks, entries = self._ranks, ids.shape[1]
-        local, alignment = layout.num_experts // ranks, layout.expert_alignment
-        by_rank, by_expert, goes = dispatch_layout(ids, layout.num_experts, ranks)
+        ranks, most, alignment = self._ranks, layout.num_max_tokens_per_rank, layout.expert_alignment
+        local = layout.num_experts // ranks
+        routes = count_routes(ids, layout.num_experts, ranks)
         if wait:
-            counts = self.exchange_counts(by_rank, by_expert, len(ids))
-            rows, _, padded = self.wait_for_counts(counts, alignment)
+            rows, _, padded = self.wait_for_counts(self.exchange_counts(routes.counts, layout.num_experts), alignment)
             expanded = sum(padded)
         else:
-            rows, padded = ranks * layout.num_max_tokens_per_rank, []
-            expanded = align_up(rows * min(entries, local) + (alignment - 1) * local, alignment)
-        server = torch.where(ids >= 0, ids // local, -1)
-        slot = torch.arange(entries, device=ids.device)
-        again = ((server[:, :, None] == server[:, None, :]) & (slot > slot[:, None])).any(2)
-        before = (goes.cumsum(0) - 1).gather(1, server.clamp(min=0))
-        return EPHandle(
-            layout,
-            sms,
-            ids,
-            torch.where(again, -1, server).int(),
-            rows,
-            expanded,
-            padded,
-            torch.where(server >= 0, before, -1).int(),
-        )
+            rows, padded = ranks * most, []
+            expanded = align_up(rows * min(ids.shape[1], local) + (alignment - 1) * local, alignment)
+        route = Route(routes, layout.num_experts, most, rows)
+        return EPHandle(layout, sms, ids, routes, rows, expanded, padded, route)
 
     def by_rank(
         self, handle: EPHandle, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(rows, their scale factors, [rows, K] local experts, [rows, K] weights), one row per (token, rank)."""
-        rows, most = handle.num_recv_tokens, handle.num_max_tokens_per_rank
-        got, factors, returned, _ = self.dispatch(x, scales, handle.ranks, most, rows)
-        if handle.route is not None and weights is None:
-            return got, factors, handle.slots.clone(), None
-        route = handle.route or Route(handle.ranks, most, rows, returned, {})
-        sent = torch.zeros(handle.ranks.shape, dtype=torch.float32, device=x.device) if weights is None else weights
-        local, received = self.dispatch_entries(handle.topk_idx, sent, handle.num_experts, route)
-        if handle.route is None:
-            experts = handle.num_experts // self._ranks
-            number = torch.where(local < 0, experts, local).flatten()
-            counts = torch.zeros(experts + 1, dtype=torch.int32, device=x.device)
-            counts.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))
-            handle.arrive(rank_index(returned.batch, rows), local.clone(), counts[:experts])
-            handle.route = route
+        rows = handle.num_recv_tokens
+        got, factors, batch = self.dispatch(x, scales, weights, handle.route)
+        local, received = self.entries(batch, rows, handle.routes.ids.shape[1])
+        if handle.find is None:
+            own = batch.row_expert_ids  # the caller may write to what it gets
+            ends, tokens = batch.row_offsets[1:], batch.src_info[:rows, 0]
+
+            def find() -> Arrived:
+                row = torch.arange(rows, dtype=torch.int32, device=local.device)
+                source = torch.searchsorted(ends, row, right=True).clamp(max=self._ranks - 1)
+                experts = handle.num_experts // self._ranks
+                assert own is not None
+                slots = own[:rows].long()
+                number = torch.where(slots < 0, experts, slots).flatten()
+                counts = torch.zeros(experts + 1, dtype=torch.int32, device=local.device)
+                counts.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))
+                return Arrived(source, tokens, slots, ends, counts[:experts])
+
+            handle.find = find
         return got, factors, local, None if weights is None else received
 
     def expanded(
@@ -161,7 +190,7 @@ class ElasticMode(NormalMode):
         cfg = config_of(
             x.shape[1],
             handle.num_experts,
-            handle.topk_idx.shape[1],
+            handle.routes.ids.shape[1],
             handle.num_max_tokens_per_rank,
             self._ranks,
             "bf16" if scales is None else "mxfp8",
@@ -173,40 +202,44 @@ class ElasticMode(NormalMode):
             wire = as_wide(scales, x.shape[1]).view(torch.uint8)
         communicator = self._connections.get(cfg, self.sms)
         out = communicator.allocate(max(rows, 1))
-        batch = communicator.dispatch(x.contiguous(), handle.topk_idx, weights, scales=wire, out=out)
-        index = rank_index(batch, handle.num_recv_tokens)
-        if handle.route is None:
+        batch = communicator.dispatch(x.contiguous(), handle.routes.ids, weights, scales=wire, out=out)
+        if handle.find is None:
+            index = rank_index(batch, handle.num_recv_tokens)
+            most, counts = batch.row_map.shape[1], batch.row_counts
             slots = torch.where(index.live, batch.row_map, -1).flatten(0, 1)[index.entry]
-            slots = slots.masked_fill(~index.filled[:, None], -1)
-            home = Returned(communicator, self._as_sent_home(batch, index, handle))
-            handle.arrive(index, slots.long(), batch.row_counts.clone())
-            handle.route = Route(handle.ranks, handle.num_max_tokens_per_rank, handle.num_recv_tokens, home, {})
-        factors = received = None
+            slots = slots.masked_fill(~index.filled[:, None], -1).long()
+            arrived = Arrived(index.entry // most, index.entry % most, slots, index.source_ends, counts.clone())
+            handle.find = lambda: arrived
+            handle.route.of_rows = Returned(communicator, self._as_sent_home(batch, index, handle))
+        factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        if weights is not None and batch.weights is not None:
-            place = torch.where(index.live, batch.row_map, rows).long().flatten()
-            received = torch.zeros(rows + 1, dtype=torch.float32, device=x.device)
-            received = received.scatter_(0, place, batch.weights.flatten())[:rows]
+        received = None
+        if weights is not None:
+            here = torch.arange(rows, dtype=torch.int32, device=weights.device) < batch.num_rows
+            received = torch.where(here, batch.row_weights[:rows], 0)
         return batch.tokens[:rows], factors, None, received
 
     def _as_sent_home(self, batch: Dispatched, index: RankIndex, handle: EPHandle) -> Dispatched:
         """The batch that combine returns rows of: all, or one per (token, rank), at the last of its slots."""
         if not self._reduce:
-            return without_rows(batch)
+            return without_rows(batch, None)
         last = index.live & (index.live.flip(2).cumsum(2).flip(2) == 1)
         row_map = torch.where(last, index.row[:, :, None], -1).int()
-        ids = torch.where(handle.ranks >= 0, handle.topk_idx, -1)
-        return without_rows(batch.derived(row_map=row_map, tokens=index.entry, topk_ids=ids))
+        derived = batch.derived(row_map=row_map, tokens=index.entry, topk_ids=handle.routes.last_ids)
+        return without_rows(derived, None)
 
     def combine_rows(self, handle: EPHandle, rows: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""
-        assert handle.route is not None
+        assert handle.route.of_rows is not None
         communicator, batch = handle.route.of_rows
-        if handle.do_expand and self._reduce:
-            rows = _reduced(rows, handle.slots)
+        if not handle.do_expand:
+            batch = batch.derived(topk_ids=handle.routes.last_ids)
+        elif self._reduce:
+            rows = _reduced(rows, handle.arrived.slots)
         if not biases:
-            return communicator.combine(rows, batch)
+            ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=rows.device)
+            return communicator.combine(rows, batch, ones)
         home = communicator.combine(rows, batch, mode="unweighted")
         total = biases[0].float()
         for bias in biases[1:]:
@@ -217,10 +250,10 @@ class ElasticMode(NormalMode):
 
     def combine_entries(self, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
         """[T, K] float32: each entry's weight from its rank; 0 where masked."""
-        assert handle.route is not None
+        slots = handle.arrived.slots
         if handle.do_expand:
-            weights = weights[handle.slots.clamp(min=0)]
-        return self.combine_weights(torch.where(handle.slots >= 0, weights, 0), handle.route)
+            weights = weights[slots.clamp(min=0)]
+        return self.combine_weights(torch.where(slots >= 0, weights, 0), handle.route)
 
     def _room(self, tokens: int) -> int:
         return tokens

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
@@ -17,8 +16,6 @@ from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
 from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
 from cute_ep.integrations.deep_ep.events import EventOverlap
-from cute_ep.integrations.rows import present
-from cute_ep.layouts.maps.routing import LOST_ROW
 
 
 class _Fields(NamedTuple):
@@ -90,7 +87,7 @@ class LowLatency:
         begin(None, async_finish, False)
         _check_options(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
-        ranks, device, hidden = self._connections.size, self._connections.device, x.shape[1]
+        ranks, hidden = self._connections.size, x.shape[1]
         require(
             not use_ue8m0 or hidden % PACKED_COLUMNS == 0,
             f"x.shape[1] = {hidden}: must be a multiple of {PACKED_COLUMNS}",
@@ -102,7 +99,8 @@ class LowLatency:
         communicator = self._connections.get(cfg)
         blocks, experts = Blocks(communicator, packed=use_ue8m0), cfg.local_experts
         out = blocks.out
-        layout_range = torch.empty((experts, ranks), dtype=torch.int64, device=device)
+        assert out.source_ranges is not None
+        layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
         source_tokens = out.src_info[:, 0].view(experts, -1)
         handle = LowLatencyHandle(source_tokens, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts)
         handle.communicator = communicator
@@ -110,8 +108,6 @@ class LowLatency:
         def receive(batch: Dispatched) -> None:
             handle.batch = batch
             blocks.received()
-            number = _count_by_source(cfg, batch)
-            layout_range.copy_((number.cumsum(1) - number) << 32 | number)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(out.row_counts)
 
@@ -217,14 +213,3 @@ def _once(call: Callable[[], object]) -> Callable[[], None]:
             calls.pop()()
 
     return hook
-
-
-def _count_by_source(cfg: EPConfig, batch: Dispatched) -> torch.Tensor:
-    """[L, R] int64 rows of each block by source rank."""
-    row_map, ranks = batch.row_map, batch.row_map.shape[0]
-    live = present(batch) & (row_map != LOST_ROW)
-    assert cfg.block_rows is not None
-    source = torch.arange(ranks, device=row_map.device)[:, None, None]
-    pair = torch.where(live, row_map // cfg.block_rows * ranks + source, 0)
-    count = torch.zeros(cfg.local_experts * ranks, dtype=torch.int64, device=row_map.device)
-    return count.scatter_add_(0, pair.flatten(), live.long().flatten()).view(-1, ranks)

@@ -1,15 +1,14 @@
 """DeepEP's normal mode: one row per (token, rank), by source rank, then token, and unweighted sums over ranks.
 
-Here a rank is the expert: entry d of a token is rank d or masked. Rows by expert, source, token are then the rows that
-DeepEP returns, so nothing is copied. Rank-major rows of the real experts would bring the entries too, but would go
-where a token's experts are. DeepEP sends it where `is_token_in_rank` says, which the host cannot compare without
-waiting. Three communicators take part:
+These are rank-major rows. Tokens go where `is_token_in_rank` says. Where that is what `get_dispatch_layout` made of the
+same top-k entries, dispatch is given these. Otherwise each rank has one expert more, which is in none of DeepEP's
+numbers, and a token has an entry more for each rank that it goes to. Three communicators take part:
 
 | communicator | a message is | when |
 | --- | --- | --- |
 | counts | one rank's numbers of tokens by rank and by expert | each dispatch without a handle, first |
-| rows | a token, in bfloat16 or as given FP8 | each dispatch; its batch serves combine |
-| entries | a token's expert ids and weights, as 32-bit words | where top-k entries are given or combined |
+| rows | a token, in bfloat16 or as given FP8, and its entries | each dispatch; its batch serves combine |
+| words | 32-bit words | where top-k weights are combined |
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections, config_of, room_for
-from cute_ep.integrations.counts import count_entries
 from cute_ep.integrations.rows import without_rows
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
+from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.runtime.routes import RouteCounts, count_routes
 
 WORDS = VECTOR_BYTES // 4
 """32-bit words that rows of words are a multiple of."""
@@ -49,7 +49,7 @@ class Handle(_Fields):
         rank_prefix_matrix: [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d].
         recv_src_idx: [rows] int32, token index on its source of each row received.
         is_token_in_rank: [T, R] bool, as given.
-        route: where tokens go, and the batches that combine returns rows of.
+        route: where tokens go, and the batch that combine returns rows of.
     """
 
     route: Route
@@ -68,7 +68,7 @@ class Counts(NamedTuple):
 
     def prefix_matrix(self) -> torch.Tensor:
         """`Handle.rank_prefix_matrix`."""
-        return self.table[:, : len(self.table)].cumsum(0).int()
+        return self.table[:, : len(self.table)].cumsum(0, dtype=torch.int32)
 
 
 class Returned(NamedTuple):
@@ -83,29 +83,68 @@ class Route:
     """Where the tokens of one dispatch go.
 
     Attributes:
-        ranks: [T, C] int32, C >= R or the entries of a token: a rank that the token goes to, each one once, else -1.
+        routes: of the entries that dispatch is given.
+        experts: how many experts these are out of.
         tokens: what no rank has more tokens than.
         rows: rows received, or that there is room for.
-        of_rows: for sums of rows.
-        of_entries: for sums of top-k weights, once there was need; by the number of words of a row.
+        of_rows: for sums of rows, once they were sent.
+        of_words: for sums of top-k weights, once there was need; by the number of words of a row.
     """
 
-    ranks: torch.Tensor
+    routes: RouteCounts
+    experts: int
     tokens: int
     rows: int
-    of_rows: Returned
-    of_entries: dict[int, Returned]
+    of_rows: Returned | None = None
+    of_words: dict[int, Returned] | None = None
 
 
-def dispatch_layout(
-    topk_idx: torch.Tensor, num_experts: int, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """([R] int32 tokens by rank, [E] int32 entries by expert, [T, R] bool whether a token goes to a rank)."""
-    ids = topk_idx.long()
-    tokens, device = ids.shape[0], ids.device
-    server = torch.where(ids >= 0, ids // (num_experts // ranks), ranks)
-    goes = torch.zeros((tokens, ranks + 1), dtype=torch.bool, device=device).scatter_(1, server, True)[:, :ranks]
-    return goes.sum(0, dtype=torch.int32), count_entries(ids, num_experts).int(), goes.contiguous()
+class Layout(NamedTuple):
+    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change.
+
+    Attributes:
+        routes: it.
+        topk_idx: the entries.
+        versions: of these, the counts, and `is_token_in_rank`.
+    """
+
+    routes: RouteCounts
+    topk_idx: torch.Tensor
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
+        """Count; `known` finds it again by `routes.goes`."""
+        routes = count_routes(topk_idx, num_experts, ranks)
+        made = routes.goes._cute_ep_layout = cls(routes, topk_idx, _versions(topk_idx, routes))
+        return made
+
+    @staticmethod
+    def known(
+        goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
+    ) -> RouteCounts | None:
+        """The counts, if all these are of one layout, unchanged. Of inference tensors torch does not know that."""
+        made: Layout | None = getattr(goes, "_cute_ep_layout", None)
+        if made is None or made.topk_idx is not topk_idx or made.versions != _versions(topk_idx, made.routes):
+            return None
+        return made.routes if made.routes.by_rank is by_rank and made.routes.by_expert is by_expert else None
+
+
+def _versions(topk_idx: torch.Tensor, routes: RouteCounts) -> tuple[int, ...]:
+    return tuple(0 if one.is_inference() else one._version for one in (topk_idx, routes.counts, routes.goes))
+
+
+def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> tuple[RouteCounts, int]:
+    """Entries that bring each token where `goes` [T, R] says, and out of how many experts they are: the [T, K] ones
+    that there are, but for those of other ranks, then one for each rank."""
+    ranks, local = goes.shape[1], 1 if topk_idx is None else num_experts // goes.shape[1] + 1
+    own = torch.arange(local - 1, local * ranks, local, dtype=torch.int32, device=goes.device)
+    entries = torch.where(goes, own, -1)
+    if topk_idx is not None:
+        server = topk_idx.clamp(min=0, max=num_experts - 1) // (local - 1)
+        gone = (topk_idx < 0) | ((topk_idx < num_experts) & ~goes.gather(1, server.long()))
+        entries = torch.cat([torch.where(gone, -1, topk_idx + server).int(), entries], dim=1)
+    return count_routes(entries, local * ranks, ranks), local * ranks
 
 
 class NormalMode:
@@ -118,14 +157,13 @@ class NormalMode:
 
     # ---- counts
 
-    def exchange_counts(self, by_rank: torch.Tensor, by_expert: torch.Tensor, tokens: int) -> Counts:
-        """What every rank sends: [R] int32 tokens by rank, [E] int32 entries by expert, and its number of tokens."""
-        own = torch.full((1,), tokens, dtype=torch.int32, device=by_rank.device)
-        words = padded(torch.cat([by_rank.int(), by_expert.int(), own])[None])
-        communicator = self._connect(words.shape[1] * 2, 1, self._ranks)
-        everyone = torch.arange(self._ranks, dtype=torch.int32, device=by_rank.device)[None]
-        batch = communicator.dispatch(words.view(torch.bfloat16), everyone, out=communicator.allocate(self._ranks))
-        return Counts(batch.tokens.view(torch.int32)[:, : self._ranks + len(by_expert) + 1], communicator)
+    def exchange_counts(self, words: torch.Tensor, experts: int) -> Counts:
+        """What every rank sends: `RouteCounts.counts` of so many experts."""
+        communicator = self._connect(len(words) * 2, 1, self._ranks, self._ranks)
+        everyone = torch.arange(self._ranks, dtype=torch.int32, device=words.device)[None]
+        out = communicator.allocate(self._ranks)
+        batch = communicator.dispatch(words[None].view(torch.bfloat16), everyone, out=out)
+        return Counts(batch.tokens.view(torch.int32)[:, : self._ranks + experts + 1], communicator)
 
     def wait_for_counts(self, counts: Counts, alignment: int) -> tuple[int, int, list[int]]:
         """(rows that this rank gets, most tokens of a rank, entries of each local expert rounded up to `alignment`).
@@ -140,67 +178,62 @@ class NormalMode:
     # ---- rows
 
     def dispatch(
-        self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
-        ranks: torch.Tensor,
-        tokens: int,
-        rows: int,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Returned, torch.Tensor]:
-        """Send tokens to ranks.
+        self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, route: Route
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
+        """Send tokens along a route, which keeps the batch for combine if it has none.
 
         Args:
             x, scales: [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits.
-            ranks, tokens, rows: of the route.
+            weights: [T, entries] float32 that travel along.
 
         Returns:
-            The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch; [rows] int32 token indices.
+            The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch.
         """
         hidden, scaled = x.shape[1], scales is not None
-        wire = None if scales is None else as_wide(scales, hidden)
-        communicator = self._connect(hidden, tokens, ranks.shape[1], scaled)
-        out = communicator.allocate(max(rows, 1))
-        batch = communicator.dispatch(x.contiguous(), _first_experts(communicator.cfg, ranks), scales=wire, out=out)
+        wire = None if scales is None else as_wide(scales, hidden).view(torch.uint8)
+        communicator = self._connect(hidden, route.tokens, route.experts, route.routes.ids.shape[1], scaled)
+        out = communicator.allocate(max(route.rows, 1))
+        batch = communicator.dispatch(x.contiguous(), route.routes.ids, weights, scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
-            factors = batch.scales[:rows].view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        sources = batch.src_info[:rows, 0].contiguous()
-        return batch.tokens[:rows], factors, Returned(communicator, without_rows(batch)), sources
+            factors = batch.scales[: route.rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
+        if route.of_rows is None:
+            route.of_rows = Returned(communicator, without_rows(batch, None))
+        return batch.tokens[: route.rows], factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
+        assert route.of_rows is not None
         communicator, batch = route.of_rows
         if not biases:
-            return communicator.combine(rows, batch)
-        total = communicator.combine(rows, batch, dtype=torch.float32)
+            return communicator.combine(rows, batch, mode="partial")
+        total = communicator.combine(rows, batch, mode="partial", dtype=torch.float32)
         for bias in biases:
             total += bias.float()
         return total.bfloat16()
 
     # ---- top-k entries
 
-    def dispatch_entries(
-        self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, route: Route
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([rows, K] int64 local experts, -1 for those of other ranks; [rows, K] float32 weights, 0 there)."""
-        slots, local = topk_idx.shape[1], num_experts // self._ranks
-        words = padded(torch.cat([topk_idx.int(), topk_weights.view(torch.int32)], dim=1))
-        batch = self._send_words(words, route)
-        got = batch.tokens[: route.rows].view(torch.int32)
-        expert = got[:, :slots].long() - self._rank * local
-        here = torch.arange(route.rows, device=got.device) < batch.num_rows
-        inside = (expert >= 0) & (expert < local) & here[:, None]
-        weights = got[:, slots : 2 * slots].contiguous().view(torch.float32)
-        return torch.where(inside, expert, -1), torch.where(inside, weights, 0)
+    @staticmethod
+    def entries(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
+        assert batch.row_expert_ids is not None
+        local = batch.row_expert_ids[:rows, :slots].long()
+        return local, torch.where(local >= 0, batch.row_weights[:rows, :slots], 0)
 
     def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
-        """[T, K] float32: sums of [rows, K] weights over ranks, in the order of the route."""
+        """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
         slots = weights.shape[1]
-        words = padded(torch.cat([weights, torch.zeros_like(weights)], dim=1).view(torch.int32))
-        width = words.shape[1]
-        if width not in route.of_entries:
-            self._send_words(words.new_zeros((len(route.ranks), width)), route)
-        communicator, batch = route.of_entries[width]
+        words = padded(weights)
+        width, goes = words.shape[1], route.routes.goes
+        of_words = route.of_words = route.of_words or {}
+        if width not in of_words:
+            communicator = self._connect(width * 2, route.tokens, self._ranks, self._ranks)
+            nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
+            ranks = torch.where(goes, torch.arange(self._ranks, dtype=torch.int32, device=goes.device), -1)
+            batch = communicator.dispatch(nothing, ranks, out=communicator.allocate(max(route.rows, 1)))
+            of_words[width] = Returned(communicator, without_rows(batch, None).derived(topk_ids=ranks))
+        communicator, batch = of_words[width]
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]
         total = home[:, 0]
@@ -208,29 +241,19 @@ class NormalMode:
             total = total + home[:, column]
         return total
 
-    def _send_words(self, words: torch.Tensor, route: Route) -> Dispatched:
-        """Dispatch [T, words] int32 along a route, which keeps the batch for combine."""
-        width = words.shape[1]
-        communicator = self._connect(width * 2, route.tokens, route.ranks.shape[1])
-        out = communicator.allocate(max(route.rows, 1))
-        experts = _first_experts(communicator.cfg, route.ranks)
-        batch = communicator.dispatch(words.view(torch.bfloat16), experts, out=out)
-        route.of_entries[width] = Returned(communicator, without_rows(batch))
-        return batch
-
-    def _connect(self, hidden: int, tokens: int, columns: int, scaled: bool = False) -> EPCommunicator:
-        """The communicator for rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank, and `columns` of a
-        route."""
-        experts = self._ranks * -(-columns // self._ranks)  # enough for all columns; a rank's first one gets rows
+    def _connect(self, hidden: int, tokens: int, experts: int, top_k: int, scaled: bool = False) -> EPCommunicator:
+        """The communicator for rank-major rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank."""
         cfg = config_of(
             hidden,
             experts,
-            columns,
+            top_k,
             self._room(tokens),
             self._ranks,
-            "fp8" if scaled else "bf16",
+            "mxfp8" if scaled else "bf16",  # the format with as many bytes of scale factors whose rows need no padding
             self._timeout_s,
             scale_layout="linear" if scaled else None,
+            row_alignment=1,
+            row_order=RANK_MAJOR,
         )
         return self._connections.get(cfg, self._sms())
 
@@ -239,14 +262,14 @@ class NormalMode:
         return room_for(tokens)
 
 
-def _first_experts(cfg: EPConfig, ranks: torch.Tensor) -> torch.Tensor:
-    """Ids of the ranks' first experts."""
-    experts = cfg.local_experts
-    return ranks if experts == 1 else torch.where(ranks < 0, -1, ranks * experts)
+def joined(by_rank: torch.Tensor, by_expert: torch.Tensor, tokens: int) -> torch.Tensor:
+    """`RouteCounts.counts` from its parts, [R] and [E] of any integer type."""
+    own = torch.full((1,), tokens, dtype=torch.int32, device=by_rank.device)
+    return padded(torch.cat([by_rank.int(), by_expert.int(), own])[None])[0]
 
 
 def padded(words: torch.Tensor) -> torch.Tensor:
-    """[n, words] int32 with zeros up to whole vectors."""
+    """[n, words] of 32 bits with zeros up to whole vectors."""
     return torch.nn.functional.pad(words, (0, -words.shape[1] % WORDS)).contiguous()
 
 

@@ -16,13 +16,14 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
+from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.rows import without_rows
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
+from cute_ep.runtime.routes import count_routes
 
 require("sglang", (0, 5, 23), (0, 5, 24))
 
@@ -206,8 +207,8 @@ class CuteEPDispatcher(BaseDispatcher):
 
     def _wait_for_rows(self, ids: torch.Tensor) -> int:
         """Rows that come to this rank, padding included; collective, and the host waits."""
-        known = torch.where(ids < self.cfg.num_experts, ids, -1)
-        heard = exchange_counts(count_entries(known, self.cfg.num_experts), len(ids), self._group)
+        routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
+        heard = exchange_counts(routes.by_expert, len(ids), self._group)
         return int(expert_rows(heard, ALIGNMENT).sum())
 
 

@@ -12,9 +12,10 @@ from transformers.distributed.expert_parallel import EPImplementation
 import cute_ep.ops
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.connections import config_of, connections_of, room_for
-from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
+from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.runtime.routes import count_routes
 
 
 class CuteEP(EPImplementation):
@@ -66,7 +67,7 @@ class CuteEP(EPImplementation):
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         ids = torch.where((ids < 0) | (ids >= self.num_experts), -1, ids)
         group = self.ep_mesh.get_group()
-        heard = exchange_counts(count_entries(ids, self.num_experts), len(ids), group)
+        heard = exchange_counts(count_routes(ids, self.num_experts, group.size()).by_expert, len(ids), group)
         rows, tokens = torch.stack([expert_rows(heard).sum(), heard[:, -1].max()]).tolist()
         if tokens > MAX_TOKENS_PER_RANK:
             raise EPInputError(

@@ -18,13 +18,14 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.counts import count_entries, exchange_counts, expert_rows
+from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
+from cute_ep.runtime.routes import count_routes
 
 
 class Room(NamedTuple):
@@ -163,7 +164,8 @@ class CuteEPStandard(CuteEPLayer):
         most = max_rows(cfg.world_size, cfg.top_k, self._most_tokens(tokens), cfg.groups, cfg.alignment, 0)
         if most <= self._options.static_rows or _capturing(topk_ids.device):
             return Room(most, None)
-        heard = exchange_counts(count_entries(topk_ids, cfg.num_experts), tokens, manager.device_group)
+        routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
+        heard = exchange_counts(routes.by_expert, tokens, manager.device_group)
         heard = heard.cpu()
         self._connected().synchronize()
         return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
