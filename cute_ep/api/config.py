@@ -226,7 +226,7 @@ class EPConfig:
             max_tokens=self.max_tokens_per_rank,
             message=message_of(self.format, self.hidden),
             hidden=self.hidden,
-            slots=self.peers if self.is_rank_major else return_slots(self.peers, self.top_k),
+            slots=return_slots(self.peers, self.top_k),
         )
 
 

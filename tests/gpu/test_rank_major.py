@@ -14,6 +14,8 @@ from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.layouts.maps.scales import ATOM
+from cute_ep.runtime.routes import count_routes
+from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
 
@@ -88,3 +90,43 @@ def test_rows_beyond_the_buffers(devices: list[str]) -> None:
             with contextlib.suppress(EPInputError):
                 ep.synchronize()
         check_round(communicators, make_inputs(cfg, [9] * ranks, "masked", 2))
+
+
+@pytest.mark.parametrize("tokens", [20, 300])
+def test_rows_of_derived_batches_come_home_in_any_mode(devices: list[str], tokens: int) -> None:
+    """At the last of a token's entries on each rank, where `derived` masks the others."""
+    ranks = len(devices)
+    cfg = EPConfig(512, 8 * ranks, 6, 300, ranks, timeout_s=20, row_order=RANK_MAJOR)  # more entries than ranks
+    given = make_inputs(cfg, [tokens, *[7] * (ranks - 1)], "masked", 3)
+    with connected(cfg, devices) as communicators:
+        for _ in range(2):
+            batches, rows = [], []
+            for ep, one in zip(communicators, given, strict=True):
+                batches.append(ep.dispatch(one.x.to(ep.device), one.topk_ids.to(ep.device)))
+            torch.cuda.synchronize()
+            for ep, one, batch in zip(communicators, given, batches, strict=True):
+                rows.append(batch.tokens * (2 + ep.rank))
+                last = count_routes(one.topk_ids, cfg.num_experts, ranks).last_ids.to(ep.device)
+                batches[ep.rank] = batch.derived(topk_ids=last)
+            torch.cuda.synchronize()
+            for mode in ("exact", "unweighted"):
+                weights = [one.router_weights.to(ep.device) for ep, one in zip(communicators, given, strict=True)]
+                each = weights if mode == "exact" else [None] * ranks
+                outs = [
+                    ep.combine(row, batch, weight, mode=mode)
+                    for ep, row, batch, weight in zip(communicators, rows, batches, each, strict=True)
+                ]
+                torch.cuda.synchronize()
+                for rank, (one, batch, out) in enumerate(zip(given, batches, outs, strict=True)):
+                    slots = torch.zeros(len(one.x), cfg.top_k, cfg.hidden)
+                    for token, ids in enumerate(batch.topk_ids.tolist()):
+                        for slot, expert in enumerate(ids):
+                            if expert >= 0:
+                                slots[token, slot] = (one.x[token] * (2 + expert // 8)).float()
+                    if mode == "unweighted":
+                        assert_bits(out.cpu(), slots.bfloat16(), f"rank {rank} {mode}")
+                        continue
+                    total = torch.zeros(out.shape)
+                    for slot in range(cfg.top_k):
+                        total = total + slots[:, slot] * one.router_weights[:, slot, None]
+                    assert_bits(out.cpu() + 0.0, total.bfloat16() + 0.0, f"rank {rank} {mode}")

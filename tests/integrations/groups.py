@@ -67,8 +67,8 @@ def connect_on_gpu(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None)
 def on_groups(
     monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[ThreadGroup], Any], device: torch.device = CPU
 ) -> list:
-    """What program(group) returns on each rank. On a GPU run it with one rank first: CUDA may load a kernel only once
-    the GPU is idle, and it never is while a rank waits for another one."""
+    """What program(group) returns on each rank. Several ranks on a GPU need CUDA_MODULE_LOADING=EAGER: CUDA may load a
+    kernel only once the GPU is idle, and it never is while a rank waits for another one."""
     monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_on_gpu)
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
