@@ -224,7 +224,7 @@ class Dispatched(DispatchBuffers):
         fields = batch.__dict__
         fields.update(buffers.__dict__)
         fields.update(own)
-        fields["as_made"], fields["turn"] = True, buffers.use.turn
+        fields["as_made"], fields["turn"], fields["derived_ids"] = True, buffers.use.turn, False
         return batch
 
     @classmethod

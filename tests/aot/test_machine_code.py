@@ -62,6 +62,8 @@ def test_no_spills(library: dict[Variant, LibraryEntry], sass: Sass, variant: Va
 
 @ALL
 def test_payload_moves_16_bytes_at_a_time(sass: Sass, variant: Variant) -> None:
+    if variant.kernel == COUNT_KERNEL:
+        pytest.skip("moves no payload")
     loads = [line for line in sass(variant) if re.search(r"\b(LDG\.E(\.EF)?|LDGSTS\.E\.BYPASS)\.128\b", line)]
     stores = [line for line in sass(variant) if re.search(r"\bSTG\.E\.128\b", line)]
     assert len(loads) >= 2, "at least two loads in flight"

@@ -42,5 +42,5 @@ def test_code_in_documents_has_the_types_that_it_claims_and_wrong_code_is_refuse
         if line.startswith("wrong.py:"):
             told[int(line.split(":")[1])] += line
     assert 'Revealed type is "cute_ep.api.dispatched.Dispatched"' in told[4]
-    assert "cute_ep.api.dispatched.SwigluRows" in told[5]
+    assert "cute_ep.api.row_tensors.SwigluRows" in told[5]
     assert all("error" in told[line] for line in (6, 7, 8)), done.stdout
