@@ -10,7 +10,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.deep_ep import Buffer, Config, EventOverlap, topk_idx_t
-from cute_ep.integrations.deep_ep.normal import Layout
+from cute_ep.integrations.deep_ep.normal import GivenLayout
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 
@@ -334,18 +334,18 @@ def test_an_event_is_waited_for_once_and_calls_its_hook_once() -> None:
 def test_a_layout_is_taken_only_as_long_as_its_tensors_are_the_same() -> None:
     """Else tokens go where the tensors say that were given."""
     ids = torch.tensor([[0, 5], [3, -1]])
-    routes = Layout.of(ids, 6, 2).routes
+    routes = GivenLayout.of(ids, 6, 2).routes
     own = routes.goes, routes.by_rank, routes.by_expert
-    assert Layout.known(*own, ids) is routes
-    assert Layout.known(*own, ids.clone()) is None and Layout.known(*own, None) is None
+    assert GivenLayout.known(*own, ids) is routes
+    assert GivenLayout.known(*own, ids.clone()) is None and GivenLayout.known(*own, None) is None
     for position in range(3):
         other = [tensor.clone() if place == position else tensor for place, tensor in enumerate(own)]
-        assert Layout.known(*other, ids) is None
+        assert GivenLayout.known(*other, ids) is None
     for change in (lambda routes: ids, lambda routes: routes.goes, lambda routes: routes.by_rank):
-        routes = Layout.of(ids, 6, 2).routes
+        routes = GivenLayout.of(ids, 6, 2).routes
         change(routes)[0] = 1
-        assert Layout.known(routes.goes, routes.by_rank, routes.by_expert, ids) is None
+        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, ids) is None
     with torch.inference_mode():
-        routes = Layout.of(ids.clone(), 6, 2).routes
+        routes = GivenLayout.of(ids.clone(), 6, 2).routes
         layout = routes.goes._cute_ep_layout
-        assert Layout.known(routes.goes, routes.by_rank, routes.by_expert, layout.topk_idx) is routes
+        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, layout.topk_idx) is routes

@@ -24,7 +24,7 @@ from cute_ep.integrations.deep_ep.calls import (
 )
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.low_latency import LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, Layout, NormalMode, Route, joined, routes_of
+from cute_ep.integrations.deep_ep.normal import GivenLayout, Handle, NormalMode, Route, joined, routes_of
 
 
 class Buffer(LowLatency):
@@ -144,7 +144,7 @@ class Buffer(LowLatency):
         begin(previous_event, async_finish, allocate_on_comm_stream)
         check_experts(num_experts, self.group_size)
         require(topk_idx.dim() == 2, f"topk_idx.dim() = {topk_idx.dim()}: must be 2")
-        routes = Layout.of(topk_idx, num_experts, self.group_size).routes
+        routes = GivenLayout.of(topk_idx, num_experts, self.group_size).routes
         return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
 
     @torch.no_grad()
@@ -212,7 +212,7 @@ class Buffer(LowLatency):
         require(is_token_in_rank.shape == shape, f"is_token_in_rank.shape: must be {shape}")
         experts = num_tokens_per_expert.shape[0]
         check_experts(experts, self.group_size)
-        known = Layout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+        known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
         counts = self._normal.exchange_counts(words, experts)
         received: list[int] = []

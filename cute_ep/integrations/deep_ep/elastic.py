@@ -199,7 +199,7 @@ class ElasticBuffer:
                 with `allocate_on_comm_stream`, as in DeepEP.
             async_with_compute_stream: return an event.
             handle: what an earlier dispatch of as many tokens returned: they go the same ways again.
-            do_handle_copy: copy `topk_idx`, which `combine` reads; otherwise it must stay as it is until then.
+            do_handle_copy: let the handle have a copy of `topk_idx`, not the tensor itself.
             do_cpu_sync: wait for the number of rows; None: without a handle.
             do_expand: a row for each (token, expert), by expert, source rank, token, in place of one for each (token,
                 rank), by source rank, token.

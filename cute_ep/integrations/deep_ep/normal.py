@@ -99,7 +99,7 @@ class Route:
     of_words: dict[int, Returned] | None = None
 
 
-class Layout(NamedTuple):
+class GivenLayout(NamedTuple):
     """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change.
 
     Attributes:
@@ -113,7 +113,7 @@ class Layout(NamedTuple):
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> Layout:
+    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> GivenLayout:
         """Count; `known` finds it again by `routes.goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
         made = routes.goes._cute_ep_layout = cls(routes, topk_idx, _versions(topk_idx, routes))
@@ -124,7 +124,7 @@ class Layout(NamedTuple):
         goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
     ) -> RouteCounts | None:
         """The counts, if all these are of one layout, unchanged. Of inference tensors torch does not know that."""
-        made: Layout | None = getattr(goes, "_cute_ep_layout", None)
+        made: GivenLayout | None = getattr(goes, "_cute_ep_layout", None)
         if made is None or made.topk_idx is not topk_idx or made.versions != _versions(topk_idx, made.routes):
             return None
         return made.routes if made.routes.by_rank is by_rank and made.routes.by_expert is by_expert else None
