@@ -4,7 +4,7 @@ What is read and written, as axes and shape : stride. T tokens, K entries of eac
 
     ids, ids_out, last_ids  (token, k)                        (T, K)       : (K, 1)
     goes                    (token, rank)                     (T, R)       : (R, 1)             bytes
-    counts                  by rank, by expert, T, zeros      R + E + 1, up to a multiple of 4
+    counts                  by rank, by expert, T, zeros      (words)      : (1)                `count_words`
 
 One CTA does it, a thread a token, and counts in shared memory; integer sums do not depend on the order.
 """
@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint8, Uint32
 
 from cute_ep.kernels.device.block import launch_config, shared_array
-from cute_ep.kernels.device.context import given_id, is_beyond
+from cute_ep.kernels.device.context import IDS_IN_FLIGHT, given_id, is_beyond
 from cute_ep.kernels.device.divide import Divisor, round_up
 from cute_ep.kernels.device.memory import array
 from cute_ep.layouts.maps.launch import THREADS
@@ -24,8 +24,6 @@ from cute_ep.layouts.maps.local_arguments import CountArgs
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS
 
-IDS_IN_FLIGHT = 8
-"""Expert ids that a thread loads before it counts the first."""
 NO_EXPERT = 2**31 - 1
 """What `ids_out` has of an id that does not fit 32 bits: larger than any expert, so dispatch refuses it."""
 
@@ -102,9 +100,8 @@ class CountRoutes:
     def _write_counts(self, args: CountArgs, tid: Int32) -> None:
         sRank, sExpert = shared_array(self.by_rank, Int32), shared_array(self.by_expert, Int32)
         used = args.ranks + args.experts
-        count = round_up(used + 1, 4)
-        gCount = array(args.counts, Int32, count)
-        for index in cutlass.range(tid, count, THREADS, unroll=1):
+        gCount = array(args.counts, Int32, args.words)
+        for index in cutlass.range(tid, args.words, THREADS, unroll=1):
             value = Int32(0)
             if index < args.ranks:
                 value = sRank[index]

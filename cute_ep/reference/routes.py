@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_ep.api.modes import no_modes
-from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import count_words
 
 NO_EXPERT = 2**31 - 1
 """In place of an id that does not fit 32 bits."""
@@ -24,7 +24,7 @@ def count_routes(
     by_expert = torch.bincount(ids[chosen], minlength=num_experts)
     same = rank[:, :, None] == rank[:, None, :]
     followed = (same & torch.ones(same.shape[1:], dtype=torch.bool).triu(1)).any(2)
-    counts = torch.zeros(align_up(ranks + num_experts + 1, 4), dtype=torch.int32)
+    counts = torch.zeros(count_words(ranks, num_experts), dtype=torch.int32)
     counts[: ranks + num_experts] = torch.cat([goes.sum(0), by_expert])
     counts[ranks + num_experts] = len(ids)
     return counts, goes, ids, torch.where(chosen & ~followed, ids, -1)

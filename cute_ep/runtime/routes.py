@@ -11,8 +11,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.layouts.maps.local_arguments import CountArgs
 from cute_ep.layouts.maps.parameters import numbers
-from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, division_magic
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, count_words, division_magic
 from cute_ep.layouts.maps.variants import COUNT_KERNEL
 from cute_ep.runtime.arguments import ids_record
 from cute_ep.runtime.local_kernels import local_kernel
@@ -22,7 +21,7 @@ class RouteCounts(NamedTuple):
     """What a rank's expert ids say, on their device. Rank r has experts [r * E / R, (r + 1) * E / R).
 
     Attributes:
-        counts: int32: R tokens by rank, E entries by expert, T, and zeros up to a multiple of 4.
+        counts: int32: R tokens by rank, E entries by expert, T, and zeros up to a multiple of 16 bytes.
         by_rank, by_expert: those parts of `counts`.
         goes: [T, R] bool, whether a token goes to a rank.
         ids: [T, K] int32, a copy of the ids; 2^31 - 1 where one does not fit.
@@ -60,7 +59,7 @@ def count_routes(topk_ids: torch.Tensor, num_experts: int, ranks: int, *, librar
     else:
         topk_ids = topk_ids.contiguous()
         (tokens, top_k), device = topk_ids.shape, topk_ids.device
-        counts = torch.empty(align_up(ranks + num_experts + 1, 4), dtype=torch.int32, device=device)
+        counts = torch.empty(count_words(ranks, num_experts), dtype=torch.int32, device=device)
         goes = torch.empty((tokens, ranks), dtype=torch.bool, device=device)
         ids = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
         last_ids = torch.empty_like(ids)
@@ -75,6 +74,7 @@ def count_routes(topk_ids: torch.Tensor, num_experts: int, ranks: int, *, librar
             top_k=top_k,
             ranks=ranks,
             experts=num_experts,
+            words=len(counts),
             local_experts=local,
             local_experts_magic=division_magic(local),
         )

@@ -39,6 +39,10 @@ def owns_shared(shared: SharedExpert, token) -> Boolean:
     return (token >= shared.first) & (token < shared.first + shared.rows)
 
 
+IDS_IN_FLIGHT = 8
+"""Expert ids that a thread loads before it counts the first."""
+
+
 def given_id(ids: Ids, index) -> Int32:
     """Entry `index` of the flat topk_ids; of a wide one the lower half, which all readers take for the id. Nothing is
     computed from it here, so nobody waits for the load before it is used."""

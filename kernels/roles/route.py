@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.context import given_id, is_beyond
+from cute_ep.kernels.device.context import IDS_IN_FLIGHT, given_id, is_beyond
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import item_coord
 from cute_ep.kernels.device.sync import store_ll
@@ -26,8 +26,6 @@ from cute_ep.layouts.maps.launch import THREADS, WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS, Phase, pack_entry
 
-IDS_IN_FLIGHT = 8
-"""Expert ids that a thread loads before it counts the first."""
 ROUTE_WARPS = 8
 """A CTA's first warps, which rank the entries of a span, one a lane."""
 

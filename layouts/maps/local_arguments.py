@@ -59,7 +59,7 @@ class CountArgs(NamedTuple):
 
     Attributes:
         ids: [T, top_k] expert ids.
-        counts: int32, tokens by rank, entries by expert, T, and zeros up to a multiple of 4.
+        counts: [words] int32, tokens by rank, entries by expert, T, and zeros; `words` are `count_words`.
         goes: [T, ranks] of one byte, 1 where a token goes to a rank.
         ids_out: [T, top_k] int32, the ids.
         last_ids: [T, top_k] int32, the ids of entries that are the last of their token on their rank, else -1.
@@ -75,5 +75,6 @@ class CountArgs(NamedTuple):
     top_k: Size
     ranks: Size
     experts: Size
+    words: Size
     local_experts: Size
     local_experts_magic: Word

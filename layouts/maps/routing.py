@@ -16,6 +16,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Literal, get_args
 
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.record import Int, align_up
 
 MAX_RANKS = 32
@@ -79,6 +80,11 @@ class StatusWord(IntEnum):
     INDEX = 1
     EXPECTED = 2
     SEEN = 3
+
+
+def count_words(ranks: int, experts: int) -> int:
+    """32-bit words of a rank's counts: tokens by rank, entries by expert, tokens, and zeros up to whole vectors."""
+    return align_up(ranks + experts + 1, VECTOR_BYTES // 4)
 
 
 def division_magic(extent: int) -> int:
