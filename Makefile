@@ -44,15 +44,15 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
 	else set -x; $(PY) -m pytest tests/gpu || status=1; fi; exit $$status
 
-test-upstream: $(VENV)/package.stamp  ## DeepEP's tests over this package, on GPUs (DEEPEP_SOURCE=DIR, GPUS=2)
+test-upstream: $(VENV)/package.stamp  ## DeepEP's tests over this package (DEEPEP_SOURCE=DIR, RANKS=2, which may share a GPU)
 	@test -f "$(DEEPEP_SOURCE)/tests/legacy/test_intranode.py" || \
 	    { echo "test-upstream: DEEPEP_SOURCE=$(DEEPEP_SOURCE): must be the folder of a DeepEP checkout"; exit 1; }
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
 	@mkdir -p build/upstream && ln -sfn ../library build/upstream/cute_ep  # where communicators look for kernels
 	for test in legacy/test_intranode.py legacy/test_low_latency.py 'elastic/test_ep.py --skip-perf-test'; do \
 	    XDG_CACHE_HOME=$(CURDIR)/build/upstream TORCH_COMPILE_DISABLE=1 DEEPEP_SOURCE=$(abspath $(DEEPEP_SOURCE)) \
-	    PYTHONPATH=$$($(PY) -m cute_ep.integrations.deep_ep) \
-	    $(PY) $(DEEPEP_SOURCE)/tests/$$test --num-processes $(or $(GPUS),2) || exit 1; done
+	    PYTHONPATH=$$($(PY) -m tests.sharing $(or $(RANKS),2))$$($(PY) -m cute_ep.integrations.deep_ep) \
+	    $(PY) $(DEEPEP_SOURCE)/tests/$$test --num-processes $(or $(RANKS),2) || exit 1; done
 
 soak: $(VENV)/package.stamp  ## 100,000 random rounds and the faults on this machine's GPUs (SOAK='--seed 1 --seconds 60')
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.sharing import needed, share_gpu
+
 ROOT = Path(__file__).parents[1]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SERVER = multiprocessing.get_context("forkserver")
@@ -148,13 +150,16 @@ def run_page(page: str, folder: Path, containing: str = "") -> str:
 
 
 def join_group(store: Path, rank: int, world: int) -> torch.device | None:
-    """In a rank's process: one CPU thread, and the default process group, NCCL on GPU `rank` where there are GPUs.
+    """In a rank's process: one CPU thread, and the default process group, NCCL on GPU `rank` where there are GPUs; with
+    fewer of them than ranks all share the first.
 
     Returns:
         The GPU, the current one from now on; None without GPUs.
     """
     torch.set_num_threads(1)
     gpu = torch.device("cuda", rank) if torch.cuda.is_available() else None
+    if needed(world):
+        gpu = share_gpu()
     if gpu is not None:
         torch.cuda.set_device(gpu)
     rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}

@@ -131,8 +131,7 @@ def test_quantised_tokens_give_the_bits_of_those_that_the_reference_quantises(fm
         ep.synchronize()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="processes on one GPU run in time slices, not side by side")
 @pytest.mark.parametrize("check", [name for name in CHECKS if "group" not in name])
 def test_two_processes(tmp_path: Path, check: str) -> None:
-    """As `tests/nn/test_processes.py`, on two GPUs."""
+    """As `tests/nn/test_processes.py`, on two GPUs or sharing one."""
     run_in_processes(2, check, tmp_path)

@@ -16,6 +16,7 @@ from cute_ep.runtime.connection import connect
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs
+from tests.sharing import needed, share_gpu
 
 from .conftest import LIBRARY
 
@@ -93,13 +94,18 @@ def check_refusals() -> None:
         refused(EPConfigError, "sms = 100000", sms=100000)
     else:
         refused(EPError, f"rank {last} could not connect: EPConfigError: sms = 100000")
+
+
+def check_one_gpu_for_all() -> None:
     torch.cuda.set_device(0)
     refused(EPConfigError, "rank 0 and rank 1 are both on GPU")
-    torch.cuda.set_device(dist.get_rank())
 
 
 def main() -> None:
     dist.init_process_group("gloo")
+    check_one_gpu_for_all()
+    if needed(dist.get_world_size()):
+        share_gpu()
     torch.cuda.set_device(dist.get_rank())
     check_refusals()
     for fmt, hidden in (("bf16", 7168), ("nvfp4", 4096)):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.integrations.elastic_model import Case, check_by_rank, check_expanded
+from tests.processes import join_group
 
 TOKENS, HIDDEN, SLOTS, EXPERTS = 24, 512, 4, 16
 
@@ -69,13 +70,9 @@ def main(store: str, rank: int, world: int) -> None:
     deep_ep = importlib.import_module("deep_ep")
     event = importlib.import_module("deep_ep.utils").EventOverlap
     assert deep_ep.__version__.startswith("0+cute_ep") and event is deep_ep.EventOverlap
-    gpu = torch.cuda.is_available()
-    if gpu:
-        torch.cuda.set_device(rank)
-    rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=world, **rendezvous)
+    device = join_group(Path(store), rank, world) or torch.device("cpu")
     torch.set_default_dtype(torch.bfloat16)  # as DeepEP's tests do
-    torch.set_default_device("cuda" if gpu else "cpu")
+    torch.set_default_device(device)
     torch.manual_seed(rank)
     buffer = deep_ep.Buffer(dist.new_group(list(range(world))), int(1e9), explicitly_destroy=True)
     x = torch.randn(TOKENS - rank, HIDDEN)
@@ -85,12 +82,11 @@ def main(store: str, rank: int, world: int) -> None:
         normal(deep_ep, buffer, x, ids, weights.masked_fill(ids < 0, 0))
         low_latency(buffer, x, ids, weights.masked_fill(ids < 0, 0))
     buffer.destroy()
-    elastic(deep_ep, dist.new_group(list(range(world))), "cuda" if gpu else "cpu")
+    elastic(deep_ep, dist.new_group(list(range(world))), str(device))
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -32,7 +32,7 @@ def send_all_to_the_first_rank(model: Any) -> None:
     experts = model.model.layers[0].mlp.experts
     forward = experts.forward
     experts.forward = lambda x, ids, weights: forward(
-        x, torch.arange(ids.shape[1]).expand_as(ids).contiguous(), weights
+        x, torch.arange(ids.shape[1], device=x.device).expand_as(ids).contiguous(), weights
     )
 
 
@@ -45,13 +45,13 @@ def check(folder: Path, rank: int, sizes: dict[str, int], *, same_batch: bool) -
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).eval()
         results = []
         for length in ((5, 5), (9, 1), (3, 12)):
-            ids = text(2, length[0 if same_batch else rank % 2])
+            ids = text(2, length[0 if same_batch else rank % 2]).to(model.device)
             logits, gradients = trained(model, ids)
             results.append((local(logits), {name: local(one) for name, one in gradients.items()}))
         with torch.no_grad():
-            results.append((model.generate(text(2, 4), max_new_tokens=3, do_sample=False), {}))
+            results.append((model.generate(text(2, 4).to(model.device), max_new_tokens=3, do_sample=False), {}))
         send_all_to_the_first_rank(model)
-        logits, gradients = trained(model, text(2, 4))
+        logits, gradients = trained(model, text(2, 4).to(model.device))
         results.append((local(logits), {name: local(one) for name, one in gradients.items()}))
         made[name] = results
     for number, (got, wanted) in enumerate(zip(made["cute_ep"], made["all_to_all"], strict=True)):

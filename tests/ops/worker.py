@@ -12,6 +12,7 @@ import torch._inductor.config
 import torch.distributed as dist
 
 import cute_ep.ops
+from cute_ep.ops.registry import communicator_of
 from cute_ep.runtime.connection import connect
 from cute_ep.testing.compare import assert_bits
 from tests.ops.layer import check, given, gradients, layer
@@ -30,7 +31,7 @@ def has_the_gradients_of_a_dense_layer(rank: int, comm: str) -> None:
 
 
 def trains_as_a_dense_model(rank: int, comm: str) -> None:
-    losses, wanted = train_over_ops(rank, comm, dist.all_reduce), train_dense()
+    losses, wanted = train_over_ops(rank, comm, dist.all_reduce), train_dense(communicator_of(comm).device)
     assert losses[-1] < losses[0] / 2, losses
     worst = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
     sys.stderr.write(f"rank {rank}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, dense {wanted[-1]:.4f}, off by {worst}\n")
