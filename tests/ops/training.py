@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,11 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(torch.nn.Module):
-    """x + experts(x) behind a linear layer. `first`, `count`: the experts that it has."""
+    """x + experts(x) behind a linear layer. `first`, `count`: its experts. `chosen`: the ids of each call."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
+        self.chosen: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -40,6 +42,7 @@ class Model(torch.nn.Module):
     def forward(self, x: Tensor, experts: Experts) -> Tensor:
         x = x @ self.inlet
         weights, ids = (x @ self.router).softmax(1).topk(CFG.top_k)
+        self.chosen.append(ids.cpu())
         return x + experts(x.bfloat16(), ids, weights, self.up.bfloat16(), self.down.bfloat16()).float()
 
 
@@ -68,8 +71,17 @@ def data(device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
     return [(one.to(device), (one @ task).tanh().to(device)) for one in x]
 
 
-def train(model: Model, experts: Experts, given: list[tuple[Tensor, Tensor]], join: Callable[[Tensor], None]) -> list:
-    """The loss of each step.
+class Training(NamedTuple):
+    """Of each step the loss, and the expert ids of the tokens that this process computed, [T, top_k]."""
+
+    losses: list[float]
+    ids: list[Tensor]
+
+
+def train(
+    model: Model, experts: Experts, given: list[tuple[Tensor, Tensor]], join: Callable[[Tensor], None]
+) -> Training:
+    """Train a model for STEPS steps.
 
     Args:
         given: (inputs, targets) that this process computes.
@@ -87,17 +99,18 @@ def train(model: Model, experts: Experts, given: list[tuple[Tensor, Tensor]], jo
             join(shared)
         losses.append(loss.item())
         optimizer.step()
-    return losses
+    calls = len(given)
+    ids = [torch.cat(model.chosen[step * calls : (step + 1) * calls]) for step in range(STEPS)]
+    return Training(losses, ids)
 
 
-def train_over_ops(rank: int, comm: str, join: Callable[[Tensor], None]) -> list:
-    """The losses with one rank's share of the experts and of the tokens, on its device."""
+def train_over_ops(rank: int, comm: str, join: Callable[[Tensor], None]) -> Training:
+    """With one rank's share of the experts and of the tokens, on its device."""
     device = communicator_of(comm).device
     model = Model(rank * CFG.local_experts, CFG.local_experts).to(device)
     return train(model, partial(dispatched, comm), [data(device)[rank]], join)
 
 
-def train_dense(device: torch.device | str = "cpu") -> list:
-    """The losses with all experts and all tokens in this process. Another device's roundings may give a token other
-    experts: on an H200 the loss of one step of 30 was 2 % off the CPU's."""
+def train_dense(device: torch.device | str = "cpu") -> Training:
+    """With all experts and all tokens in this process."""
     return train(Model(0, CFG.num_experts).to(device), dense, data(device), lambda tensor: None)
