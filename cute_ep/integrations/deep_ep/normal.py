@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections, config_of, room_for
@@ -59,7 +59,8 @@ class Counts(NamedTuple):
     """What all ranks send in one dispatch.
 
     Attributes:
-        table: [R, R + E + 1] int32 on the device: of each rank its tokens by rank, entries by expert, and tokens.
+        table: [R, R + E + 1] int32 on the device: of each rank its tokens by rank, entries by expert, and tokens. The
+            next exchange overwrites it.
         communicator: whose dispatch brought it.
     """
 
@@ -69,6 +70,14 @@ class Counts(NamedTuple):
     def prefix_matrix(self) -> torch.Tensor:
         """`Handle.rank_prefix_matrix`."""
         return self.table[:, : len(self.table)].cumsum(0, dtype=torch.int32)
+
+
+class Counting(NamedTuple):
+    """What all exchanges of counts have in common: the communicator, [1, R] ids, and memory for R rows."""
+
+    communicator: EPCommunicator
+    everyone: torch.Tensor
+    out: DispatchBuffers
 
 
 class Returned(NamedTuple):
@@ -154,15 +163,17 @@ class NormalMode:
         """`sms`: says how many SMs kernels may take, when a communicator is connected."""
         self._connections, self._sms = connections, sms
         self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
+        self._counting: Counting | None = None
 
     # ---- counts
 
     def exchange_counts(self, words: torch.Tensor, experts: int) -> Counts:
         """What every rank sends: `RouteCounts.counts` of so many experts."""
         communicator = self._connect(len(words) * 2, 1, self._ranks, self._ranks)
-        everyone = torch.arange(self._ranks, dtype=torch.int32, device=words.device)[None]
-        out = communicator.allocate(self._ranks)
-        batch = communicator.dispatch(words[None].view(torch.bfloat16), everyone, out=out)
+        if self._counting is None or self._counting.communicator is not communicator:
+            everyone = torch.arange(self._ranks, dtype=torch.int32, device=words.device)[None]
+            self._counting = Counting(communicator, everyone, communicator.allocate(self._ranks))
+        batch = communicator.dispatch(words[None].view(torch.bfloat16), self._counting.everyone, out=self._counting.out)
         return Counts(batch.tokens.view(torch.int32)[:, : self._ranks + experts + 1], communicator)
 
     def wait_for_counts(self, counts: Counts, alignment: int) -> tuple[int, int, list[int]]:
