@@ -61,6 +61,24 @@ def row_of(row: torch.Tensor, expert: int) -> torch.Tensor:
     return (row.float() * (1 + expert / 8)).bfloat16()
 
 
+def apply_blocks(rows: torch.Tensor, counts: torch.Tensor, first: int) -> torch.Tensor:
+    """[L, S, hidden], of experts from `first` on; NaN behind the last row of a block."""
+    out = torch.full_like(rows, float("nan"))
+    for expert, count in enumerate(counts.tolist()):
+        out[expert, :count] = row_of(rows[expert, :count], first + expert)
+    return out
+
+
+def apply_experts(rows: torch.Tensor, ids: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """[N, hidden]; NaN where the row's expert is not `local`, [E] bool."""
+    out = torch.full_like(rows, float("nan"))
+    own = local.tolist()
+    for place, expert in enumerate(ids[:, 0].tolist()):
+        if own[expert]:
+            out[place] = row_of(rows[place], expert)
+    return out
+
+
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in blocks of 128: [n, hidden] float8_e4m3fn, and [n, hidden / 128] float32."""
     payload, scales, _ = reference.quantize(rows, "fp8")

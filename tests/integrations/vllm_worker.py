@@ -1,14 +1,18 @@
-"""One rank in a process of its own: `python -m tests.integrations.vllm_worker STORE RANK WORLD stubs|vllm`.
+"""One rank in a process of its own, on a GPU if there is one:
+`python -m tests.integrations.vllm_worker STORE RANK WORLD stubs|vllm|triton`.
 
-With `vllm` all but the experts is vLLM, on its CPU platform: configuration, groups, factory, modular kernel. With
-`stubs` the adapter's own classes meet over gloo.
+With `vllm` all but the experts is vLLM: configuration, groups, factory, modular kernel. With `triton`, for GPUs, the
+batched experts are vLLM's too. With `stubs` the adapter's own classes meet.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,29 +21,14 @@ import torch.distributed as dist
 
 from cute_ep.testing.compare import assert_bits
 from tests.integrations.upstream import installed
-from tests.integrations.vllm_parts import HIDDEN, experts_of, import_adapter, row_of
+from tests.integrations.vllm_parts import HIDDEN, apply_blocks, apply_experts, experts_of, import_adapter, row_of
 from tests.processes import join_group
 
 EXPERTS, SLOTS, TMAX = 8, 3, 24
+COMPILED = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"
+"""Modules of operations that vLLM imports for a GPU. No layer here calls one, so vLLM's Python files will do."""
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def apply_blocks(rows: torch.Tensor, counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """[L, S, hidden]; NaN behind the last row of a block."""
-    out = torch.full(rows.shape, float("nan"), dtype=torch.bfloat16)
-    for expert, count in enumerate(counts.tolist()):
-        out[expert, :count] = row_of(rows[expert, :count], rank * len(rows) + expert)
-    return out
-
-
-def apply_experts(rows: torch.Tensor, ids: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """[N, hidden]; NaN where the row's expert is not `local`, [E] bool."""
-    out = torch.full((len(rows), HIDDEN), float("nan"), dtype=torch.bfloat16)
-    for place, expert in enumerate(ids[:, 0].tolist()):
-        if local[expert]:
-            out[place] = row_of(rows[place], expert)
-    return out
 
 
 # ---- on stubs
@@ -70,7 +59,7 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
         quant = experts_of().quant_config
         rows, _, meta, where, _ = layer.prepare(x, weights, ids, EXPERTS, None, False, quant, False)
         if static_rows is None:
-            made = apply_blocks(rows, meta.expert_num_tokens, dist.get_rank())
+            made = apply_blocks(rows, meta.expert_num_tokens, dist.get_rank() * rows.shape[0])
         else:
             made = apply_experts(rows, where, local)
         out = torch.empty_like(x)
@@ -83,12 +72,29 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
 # ---- in vLLM
 
 
-def start_vllm(rank: int, world: int, static_rows: int | None) -> Any:
-    """Its configuration, with expert parallel groups of all ranks."""
+def choose_platform(device: torch.device) -> None:
+    """Have vLLM run on a device, in this process from now on; it would ask NVML which platform this is."""
     import vllm.platforms
-    from vllm.platforms.cpu import CpuPlatform
 
-    vllm.platforms._current_platform = CpuPlatform()  # a wheel for GPUs finds none here
+    platform: Any
+    if device.type == "cpu":
+        from vllm.platforms.cpu import CpuPlatform as platform
+    else:
+        if find_spec(COMPILED[0]) is None:
+            sys.modules.update({name: ModuleType(name) for name in COMPILED})
+            torch.ops._C.cutlass_scaled_mm_supports_block_fp8 = lambda capability: False
+        from vllm.platforms.cuda import CudaPlatform as platform
+    vllm.platforms._current_platform = platform()
+    assert vllm.platforms.current_platform.device_type == device.type
+    if dist.get_backend() == "gloo":  # so ranks may share a GPU, which NCCL refuses
+        os.environ["VLLM_DISABLE_PYNCCL"] = "1"
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(device)
+
+
+def start_vllm(device: torch.device, static_rows: int | None) -> Any:
+    """Its configuration, with expert parallel groups of all ranks."""
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -96,8 +102,8 @@ def start_vllm(rank: int, world: int, static_rows: int | None) -> Any:
 
     register()
     parallel = ParallelConfig(
-        data_parallel_size=world,
-        data_parallel_rank=rank,
+        data_parallel_size=dist.get_world_size(),
+        data_parallel_rank=dist.get_rank(),
         data_parallel_master_ip="127.0.0.1",
         enable_expert_parallel=True,
         all2all_backend="cute_ep_batched" if static_rows is None else "cute_ep",
@@ -105,14 +111,16 @@ def start_vllm(rank: int, world: int, static_rows: int | None) -> Any:
     options = {} if static_rows is None else {"mode": "exact", "static_rows": static_rows}
     config = VllmConfig(parallel_config=parallel, additional_config={"cute_ep": options})
     with set_current_vllm_config(config):
-        parallel_state.init_distributed_environment(1, 0, "env://", rank, "gloo")
+        parallel_state.init_distributed_environment(1, 0, "env://", device.index or 0, dist.get_backend())
         parallel_state.initialize_model_parallel(1, 1)
     return config
 
 
-def vllm_layer(rank: int, world: int, static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
-    """A layer in vLLM's kernel; of the batched format where `static_rows` is None."""
-    config = start_vllm(rank, world, static_rows)
+def vllm_layer(
+    device: torch.device, static_rows: int | None, *, triton: bool = False
+) -> tuple[Forward, Callable[[], None]]:
+    """A layer in vLLM's kernel; of the batched format where `static_rows` is None. `triton`: its experts are vLLM's."""
+    config, rank, world = start_vllm(device, static_rows), dist.get_rank(), dist.get_world_size()
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -125,54 +133,14 @@ def vllm_layer(rank: int, world: int, static_rows: int | None) -> tuple[Forward,
         FusedMoEParallelConfig,
         RoutingMethodType,
     )
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
-        TopKWeightAndReduceDelegate,
-        TopKWeightAndReduceNoOP,
-    )
 
-    class Experts(mk.FusedMoEExpertsModular):
-        """Weights and reduces itself, as most of vLLM's experts do."""
-
-        activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.Standard)
-        _supports_quant_scheme = _supports_parallel_config = _supports_no_act_and_mul = staticmethod(lambda *_: True)
-        _supports_activation = _supports_current_device = staticmethod(lambda *_: True)
-
-        def workspace_shapes(self, M: int, N: int, K: int, topk: int, *_: Any) -> tuple:
-            return (M, K), (M, N), (M, K)
-
-        def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-            return TopKWeightAndReduceNoOP()
-
-        def apply(
-            self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: Any,
-            global_num_experts: int, expert_map: Any, *_: Any, **__: Any,
-        ) -> None:  # fmt: skip
-            assert topk_ids.shape == (len(hidden_states), 1) and topk_ids.min() >= 0
-            rows = apply_experts(hidden_states, topk_ids, expert_map >= 0)
-            output.copy_(rows * topk_weights.bfloat16())
-
-    class Batched(Experts):
-        """Leaves weights and sums to finalize, as vLLM's batched experts do."""
-
-        activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.BatchedExperts)
-
-        def workspace_shapes(self, M: int, N: int, K: int, topk: int, experts: int, local: int, *_: Any) -> tuple:
-            assert self.max_num_tokens is not None and self.num_dispatchers is not None
-            slots = self.max_num_tokens * self.num_dispatchers
-            return (local, slots, K), (local, slots, N), (local, slots, K)
-
-        def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-            return TopKWeightAndReduceDelegate()
-
-        def apply(self, output: Any, hidden_states: Any, *_: Any, **named: Any) -> None:
-            assert hidden_states.shape == output.shape
-            output.copy_(apply_blocks(hidden_states, named["expert_tokens_meta"].expert_num_tokens, rank))
+    from tests.integrations.vllm_experts import INNER, Batched, Experts, Triton, expert_weights
 
     with set_current_vllm_config(config):
         moe = FusedMoEConfig(
-            num_experts=EXPERTS, experts_per_token=SLOTS, hidden_dim=HIDDEN, intermediate_size=64,
+            num_experts=EXPERTS, experts_per_token=SLOTS, hidden_dim=HIDDEN, intermediate_size=INNER,
             num_local_experts=EXPERTS // world, num_logical_experts=EXPERTS, activation=MoEActivation.SILU,
-            device="cpu", routing_method=RoutingMethodType.Default, in_dtype=torch.bfloat16, max_num_tokens=TMAX,
+            device=device, routing_method=RoutingMethodType.Default, in_dtype=torch.bfloat16, max_num_tokens=TMAX,
             moe_parallel_config=FusedMoEParallelConfig.make(1, 1, world, 1, config.parallel_config),
         )  # fmt: skip
         layer = all2all_utils.maybe_make_prepare_finalize(moe, FUSED_MOE_UNQUANTIZED_CONFIG, allow_new_interface=True)
@@ -181,50 +149,76 @@ def vllm_layer(rank: int, world: int, static_rows: int | None) -> tuple[Forward,
         experts: Any = Experts(moe, FUSED_MOE_UNQUANTIZED_CONFIG)
         if batched:
             sizes = layer.max_num_tokens_per_rank(), layer.num_dispatchers()
-            experts = Batched(moe, FUSED_MOE_UNQUANTIZED_CONFIG, *sizes)
+            experts = (Triton if triton else Batched)(moe, FUSED_MOE_UNQUANTIZED_CONFIG, *sizes)
         kernel = mk.FusedMoEKernel(layer, experts)
     wanted = "CuteEPBatched" if static_rows is None else "CuteEPStandard"
     assert type(layer).__name__ == wanted and kernel.output_is_reduced()
-    own, local = EXPERTS // world, torch.full((EXPERTS,), -1, dtype=torch.int32)
-    local[rank * own : (rank + 1) * own] = torch.arange(own, dtype=torch.int32)
-    w1, w2 = torch.empty(own, 128, HIDDEN), torch.empty(own, HIDDEN, 64)
+    own, local = EXPERTS // world, torch.full((EXPERTS,), -1, dtype=torch.int32, device=device)
+    mine = slice(rank * own, (rank + 1) * own)
+    local[mine] = torch.arange(own, dtype=torch.int32, device=device)
+    w1, w2 = (one[mine].to(device) for one in expert_weights(EXPERTS))
 
     def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tokens = torch.zeros(world, dtype=torch.int32)
         tokens[rank] = len(x)
-        dist.all_reduce(tokens)
+        dist.all_reduce(tokens, group=parallel_state.get_dp_group().cpu_group)
         with set_forward_context(None, config, num_tokens=len(x), num_tokens_across_dp=tokens):
             return kernel.apply(x, w1, w2, weights, ids, MoEActivation.SILU, EXPERTS, local, False)
 
     return forward, parallel_state.destroy_model_parallel
 
 
-def check(forward: Forward, rank: int, step: int) -> None:
-    """A layer's output against a loop over tokens."""
+# ---- checks
+
+
+def draw(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rank's tokens, router weights and ids, on the CPU."""
     torch.manual_seed(10 * step + rank)
     tokens = (TMAX, 5, 1)[(rank + step) % 3]
     x = torch.randn(tokens, HIDDEN).bfloat16()
     weights, ids = torch.rand(tokens, EXPERTS).topk(SLOTS)
     ids[::4, 1] = -1
-    want = torch.zeros(tokens, HIDDEN)
+    return x, weights, ids.int()
+
+
+def check(forward: Forward, rank: int, step: int) -> None:
+    """A layer's output against a loop over tokens."""
+    x, weights, ids = draw(rank, step)
+    want = torch.zeros(x.shape)
     for slot in range(SLOTS):
-        for token in range(tokens):
+        for token in range(len(x)):
             if ids[token, slot] >= 0:
                 want[token] += weights[token, slot] * row_of(x[token], int(ids[token, slot])).float()
-    assert_bits(forward(x, weights, ids.int()), want.bfloat16(), f"rank {rank}, step {step}")
+    assert_bits(forward(x, weights, ids), want.bfloat16(), f"rank {rank}, step {step}")
+
+
+def check_triton(forward: Forward, rank: int, step: int) -> None:
+    """The output of a layer with vLLM's experts, within what rounding to bfloat16 explains."""
+    from tests.integrations.vllm_experts import expert_weights, swiglu_loop
+
+    x, weights, ids = draw(rank, step)
+    want, bound = swiglu_loop(x, weights, ids, *expert_weights(EXPERTS))
+    off = (forward(x, weights, ids).float() - want).abs()
+    assert (off <= bound).all(), f"rank {rank}, step {step}: {(off / bound).max()} of the bound"
 
 
 def main(store: str, rank: int, world: int, kind: str) -> None:
-    join_group(Path(store), rank, world)
-    for number, static_rows in enumerate((10_000, 0, None)):
+    device = join_group(Path(store), rank, world) or torch.device("cpu")
+    if kind != "stubs":
+        choose_platform(device)
+
+    def at_home(forward: Forward) -> Forward:
+        return lambda *given: forward(*(one.to(device) for one in given)).cpu()
+
+    for number, static_rows in enumerate((None,) if kind == "triton" else (10_000, 0, None)):
         if kind == "stubs":
             with installed("vllm", "cute_ep.integrations.vllm") as stubs, pytest.MonkeyPatch.context() as patch:
                 import_adapter(stubs, patch)
                 forward, close = stub_layer(static_rows)
         else:
-            forward, close = vllm_layer(rank, world, static_rows)
+            forward, close = vllm_layer(device, static_rows, triton=kind == "triton")
         for step in range(3):
-            check(forward, rank, 3 * number + step)
+            (check_triton if kind == "triton" else check)(at_home(forward), rank, 3 * number + step)
         close()
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
