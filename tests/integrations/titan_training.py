@@ -1,8 +1,8 @@
 """A rank of torchtitan's DeepSeek-V3 debug model in a process of its own: `python -m tests.integrations.titan_training
-STORE RANK WORLD`, on the CPU over gloo: expert parallel, and FSDP.
+STORE RANK WORLD`, on a GPU if there is one: expert parallel, and FSDP.
 
-What cute_ep is compared with is torchtitan's standard dispatcher. Two things are not as on GPUs: attention is plain
-SDPA, since FlexAttention needs masks of its own; and FSDP adds gradients up without a factor, which gloo cannot apply.
+What cute_ep is compared with is torchtitan's standard dispatcher. Two things are not as usual: attention is plain SDPA,
+since FlexAttention needs masks of its own; and FSDP adds gradients up without a factor, which gloo cannot apply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
-import tests.integrations.titan_on_cpu  # noqa: F401  before torchtitan
+import tests.integrations.titan_stand_ins  # noqa: F401  before torchtitan
 from cute_ep.integrations import torchtitan
 from tests.processes import join_group
 
@@ -28,7 +28,9 @@ DISPATCHER = "cute_ep.integrations.torchtitan.cute_ep_dispatcher"
 SELECTIVE_AC = "cute_ep.integrations.torchtitan.cute_ep_selective_ac"
 
 
-def trained(imports: list, steps: int = STEPS, *, ac: Any = None, compiled: bool = False) -> tuple[list, dict]:
+def trained(
+    device: torch.device, imports: list, steps: int = STEPS, *, ac: Any = None, compiled: bool = False
+) -> tuple[list, dict]:
     """Losses of some steps on two batches in turn, and the first gradients, of a model made by torchtitan's trainer's
     own steps: configuration, overrides, model, parallelism."""
     from torchtitan.config import CompileConfig, OverrideConfig, ParallelismConfig, TrainingConfig, apply_overrides
@@ -68,13 +70,13 @@ def trained(imports: list, steps: int = STEPS, *, ac: Any = None, compiled: bool
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device.type)
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4)
     torch.manual_seed(dist.get_rank())
-    batches = torch.randint(VOCABULARY, (2, 2, LENGTH + 1))
+    batches = torch.randint(VOCABULARY, (2, 2, LENGTH + 1)).to(device)
     losses, gradients = [], {}
     for step in range(steps):
         text = batches[step % 2]
@@ -108,9 +110,10 @@ def local(one: Any) -> Tensor:
 def main(store: Path, rank: int, world: int) -> None:
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    join_group(store, rank, world)
-    wanted, wanted_gradients = trained([])
-    losses, gradients = trained([DISPATCHER])
+    device = join_group(store, rank, world) or torch.device("cpu")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # losses of several runs are compared bit for bit
+    wanted, wanted_gradients = trained(device, [])
+    losses, gradients = trained(device, [DISPATCHER])
     # tokens and outputs lose nothing, since torchtitan's experts round them to bfloat16 as well; sums are of float32
     torch.testing.assert_close(losses[0], wanted[0], rtol=2**-20, atol=0)
     torch.testing.assert_close(losses, wanted, rtol=2**-10, atol=0)
@@ -127,7 +130,7 @@ def main(store: Path, rank: int, world: int) -> None:
         ([dispatcher], {"compiled": True}),
         ([dispatcher, SELECTIVE_AC], {"ac": SelectiveAC.Config(), "compiled": True}),
     ):
-        again, _ = trained(imports, 3, **options)
+        again, _ = trained(device, imports, 3, **options)
         assert again == losses[:3], f"{imports}, {options}: {again}, not {losses[:3]}"
     torchtitan.close()
     dist.destroy_process_group()

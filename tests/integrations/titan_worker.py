@@ -1,5 +1,7 @@
 """A rank of torchtitan's token dispatch in a process of its own: `python -m tests.integrations.titan_worker STORE RANK
-WORLD`, on the CPU, with torchtitan or what stands in for it in `tests/integrations/stubs` on PYTHONPATH."""
+WORLD`, on a GPU if there is one, with torchtitan or what stands in for it in `tests/integrations/stubs` on PYTHONPATH.
+
+Batches and what comes of them are on the CPU; dispatchers have copies on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import tests.integrations.titan_on_cpu  # noqa: F401  before torchtitan
+import tests.integrations.titan_stand_ins  # noqa: F401  before torchtitan
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.integrations import connections
 from cute_ep.integrations.torchtitan import CuteEPTokenDispatcher, close, cute_ep_dispatcher
@@ -30,6 +32,9 @@ class Batch(NamedTuple):
     scores: Tensor
     ids: Tensor
     grad: Tensor
+
+    def to(self, device: str) -> Batch:
+        return Batch(*(one.to(device) for one in self))
 
 
 def batch_of(ids: Tensor, dtype: torch.dtype) -> Batch:
@@ -61,12 +66,13 @@ def expected(own: Batch, batches: list[Batch], local: range) -> dict[str, Tensor
 
 def through(dispatcher: Any, own: Batch, local: range) -> dict[str, Tensor]:
     """The same by the dispatcher, forward and backward. Padding and rows behind the last one are poisoned."""
+    own = own.to(dispatcher.ep_mesh.device_type)
     x, scores = own.x.clone().requires_grad_(), own.scores.clone().requires_grad_()
     counts = torch.bincount(own.ids.flatten(), minlength=EXPERTS)
     rows, padded, metadata = dispatcher.dispatch(x, scores, own.ids, counts)
     offsets = metadata.row_offsets.tolist()
-    valid = torch.zeros(len(rows), dtype=torch.bool)
-    factors = torch.full((len(rows), 1), torch.nan)
+    valid = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    factors = torch.full((len(rows), 1), torch.nan, device=rows.device)
     for start, count, expert in zip(offsets, metadata.row_counts.tolist(), local, strict=False):
         valid[start : start + count] = True
         factors[start : start + count] = factors_of(torch.tensor(expert))
@@ -78,11 +84,11 @@ def through(dispatcher: Any, own: Batch, local: range) -> dict[str, Tensor]:
     out.backward(own.grad)
     assert x.grad is not None and scores.grad is not None
     return {
-        "rows": rows[valid].detach(),
-        "counts": metadata.row_counts,
-        "out": out.detach(),
-        "grad": x.grad,
-        "grad_scores": scores.grad,
+        "rows": rows[valid].detach().cpu(),
+        "counts": metadata.row_counts.cpu(),
+        "out": out.detach().cpu(),
+        "grad": x.grad.cpu(),
+        "grad_scores": scores.grad.cpu(),
     }
 
 
@@ -145,6 +151,7 @@ def check_overflow(mesh: DeviceMesh, cfg: Any) -> None:
 
 
 def through_without_grad(dispatcher: Any, own: Batch) -> Tensor:
+    own = own.to(dispatcher.ep_mesh.device_type)
     counts = torch.bincount(own.ids.flatten(), minlength=EXPERTS)
     with torch.no_grad():
         rows, _, metadata = dispatcher.dispatch(own.x, own.scores, own.ids, counts)
@@ -167,8 +174,8 @@ def check_refusals(mesh: DeviceMesh, cfg: Any) -> None:
 def main(store: Path, rank: int, world: int) -> None:
     from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
-    join_group(store, rank, world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    gpu = join_group(store, rank, world)
+    mesh = init_device_mesh("cpu" if gpu is None else "cuda", (world,), mesh_dim_names=("ep",))
     cfg = BaseEPTokenDispatcher.Config(num_experts=EXPERTS, top_k=TOP_K)
     check_dispatchers(mesh, cfg)
     check_refusals(mesh, cfg)
