@@ -1,5 +1,6 @@
 """A rank of SGLang's dispatcher in a process of its own: `python -m tests.integrations.sglang_worker STORE RANK WORLD`,
-on GPUs if there are. With SGLang's own classes if it is installed, otherwise with stubs of them."""
+on GPUs if there are. With SGLang's own classes if it is installed, otherwise with stubs of them. On GPUs SGLang's own
+Triton kernels then permute rows for DeepGEMM and back; torch stands for DeepGEMM's matmuls."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.connections import close
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, make_inputs
+from tests.integrations.sglang_stand_ins import allow_import
 from tests.integrations.upstream import installed
 from tests.processes import join_group
 
@@ -81,19 +83,19 @@ def dense(own: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
 
 
 def float_rows(output: Any) -> torch.Tensor:
-    """The rows' values, [N, HIDDEN] float32."""
+    """The rows' values, [..., N, HIDDEN] float32."""
     rows, scale = output.hidden_states, output.hidden_states_scale
     if scale is None:
         assert rows.dtype == torch.bfloat16
         return rows.float()
     assert rows.dtype == torch.float8_e4m3fn
     if scale.dtype == torch.int32:
-        assert scale.stride() == (1, len(rows)) or len(rows) == 0
+        assert scale.stride()[-2:] == (1, rows.shape[-2]) or len(rows) == 0
         shifts = torch.arange(0, 32, 8, device=scale.device)
-        scale = torch.exp2(((scale[..., None] >> shifts & 255).flatten(1) - 127).float())
+        scale = torch.exp2(((scale[..., None] >> shifts & 255).flatten(-2) - 127).float())
     block = output.activation_scale_block_size
-    assert scale.dtype == torch.float32 and scale.shape == (len(rows), HIDDEN // block)
-    return (rows.float().unflatten(1, (-1, block)) * scale[..., None]).flatten(1)
+    assert scale.dtype == torch.float32 and scale.shape == (*rows.shape[:-1], HIDDEN // block)
+    return (rows.float().unflatten(-1, (-1, block)) * scale[..., None]).flatten(-2)
 
 
 def run_experts(own: Layer, first: int, output: Any, *, distinct: bool) -> torch.Tensor:
@@ -120,11 +122,28 @@ def run_experts(own: Layer, first: int, output: Any, *, distinct: bool) -> torch
     return out.mul_(output.topk_weights[:, None])
 
 
+def run_deep_gemm(own: Layer, first: int, output: Any) -> Any:
+    """Combine's input: what SGLang's runner makes of the rows for DeepGEMM, and of the experts' outputs afterwards."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig, deep_gemm
+
+    config, steps = MoeRunnerConfig(activation="silu"), {}
+    given = deep_gemm.pre_permute_deepep_v2_to_deep_gemm(output, None, config, steps)
+    rows, local = float_rows(given), range(len(output.psum_num_recv_tokens_per_expert))
+    out = torch.full(rows.shape, float("nan"), dtype=torch.bfloat16, device=rows.device)
+    if given.use_masked_gemm:
+        here = [(number, slice(count)) for number, count in enumerate(given.masked_m.tolist())]
+    else:
+        here = [given.m_indices == number for number in local]
+    for number, where in zip(local, here, strict=True):
+        out[where] = own.expert(first + number, rows[where])
+    return deep_gemm.post_permute_deep_gemm_to_deepep_v2(deep_gemm.DeepGemmRunnerOutput(out), None, config, steps)
+
+
 class Rank:
     """Dispatchers of this process, and what they ask SGLang."""
 
-    def __init__(self, rank: int, world: int, device: torch.device, dispatcher: Any) -> None:
-        self.rank, self.world, self.device, self.module = rank, world, device, dispatcher
+    def __init__(self, rank: int, world: int, device: torch.device, dispatcher: Any, *, runner: bool) -> None:
+        self.rank, self.world, self.device, self.module, self.runner = rank, world, device, dispatcher, runner
         self.layer, self.extend, self.most, self.packed, self.alone = layer(device), False, MOST, False, False
         setting = lambda value: SimpleNamespace(get=value)  # noqa: E731
         dispatcher.TIMEOUT_S = 30.0
@@ -156,8 +175,10 @@ class Rank:
         output = dispatcher.dispatch(hidden_states=x, topk_output=topk)
         assert output.use_masked_gemm != self.extend and (not self.extend or output.masked_max_m == 0)
         first, self.ends = self.rank * EXPERTS // self.world, output.psum_num_recv_tokens_per_expert
+        runner = self.runner and (distinct or self.extend)  # for a decode batch a token's experts must be distinct
+        made = run_deep_gemm(self.layer, first, output) if runner else None
         rows = run_experts(self.layer, first, output, distinct=distinct)
-        return dispatcher.combine(combine_input=self.module.DeepEPv2CombineInput(rows, None))
+        return dispatcher.combine(combine_input=made or self.module.DeepEPv2CombineInput(rows, None))
 
     def check(self, dispatcher: Any, routing: str, tokens: tuple[int, ...], seed: int) -> None:
         given = inputs(routing, tokens, self.most, seed)
@@ -208,14 +229,16 @@ def inside(library: Any, call: Callable[[Any], None]) -> None:
 
 def main(store: str, rank: int, world: int) -> None:
     device = join_group(Path(store), rank, world) or torch.device("cpu")
+    real = importlib.util.find_spec("sglang") is not None
+    if real:
+        allow_import()
 
     def run(dispatcher: Any) -> None:
-        one = Rank(rank, world, device, dispatcher)
+        one = Rank(rank, world, device, dispatcher, runner=real and device.type == "cuda")
         one.check_all()
         one.check_room_for_a_shared_batch()
         one.check_lost_rows()
 
-    real = importlib.util.find_spec("sglang") is not None
     inside(nullcontext() if real else installed("sglang", ADAPTER), run)
     close()
     dist.barrier()
