@@ -1,8 +1,8 @@
 """A rank of Megatron-core's MoE layers in a process of its own: `python -m tests.integrations.megatron_worker STORE
-RANK WORLD`, on the CPU, with the shims on PYTHONPATH and without dynamo.
+RANK WORLD`, on a GPU if there is one, with the shims on PYTHONPATH and without dynamo.
 
 What cute_ep is compared with is Megatron's own all-to-all dispatcher. Megatron names CUDA devices and streams and looks
-for TransformerEngine; `without_cuda` and the lines below it put the CPU there.
+for TransformerEngine; without a GPU `without_cuda` puts the CPU there. Random numbers are drawn on the CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def without_cuda() -> None:
         setattr(torch.cuda, name, answer)
 
 
-without_cuda()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    without_cuda()
 torch._dynamo.config.disable = True
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
@@ -51,7 +53,8 @@ from cute_ep.api.errors import EPConfigError, EPInputError  # noqa: E402
 from cute_ep.integrations import connections, megatron  # noqa: E402
 
 moe_utils.te_general_gemm = None  # a name that 0.16.1 leaves undefined without TransformerEngine
-token_dispatcher.maybe_move_tensor_to_cpu = lambda one, as_numpy=False, **_: one.numpy() if as_numpy else one
+if DEVICE == "cpu":
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda one, as_numpy=False, **_: one.numpy() if as_numpy else one
 
 EXPERTS, HIDDEN = 8, 64
 KINDS = ("shim", "exact", "partial")
@@ -118,19 +121,21 @@ class Results(NamedTuple):
 
 
 def through(dispatcher: Any, routing: Tensor) -> Results:
-    """A pass forward and backward through experts that multiply by their number and the probability.
+    """A pass forward and backward through experts that multiply by their number and the probability. `routing` is on
+    the CPU.
 
     Values are small integers, probabilities powers of two, so that every sum in any order is exact in bfloat16.
     """
     tokens = len(routing)
-    x = torch.randint(-3, 4, (tokens, 1, HIDDEN)).bfloat16().requires_grad_()
-    probs = (2.0 ** torch.randint(-1, 2, routing.shape) * routing).requires_grad_()
-    hidden, own = dispatcher.dispatch_preprocess(x, routing, probs)
+    x = torch.randint(-3, 4, (tokens, 1, HIDDEN)).bfloat16().to(DEVICE).requires_grad_()
+    probs = (2.0 ** torch.randint(-1, 2, routing.shape) * routing).to(DEVICE).requires_grad_()
+    hidden, own = dispatcher.dispatch_preprocess(x, routing.to(DEVICE), probs)
     rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, own))
-    factors = (1 + torch.arange(len(counts)) % 3).repeat_interleave(counts)
+    counts = counts.cpu()
+    factors = (1 + torch.arange(len(counts)) % 3).repeat_interleave(counts).to(DEVICE)
     outputs = (rows * (row_probs * factors)[:, None]).bfloat16()
     out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outputs)))
-    out.backward(torch.randint(-1, 2, out.shape).bfloat16())
+    out.backward(torch.randint(-1, 2, out.shape).bfloat16().to(DEVICE))
     assert x.grad is not None and probs.grad is not None
     return Results(rows.detach(), counts, row_probs.detach(), out.detach(), x.grad, probs.grad)
 
@@ -201,10 +206,10 @@ def trained(kind: str, groups: ProcessGroupCollection, recompute: bool) -> list[
     """Outputs and gradients of Megatron's MoE layer, router and experts included, in batches of several sizes."""
     choose(kind)
     torch.manual_seed(dist.get_rank())
-    layer = MoELayer(config_of(kind), get_moe_module_spec(False, EXPERTS).submodules, 1, groups)
+    layer = MoELayer(config_of(kind), get_moe_module_spec(False, EXPERTS).submodules, 1, groups).to(DEVICE)
     results = []
     for tokens in (12, 1, 40):
-        x = torch.randn(tokens, 2, HIDDEN).bfloat16().requires_grad_()
+        x = torch.randn(tokens, 2, HIDDEN).bfloat16().to(DEVICE).requires_grad_()
         out = checkpoint(lambda one: layer(one)[0], x, use_reentrant=False) if recompute else layer(x)[0]
         out.float().square().sum().backward()
         results += [out.detach(), x.grad]
@@ -227,9 +232,10 @@ def check_options() -> None:
     _, routing = next(routings(0))
     dispatcher = dispatcher_of("exact", groups, moe_router_dtype="fp64")
     assert through(dispatcher, routing).row_probs.dtype == torch.float64
-    dispatcher.dispatch_preprocess(torch.zeros(20, 1, HIDDEN), routing, routing.float())
+    rows, chosen = torch.zeros(20, 1, HIDDEN, device=DEVICE), routing.to(DEVICE)
+    dispatcher.dispatch_preprocess(rows, chosen, chosen.float())
     with pytest.raises(EPInputError, match="bf16=True"):
-        dispatcher.token_dispatch(torch.zeros(20, HIDDEN))
+        dispatcher.token_dispatch(rows[:, 0])
 
 
 def main(store: Path, rank: int, world: int) -> None:
