@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import tests.integrations.titan_stand_ins  # noqa: F401  before torchtitan
 from cute_ep.integrations import torchtitan
+from tests.integrations import titan_fsdp
 from tests.processes import join_group
 
 VOCABULARY, LENGTH, STEPS = 2048, 32, 20
@@ -108,6 +109,8 @@ def local(one: Any) -> Tensor:
 
 
 def main(store: Path, rank: int, world: int) -> None:
+    if titan_fsdp.OLDER:
+        titan_fsdp.adapt()
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
     device = join_group(store, rank, world) or torch.device("cpu")
@@ -130,6 +133,8 @@ def main(store: Path, rank: int, world: int) -> None:
         ([dispatcher], {"compiled": True}),
         ([dispatcher, SELECTIVE_AC], {"ac": SelectiveAC.Config(), "compiled": True}),
     ):
+        if titan_fsdp.OLDER and "compiled" in options:
+            continue
         again, _ = trained(device, imports, 3, **options)
         assert again == losses[:3], f"{imports}, {options}: {again}, not {losses[:3]}"
     torchtitan.close()
