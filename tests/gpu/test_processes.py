@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,26 @@ def test_processes_with_models_of_transformers(tmp_path: Path) -> None:
     for kind in ("mixtral", "gpt_oss"):
         build(kind).save_pretrained(tmp_path / "models" / kind)
     run_worker("worker", tmp_path, str(tmp_path / "models"))
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-core: pip install megatron-core==0.16.1")
+def test_processes_under_megatron(tmp_path: Path) -> None:
+    run_worker("megatron_worker", tmp_path, path=SHIMS)
+
+
+@pytest.mark.parametrize("kind", ["stubs", "vllm", "triton"])
+def test_processes_under_vllm(tmp_path: Path, kind: str) -> None:
+    """On stubs; in vLLM's kernel, with experts of ours and with its own in Triton."""
+    if kind != "stubs" and find_spec("vllm") is None:
+        pytest.skip("needs vLLM: pip install vllm==0.33.0")
+    run_worker("vllm_worker", tmp_path, kind)
+
+
+@pytest.mark.parametrize("worker", ["titan_worker", "titan_training"])
+def test_processes_under_torchtitan(tmp_path: Path, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dispatcher, on a stub where it is not installed, and a model's training."""
+    real = find_spec("torchtitan") is not None
+    if worker == "titan_training" and not real:
+        pytest.skip("needs torchtitan: pip install torchtitan==0.3.0")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # training compares bits
+    run_worker(worker, tmp_path, path=None if real else ROOT / "tests" / "integrations" / "stubs")
