@@ -210,8 +210,8 @@ class ElasticBuffer:
         Returns:
             Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
             behind the last hold anything; [rows, K] int64 local expert ids, -1 elsewhere (None with `do_expand`); their
-            float32 weights, 0 elsewhere, with `do_expand` one a row (None without `topk_weights`); the handle, which
-            is the given one if there is one; the event.
+            float32 weights, 0 elsewhere, with `do_expand` one a row, 0 for padding (None without `topk_weights`); the
+            handle, which is the given one if there is one; the event.
 
         Raises:
             EPInputError: an argument breaks its rule.

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -32,22 +31,82 @@ class Layout(NamedTuple):
     do_expand: bool
 
 
-class Arrived(NamedTuple):
-    """What a dispatch brought, of n rows per (token, rank).
+class ByRank:
+    """What a dispatch of rank-major rows brought, computed when it is asked for.
+
+    Args:
+        own: [n, K] int32 local experts of the rows' entries, -1 where an entry is not of this rank.
+        token: [n] of each row.
+        source_ends: [R] int32, rows of sources 0 .. s.
+        experts: of this rank.
 
     Attributes:
-        source, token: [n] of each row.
-        slots: [n, K] of each entry its row with `do_expand`, otherwise its local expert; -1 where it is not of this
-            rank.
-        source_ends: [R] int32, rows of sources 0 .. s.
-        counts: [L] int32 entries of each local expert.
+        source: [n] of each row.
+        slots: [n, K] int64, `own`.
+        counts: [experts] int32 entries of each.
     """
 
-    source: torch.Tensor
-    token: torch.Tensor
-    slots: torch.Tensor
-    source_ends: torch.Tensor
-    counts: torch.Tensor
+    def __init__(self, own: torch.Tensor, token: torch.Tensor, source_ends: torch.Tensor, experts: int) -> None:
+        self.own, self.token, self.source_ends, self.experts = own, token, source_ends, experts
+
+    @cached_property
+    def source(self) -> torch.Tensor:
+        row = torch.arange(len(self.own), dtype=torch.int32, device=self.own.device)
+        return torch.searchsorted(self.source_ends, row, right=True).clamp(max=len(self.source_ends) - 1)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return self.own.long()
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        number = torch.where(self.slots < 0, self.experts, self.slots).flatten()
+        counts = torch.zeros(self.experts + 1, dtype=torch.int32, device=number.device)
+        counts.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))
+        return counts[: self.experts]
+
+
+class Expanded:
+    """What a dispatch of rows per (token, expert) brought, as `ByRank` of the n rows per (token, rank) that they would
+    make; `slots` are the entries' rows, -1 for none. `begins`: [experts] int32, of each expert's rows."""
+
+    def __init__(self, batch: Dispatched, rows: int) -> None:
+        self._batch, self._rows, self._most = without_rows(batch, None), rows, batch.row_map.shape[1]
+        self.counts, self.begins = batch.row_counts, batch.row_offsets[:-1]
+
+    @cached_property
+    def index(self) -> RankIndex:
+        return rank_index(self._batch, self._rows)
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self.index.entry // self._most
+
+    @property
+    def token(self) -> torch.Tensor:
+        return self.index.entry % self._most
+
+    @property
+    def source_ends(self) -> torch.Tensor:
+        return self.index.source_ends
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        slots = torch.where(self.index.live, self._batch.row_map, -1).flatten(0, 1)[self.index.entry]
+        return slots.masked_fill(~self.index.filled[:, None], -1).long()
+
+    @cached_property
+    def one_per_rank(self) -> Dispatched:
+        """The batch of which combine returns one row per (token, rank), at the last of the token's slots."""
+        index = self.index
+        last = index.live & (index.live.flip(2).cumsum(2).flip(2) == 1)
+        row_map = torch.where(last, index.row[:, :, None], -1).int()
+        return self._batch.derived(row_map=row_map, tokens=index.entry)
+
+    @property
+    def all_rows(self) -> Dispatched:
+        """The batch of which combine returns all rows."""
+        return self._batch
 
 
 @dataclass(eq=False, repr=False)
@@ -65,7 +124,7 @@ class EPHandle:
             without `do_cpu_sync` what there is room for.
         num_recv_tokens_per_expert_list: entries of each local expert, rounded up; empty without `do_cpu_sync`.
         route: where tokens go, and what combine returns.
-        find: says what came, once it was dispatched.
+        arrived: what came, once it was dispatched.
         dst_buffer_slot_idx: [T, K] int32, how many tokens before go to the rank of an entry too; -1 where masked.
         psum_num_recv_tokens_per_scaleup_rank: [R] int32, rows per (token, rank) of sources 0 .. s.
         psum_num_recv_tokens_per_expert: [L] int32. With `do_expand` the end of each expert's rows, without padding;
@@ -84,18 +143,16 @@ class EPHandle:
     num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
     route: Route
-    find: Callable[[], Arrived] | None = None
+    arrived: ByRank | Expanded | None = None
     token_metadata_at_forward: None = None
     channel_linked_list: None = None
 
     def __post_init__(self) -> None:
         self.num_experts, self.num_max_tokens_per_rank, self.expert_alignment, self.do_expand = self.layout
 
-    @cached_property
-    def arrived(self) -> Arrived:
-        """What the dispatch brought."""
-        assert self.find is not None
-        return self.find()
+    def _arrived(self) -> ByRank | Expanded:
+        assert self.arrived is not None
+        return self.arrived
 
     @cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
@@ -106,27 +163,28 @@ class EPHandle:
 
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
-        source, token, slots, _, _ = self.arrived
+        slots = self._arrived().slots
         entries = slots.shape[1]
         last = torch.where(slots >= 0, torch.arange(entries, device=slots.device), 0).amax(1)
         rows = slots if self.do_expand else torch.full_like(slots, -1)
-        head = torch.stack([source * self.num_max_tokens_per_rank + token, source * entries + last], dim=1)
+        source = self._arrived().source
+        token = source * self.num_max_tokens_per_rank + self._arrived().token
+        head = torch.stack([token, source * entries + last], dim=1)
         return torch.cat([head, rows], dim=1).int()
 
     @property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
-        return self.arrived.source_ends
+        return self._arrived().source_ends
 
     @property
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
-        return self.arrived.counts
+        return self._arrived().counts
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        counts = self.arrived.counts
-        padded = align_up(counts, self.expert_alignment)
-        ends = padded.cumsum(0)
-        return (ends - padded + counts if self.do_expand else ends).int()
+        if isinstance(self.arrived, Expanded):
+            return self.arrived.begins + self.arrived.counts
+        return align_up(self._arrived().counts, self.expert_alignment).cumsum(0, dtype=torch.int32)
 
 
 class ElasticMode(NormalMode):
@@ -164,22 +222,10 @@ class ElasticMode(NormalMode):
         rows = handle.num_recv_tokens
         got, factors, batch = self.dispatch(x, scales, weights, handle.route)
         local, received = self.entries(batch, rows, handle.routes.ids.shape[1])
-        if handle.find is None:
-            own = batch.row_expert_ids  # the caller may write to what it gets
-            ends, tokens = batch.row_offsets[1:], batch.src_info[:rows, 0]
-
-            def find() -> Arrived:
-                row = torch.arange(rows, dtype=torch.int32, device=local.device)
-                source = torch.searchsorted(ends, row, right=True).clamp(max=self._ranks - 1)
-                experts = handle.num_experts // self._ranks
-                assert own is not None
-                slots = own[:rows].long()
-                number = torch.where(slots < 0, experts, slots).flatten()
-                counts = torch.zeros(experts + 1, dtype=torch.int32, device=local.device)
-                counts.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))
-                return Arrived(source, tokens, slots, ends, counts[:experts])
-
-            handle.find = find
+        if handle.arrived is None:
+            assert batch.row_expert_ids is not None  # the caller may write to `local`
+            own, token = batch.row_expert_ids[:rows], batch.src_info[:rows, 0]
+            handle.arrived = ByRank(own, token, batch.row_offsets[1:], handle.num_experts // self._ranks)
         return got, factors, local, None if weights is None else received
 
     def expanded(
@@ -203,40 +249,22 @@ class ElasticMode(NormalMode):
         communicator = self._connections.get(cfg, self.sms)
         out = communicator.allocate(max(rows, 1))
         batch = communicator.dispatch(x.contiguous(), handle.routes.ids, weights, scales=wire, out=out)
-        if handle.find is None:
-            index = rank_index(batch, handle.num_recv_tokens)
-            most, counts = batch.row_map.shape[1], batch.row_counts
-            slots = torch.where(index.live, batch.row_map, -1).flatten(0, 1)[index.entry]
-            slots = slots.masked_fill(~index.filled[:, None], -1).long()
-            arrived = Arrived(index.entry // most, index.entry % most, slots, index.source_ends, counts.clone())
-            handle.find = lambda: arrived
-            handle.route.of_rows = Returned(communicator, self._as_sent_home(batch, index, handle))
+        if handle.arrived is None:
+            handle.arrived = Expanded(batch, handle.num_recv_tokens)
+            handle.route.of_rows = Returned(communicator, handle.arrived.all_rows)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        received = None
-        if weights is not None:
-            here = torch.arange(rows, dtype=torch.int32, device=weights.device) < batch.num_rows
-            received = torch.where(here, batch.row_weights[:rows], 0)
-        return batch.tokens[:rows], factors, None, received
-
-    def _as_sent_home(self, batch: Dispatched, index: RankIndex, handle: EPHandle) -> Dispatched:
-        """The batch that combine returns rows of: all, or one per (token, rank), at the last of its slots."""
-        if not self._reduce:
-            return without_rows(batch, None)
-        last = index.live & (index.live.flip(2).cumsum(2).flip(2) == 1)
-        row_map = torch.where(last, index.row[:, :, None], -1).int()
-        derived = batch.derived(row_map=row_map, tokens=index.entry, topk_ids=handle.routes.last_ids)
-        return without_rows(derived, None)
+        return batch.tokens[:rows], factors, None, None if weights is None else batch.row_weights[:rows]
 
     def combine_rows(self, handle: EPHandle, rows: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""
         assert handle.route.of_rows is not None
         communicator, batch = handle.route.of_rows
-        if not handle.do_expand:
+        if isinstance(handle.arrived, Expanded) and self._reduce:
+            rows, batch = _reduced(rows, handle.arrived.slots), handle.arrived.one_per_rank
+        if not handle.do_expand or self._reduce:
             batch = batch.derived(topk_ids=handle.routes.last_ids)
-        elif self._reduce:
-            rows = _reduced(rows, handle.arrived.slots)
         if not biases:
             ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=rows.device)
             return communicator.combine(rows, batch, ones)
@@ -250,6 +278,7 @@ class ElasticMode(NormalMode):
 
     def combine_entries(self, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
         """[T, K] float32: each entry's weight from its rank; 0 where masked."""
+        assert handle.arrived is not None
         slots = handle.arrived.slots
         if handle.do_expand:
             weights = weights[slots.clamp(min=0)]
