@@ -229,7 +229,7 @@ class Buffer(LowLatency):
         rows, factors, batch = self._normal.dispatch(payload, scales, sent, route)
         ids = weights = None
         if topk_idx is not None:
-            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
+            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1], exact=not num_worst_tokens)
         made = Handle(counts.prefix_matrix(), None, None, batch.src_info[:room, 0], is_token_in_rank, None)
         made.route = route
         got = rows if factors is None else (rows, factors)

@@ -221,7 +221,8 @@ class ElasticMode(NormalMode):
         """(rows, their scale factors, [rows, K] local experts, [rows, K] weights), one row per (token, rank)."""
         rows = handle.num_recv_tokens
         got, factors, batch = self.dispatch(x, scales, weights, handle.route)
-        local, received = self.entries(batch, rows, handle.routes.ids.shape[1])
+        exact = bool(handle.num_recv_tokens_per_expert_list)
+        local, received = self.entries(batch, rows, handle.routes.ids.shape[1], exact=exact)
         if handle.arrived is None:
             assert batch.row_expert_ids is not None  # the caller may write to `local`
             own, token = batch.row_expert_ids[:rows], batch.src_info[:rows, 0]

@@ -226,11 +226,12 @@ class NormalMode:
     # ---- top-k entries
 
     @staticmethod
-    def entries(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
+    def entries(batch: Dispatched, rows: int, slots: int, *, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there). `exact`: a token has
+        each of the rows; dispatch writes no weights behind the last."""
         assert batch.row_expert_ids is not None
-        local = batch.row_expert_ids[:rows, :slots].long()
-        return local, torch.where(local >= 0, batch.row_weights[:rows, :slots], 0)
+        local, weights = batch.row_expert_ids[:rows, :slots].long(), batch.row_weights[:rows, :slots]
+        return local, weights.contiguous() if exact else torch.where(local >= 0, weights, 0)
 
     def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
         """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
