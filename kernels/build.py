@@ -16,6 +16,7 @@ from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.count_routes import CountRoutes
 from cute_ep.kernels.dispatch import Dispatch
+from cute_ep.kernels.sum_rows import SumRows
 from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import arguments_of, parameters_of
@@ -26,6 +27,7 @@ from cute_ep.layouts.maps.variants import (
     DISPATCH_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
+    SUM_KERNEL,
     Variant,
 )
 
@@ -63,7 +65,7 @@ def resolve(name: str | None):
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoutes:
+def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoutes | SumRows:
     """The kernel object that `variant` names."""
     name, hooks = variant.kernel, variant.hooks
     codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
@@ -86,10 +88,9 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoute
             router_weights=weights,
             epilogue=resolve(hooks.epilogue),
         )
-    if name == COPY_KERNEL:
-        return Copy()
-    if name == COUNT_KERNEL:
-        return CountRoutes()
+    others: dict[str, type] = {COPY_KERNEL: Copy, COUNT_KERNEL: CountRoutes, SUM_KERNEL: SumRows}
+    if name in others:
+        return others[name]()
     return Rows(codec, None if name == QUANTIZE_KERNEL else name)
 
 

@@ -82,7 +82,7 @@ def deepep_low_latency(me: Rank) -> Iterator[Work]:
 
 
 def deepep_elastic(me: Rank) -> Iterator[Work]:
-    """V2, one row per (token, rank); with the host's wait for the number of rows, and without it."""
+    """V2, one row per (token, rank), with the host's wait for the number of rows and without it; and expanded."""
     from cute_ep.integrations.deep_ep import ElasticBuffer
 
     for tokens in me.tokens:
@@ -91,16 +91,17 @@ def deepep_elastic(me: Rank) -> Iterator[Work]:
         buffer = ElasticBuffer(me.group, num_max_tokens_per_rank=tokens, hidden=me.shape.hidden)
         sms = buffer.get_theoretical_num_sms(me.shape.num_experts, me.shape.top_k)
         native = Native(me, given, "partial", sms=sms)
-        for sync in (True, False):
+        for sync, expand in ((True, False), (False, False), (False, True)):
 
-            def dispatch(given=given, ids=ids, buffer=buffer, last=last, sync=sync) -> None:
-                sizes = {"num_experts": me.shape.num_experts, "do_cpu_sync": sync}
+            def dispatch(given=given, ids=ids, buffer=buffer, last=last, sync=sync, expand=expand) -> None:
+                sizes = {"num_experts": me.shape.num_experts, "do_cpu_sync": sync, "do_expand": expand}
                 last.rows, _, _, last.handle, _ = buffer.dispatch(given.x, ids, given.weights, **sizes)
 
             def combine(buffer=buffer, last=last) -> None:
                 buffer.combine(last.rows, last.handle)
 
-            waits, about = (frozenset(["dispatch"]), "") if sync else (frozenset(), "do_cpu_sync=False")
+            about = ", ".join(["do_cpu_sync=False"] * (not sync) + ["do_expand"] * expand)
+            waits = frozenset(["dispatch"] if sync else [])
             calls = {"dispatch": dispatch, "combine": combine}
             yield Work("bf16", tokens, native.count, calls, native.calls, waits, about)
         buffer.destroy()

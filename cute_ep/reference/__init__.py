@@ -31,6 +31,7 @@ from cute_ep.reference.formats import (
     round_to,
 )
 from cute_ep.reference.routes import count_routes
+from cute_ep.reference.sums import sum_rows
 from cute_ep.reference.swiglu import swiglu, swiglu_bound
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "quantize",
     "receive",
     "round_to",
+    "sum_rows",
     "swiglu",
     "swiglu_bound",
     "swizzle_scales",

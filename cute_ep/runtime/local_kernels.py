@@ -8,11 +8,9 @@ from functools import cache
 import torch
 
 from cute_ep.aot.library import Library, LibraryEntry
-from cute_ep.layouts.maps.variants import COPY_KERNEL, COUNT_KERNEL, GATE_KERNELS, QUANTIZE_KERNEL
+from cute_ep.layouts.maps.variants import LOCAL_KERNELS
 from cute_ep.runtime.driver import Kernel, architecture, on_device
 
-LOCAL_KERNELS = (QUANTIZE_KERNEL, *GATE_KERNELS, COUNT_KERNEL, COPY_KERNEL)
-"""Kernels of one GPU, which know of no rank."""
 _given: dict[int, Library] = {}
 """By device, the library of the last `connect` or `connect_local` there."""
 

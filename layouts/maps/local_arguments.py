@@ -78,3 +78,28 @@ class CountArgs(NamedTuple):
     words: Size
     local_experts: Size
     local_experts_magic: Word
+
+
+class SumArgs(NamedTuple):
+    """Parameters of sum_rows, of a batch with R sources of at most T tokens with top_k entries each.
+
+    Attributes:
+        rows, sums: [capacity, 8 * vectors] bfloat16.
+        row_map, last_map: [R, T, top_k] int32.
+        headers: [R, 4] int32.
+        sources: R, with the `division_magic` of it.
+        slices_log2: a row has 2^slices_log2 slices.
+    """
+
+    rows: Address
+    sums: Address
+    row_map: Address
+    last_map: Address
+    headers: Address
+    capacity: Size
+    vectors: Size
+    sources: Size
+    sources_magic: Word
+    max_tokens: Size
+    top_k: Size
+    slices_log2: Size

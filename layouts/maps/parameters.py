@@ -7,20 +7,22 @@ from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
-from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs
-from cute_ep.layouts.maps.variants import COPY_KERNEL, COUNT_KERNEL, DISPATCH_KERNELS, GATE_KERNELS, QUANTIZE_KERNEL
+from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs
+from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COPY_KERNEL, COUNT_KERNEL, DISPATCH_KERNELS, SUM_KERNEL
+
+RECORDS: dict[str, Any] = {
+    **dict.fromkeys(DISPATCH_KERNELS, DispatchArgs),
+    **dict.fromkeys(COMBINE_KERNELS, CombineArgs),
+    COUNT_KERNEL: CountArgs,
+    SUM_KERNEL: SumArgs,
+    COPY_KERNEL: CopyArgs,
+}
+"""Argument records of kernels; others take `RowsArgs`."""
 
 
 def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
     """The argument of a kernel, each number of which is make(its dotted name, the DSL's name of its type)."""
-    record: Any = DispatchArgs if kernel in DISPATCH_KERNELS else CombineArgs
-    if kernel == COPY_KERNEL:
-        record = CopyArgs
-    elif kernel == COUNT_KERNEL:
-        record = CountArgs
-    elif kernel == QUANTIZE_KERNEL or kernel in GATE_KERNELS:
-        record = RowsArgs
-    return _filled(record, "", make)
+    return _filled(RECORDS.get(kernel, RowsArgs), "", make)
 
 
 def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:

@@ -34,7 +34,11 @@ GATED_KERNEL = "gated"
 GATE_KERNELS = (*SWIGLU_KERNELS, GATED_KERNEL)
 COUNT_KERNEL = "count_routes"
 """How many tokens go to each rank, and entries to each expert."""
+SUM_KERNEL = "sum_rows"
+"""Adds a token's rows on a rank."""
 COPY_KERNEL = "copy"
+LOCAL_KERNELS = (QUANTIZE_KERNEL, *GATE_KERNELS, COUNT_KERNEL, SUM_KERNEL, COPY_KERNEL)
+"""Kernels of one GPU, which know of no rank."""
 HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
 """Kernels that sum, and so call the epilogue."""
 WEIGHING_KERNELS = ("combine_exact", "combine_wait_exact")
@@ -129,7 +133,7 @@ def variants(
     archs: tuple[str, ...] = ARCHITECTURES, formats: tuple[str, ...] = tuple(FORMATS), hooks: Hooks = NO_HOOKS
 ) -> list[Variant]:
     """Every kernel for the given targets; with hooks, those that call them."""
-    kernels = (*DISPATCH_KERNELS, *COMBINE_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS, COUNT_KERNEL, COPY_KERNEL)
+    kernels: tuple[str, ...] = (*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS)
     if hooks != NO_HOOKS:
         kernels = tuple(kernel for kernel in kernels if hooks.of_kernel(kernel) != NO_HOOKS)
     return [

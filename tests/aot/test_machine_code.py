@@ -16,10 +16,10 @@ from cute_ep.layouts.maps.formats import FORMATS, Format
 from cute_ep.layouts.maps.launch import CTAS_PER_SM
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
-    COPY_KERNEL,
     COUNT_KERNEL,
     DISPATCH_KERNELS,
     GATE_KERNELS,
+    LOCAL_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
     SEND_KERNELS,
@@ -334,6 +334,6 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
 def test_kernel_names_are_covered() -> None:
     """And every kernel that has formats is one that encodes."""
     encoding = {*SEND_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS}
-    assert {v.kernel for v in variants()} == encoding | {*DISPATCH_KERNELS, *COMBINE_KERNELS, COUNT_KERNEL, COPY_KERNEL}
+    assert {v.kernel for v in variants()} == encoding | {*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS}
     assert {v.kernel for v in variants() if v.format} == encoding
     assert {v.format for v in variants()} == {None, *FORMATS}

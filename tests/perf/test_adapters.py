@@ -22,7 +22,7 @@ from perf.adapter_worker import Clock, measure, time_work
 from perf.adapters import ADAPTERS, TINY, TINY_TOKENS
 from tests.perf.test_peers import WORKER
 
-HERE = {"deepep_normal": 4, "deepep_low_latency": 2, "deepep_elastic": 2, "ops": 2, "layer": 1}
+HERE = {"deepep_normal": 4, "deepep_low_latency": 2, "deepep_elastic": 3, "ops": 2, "layer": 1}
 """Adapters that run without a framework, and how many works each has of a batch size."""
 ALONE = SimpleNamespace(highest=list)
 

@@ -2,8 +2,8 @@
 
 - One row per (token, rank): rank-major rows. A token's row stands for the last of its slots with experts of that rank,
   so combine in exact mode adds in DeepEP V2's order.
-- One row per (token, expert): cute_ep's own. Its combine adds a token's rows on their rank first, by torch ops, and
-  sends the sums as rows per (token, rank); or it sends all rows.
+- One row per (token, expert): cute_ep's own. Its combine adds a token's rows on their rank first, and the sum goes home
+  as the row of the last of them; or all rows go home.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_
 from cute_ep.integrations.rows import RankIndex, rank_index, without_rows
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.runtime.routes import RouteCounts, count_routes
+from cute_ep.runtime.sums import sum_rows
 
 
 class Layout(NamedTuple):
@@ -70,9 +71,9 @@ class Expanded:
     """What a dispatch of rows per (token, expert) brought, as `ByRank` of the n rows per (token, rank) that they would
     make; `slots` are the entries' rows, -1 for none. `begins`: [experts] int32, of each expert's rows."""
 
-    def __init__(self, batch: Dispatched, rows: int) -> None:
-        self._batch, self._rows, self._most = without_rows(batch, None), rows, batch.row_map.shape[1]
-        self.counts, self.begins = batch.row_counts, batch.row_offsets[:-1]
+    def __init__(self, batch: Dispatched, counts: torch.Tensor, rows: int) -> None:
+        self._batch, self._rows, self._most = batch, rows, batch.row_map.shape[1]
+        self.counts, self.begins = counts, batch.row_offsets[:-1]
 
     @cached_property
     def index(self) -> RankIndex:
@@ -94,19 +95,6 @@ class Expanded:
     def slots(self) -> torch.Tensor:
         slots = torch.where(self.index.live, self._batch.row_map, -1).flatten(0, 1)[self.index.entry]
         return slots.masked_fill(~self.index.filled[:, None], -1).long()
-
-    @cached_property
-    def one_per_rank(self) -> Dispatched:
-        """The batch of which combine returns one row per (token, rank), at the last of the token's slots."""
-        index = self.index
-        last = index.live & (index.live.flip(2).cumsum(2).flip(2) == 1)
-        row_map = torch.where(last, index.row[:, :, None], -1).int()
-        return self._batch.derived(row_map=row_map, tokens=index.entry)
-
-    @property
-    def all_rows(self) -> Dispatched:
-        """The batch of which combine returns all rows."""
-        return self._batch
 
 
 @dataclass(eq=False, repr=False)
@@ -251,8 +239,9 @@ class ElasticMode(NormalMode):
         out = communicator.allocate(max(rows, 1))
         batch = communicator.dispatch(x.contiguous(), handle.routes.ids, weights, scales=wire, out=out)
         if handle.arrived is None:
-            handle.arrived = Expanded(batch, handle.num_recv_tokens)
-            handle.route.of_rows = Returned(communicator, handle.arrived.all_rows)
+            kept = without_rows(batch, None)
+            handle.arrived = Expanded(kept, batch.row_counts, handle.num_recv_tokens)
+            handle.route.of_rows = Returned(communicator, kept)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
@@ -262,8 +251,8 @@ class ElasticMode(NormalMode):
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""
         assert handle.route.of_rows is not None
         communicator, batch = handle.route.of_rows
-        if isinstance(handle.arrived, Expanded) and self._reduce:
-            rows, batch = _reduced(rows, handle.arrived.slots), handle.arrived.one_per_rank
+        if handle.do_expand and self._reduce:
+            rows, batch = sum_rows(rows, batch)
         if not handle.do_expand or self._reduce:
             batch = batch.derived(topk_ids=handle.routes.last_ids)
         if not biases:
@@ -287,11 +276,3 @@ class ElasticMode(NormalMode):
 
     def _room(self, tokens: int) -> int:
         return tokens
-
-
-def _reduced(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """[n, hidden] bfloat16: sums of the rows in ascending order of slots, in float32; slots: [n, K] rows, -1: none."""
-    total = torch.zeros((len(slots), rows.shape[1]), dtype=torch.float32, device=rows.device)
-    for column in slots.unbind(1):
-        total += torch.where(column[:, None] >= 0, rows[column.clamp(min=0)], 0)
-    return total.bfloat16()

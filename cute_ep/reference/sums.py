@@ -1,0 +1,31 @@
+"""What `sum_rows` (`cute_ep.runtime.sums`) adds where tensors are on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_ep.api.modes import no_modes
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.routing import NO_ROW
+from cute_ep.reference.formats import round_to
+
+
+@no_modes()
+def sum_rows(
+    rows: torch.Tensor, row_map: torch.Tensor, headers: torch.Tensor, sums: torch.Tensor, last_map: torch.Tensor
+) -> None:
+    """Fill the rows of `sums` [N, hidden] that are of a token's last entries, and `last_map` as `row_map`."""
+    number = torch.arange(row_map.shape[1])
+    for source, map_of in enumerate(row_map):
+        own = torch.where(number[:, None] < headers[source, HeaderWord.TOKENS], map_of, NO_ROW)
+        total, to = torch.zeros(len(own), rows.shape[1], dtype=torch.float32), torch.full_like(own[:, 0], NO_ROW)
+        for row in own.unbind(1):
+            here, lost = row >= 0, row >= len(rows)
+            found = here & ~lost
+            total[found] += rows[row[found].long()].float()
+            total[lost] = torch.nan
+            to = torch.where(here, row, to)
+        last = (own >= 0) & ~(own >= 0).flip(1).cumsum(1).flip(1).gt(1)
+        last_map[source] = torch.where(last, own, NO_ROW)
+        kept = (to >= 0) & (to < len(rows))
+        sums[to[kept].long()] = round_to(total[kept], torch.bfloat16)

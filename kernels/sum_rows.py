@@ -1,0 +1,100 @@
+"""Sum rows: an expert rank adds its rows of each token, and the sum takes the place of the token's last row there.
+
+What is read and written, as axes and shape : stride. R sources, T tokens of each at most, K entries, V = hidden / 8
+vectors of a row, N rows:
+
+    rows, sums          (row, vector)         (N, V)    : (V, 1)           vectors of 16 bytes
+    row_map, last_map   (source, token, k)    (R, T, K) : (T K, K, 1)      rows of entries, negative: none
+    headers             (source, word)        (R, 4)    : (4, 1)           how many tokens a source has
+
+A warp takes slices of tokens. The sum is float32, over k ascending from +0, rounded once; a row that dispatch had no
+room for makes it NaN. Of the entries of a token only the last keeps its row in `last_map`.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, round_vector
+from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
+from cute_ep.kernels.device.divide import Divisor, quotient, remainder
+from cute_ep.kernels.device.memory import array, row_address, vector
+from cute_ep.kernels.device.slices import SEGMENT, from_lane, highest, lowest, slice_of
+from cute_ep.kernels.roles.combine_send import LOST
+from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import WARPS
+from cute_ep.layouts.maps.local_arguments import SumArgs
+from cute_ep.layouts.maps.routing import NO_ROW
+
+
+class SumRows:
+    """Slices of tokens, strided over the warps of the grid; neighbouring items are of different sources."""
+
+    shared_bytes = 0
+
+    @cute.jit
+    def __call__(self, args: SumArgs, grid: Int32):
+        self.kernel(args).launch(**launch_config(grid))
+
+    @cute.kernel
+    def kernel(self, args: SumArgs):
+        tid = cute.arch.thread_idx()[0]
+        lane, warp = remainder(tid, 32), quotient(tid, 32)
+        gHeader = array(args.headers, Int32, args.sources, len(HeaderWord))
+        by_sources = Divisor(args.sources, args.sources_magic)
+        items = (args.sources * args.max_tokens) << args.slices_log2
+        first = cute.arch.block_idx()[0] * WARPS + warp
+        for item in cutlass.range(first, items, cute.arch.grid_dim()[0] * WARPS, unroll=1):
+            row_slice = slice_of(item, args.slices_log2, args.vectors)
+            source, token = by_sources.split(row_slice.token)
+            if token < gHeader[source, int(HeaderWord.TOKENS)]:
+                self._take(args, source * args.max_tokens + token, row_slice, lane)
+
+    @cute.jit
+    def _take(self, args: SumArgs, place: Int32, row_slice, lane: Int32) -> None:
+        """A slice of the token that is number `place` of all; the first slice also writes its entries' rows."""
+        tokens = args.sources * args.max_tokens
+        gRow, gLast = (array(data, Int32, tokens, args.top_k) for data in (args.row_map, args.last_map))
+        row = Int32(NO_ROW)
+        if lane < args.top_k:
+            row = gRow[place, lane]
+        wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
+        last = highest(wanted)  # -1 where the token has no row here
+        if (row_slice.first == 0) & (lane < args.top_k):
+            gLast[place, lane] = cutlass.select_(lane == last, row, Int32(NO_ROW))
+        if wanted != Uint32(0):
+            to = from_lane(row, last)
+            segment = row_slice.first
+            while (segment < row_slice.last) & (to < args.capacity):
+                self._sum_segment(args, segment * SEGMENT + lane, row, wanted, to)
+                segment += 1
+
+    @cute.jit
+    def _sum_segment(self, args: SumArgs, column: Int32, row: Int32, wanted: Uint32, to: Int32) -> None:
+        """One vector a lane of the sum of the rows of the lanes in `wanted`, into row `to`. LOADS_IN_FLIGHT loads go
+        before the first use."""
+        row_bytes = Int64(args.vectors) * VECTOR_BYTES
+        rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        rSum.fill(0.0)
+        left = wanted
+        while left != Uint32(0):
+            again = left
+            for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                if left != Uint32(0):
+                    found = from_lane(row, lowest(left))
+                    left = left & (left - Uint32(1))
+                    rX[None, turn].fill(LOST)
+                    if (column < args.vectors) & (found < args.capacity):
+                        cute.copy(weak(), vector(row_address(args.rows, found, row_bytes), column), rX[None, turn])
+            for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                if again != Uint32(0):
+                    again = again & (again - Uint32(1))
+                    accumulate(rSum, rX[None, turn], None)
+        if column < args.vectors:
+            round_vector(rSum, rX[None, 0], BFloat16)
+            cute.copy(weak(), rX[None, 0], vector(row_address(args.sums, to, row_bytes), column))
