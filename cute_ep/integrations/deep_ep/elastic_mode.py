@@ -8,16 +8,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.connections import Connections, config_of
 from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide
-from cute_ep.integrations.rows import RankIndex, rank_index, without_rows
+from cute_ep.integrations.rows import rank_index, without_rows
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.runtime.sums import sum_rows
@@ -32,8 +32,18 @@ class Layout(NamedTuple):
     do_expand: bool
 
 
+class Entries(NamedTuple):
+    """Of n rows per (token, rank) the source and the token, [n], and [n, K] int64 `slots`: of each entry its row with
+    `do_expand`, otherwise its local expert; -1 where it is not of this rank."""
+
+    source: torch.Tensor
+    token: torch.Tensor
+    slots: torch.Tensor
+
+
 class ByRank:
-    """What a dispatch of rank-major rows brought, computed when it is asked for.
+    """What a dispatch of n rank-major rows brought. All is computed when it is asked for, since the replay of a CUDA
+    graph brings something else.
 
     Args:
         own: [n, K] int32 local experts of the rows' entries, -1 where an entry is not of this rank.
@@ -42,26 +52,20 @@ class ByRank:
         experts: of this rank.
 
     Attributes:
-        source: [n] of each row.
-        slots: [n, K] int64, `own`.
         counts: [experts] int32 entries of each.
     """
 
     def __init__(self, own: torch.Tensor, token: torch.Tensor, source_ends: torch.Tensor, experts: int) -> None:
         self.own, self.token, self.source_ends, self.experts = own, token, source_ends, experts
 
-    @cached_property
-    def source(self) -> torch.Tensor:
+    def entries(self) -> Entries:
         row = torch.arange(len(self.own), dtype=torch.int32, device=self.own.device)
-        return torch.searchsorted(self.source_ends, row, right=True).clamp(max=len(self.source_ends) - 1)
+        source = torch.searchsorted(self.source_ends, row, right=True).clamp(max=len(self.source_ends) - 1)
+        return Entries(source, self.token, self.own.long())
 
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        return self.own.long()
-
-    @cached_property
+    @property
     def counts(self) -> torch.Tensor:
-        number = torch.where(self.slots < 0, self.experts, self.slots).flatten()
+        number = torch.where(self.own < 0, self.experts, self.own).flatten().long()
         counts = torch.zeros(self.experts + 1, dtype=torch.int32, device=number.device)
         counts.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))
         return counts[: self.experts]
@@ -69,32 +73,31 @@ class ByRank:
 
 class Expanded:
     """What a dispatch of rows per (token, expert) brought, as `ByRank` of the n rows per (token, rank) that they would
-    make; `slots` are the entries' rows, -1 for none. `begins`: [experts] int32, of each expert's rows."""
+    make. `begins`: [experts] int32, of each expert's rows."""
 
     def __init__(self, batch: Dispatched, counts: torch.Tensor, rows: int) -> None:
-        self._batch, self._rows, self._most = batch, rows, batch.row_map.shape[1]
+        self._batch, self._rows = batch, rows
         self.counts, self.begins = counts, batch.row_offsets[:-1]
 
-    @cached_property
-    def index(self) -> RankIndex:
-        return rank_index(self._batch, self._rows)
-
-    @property
-    def source(self) -> torch.Tensor:
-        return self.index.entry // self._most
-
-    @property
-    def token(self) -> torch.Tensor:
-        return self.index.entry % self._most
+    def entries(self) -> Entries:
+        index, most = rank_index(self._batch, self._rows), self._batch.row_map.shape[1]
+        slots = torch.where(index.live, self._batch.row_map, -1).flatten(0, 1)[index.entry]
+        slots = slots.masked_fill(~index.filled[:, None], -1).long()
+        return Entries(index.entry // most, index.entry % most, slots)
 
     @property
     def source_ends(self) -> torch.Tensor:
-        return self.index.source_ends
+        return rank_index(self._batch, self._rows).source_ends
 
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        slots = torch.where(self.index.live, self._batch.row_map, -1).flatten(0, 1)[self.index.entry]
-        return slots.masked_fill(~self.index.filled[:, None], -1).long()
+
+class computed:
+    """A property that is computed each time it is read, unless the object was given another value."""
+
+    def __init__(self, compute: Callable[[Any], torch.Tensor]) -> None:
+        self._compute = compute
+
+    def __get__(self, instance: Any, owner: type) -> torch.Tensor:
+        return self._compute(instance)
 
 
 @dataclass(eq=False, repr=False)
@@ -142,33 +145,31 @@ class EPHandle:
         assert self.arrived is not None
         return self.arrived
 
-    @cached_property
+    @computed
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         goes, ids = self.routes.goes, self.routes.ids
         server = ids.clamp(min=0, max=self.num_experts - 1) // (self.num_experts // goes.shape[1])
         before = (goes.cumsum(0) - 1).gather(1, server.long())
         return torch.where(ids >= 0, before, -1).int()
 
-    @cached_property
+    @computed
     def recv_src_metadata(self) -> torch.Tensor:
-        slots = self._arrived().slots
+        source, token, slots = self._arrived().entries()
         entries = slots.shape[1]
         last = torch.where(slots >= 0, torch.arange(entries, device=slots.device), 0).amax(1)
         rows = slots if self.do_expand else torch.full_like(slots, -1)
-        source = self._arrived().source
-        token = source * self.num_max_tokens_per_rank + self._arrived().token
-        head = torch.stack([token, source * entries + last], dim=1)
+        head = torch.stack([source * self.num_max_tokens_per_rank + token, source * entries + last], dim=1)
         return torch.cat([head, rows], dim=1).int()
 
-    @property
+    @computed
     def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
         return self._arrived().source_ends
 
-    @property
+    @computed
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         return self._arrived().counts
 
-    @cached_property
+    @computed
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         if isinstance(self.arrived, Expanded):
             return self.arrived.begins + self.arrived.counts
@@ -269,7 +270,7 @@ class ElasticMode(NormalMode):
     def combine_entries(self, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
         """[T, K] float32: each entry's weight from its rank; 0 where masked."""
         assert handle.arrived is not None
-        slots = handle.arrived.slots
+        slots = handle.arrived.entries().slots
         if handle.do_expand:
             weights = weights[slots.clamp(min=0)]
         return self.combine_weights(torch.where(slots >= 0, weights, 0), handle.route)
