@@ -197,7 +197,7 @@ def test_vllm_is_told_the_sizes_of_blocks(monkeypatch: Patch, stubs: dict[str, M
         layer, kernel = one.layer, stubs["vllm.model_executor.layers.fused_moe.modular_kernel"]
         assert layer.activation_format is kernel.FusedMoEActivationFormat.BatchedExperts  # type: ignore[attr-defined]
         assert layer.max_num_tokens_per_rank() * layer.num_dispatchers() == S
-        assert layer.output_is_reduced() and layer.supports_async() and not layer.supports_dbo()
+        assert layer.output_is_reduced() and layer.supports_async()
         assert layer.topk_indices_dtype() is None
         assert not differences(type(layer), kernel.FusedMoEPrepareAndFinalizeModular)  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from cute_ep.integrations import connections
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank
 from tests.integrations.upstream import installed
-from tests.integrations.vllm_parts import HIDDEN, experts_of, import_adapter
+from tests.integrations.vllm_parts import HIDDEN, MicroBatch, experts_of, import_adapter, run_hook, take_turns
 
 TOKENS, SLOTS, EXPERTS, RANKS = 16, 4, 8, 2
 X = torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -67,15 +67,15 @@ def test_a_layer_with_static_room_never_waits(
         own = experts_of(**quant).quant_config
         rows, scales, _, ids, ones = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, own, False)
         moved, out = launches.last("dispatch"), torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
-        done = getattr(layer, how)(out, rows.bfloat16()[:, None], ones, ids, False, None)
-        if done is not None:
-            done()
+        hooks = getattr(layer, how)(out, rows.bfloat16()[:, None], ones, ids, False, None)
+        for hook in hooks or ():
+            hook()
         room = RANKS * TOKENS * SLOTS + (12 if quant else 0)
         assert len(rows) == room and moved.values("out.tokens", "out.capacity") == (rows.data_ptr(), room)
         assert scales is None or moved.values("scales.data") == (scales.data_ptr(),)
         if not quant:
             assert moved.values("input.x") == (X.data_ptr(),)
-        home = launches.last("combine_wait_partial" if done is not None else "combine_partial")
+        home = launches.last("combine_partial" if how == "finalize" else "combine_wait_partial")
         assert home.values("sums.out") == (out.data_ptr(),)
     halves = ["combine_async_partial", "combine_wait_partial"]
     assert launches.kernels == ["dispatch", *(["combine_partial"] if how == "finalize" else halves)] * 2
@@ -124,12 +124,43 @@ def test_batched_experts_get_what_the_kernel_wrote(
         assert moved.values("out.row_counts") == (meta.expert_num_tokens.data_ptr(),)
         assert kind != "fp8" or moved.values("scales.data") == (scales.data_ptr(),)
         back = rows.bfloat16()
-        done = getattr(layer, how)(out, back, WEIGHTS, IDS, False, topk_weight_and_reduce.TopKWeightAndReduceDelegate())
-        if done is not None:
-            done()
-        home = launches.last("combine_exact" if done is None else "combine_async_exact")
+        sums = topk_weight_and_reduce.TopKWeightAndReduceDelegate()
+        hooks = getattr(layer, how)(out, back, WEIGHTS, IDS, False, sums)
+        for hook in hooks or ():
+            hook()
+        home = launches.last("combine_exact" if how == "finalize" else "combine_async_exact")
         assert home.values("rows.data") == (back.data_ptr(),)
     halves = ["combine_async_exact", "combine_wait_exact"]
     assert launches.kernels == ["dispatch", *(["combine_exact"] if how == "finalize" else halves)] * 2
     ((cfg, _),) = connected  # both layers share it
     assert (cfg.dispatch_format, cfg.block_rows) == (kind, RANKS * TOKENS)
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["blocks", "rows"])
+def test_micro_batches_overlap_on_the_stream_of_the_experts(
+    connected: Connected, launches: Launches, no_wait: None, batched: bool
+) -> None:
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce
+
+    (layer,) = layers(1, {}, batched=batched)
+    own, sums = experts_of().quant_config, topk_weight_and_reduce.TopKWeightAndReduceDelegate()
+    outputs = [torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16) for _ in range(2)]
+
+    def micro_batch(out: torch.Tensor) -> MicroBatch:
+        run_hook()
+        hook, receive = layer.prepare_async(X, WEIGHTS, IDS, EXPERTS, None, False, own, False)
+        yield hook
+        rows, *_ = receive()
+        hook, receive = layer.finalize_async(out, rows, WEIGHTS, IDS, False, sums)
+        yield hook
+        receive()
+
+    take_turns(*map(micro_batch, outputs))
+    mode = "exact" if batched else "partial"
+    back = f"combine_async_{mode}", f"combine_wait_{mode}"
+    first = ["dispatch_async", "dispatch_wait", "dispatch_async", "dispatch_wait"]
+    assert launches.kernels == [*first, back[0], back[1], back[0], back[1]]
+    one, other = (launch.values("out.tokens") for launch in launches.of("dispatch_wait"))
+    assert one != other and [launch.values("rows.data") for launch in launches.of(back[0])] == [one, other]
+    assert launches.values("sums.out")[-3::2] == [out.data_ptr() for out in outputs]
+    assert len(set(launch.stream for launch in launches)) == 1

@@ -51,10 +51,16 @@ class Parts:
 
         self.base.DeviceCommunicatorBase.__init__ = init
         self.utils.maybe_make_prepare_finalize = self.early.maybe_make_prepare_finalize = make
-        self.ubatching = SimpleNamespace(use_ubatching=False)
-        stubs["vllm.config.vllm"].get_current_vllm_config = lambda: SimpleNamespace(  # type: ignore[attr-defined]
-            additional_config={"cute_ep": {"mode": "exact"}}, parallel_config=self.ubatching
-        )
+        self.vllm: Any = stubs["vllm.config.vllm"]
+        self.vllm.get_current_vllm_config = lambda: SimpleNamespace(additional_config={"cute_ep": {"mode": "exact"}})
+
+        def check(self: Any) -> None:
+            self.checked = self.parallel_config.all2all_backend
+            if getattr(self, "refused", False):
+                raise ValueError
+            assert not self.parallel_config.use_ubatching or self.checked in ("deepep_low_latency", "nixl_ep")
+
+        self.vllm.VllmConfig.__post_init__ = check
 
     def communicator(self, backend: str, **more: Any) -> Any:
         """A device communicator of a group of two."""
@@ -205,12 +211,27 @@ def test_layers_that_do_not_fit_name_the_option(parts: Parts, one: Any, options:
         parts.utils.maybe_make_prepare_finalize(one, None, all2all_manager=manager, **options)
 
 
-@pytest.mark.parametrize("backend", ["cute_ep", "cute_ep_batched"])
-def test_two_batches_at_a_time_are_refused(parts: Parts, backend: str) -> None:
-    manager = parts.communicator(backend).all2all_manager
-    parts.ubatching.use_ubatching = True
-    with pytest.raises(EPConfigError, match="--enable-dbo, --ubatch-size: must be left out"):
-        parts.utils.maybe_make_prepare_finalize(moe(backend), None, all2all_manager=manager)
+@pytest.mark.parametrize("backend", ["cute_ep", "cute_ep_batched", "nixl_ep"])
+@pytest.mark.parametrize("use_ubatching", [False, True], ids=["whole", "micro"])
+def test_both_may_have_micro_batches(parts: Parts, backend: str, use_ubatching: bool) -> None:
+    config = parts.vllm.VllmConfig()
+    config.parallel_config = SimpleNamespace(all2all_backend=backend, use_ubatching=use_ubatching)
+    config.__post_init__()
+    assert config.parallel_config.all2all_backend == backend
+    assert config.checked == ("deepep_low_latency" if use_ubatching and backend != "nixl_ep" else backend)
+
+
+def test_a_backend_keeps_its_name_where_vllm_refuses_the_configuration(parts: Parts) -> None:
+    config = parts.vllm.VllmConfig()
+    config.parallel_config = SimpleNamespace(all2all_backend="cute_ep", use_ubatching=True)
+    config.refused = True
+    with pytest.raises(ValueError):
+        config.__post_init__()
+    assert config.parallel_config.all2all_backend == "cute_ep"
+
+
+def test_experts_keep_all_sms(parts: Parts) -> None:
+    assert parts.communicator("cute_ep").all2all_manager.max_sms_used() == 0
 
 
 def test_wrapped_calls_take_what_the_releases_take(parts: Parts) -> None:

@@ -31,7 +31,7 @@ import types
 import typing
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -75,6 +75,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "ParallelConfig.use_ubatching",
         ],
         "vllm.config.vllm": [
+            "VllmConfig.__post_init__",
             "VllmConfig.additional_config",
             "VllmConfig.parallel_config",
             "get_current_vllm_config",
@@ -84,6 +85,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "All2AllManagerBase.get_handle",
             "All2AllManagerBase.dispatch_router_logits",
             "All2AllManagerBase.destroy",
+            "All2AllManagerBase.max_sms_used",
             "All2AllManagerBase.rank",
             "All2AllManagerBase.world_size",
             "All2AllManagerBase.internode",
@@ -137,6 +139,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "get_ep_all2all_manager",
             "maybe_make_prepare_finalize",
         ],
+        "vllm.v1.worker.ubatching": ["dbo_current_ubatch_id", "dbo_enabled", "dbo_maybe_run_recv_hook"],
     },
     "flashinfer": {
         "flashinfer.comm.trtllm_moe_alltoall": [
@@ -307,7 +310,7 @@ def load(framework: str) -> dict[str, typing.Any]:
 
 def build(known: Mapping[str, typing.Any]) -> dict[str, types.ModuleType]:
     """Modules of stubs by name, with the packages that they are in; the outermost has `__version__`. Bases that have no
-    stub are left out."""
+    stub are left out, and a value that is made of what has none is None."""
     made: dict[str, types.ModuleType] = {}
     for module in known["modules"]:
         parts = module.split(".")
@@ -334,7 +337,9 @@ def _made(text: str, name: str, module: str, shared: Mapping[str, typing.Any]) -
     """What a stub defines, given those before it."""
     (one,) = ast.parse(text).body
     if isinstance(one, ast.Assign | ast.AnnAssign):
-        return eval(ast.unparse(one.value), dict(shared)) if one.value is not None else None
+        with suppress(NameError):
+            return eval(ast.unparse(one.value), dict(shared)) if one.value is not None else None
+        return None
     for inner in ast.walk(one):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             inner.body = ast.parse("pass" if inner.name == "__init__" else "raise NotImplementedError").body

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,8 +28,8 @@ CONFIG = "vllm.model_executor.layers.fused_moe"
 
 
 def import_adapter(stubs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The adapter on stubs that do what it needs: a manager knows its group, there is no forward context, and blocks of
-    FP8 are quantised."""
+    """The adapter on stubs that do what it needs: a manager knows its group, there is no forward context, blocks of FP8
+    are quantised, and micro-batches are those of `take_turns`."""
     base: Any = stubs["vllm.distributed.device_communicators.base_device_communicator"]
 
     def init(self: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
@@ -37,12 +39,61 @@ def import_adapter(stubs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
     base.All2AllManagerBase.__init__ = init
     stubs["vllm.forward_context"].is_forward_context_available = lambda: False  # type: ignore[attr-defined]
     stubs[f"{CONFIG}.utils"].moe_kernel_quantize_input = lambda rows, *_, **__: quantised(rows)  # type: ignore[attr-defined]
+    ubatching: Any = stubs["vllm.v1.worker.ubatching"]
+    ubatching.dbo_enabled = lambda: TURN.hooks is not None
+    ubatching.dbo_current_ubatch_id, ubatching.dbo_maybe_run_recv_hook = current_number, run_hook
     rebuilt = SimpleNamespace(rebuild_dataclass=lambda cls, force: True)
     monkeypatch.setitem(sys.modules, "pydantic.dataclasses", rebuilt)  # type: ignore[arg-type]
     adapter = importlib.import_module("cute_ep.integrations.vllm")
     importlib.import_module("cute_ep.integrations.vllm.standard")
     importlib.import_module("cute_ep.integrations.vllm.batched")
     return adapter
+
+
+# ---- micro-batches
+
+
+class Turn(threading.local):
+    """Of a rank, while its micro-batches take turns: which one's turn it is, and hooks by micro-batch."""
+
+    number: int | None = None
+    hooks: dict[int, Callable[[], None]] | None = None
+
+
+TURN = Turn()
+MicroBatch = Generator[Callable[[], None], None, None]
+
+
+def current_number() -> int:
+    if TURN.hooks is None:
+        return 0
+    assert TURN.number is not None, "a thread that has left its micro-batch asks for its number"
+    return TURN.number
+
+
+def run_hook() -> None:
+    if TURN.hooks is not None and TURN.number in TURN.hooks:
+        TURN.hooks.pop(TURN.number)()
+
+
+def take_turns(*batches: MicroBatch) -> None:
+    """Run micro-batches as vLLM's threads do, of which one runs at a time. A micro-batch yields a hook, which the next
+    one has to run, and continues when all others had a turn; at its end it runs the hook that it was given."""
+    TURN.hooks, waiting = {}, deque(enumerate(batches))
+    while waiting:
+        TURN.number, batch = waiting.popleft()
+        hook = next(batch, None)
+        if hook is None:
+            last, TURN.number = TURN.hooks.pop(TURN.number, None), None
+            if last is not None:
+                last()
+            continue
+        following = (TURN.number + 1) % len(batches)
+        assert following not in TURN.hooks, "a hook was not run"
+        TURN.hooks[following] = hook
+        waiting.append((TURN.number, batch))
+    assert not TURN.hooks
+    TURN.hooks = None
 
 
 def experts_of(*, expects_unquantized_inputs: bool = False, packed: bool = False, **quant: Any) -> Any:
@@ -136,6 +187,11 @@ def inputs(routing: str, seed: int = 7) -> list[RankInputs]:
 
 
 def prepare(one: Layer, given: RankInputs, quant: dict | None = None, **changes: Any) -> tuple:
+    return one.layer.prepare(**arguments_of(given, quant, **changes))
+
+
+def arguments_of(given: RankInputs, quant: dict | None = None, **changes: Any) -> dict[str, Any]:
+    """Of prepare."""
     arguments: dict[str, Any] = {
         "a1": given.x,
         "topk_weights": given.router_weights,
@@ -146,15 +202,15 @@ def prepare(one: Layer, given: RankInputs, quant: dict | None = None, **changes:
         "quant_config": experts_of(**(quant or {})).quant_config,
         "defer_input_quant": False,
     }
-    return one.layer.prepare(**(arguments | changes))
+    return arguments | changes
 
 
 def finalize(one: Layer, output: torch.Tensor, rows: torch.Tensor, how: str = "finalize") -> None:
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-    done = getattr(one.layer, how)(output, rows, None, None, False, TopKWeightAndReduceDelegate())
-    if done is not None:
-        done()
+    hooks = getattr(one.layer, how)(output, rows, None, None, False, TopKWeightAndReduceDelegate())
+    for hook in hooks or ():
+        hook()
 
 
 def expected_rows(rank: int, given: list[RankInputs]) -> list[tuple[int, torch.Tensor]]:

@@ -1,14 +1,16 @@
 """One rank in a process of its own, on a GPU if there is one:
 `python -m tests.integrations.vllm_worker STORE RANK WORLD stubs|vllm|triton`.
 
-With `vllm` all but the experts is vLLM: configuration, groups, factory, modular kernel. With `triton`, for GPUs, the
-batched experts are vLLM's too. With `stubs` the adapter's own classes meet.
+With `vllm` all but the experts is vLLM: configuration, groups, factory, modular kernel, and the contexts of threads in
+which micro-batches take turns. With `triton`, for GPUs, the batched experts are vLLM's too. With `stubs` the adapter's
+own classes meet.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,9 @@ EXPERTS, SLOTS, TMAX = 8, 3, 24
 COMPILED = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"
 """Modules of operations that vLLM imports for a GPU. No layer here calls one, so vLLM's Python files will do."""
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Forward = Callable[[list[Batch]], list[torch.Tensor]]
+"""A layer's outputs for (x, weights, ids) of batches; several are micro-batches that take turns."""
 
 
 # ---- on stubs
@@ -55,7 +59,8 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
     layer.post_init_setup(experts_of())
     local = torch.arange(EXPERTS) * dist.get_world_size() // EXPERTS == dist.get_rank()
 
-    def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(batches: list[Batch]) -> list[torch.Tensor]:
+        ((x, weights, ids),) = batches
         quant = experts_of().quant_config
         rows, _, meta, where, _ = layer.prepare(x, weights, ids, EXPERTS, None, False, quant, False)
         if static_rows is None:
@@ -64,7 +69,7 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
             made = apply_experts(rows, where, local)
         out = torch.empty_like(x)
         layer.finalize(out, made, weights, ids, False, TopKWeightAndReduceDelegate())
-        return out
+        return [out]
 
     return forward, manager.destroy
 
@@ -107,6 +112,7 @@ def start_vllm(device: torch.device, static_rows: int | None) -> Any:
         data_parallel_master_ip="127.0.0.1",
         enable_expert_parallel=True,
         all2all_backend="cute_ep_batched" if static_rows is None else "cute_ep",
+        ubatch_size=2,
     )
     options = {} if static_rows is None else {"mode": "exact", "static_rows": static_rows}
     config = VllmConfig(parallel_config=parallel, additional_config={"cute_ep": options})
@@ -124,7 +130,7 @@ def vllm_layer(
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
-    from vllm.forward_context import set_forward_context
+    from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
     from vllm.model_executor.layers.fused_moe import all2all_utils
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import (
@@ -158,20 +164,58 @@ def vllm_layer(
     local[mine] = torch.arange(own, dtype=torch.int32, device=device)
     w1, w2 = (one[mine].to(device) for one in expert_weights(EXPERTS))
 
-    def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def apply(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return kernel.apply(x, w1, w2, weights, ids, MoEActivation.SILU, EXPERTS, local, False)
+
+    def context(x: torch.Tensor) -> Any:
         tokens = torch.zeros(world, dtype=torch.int32)
         tokens[rank] = len(x)
         dist.all_reduce(tokens, group=parallel_state.get_dp_group().cpu_group)
-        with set_forward_context(None, config, num_tokens=len(x), num_tokens_across_dp=tokens):
-            return kernel.apply(x, w1, w2, weights, ids, MoEActivation.SILU, EXPERTS, local, False)
+        return create_forward_context(None, config, DPMetadata.make(config.parallel_config, len(x), tokens))
+
+    def forward(batches: list[Batch]) -> list[torch.Tensor]:
+        contexts = [context(x) for x, *_ in batches]
+        if len(batches) > 1:
+            return in_threads(device, apply, contexts, batches)
+        with override_forward_context(contexts[0]):
+            return [apply(*batches[0])]
 
     return forward, parallel_state.destroy_model_parallel
+
+
+def in_threads(device: torch.device, apply: Callable, contexts: list, batches: list[Batch]) -> list[torch.Tensor]:
+    """What micro-batches, each in a forward context, have after two layers, both of the same input."""
+    from vllm.utils.torch_utils import current_stream
+    from vllm.v1.worker.ubatching import make_ubatch_contexts
+
+    on_gpu = device.type == "cuda"
+    streams = (current_stream(), torch.cuda.Stream(device)) if on_gpu else (None, None)
+    ready, made = threading.Barrier(len(batches) + 1), {}
+    turns = make_ubatch_contexts(len(batches), *streams, contexts, ready)
+
+    @torch.inference_mode()
+    def run(turn: Any, batch: Batch) -> None:
+        if on_gpu:
+            torch.cuda.set_device(device)
+        with turn:
+            made[turn.id] = apply(*batch), apply(*batch)
+
+    threads = [threading.Thread(target=run, args=one, daemon=True) for one in zip(turns, batches, strict=True)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    turns[0].cpu_wait_event.set()
+    for thread in threads:
+        thread.join(60)  # one that fails leaves the other waiting
+    for first, second in made.values():
+        assert_bits(first, second, "two layers")
+    return [made[number][1] for number in range(len(batches))]
 
 
 # ---- checks
 
 
-def draw(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw(rank: int, step: int) -> Batch:
     """A rank's tokens, router weights and ids, on the CPU."""
     torch.manual_seed(10 * step + rank)
     tokens = (TMAX, 5, 1)[(rank + step) % 3]
@@ -181,34 +225,30 @@ def draw(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return x, weights, ids.int()
 
 
-def check(forward: Forward, rank: int, step: int) -> None:
+def check(made: torch.Tensor, given: Batch, where: str) -> None:
     """A layer's output against a loop over tokens."""
-    x, weights, ids = draw(rank, step)
+    x, weights, ids = given
     want = torch.zeros(x.shape)
     for slot in range(SLOTS):
         for token in range(len(x)):
             if ids[token, slot] >= 0:
                 want[token] += weights[token, slot] * row_of(x[token], int(ids[token, slot])).float()
-    assert_bits(forward(x, weights, ids), want.bfloat16(), f"rank {rank}, step {step}")
+    assert_bits(made, want.bfloat16(), where)
 
 
-def check_triton(forward: Forward, rank: int, step: int) -> None:
+def check_triton(made: torch.Tensor, given: Batch, where: str) -> None:
     """The output of a layer with vLLM's experts, within what rounding to bfloat16 explains."""
     from tests.integrations.vllm_experts import expert_weights, swiglu_loop
 
-    x, weights, ids = draw(rank, step)
-    want, bound = swiglu_loop(x, weights, ids, *expert_weights(EXPERTS))
-    off = (forward(x, weights, ids).float() - want).abs()
-    assert (off <= bound).all(), f"rank {rank}, step {step}: {(off / bound).max()} of the bound"
+    want, bound = swiglu_loop(*given, *expert_weights(EXPERTS))
+    off = (made.float() - want).abs()
+    assert (off <= bound).all(), f"{where}: {(off / bound).max()} of the bound"
 
 
 def main(store: str, rank: int, world: int, kind: str) -> None:
     device = join_group(Path(store), rank, world) or torch.device("cpu")
     if kind != "stubs":
         choose_platform(device)
-
-    def at_home(forward: Forward) -> Forward:
-        return lambda *given: forward(*(one.to(device) for one in given)).cpu()
 
     for number, static_rows in enumerate((None,) if kind == "triton" else (10_000, 0, None)):
         if kind == "stubs":
@@ -217,8 +257,12 @@ def main(store: str, rank: int, world: int, kind: str) -> None:
                 forward, close = stub_layer(static_rows)
         else:
             forward, close = vllm_layer(device, static_rows, triton=kind == "triton")
-        for step in range(3):
-            (check_triton if kind == "triton" else check)(at_home(forward), rank, 3 * number + step)
+        for steps in ((0,), (1,), (2,), *([(0, 1)] if kind != "stubs" else [])):
+            batches = [draw(rank, 3 * number + step) for step in steps]
+            made = forward([tuple(one.to(device) for one in batch) for batch in batches])
+            for step, output, batch in zip(steps, made, batches, strict=True):
+                where = f"rank {rank}, step {3 * number + step} of {steps}"
+                (check_triton if kind == "triton" else check)(output.cpu(), batch, where)
         close()
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")

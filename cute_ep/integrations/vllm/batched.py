@@ -16,7 +16,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer
+from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer, Sending
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
@@ -24,7 +24,13 @@ from cute_ep.layouts.maps.formats import BF16
 
 
 class CuteEPBatched(CuteEPLayer):
-    """A block of S = R * max_tokens rows for each of L local experts."""
+    """A block of S = R * max_tokens rows for each of L local experts. Nothing waits on the host.
+
+    `prepare` returns rows [L, S, hidden], by source rank, then token; behind the last row a block holds anything. Their
+    scale factors: None, of blocks of 128 [L, S, hidden / 128] float32 or [L, S, hidden / 512] int32 with four exponents
+    each, neighbours along S, of other formats [L, n, m] as vLLM makes them. [L] int32 rows of each expert. None, None:
+    experts read no ids and weights. What dispatch has not quantised, vLLM does, except NVFP4.
+    """
 
     mode = "exact"
 
@@ -76,50 +82,32 @@ class CuteEPBatched(CuteEPLayer):
             )
         self._connect()
 
-    def prepare(
+    def _sending(
         self,
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool,
-    ) -> mk.PrepareResultType:
-        """Send tokens to their experts' blocks. Nothing waits on the host.
-
-        Args:
-            a1: [T, hidden] bfloat16.
-            topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
-            topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry; unchanged until finalize.
-            num_experts: of the whole model.
-            expert_map: not read; placement is linear.
-            quant_config: of the experts. What dispatch has not quantised, vLLM does, except NVFP4.
-            defer_input_quant: leave rows in bfloat16.
-
-        Returns:
-            Rows [L, S, hidden], by source rank, then token; behind the last row a block holds anything. Their scale
-            factors: None, of blocks of 128 [L, S, hidden / 128] float32 or [L, S, hidden / 512] int32 with four
-            exponents each, neighbours along S, of other formats [L, n, m] as vLLM makes them. [L] int32 rows of each
-            expert. None, None: experts read no ids and weights.
-
-        Raises:
-            EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
-        """
+        weighted: bool,
+        quant: FusedMoEQuantConfig,
+        deferred: bool,
+    ) -> Sending:
         communicator, cfg = self._connected(), self._cfg
         quantized = cfg.format is not BF16
-        if quantized and defer_input_quant:
+        if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
         self._check_tokens(topk_ids.shape[0], cfg.max_tokens_per_rank, LIMIT)
-        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, weighted)
         blocks = Blocks(communicator, packed=self._packed)
-        self._batch = communicator.dispatch(a1, topk_ids.contiguous(), weights, out=blocks.out)
-        blocks.received()
-        rows, scales = blocks.rows, blocks.scales
-        if not (quantized or defer_input_quant or quant_config.quant_dtype is None or _is_nvfp4(quant_config)):
-            rows, scales = _quantized(blocks, quant_config)
-        return rows, scales, mk.ExpertTokensMetadata(blocks.out.row_counts, None), None, None
+
+        def result(batch: Dispatched) -> mk.PrepareResultType:
+            blocks.received()
+            rows, scales = blocks.rows, blocks.scales
+            if not (quantized or deferred or quant.quant_dtype is None or _is_nvfp4(quant)):
+                rows, scales = _quantized(blocks, quant)
+            return rows, scales, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
+
+        return Sending(a1, topk_ids.contiguous(), weights, None, blocks.out, result)
 
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce

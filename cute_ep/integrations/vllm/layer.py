@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.tensors import overlap
@@ -24,10 +25,32 @@ LIMIT = "--max-num-batched-tokens of the server"
 """What the most tokens of a call on a rank come from."""
 
 
+class Sending(NamedTuple):
+    """What a dispatch is given, and how its rows become what vLLM gets.
+
+    Attributes:
+        x: [T, hidden] rows to send.
+        topk_ids: [T, K] int32 or int64.
+        weights: [T, K] float32.
+        scales: scale factors of rows that are quantised already.
+        out: what dispatch writes.
+        result: to be called behind the dispatch, once, in the thread of the batch.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    weights: Tensor
+    scales: Tensor | None
+    out: DispatchBuffers
+    result: Callable[[Dispatched], mk.PrepareResultType]
+
+
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
 
-    All ranks of the manager make the same calls. Everything runs on the current stream.
+    All ranks of the manager make the same calls. Everything runs on the current stream. With `--enable-dbo` two
+    batches, each in a thread, take turns: prepare and finalize alternate in each, and between two turns each phase has
+    at most one round that was sent and not received.
 
     Attributes:
         mode: of combine, where the options name none.
@@ -45,7 +68,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         self._manager, self._options, self._cfg = manager, options, cfg
         self._mode = self.mode if options.mode is None else options.mode
         self._communicator: EPCommunicator | None = None
-        self._batch: Dispatched | None = None
+        self._batches: dict[int, Dispatched] = {}  # by vLLM's number of the micro-batch
 
     # ---- what vLLM asks
 
@@ -65,13 +88,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """Yes: shared experts run while rows travel home."""
         return True
 
-    def supports_dbo(self) -> bool:
-        """No: there is one batch in flight."""
-        return False
-
     # ---- prepare
 
-    @abstractmethod
     def prepare(
         self,
         a1: Tensor,
@@ -82,7 +100,31 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
-    ) -> mk.PrepareResultType: ...
+    ) -> mk.PrepareResultType:
+        """Send tokens to their experts' ranks, and receive those for this rank's experts.
+
+        Args:
+            a1: [T, hidden] bfloat16.
+            topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
+            topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry; unchanged until finalize.
+            num_experts: of the whole model.
+            expert_map: not read; placement is linear.
+            apply_router_weight_on_input: apply weights here.
+            quant_config: of the experts.
+            defer_input_quant: leave rows in bfloat16.
+
+        Returns:
+            What the layer's class says.
+
+        Raises:
+            EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
+        """
+        weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
+        given = self._sending(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
+        x, ids, weights, scales, out, result = given
+        batch = self._connected().dispatch(x, ids, weights, out=out, scales=scales)
+        self._batches[dbo_current_ubatch_id()] = batch
+        return result(batch)
 
     def prepare_async(
         self,
@@ -94,19 +136,36 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
-    ) -> mk.ReceiverType:
-        """`prepare`, whose result the receiver returns: vLLM has nothing to compute in between."""
-        made = self.prepare(
-            a1,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            apply_router_weight_on_input,
-            quant_config,
-            defer_input_quant,
-        )
-        return lambda: made
+    ) -> mk.ReceiverType | tuple[Callable[[], None], mk.ReceiverType]:
+        """The sending half of `prepare` where micro-batches take turns: a hook that receives, which may run in another
+        micro-batch's thread, and what then returns the result. Otherwise all of `prepare`: vLLM has nothing to compute
+        in between."""
+        weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
+        if not dbo_enabled():
+            made = self.prepare(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
+            return lambda: made
+        given = self._sending(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
+        x, ids, weights, scales, out, result = given
+        communicator, number = self._connected(), dbo_current_ubatch_id()
+        pending = communicator.dispatch_async(x, ids, weights, scales=scales)
+
+        def receive() -> None:
+            self._batches[number] = communicator.dispatch_wait(pending, out)
+
+        return receive, lambda: result(self._batches[number])
+
+    @abstractmethod
+    def _sending(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        weighted: bool,
+        quant: FusedMoEQuantConfig,
+        deferred: bool,
+    ) -> Sending:
+        """The dispatch for the arguments of `prepare`, checked."""
 
     # ---- finalize
 
@@ -142,8 +201,10 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
-    ) -> Callable[[], None]:
-        """The sending half of `finalize`; what it returns receives into `output`."""
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The sending half of `finalize`: a hook that receives into `output`, in whatever thread, and nothing more to
+        do. Receives first what another micro-batch has sent."""
+        dbo_maybe_run_recv_hook()
         communicator = self._connected()
         rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
         pending = communicator.combine_async(rows, batch, self._mode)
@@ -151,7 +212,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         def receive() -> None:
             communicator.combine_wait(pending, out=output)
 
-        return receive
+        return receive, lambda: None
 
     # ---- parts
 
@@ -188,7 +249,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
     ) -> tuple[Tensor, Dispatched]:
         """The experts' rows, and the batch that they are of, which the layer then forgets."""
-        batch, self._batch = self._batch, None
+        batch = self._batches.pop(dbo_current_ubatch_id(), None)
         if batch is None:
             raise EPInputError("finalize must follow a prepare of the same layer")
         rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()

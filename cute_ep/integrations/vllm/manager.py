@@ -16,7 +16,7 @@ from cute_ep.integrations.vllm.options import Options
 
 
 class CuteEPAll2AllManager(All2AllManagerBase):
-    """Layers of equal sizes share a communicator; different layers must not be in flight at the same time.
+    """Layers of equal sizes share a communicator, which receives in the order of sending.
 
     Attributes:
         device_group: of the same ranks as the CPU group, for collectives on tensors of the device.
@@ -42,6 +42,10 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         return self._connections.get(cfg, options.sms)
+
+    def max_sms_used(self) -> int | None:
+        """None of those that vLLM would keep from experts: kernels and experts take turns on one stream."""
+        return 0
 
     def dispatch_router_logits(
         self,

@@ -6,6 +6,7 @@ of it are wrapped:
 | `ParallelConfig.all2all_backend` | values that are accepted |
 | `ParallelConfig.use_sequence_parallel_moe` | both take tokens that tensor parallel ranks have shared out |
 | `ParallelConfig.use_batched_dp_moe` | `cute_ep_batched` has few tokens by default |
+| `VllmConfig.__post_init__` | both may have micro-batches |
 | `FusedMoEParallelConfig.use_batched_activation_format` | `cute_ep_batched` has batched experts |
 | `DeviceCommunicatorBase.__init__` | the manager, in place of one that a subclass would choose by name |
 | `maybe_make_prepare_finalize` | `CuteEPStandard` or `CuteEPBatched` |
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from vllm.config import parallel
+from vllm.config import parallel, vllm
 from vllm.distributed.device_communicators import base_device_communicator
 
 from cute_ep.api.errors import EPConfigError
@@ -29,6 +30,8 @@ from cute_ep.api.errors import EPConfigError
 BACKEND = "cute_ep"
 BATCHED = "cute_ep_batched"
 BACKENDS = BACKEND, BATCHED
+WITH_UBATCHES = "deepep_low_latency"
+"""A backend that vLLM gives micro-batches, and of which its `VllmConfig.__post_init__` asks nothing else."""
 
 
 def register() -> None:
@@ -37,6 +40,7 @@ def register() -> None:
         return
     _accept_name()
     _answer_for_backends()
+    _allow_ubatches()
     _make_manager()
 
 
@@ -72,6 +76,26 @@ def _answer_for_backends() -> None:
 
     _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", shares_out_tokens)
     _extend(parallel.ParallelConfig, "use_batched_dp_moe", is_batched)
+
+
+def _allow_ubatches() -> None:
+    """Have vLLM's check of micro-batches, an assertion with a list of backends, see one of that list."""
+    config: Any = vllm.VllmConfig
+    before = config.__post_init__
+
+    @functools.wraps(before)
+    def check(self: Any) -> None:
+        own = self.parallel_config
+        name = own.all2all_backend
+        if name in BACKENDS and own.use_ubatching:
+            own.all2all_backend = WITH_UBATCHES
+        try:
+            before(self)
+        finally:
+            if name in BACKENDS:
+                own.all2all_backend = name
+
+    config.__post_init__ = check
 
 
 def _make_manager() -> None:
@@ -160,8 +184,6 @@ def _layer(moe: Any, manager: Any) -> Any:
             "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
         )
     config = get_current_vllm_config()
-    if config.parallel_config.use_ubatching:
-        raise EPConfigError("--enable-dbo, --ubatch-size: must be left out, a layer has one batch in flight")
     sizes = {
         "hidden": moe.hidden_dim,
         "num_experts": moe.num_experts,

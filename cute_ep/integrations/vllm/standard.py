@@ -19,7 +19,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.counts import exchange_counts, expert_rows
-from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer
+from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer, Sending
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -41,7 +41,15 @@ class Room(NamedTuple):
 
 
 class CuteEPStandard(CuteEPLayer):
-    """Rows one after the other, of one expert each."""
+    """Rows one after the other, of one expert each.
+
+    `prepare` returns rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local
+    expert; [N, 1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each
+    expert's rows in FP8 are padded with zeros to a multiple of 4.
+
+    It waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph is
+    being captured. It then raises what was found wrong in earlier calls (`EPCommunicator.synchronize`).
+    """
 
     mode = "partial"
 
@@ -86,65 +94,43 @@ class CuteEPStandard(CuteEPLayer):
             self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
         self._connect()
 
-    def prepare(
+    def _sending(
         self,
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: FusedMoEQuantConfig,
-        defer_input_quant: bool,
-    ) -> mk.PrepareResultType:
-        """Send tokens to their experts' ranks.
-
-        Waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph
-        is being captured. It then raises what was found wrong in earlier calls (`EPCommunicator.synchronize`).
-
-        Args:
-            a1: [T, hidden] bfloat16.
-            topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
-            topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry.
-            num_experts: of the whole model.
-            expert_map: not read; placement is linear.
-            defer_input_quant: leave rows in bfloat16.
-
-        Returns:
-            Rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local expert; [N,
-            1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each expert's
-            rows in FP8 are padded with zeros to a multiple of 4.
-
-        Raises:
-            EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
-        """
-        communicator, cfg = self._connected(), self._cfg
-        quantized = cfg.format is FP8
-        if quantized and defer_input_quant:
+        weighted: bool,
+        quant: FusedMoEQuantConfig,
+        deferred: bool,
+    ) -> Sending:
+        quantized = self._cfg.format is FP8
+        if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input)
+        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, weighted)
         scales = None
         if quantized:
-            a1, scales = quantize(a1, quant_config, quant_config.a1_scale)
+            a1, scales = quantize(a1, quant, quant.a1_scale)
             if scales is None or scales.dtype != torch.float32:
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             scales = scales.contiguous()
         room = self._room(topk_ids)
-        out = communicator.allocate(max(room.rows, 1))
-        batch = communicator.dispatch(a1.contiguous(), topk_ids.contiguous(), weights, out=out, scales=scales)
-        self._batch = batch
+        out = self._connected().allocate(max(room.rows, 1))
 
-        ids = self._row_ids(batch, room, topk_ids.dtype)
-        rows = batch.tokens[: room.rows]
-        factors = None if batch.scales is None else batch.scales[: room.rows]
-        if not quantized and not defer_input_quant and quant_config.quant_dtype is not None and room.rows:
-            if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
-                rows.masked_fill_(_behind(batch, room), 0)
-            nvfp4 = quant_config.quant_dtype == "nvfp4"
-            rows, factors = quantize(rows, quant_config, quant_config.a1_gscale if nvfp4 else quant_config.a1_scale)
-        meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
-        return rows, factors, meta, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+        def result(batch: Dispatched) -> mk.PrepareResultType:
+            ids = self._row_ids(batch, room, topk_ids.dtype)
+            rows = batch.tokens[: room.rows]
+            factors = None if batch.scales is None else batch.scales[: room.rows]
+            if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
+                if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
+                    rows.masked_fill_(_behind(batch, room), 0)
+                nvfp4 = quant.quant_dtype == "nvfp4"
+                rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
+            meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
+            return rows, factors, meta, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+
+        return Sending(a1.contiguous(), topk_ids.contiguous(), weights, scales, out, result)
 
     # ---- parts
 
