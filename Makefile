@@ -40,7 +40,7 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
 	every=$${CUDA_VISIBLE_DEVICES:-$$(seq -s, 0 $$((gpus - 1)))}; \
 	if [ $$gpus -gt 1 ]; then set -x; \
-	    CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$gpus --dist worksteal tests/gpu || status=1; \
+	    CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$gpus --dist worksteal -k 'not process' tests/gpu || status=1; \
 	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
 	else set -x; $(PY) -m pytest tests/gpu || status=1; fi; exit $$status
 

@@ -1,14 +1,16 @@
-"""Sum rows: an expert rank adds its rows of each token, and the sum takes the place of the token's last row there.
+"""Sum rows: an expert rank adds its rows of each token, and one row with the sum goes home in their place.
 
 What is read and written, as axes and shape : stride. R sources, T tokens of each at most, K entries, V = hidden / 8
 vectors of a row, N rows:
 
-    rows, sums          (row, vector)         (N, V)    : (V, 1)           vectors of 16 bytes
+    rows                (row, vector)         (N, V)    : (V, 1)           vectors of 16 bytes
+    sums                (row, vector)         (S, V)    : (V, 1)           S = min(N, R T)
     row_map, last_map   (source, token, k)    (R, T, K) : (T K, K, 1)      rows of entries, negative: none
     headers             (source, word)        (R, 4)    : (4, 1)           how many tokens a source has
 
 A warp takes slices of tokens. The sum is float32, over k ascending from +0, rounded once; a row that dispatch had no
-room for makes it NaN. Of the entries of a token only the last keeps its row in `last_map`.
+room for makes it NaN. It is row source * T + token of `sums` where these are fewer than rows, else that of the token's
+last row. `last_map` has it at the token's last entry. What is behind a source's tokens is neither read nor written.
 """
 
 from __future__ import annotations
@@ -22,17 +24,16 @@ from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import array, row_address, vector
-from cute_ep.kernels.device.slices import SEGMENT, from_lane, highest, lowest, slice_of
+from cute_ep.kernels.device.slices import SEGMENT, first_item, from_lane, highest, item_stride, lowest, slice_of
 from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.local_arguments import SumArgs
 from cute_ep.layouts.maps.routing import NO_ROW
 
 
 class SumRows:
-    """Slices of tokens, strided over the warps of the grid; neighbouring items are of different sources."""
+    """Slices of tokens, strided over the warps of the grid; neighbouring ones go to different CTAs."""
 
     shared_bytes = 0
 
@@ -46,9 +47,9 @@ class SumRows:
         lane, warp = remainder(tid, 32), quotient(tid, 32)
         gHeader = array(args.headers, Int32, args.sources, len(HeaderWord))
         by_sources = Divisor(args.sources, args.sources_magic)
-        items = (args.sources * args.max_tokens) << args.slices_log2
-        first = cute.arch.block_idx()[0] * WARPS + warp
-        for item in cutlass.range(first, items, cute.arch.grid_dim()[0] * WARPS, unroll=1):
+        items, ctas = (args.sources * args.max_tokens) << args.slices_log2, cute.arch.grid_dim()[0]
+        first = first_item(cute.arch.block_idx()[0], ctas, warp)
+        for item in cutlass.range(first, items, item_stride(ctas), unroll=1):
             row_slice = slice_of(item, args.slices_log2, args.vectors)
             source, token = by_sources.split(row_slice.token)
             if token < gHeader[source, int(HeaderWord.TOKENS)]:
@@ -63,15 +64,15 @@ class SumRows:
         if lane < args.top_k:
             row = gRow[place, lane]
         wanted = Uint32(cute.arch.vote_ballot_sync(row >= 0))
-        last = highest(wanted)  # -1 where the token has no row here
-        if (row_slice.first == 0) & (lane < args.top_k):
-            gLast[place, lane] = cutlass.select_(lane == last, row, Int32(NO_ROW))
-        if wanted != Uint32(0):
+        last, to = highest(wanted), place  # last: -1 where the token has no row here
+        if (args.by_token == 0) & (wanted != Uint32(0)):
             to = from_lane(row, last)
-            segment = row_slice.first
-            while (segment < row_slice.last) & (to < args.capacity):
-                self._sum_segment(args, segment * SEGMENT + lane, row, wanted, to)
-                segment += 1
+        if (row_slice.first == 0) & (lane < args.top_k):
+            gLast[place, lane] = cutlass.select_(lane == last, to, Int32(NO_ROW))
+        segment = row_slice.first
+        while (segment < row_slice.last) & (wanted != Uint32(0)) & (to < args.room):
+            self._sum_segment(args, segment * SEGMENT + lane, row, wanted, to)
+            segment += 1
 
     @cute.jit
     def _sum_segment(self, args: SumArgs, column: Int32, row: Int32, wanted: Uint32, to: Int32) -> None:

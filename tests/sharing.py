@@ -31,7 +31,8 @@ def needed(ranks: int) -> bool:
 
 
 def share_gpu() -> torch.device:
-    """Make GPU 0 this process's, whichever it names, and nobody else's in the eyes of NCCL and `connect`.
+    """Make GPU 0 this process's where it asks LOCAL_RANK, sets a device or names one of a process group, and nobody
+    else's in the eyes of NCCL and `connect`.
 
     Returns:
         That GPU, the current one.

@@ -12,10 +12,16 @@ from cute_ep.reference.formats import round_to
 
 @no_modes()
 def sum_rows(
-    rows: torch.Tensor, row_map: torch.Tensor, headers: torch.Tensor, sums: torch.Tensor, last_map: torch.Tensor
+    rows: torch.Tensor,
+    row_map: torch.Tensor,
+    headers: torch.Tensor,
+    sums: torch.Tensor,
+    last_map: torch.Tensor,
+    *,
+    by_token: bool,
 ) -> None:
-    """Fill the rows of `sums` [N, hidden] that are of a token's last entries, and `last_map` as `row_map`."""
-    number = torch.arange(row_map.shape[1])
+    """Fill `sums`, by token or by the tokens' last rows, and `last_map` [R, Tmax, K], with -1 behind tokens."""
+    number = torch.arange(row_map.shape[1], dtype=row_map.dtype)
     for source, map_of in enumerate(row_map):
         own = torch.where(number[:, None] < headers[source, HeaderWord.TOKENS], map_of, NO_ROW)
         total, to = torch.zeros(len(own), rows.shape[1], dtype=torch.float32), torch.full_like(own[:, 0], NO_ROW)
@@ -24,8 +30,8 @@ def sum_rows(
             found = here & ~lost
             total[found] += rows[row[found].long()].float()
             total[lost] = torch.nan
-            to = torch.where(here, row, to)
+            to = torch.where(here, source * len(own) + number if by_token else row, to)
         last = (own >= 0) & ~(own >= 0).flip(1).cumsum(1).flip(1).gt(1)
-        last_map[source] = torch.where(last, own, NO_ROW)
-        kept = (to >= 0) & (to < len(rows))
+        last_map[source] = torch.where(last, to[:, None], NO_ROW)
+        kept = (to >= 0) & (to < len(sums))
         sums[to[kept].long()] = round_to(total[kept], torch.bfloat16)

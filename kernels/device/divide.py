@@ -31,7 +31,7 @@ class Divisor:
 
     magic: ceil(2^32 / extent), computed by the host (`layouts.routing.division_magic`). The quotient is exact while
     item * extent < 2^32 (Granlund and Montgomery 1994, with the error of magic, which is below extent). Items here
-    count units of one row, entries of one rank or slices of all ranks, and stay far below that.
+    count units of one row, entries of one rank, slices or tokens of all ranks, and stay far below that.
     """
 
     extent: Int32

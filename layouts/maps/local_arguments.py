@@ -84,7 +84,8 @@ class SumArgs(NamedTuple):
     """Parameters of sum_rows, of a batch with R sources of at most T tokens with top_k entries each.
 
     Attributes:
-        rows, sums: [capacity, 8 * vectors] bfloat16.
+        rows: [capacity, 8 * vectors] bfloat16.
+        sums: [room, 8 * vectors] bfloat16; a row for each token of all sources if `by_token` is 1, else for each row.
         row_map, last_map: [R, T, top_k] int32.
         headers: [R, 4] int32.
         sources: R, with the `division_magic` of it.
@@ -97,6 +98,8 @@ class SumArgs(NamedTuple):
     last_map: Address
     headers: Address
     capacity: Size
+    room: Size
+    by_token: Size
     vectors: Size
     sources: Size
     sources_magic: Word

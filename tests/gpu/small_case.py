@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 from cute_ep.api.config import EPConfig
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.runtime.routes import count_routes
+from cute_ep.runtime.sums import sum_rows
 from cute_ep.testing.verify import RoundOptions, check_round
 from cute_ep.testing.workloads import make_inputs
+from tests.runtime.test_sums import CFG, batches, check, random_rows
 
-from .conftest import connected
+from .conftest import LIBRARY, connected
+from .test_sums import on_gpu
+
+
+def check_sums_and_counts() -> None:
+    batch = batches("uniform")[0]
+    rows = random_rows(len(batch.tokens), CFG.hidden, 0)
+    check(*sum_rows(rows.cuda(), on_gpu(batch), sms=4, library=str(LIBRARY)), rows, batch)
+    count_routes(batch.topk_ids.cuda(), CFG.num_experts, CFG.world_size, library=str(LIBRARY))
+    torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -23,6 +37,7 @@ def main() -> None:
         with connected(cfg, ["cuda:0"], sms=4) as communicators:
             for tokens, split in ((20, False), (20, True), (most, False)):
                 check_round(communicators, make_inputs(cfg, [tokens], "uniform", 1), RoundOptions(split))
+    check_sums_and_counts()
     sys.stdout.write("rounds ok\n")
 
 

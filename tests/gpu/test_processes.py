@@ -36,7 +36,7 @@ def run_torchrun(*words: str, path: str = os.environ.get("PYTHONPATH", "")) -> s
 
 
 def test_one_process_a_rank() -> None:
-    said = run_torchrun("--nproc-per-node", str(RANKS), "-m", "tests.gpu.worker")
+    said = run_torchrun("--standalone", "--nproc-per-node", str(RANKS), "-m", "tests.gpu.worker")
     assert [f"rank {rank} ok" in said for rank in range(RANKS)] == [True] * RANKS
 
 

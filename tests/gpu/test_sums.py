@@ -10,7 +10,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.runtime.sums import sum_rows
 from cute_ep.testing.workloads import ROUTINGS, make_inputs
-from tests.runtime.test_sums import CFG, batches, check
+from tests.runtime.test_sums import CFG, batches, check, random_rows
 
 from .conftest import LIBRARY
 
@@ -25,23 +25,32 @@ def on_gpu(batch: Dispatched) -> Dispatched:
     return changed._changed({"headers": batch.headers.cuda()})
 
 
+def poison(rows: torch.Tensor, batch: Dispatched) -> None:
+    """Fill the memory that the next sums and their map are likely to get."""
+    places = batch.row_map.numel() // batch.row_map.shape[2]
+    sums = torch.full((min(len(rows), places), rows.shape[1]), 0x7A7A, dtype=torch.int16, device="cuda")
+    last_map = torch.full(batch.row_map.shape, 0x7A7A7A7A, dtype=torch.int32, device="cuda")
+    del sums, last_map
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_the_kernel_sums_as_a_loop(routing: str, capacity: int | None) -> None:
     for rank, batch in enumerate(batches(routing, capacity)):
-        rows = torch.randn(len(batch.tokens), CFG.hidden, generator=torch.Generator().manual_seed(rank)).bfloat16()
-        given = on_gpu(batch)
-        for _ in range(2):  # memory of the pass before is used again
-            check(*sum_rows(rows.cuda(), given, library=str(LIBRARY)), rows, batch)
+        rows = random_rows(len(batch.tokens), CFG.hidden, rank)
+        given, on_device = on_gpu(batch), rows.cuda()
+        poison(rows, batch)
+        check(*sum_rows(on_device, given, library=str(LIBRARY)), rows, batch)
 
 
 @pytest.mark.parametrize(("hidden", "tokens", "top_k"), [(7168, 128, 8), (8, 40, 3), (2056, 700, 32), (7168, 1500, 1)])
-def test_sizes(hidden: int, tokens: int, top_k: int) -> None:
+def test_rows_of_any_width_and_number(hidden: int, tokens: int, top_k: int) -> None:
     cfg = EPConfig(hidden, 64, top_k, tokens, 2)
     inputs = make_inputs(cfg, (tokens, tokens // 3), "uniform", 1)
     made = reference.dispatch(cfg, [one.x for one in inputs], [one.topk_ids for one in inputs])
     for batch in made:
-        rows = torch.randn(len(batch.tokens), hidden, generator=torch.Generator().manual_seed(hidden)).bfloat16()
+        rows = random_rows(len(batch.tokens), hidden, hidden)
+        poison(rows, batch)
         assert check(*sum_rows(rows.cuda(), on_gpu(batch), library=str(LIBRARY)), rows, batch)
 
 

@@ -253,7 +253,7 @@ class ElasticMode(NormalMode):
         assert handle.route.of_rows is not None
         communicator, batch = handle.route.of_rows
         if handle.do_expand and self._reduce:
-            rows, batch = sum_rows(rows, batch)
+            rows, batch = sum_rows(rows, batch, sms=handle.num_sms)
         if not handle.do_expand or self._reduce:
             batch = batch.derived(topk_ids=handle.routes.last_ids)
         if not biases:
