@@ -24,7 +24,7 @@ from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import array, row_address, vector
-from cute_ep.kernels.device.slices import SEGMENT, first_item, from_lane, highest, item_stride, lowest, slice_of
+from cute_ep.kernels.device.slices import SEGMENT, first_item, from_lane, highest, item_stride, slice_of, take_each
 from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -82,20 +82,15 @@ class SumRows:
         rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         rSum.fill(0.0)
-        left = wanted
-        while left != Uint32(0):
-            again = left
-            for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                if left != Uint32(0):
-                    found = from_lane(row, lowest(left))
-                    left = left & (left - Uint32(1))
-                    rX[None, turn].fill(LOST)
-                    if (column < args.vectors) & (found < args.capacity):
-                        cute.copy(weak(), vector(row_address(args.rows, found, row_bytes), column), rX[None, turn])
-            for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                if again != Uint32(0):
-                    again = again & (again - Uint32(1))
-                    accumulate(rSum, rX[None, turn], None)
+
+        @cute.jit
+        def load(k, turn: cutlass.Constexpr) -> None:
+            found = from_lane(row, k)
+            rX[None, turn].fill(LOST)
+            if (column < args.vectors) & (found < args.capacity):
+                cute.copy(weak(), vector(row_address(args.rows, found, row_bytes), column), rX[None, turn])
+
+        take_each(wanted, LOADS_IN_FLIGHT, load, lambda k, turn: accumulate(rSum, rX[None, turn], None))
         if column < args.vectors:
             round_vector(rSum, rX[None, 0], BFloat16)
             cute.copy(weak(), rX[None, 0], vector(row_address(args.sums, to, row_bytes), column))

@@ -177,6 +177,25 @@ def highest(bits: Uint32) -> Int32:
     return 31 - Int32(cute.arch.clz(bits))
 
 
+@cute.jit
+def take_each(bits: Uint32, in_flight: cutlass.Constexpr, load: cutlass.Constexpr, use: cutlass.Constexpr) -> None:
+    """For each set bit, lowest first: load(bit, turn) and then use(bit, turn), with `in_flight` loads before the first
+    use. `turn` is below `in_flight`."""
+    left = bits
+    while left != Uint32(0):
+        again = left
+        for turn in cutlass.range_constexpr(in_flight):
+            if left != Uint32(0):
+                bit = lowest(left)
+                left = left & (left - Uint32(1))
+                load(bit, turn)
+        for turn in cutlass.range_constexpr(in_flight):
+            if again != Uint32(0):
+                bit = lowest(again)
+                again = again & (again - Uint32(1))
+                use(bit, turn)
+
+
 def from_lane(value, lane):
     """`value` of one lane, in all lanes."""
     return cute.arch.shuffle_sync(value, lane)

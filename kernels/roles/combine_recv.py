@@ -20,7 +20,17 @@ from cute_ep.kernels.device.atoms import clear, poll, weak
 from cute_ep.kernels.device.context import given_id, owns_shared
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import lane_tile, rows, vector
-from cute_ep.kernels.device.slices import SEGMENT, Tickets, are_many, first_item, from_lane, has_bit, lowest, slice_of
+from cute_ep.kernels.device.slices import (
+    SEGMENT,
+    Tickets,
+    are_many,
+    first_item,
+    from_lane,
+    has_bit,
+    lowest,
+    slice_of,
+    take_each,
+)
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import EpilogueContext, WeightReader
 from cute_ep.kernels.roles.combine_schedule import row_vectors
@@ -172,28 +182,27 @@ class CombineRecv:
         for segment in cutlass.range(row_slice.first, row_slice.last, self.segments, unroll=1):
             column = segment * SEGMENT + opaque(ctx.lane)
             end = cutlass.min(row_vectors(ctx), row_slice.last * SEGMENT)
-            home = self._home(ctx, row_slice)
+            place = self._home(ctx, row_slice), pitch, column, end
             rSum.fill(0.0)
-            left = filled
-            while left != Uint32(0):
-                again = left
-                for turn in cutlass.range_constexpr(slots):
-                    if left != Uint32(0):
-                        tSlot = lane_tile(home + Int64(lowest(left) * pitch), 0, column)
-                        left = left & (left - Uint32(1))
-                        for part in cutlass.range_constexpr(self.segments):
-                            if column + part * SEGMENT < end:
-                                cute.copy(weak(), tSlot[None, part], rX[None, part, turn])
-                            else:
-                                rX[None, part, turn].fill(0)
-                for turn in cutlass.range_constexpr(slots):
-                    if again != Uint32(0):
-                        again = again & (again - Uint32(1))
-                        for part in cutlass.range_constexpr(self.segments):
-                            accumulate(rSum[None, part], rX[None, part, turn], None)
+            take_each(filled, slots, partial(self._load_segments, rX, place), partial(self._add_segments, rSum, rX))
             for part in cutlass.range_constexpr(self.segments):
                 if column + part * SEGMENT < end:
                     self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
+
+    @cute.jit
+    def _load_segments(self, rX, place, slot, turn: cutlass.Constexpr) -> None:
+        home, pitch, column, end = place
+        tSlot = lane_tile(home + Int64(slot * pitch), 0, column)
+        for part in cutlass.range_constexpr(self.segments):
+            if column + part * SEGMENT < end:
+                cute.copy(weak(), tSlot[None, part], rX[None, part, turn])
+            else:
+                rX[None, part, turn].fill(0)
+
+    @cute.jit
+    def _add_segments(self, rSum, rX, slot, turn: cutlass.Constexpr) -> None:
+        for part in cutlass.range_constexpr(self.segments):
+            accumulate(rSum[None, part], rX[None, part, turn], None)
 
     @cute.jit
     def _finish(self, ctx, token, column, rSum) -> None:

@@ -8,7 +8,15 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
 from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs
-from cute_ep.layouts.maps.variants import COMBINE_KERNELS, COPY_KERNEL, COUNT_KERNEL, DISPATCH_KERNELS, SUM_KERNEL
+from cute_ep.layouts.maps.variants import (
+    COMBINE_KERNELS,
+    COPY_KERNEL,
+    COUNT_KERNEL,
+    DISPATCH_KERNELS,
+    GATE_KERNELS,
+    QUANTIZE_KERNEL,
+    SUM_KERNEL,
+)
 
 RECORDS: dict[str, Any] = {
     **dict.fromkeys(DISPATCH_KERNELS, DispatchArgs),
@@ -16,13 +24,14 @@ RECORDS: dict[str, Any] = {
     COUNT_KERNEL: CountArgs,
     SUM_KERNEL: SumArgs,
     COPY_KERNEL: CopyArgs,
+    **dict.fromkeys((QUANTIZE_KERNEL, *GATE_KERNELS), RowsArgs),
 }
-"""Argument records of kernels; others take `RowsArgs`."""
+"""By kernel, the record that it takes."""
 
 
 def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
     """The argument of a kernel, each number of which is make(its dotted name, the DSL's name of its type)."""
-    return _filled(RECORDS.get(kernel, RowsArgs), "", make)
+    return _filled(RECORDS[kernel], "", make)
 
 
 def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:

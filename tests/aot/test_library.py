@@ -151,7 +151,7 @@ def test_parameters_are_those_of_the_kernel(library: dict[Variant, LibraryEntry]
         assert {kind for _, kind in entry.params} <= {"i32", "i64"}
         operation = QUANTIZE_KERNEL if variant.kernel in GATE_KERNELS else variant.kernel.split("_")[0]
         taken.setdefault(operation, set()).add(entry.params)
-    assert set(taken) == {"dispatch", "combine", "quantize", "count", "copy"}
+    assert set(taken) == {"dispatch", "combine", "quantize", "count", "sum", "copy"}
     assert {operation: len(params) for operation, params in taken.items()} == dict.fromkeys(taken, 1)
 
 
