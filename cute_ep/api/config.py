@@ -239,7 +239,7 @@ def check_config(cfg: object) -> None:
 def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
-    The sum of the regions of `layouts.arena.Arena`, which docs/reference.md writes out as a formula.
+    The regions of `cute_ep.layouts.maps.arena.Arena`, rounded up to whole pages; docs/reference.md has the formula.
 
     Raises:
         EPConfigError: `cfg` is no EPConfig.

@@ -29,7 +29,7 @@ def round_up(value, power):
 class Divisor:
     """Splits flat items over `extent` fast positions.
 
-    magic: ceil(2^32 / extent), computed by the host (`layouts.routing.division_magic`). The quotient is exact while
+    magic: ceil(2^32 / extent), computed by the host (`division_magic`). The quotient is exact while
     item * extent < 2^32 (Granlund and Montgomery 1994, with the error of magic, which is below extent). Items here
     count units of one row, entries of one rank, slices or tokens of all ranks, and stay far below that.
     """

@@ -86,8 +86,8 @@ def item_stride(ctas: Int32) -> Int32:
 
 
 def packed_cta(block: Int32, blocks: Int32) -> Int32:
-    """A number for each block, such that 2 i and 2 i + 1 belong to blocks that share an SM where two fit: the GPU hands
-    out one block an SM before it hands out the second ones. It is free not to, and then times change, and no byte."""
+    """A number for each CTA (block), such that 2 i and 2 i + 1 belong to CTAs that share an SM where two fit: the GPU
+    gives every SM one CTA before it gives out second ones. It need not, and then times change, and no byte."""
     first = (blocks + 1) >> 1
     return 2 * block - cutlass.select_(block < first, Int32(0), 2 * first - 1)
 

@@ -2,7 +2,7 @@
 
 In the layouts that matmuls read, the scale words of a row lie far apart, and the rows of one token lie anywhere. Stored
 with the payload, each word is a 4-byte store to a 32-byte sector of its own: more than half of the time of receiving
-4096 NVFP4 tokens a rank. But four rows of a tile have their words of one column side by side (`layouts.scales`). So a
+4096 NVFP4 tokens a rank. But four rows of a tile have their words of one column side by side (`scales.py`). So a
 lane takes such four rows, a *line*: it reads 16 bytes of each, four columns, and stores them column by column, 16 bytes
 each, next to those of its neighbours.
 

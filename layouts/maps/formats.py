@@ -26,7 +26,7 @@ class Format:
         power_of_two: whether float32 scale factors are rounded up to powers of two.
         global_scale: whether a float32 scale given by the caller multiplies the block scales.
         row_scale: whether each row has a global scale of its own, found from the row and stored beside it.
-        scale_layouts: how the scale factors of an output may be laid out (`layouts.scales`), the default first.
+        scale_layouts: how the scale factors of an output may be laid out (`layouts/maps/scales.py`), the default first.
         row_alignment: default for the multiple to which each expert's rows are padded.
     """
 

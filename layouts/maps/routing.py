@@ -8,7 +8,7 @@ same source (tokens ascending, then k) that chose e, and  base[source, e]  is th
 With a fused shared expert, group 0 of the output holds the rank's own tokens in order, and expert e is group e + 1.
 
 In rank-major order a token has one row on each rank that owns one of its experts: source rank ascending, then token.
-`position` counts the source's earlier tokens for that rank, and stands in the token's first entry for it.
+`position` counts the source's earlier tokens for that rank, and stands in the token's last entry for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def entry_expert(entry: Int) -> Int:
 
 
 def entry_position(entry: Int) -> Int:
-    """Position of the entry among its source's entries for that expert; in rank-major order, in its first entry for a
+    """Position of the entry among its source's entries for that expert; in rank-major order, in its last entry for a
     rank, of the token among those for that rank. The entry is not MASKED_ENTRY."""
     return entry >> EXPERT_BITS
 
@@ -93,7 +93,8 @@ def division_magic(extent: int) -> int:
 
 
 class Phase(IntEnum):
-    """What a kernel was doing when it gave up; 0 means that it did not."""
+    """What a status record is about: what a kernel waited for when it gave up; ORDER, a fused launch that found a round
+    sent and not received; or one of INPUT_ERRORS. NONE: there is nothing to report."""
 
     NONE = 0
     DISPATCH_CONSUMED = 1

@@ -1,4 +1,4 @@
-"""Rows that hold words of all ones, which stand for words that have not arrived (`layouts.arena.SENTINEL`)."""
+"""Rows that hold words of all ones, which stand for words that have not arrived (`SENTINEL`)."""
 
 from __future__ import annotations
 
