@@ -123,8 +123,9 @@ class EPCommunicator(ABC):
 
         Returns:
             The rows for this rank's experts; valid once the stream has run, on the CPU once all ranks have made the
-            call. Rows and scale blocks behind the last keep what they held. More rows than `out` holds are lost: none
-            is written or published, combine returns NaN for each of them, and `synchronize` says so.
+            call. Rows and scale blocks behind the last keep what they held. If more rows arrive than `out` holds, all
+            rows of this rank are lost: `num_rows` is 0, combine returns NaN for every token that has one of them, and
+            `synchronize` raises. Of blocks only the rows that find no room are lost.
 
         Raises:
             EPInputError: an argument breaks its contract. Nothing was launched.

@@ -42,8 +42,8 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     travel as bfloat16. Scores are applied in combine, in float32.
 
     Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
-    there is room for that part of the rows that any routing can bring; if more come, tokens that have one of them
-    become NaN, and `synchronize` of the communicator raises EPInputError.
+    there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
+    there becomes NaN, and `synchronize` of the communicator raises EPInputError.
 
     Attributes:
         communicator: name of the communicator in `cute_ep.ops`; None until it is connected.

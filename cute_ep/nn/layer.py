@@ -60,8 +60,8 @@ class MoELayer(Connected):
         shared: a module from [T, hidden] to [T, hidden], such as `GatedMLP`, whose output is added.
         mode: of combine. "partial" is faster and rounds once more per rank.
         capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`, or less
-            behind a `Router`, which repeats no expert of a token. More rows than that are lost: outputs are NaN, and
-            `synchronize` raises.
+            behind a `Router`, which repeats no expert of a token. If more come, all rows of the rank are lost: outputs
+            of their tokens are NaN, and `synchronize` raises.
         input_scale: G of docs/numerics.md for all tokens, with `dispatch_format` nvfp4; None: 1.
         device, dtype: of the parameters. Those of another type than bfloat16 are cast in every call.
 

@@ -103,10 +103,12 @@ def dispatch(
     """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in exact mode.
 
     Args:
-        x, topk_ids, router_weights, input_scale: as there; strided tensors are copied. Router weights get their
-            gradient from `combine`.
+        x, topk_ids, router_weights: as there; strided tensors are copied. Router weights get their gradient from
+            `combine`.
         comm: what `register` returned.
-        capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`.
+        input_scale: as there, but a tensor, no number.
+        capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`. If more come, all rows of
+            this rank are lost.
         clear: write zeros to all rows first, which takes time. False: rows behind the last one hold anything, for what
             reads only rows within `row_offsets`, as grouped matmuls and their gradients do.
 
@@ -138,8 +140,8 @@ def combine(rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: t
         mode, dtype: as there.
 
     Raises:
-        EPInputError: as there; or a gradient is required in unweighted mode, of router weights with a fused shared
-            expert, or where dispatch has none.
+        EPInputError: as there; or a gradient is required in unweighted mode, of router weights with rank-major rows or
+            a fused shared expert, or where dispatch has none.
         EPTimeout: as there.
     """
     rows, kept, comm = _read(rows, batch, mode)

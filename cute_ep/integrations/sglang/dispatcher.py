@@ -169,7 +169,7 @@ class CuteEPDispatcher(BaseDispatcher):
                 are not read.
 
         Returns:
-            [T, hidden_size] bfloat16. NaN for a token one of whose rows found no room.
+            [T, hidden_size] bfloat16. NaN for every token with a row on a rank that had no room for all its rows.
 
         Raises:
             EPInputError: the rows are not those of the dispatch, or not final (`routewise_layout`).
