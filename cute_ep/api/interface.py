@@ -31,7 +31,8 @@ from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 class EPCommunicator(ABC):
     """One rank of an expert-parallel group. Made by `connect` or `connect_local`.
 
-    Every rank makes the same calls in the same order. A call checks its arguments first: after an EPInputError from it
+    Every rank makes the same calls in the same order. On a GPU a call only enqueues work, on the current stream or on
+    `stream`. Tensors are contiguous and on `device`. A call checks its arguments first: after an EPInputError from it
     nothing has been sent and the communicator is usable. Calls compute no gradients: an argument that requires one is
     refused while gradients are enabled, so call under `torch.no_grad()`. autocast changes nothing.
 
@@ -283,7 +284,11 @@ class EPCommunicator(ABC):
     def close(self) -> None:
         """Give back what the communicator holds; may be called again. On GPUs ranks in processes of their own close
         together, and after a timeout the memory is kept, since peers may still write to it; on the CPU nobody is waited
-        for."""
+        for.
+
+        Raises:
+            EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer.
+        """
 
     # ---- what a backend fills in
 

@@ -58,7 +58,9 @@ def connect_local(
             stream with its share of the SMs); or "cpu" everywhere for the reference backend. "cuda" is the current one.
         sms: SMs that one rank's kernels may take from others: N of them run at most N CTAs, one on each. Default: all,
             with two CTAs on each; where ranks share a GPU, an equal part of all but FREE_SMS, with one.
-        library: folder of compiled kernels to look in first.
+        library: folder of compiled kernels to look in first, before the package's own and ~/.cache/cute_ep
+            (in $XDG_CACHE_HOME, where that is set). A kernel that is in none of them is compiled into the last, where
+            the DSL is installed.
         hooks: functions compiled into the kernels (`cute_ep.kernels.hooks`); none on the reference backend.
         tuning: launch shapes, which change times only; None: what `cute-ep tune` found on this machine, else the
             built-in tables (`cute_ep.tuning.builtin`).
@@ -154,7 +156,7 @@ def connect(
             are on one GPU or on two machines, only some ranks have a GPU, an option breaks its rule, or a damaged file
             of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
-        EPError: another rank could not connect; says which and why.
+        EPError: another rank could not connect, or did not come within half an hour; says which and why.
     """
     check_config(cfg)
     without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'

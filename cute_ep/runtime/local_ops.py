@@ -39,7 +39,7 @@ def quantize(
     """Quantise rows as dispatch does, on the current stream. `cute_ep.dequantize` decodes them.
 
     Args:
-        x: [T, hidden] bfloat16.
+        x: [T, hidden] bfloat16, contiguous; `hidden` as the format has it in `EPConfig`.
         fmt: name of a format with scales.
         input_scale: float32[1], the global scale G, for formats that have one; None: 1. Its value is checked on the
             CPU only.
