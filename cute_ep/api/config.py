@@ -44,13 +44,14 @@ class EPConfig:
     """Shapes and limits of one expert-parallel group.
 
     Attributes:
-        hidden: elements of a token row.
-        num_experts: experts of all ranks together; rank r owns [r * E/R, (r + 1) * E/R).
-        top_k: experts a token chooses (entries of one row of `topk_ids`).
-        max_tokens_per_rank: most tokens of one rank in one call.
-        world_size: number of ranks.
+        hidden: elements of a token row, at most 65536; a multiple of 8 (bf16), 128 (fp8, fp8_pow2) or 32 (the others).
+        num_experts: experts of all ranks together, at most 1024, a multiple of `world_size`; rank r owns [r * E/R,
+            (r + 1) * E/R).
+        top_k: experts a token chooses (entries of one row of `topk_ids`), at most 32.
+        max_tokens_per_rank: most tokens of one rank in one call, at most 32768. Memory grows with it (`memory_bytes`).
+        world_size: number of ranks, at most 32.
         dispatch_format: name of the wire and output format of dispatched rows (`cute_ep.layouts.maps.formats`).
-        timeout_s: how long a kernel waits for a peer before it gives up.
+        timeout_s: seconds that a kernel waits for a peer before it gives up, at most 3600.
         scale_layout: how the scale factors of the output are laid out (`cute_ep.layouts.maps.scales`); None: the
             format's default.
         row_alignment: multiple to which each expert's rows are padded with zeros; None: the format's default.

@@ -39,7 +39,7 @@ def quantize(
     """Quantise rows as dispatch does, on the current stream. `cute_ep.dequantize` decodes them.
 
     Args:
-        x: [T, hidden] bfloat16, contiguous; `hidden` as the format has it in `EPConfig`.
+        x: [T, hidden] bfloat16, contiguous; `hidden` as `EPConfig.hidden` of the format.
         fmt: name of a format with scales.
         input_scale: float32[1], the global scale G, for formats that have one; None: 1. Its value is checked on the
             CPU only.
@@ -143,8 +143,8 @@ def fused_silu(
     quantised as `quantize` does.
 
     Args:
-        x: [rows, 2 * D] bfloat16: gate columns and then up columns, or with `interleaved` gate 0, up 0,
-            gate 1, up 1, ...; [rows, D] for a gate with one column.
+        x: [rows, 2 * D] bfloat16, contiguous: gate columns and then up columns, or with `interleaved` gate 0, up 0,
+            gate 1, up 1, ...; [rows, D] for a gate with one column. D as `EPConfig.hidden` of the format.
         row_offsets: [G + 1] int32 ascending from 0, as in `Dispatched`: only the first row_offsets[G] rows
             are read, and only theirs are written. None: all rows, one group. Their values are checked on the CPU only.
         fmt: name of a format without row scales.
