@@ -274,6 +274,28 @@ def test_inference_mode_and_then_training() -> None:
         assert torch.equal(trained(model, ids)[0], wanted)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"], ids=str)
+def test_defaults_of_torch_change_nothing(kind: str, default: Any) -> None:
+    """Neither of types nor of devices, also in the first call, which recognises the gate."""
+    experts = experts_of(build(kind, torch.bfloat16))
+    x, (weights, ids) = torch.randn(5, 64).bfloat16(), torch.rand(5, EXPERTS).topk(2)
+    outs = []
+    for change in (False, True):
+        with attach(experts, devices=["cpu"] * 2, max_tokens=5) as one, torch.no_grad():
+            try:
+                if change and default == "meta":
+                    torch.set_default_device(default)
+                elif change:
+                    torch.set_default_dtype(default)
+                outs.append(experts(x, ids, weights))
+            finally:
+                torch.set_default_device(None)
+                torch.set_default_dtype(torch.float32)
+            assert attachment._LAYERS[experts].gates != [None] and exchanges(one)
+    assert torch.equal(*outs)
+
+
 def test_a_module_around_a_model() -> None:
     """Its experts are found; the model's configuration says so."""
     model, ids = build("mixtral"), text()

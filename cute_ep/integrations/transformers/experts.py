@@ -75,8 +75,9 @@ def find_gate(module: Any) -> FoundGate | None:
     width = whole.shape[2] if module.is_transposed else whole.shape[1]
     alphas, limits = (_numbers_of(module, name) for name in ("alpha", "limit"))
     largest = 2 * max([SMALLEST_LARGEST, *(limit for limit in limits if limit is not None)])
-    numbers = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    probe = (numbers * torch.tensor([4.0, largest]).repeat(8)[:, None]).to(whole.device)
+    plainly: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+    numbers = torch.rand(16, width, generator=torch.Generator().manual_seed(0), **plainly) * 2 - 1
+    probe = (numbers * torch.tensor([4.0, largest], **plainly).repeat(8)[:, None]).to(whole.device)
     with torch.no_grad(), torch.autocast(whole.device.type, enabled=False):
         if not module.has_gate:
             found = Gate("relu2")
