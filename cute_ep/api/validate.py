@@ -26,12 +26,12 @@ GLOBAL_SCALE_LIMIT = 2.0**100
 range unless its result saturates or rounds to zero anyway."""
 
 
-def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[torch.device]:
+def check_devices(devices: Sequence[str | torch.device], ranks: int | None = None) -> list[torch.device]:
     """The devices of all ranks, one each; EPConfigError unless they are named as such, or for GPUs where torch finds
-    none."""
+    none. ranks: how many there must be; None: any number."""
     if isinstance(devices, str | torch.device):
         raise EPConfigError(
-            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {cfg.world_size}'
+            f'devices = {str(devices)!r}: must be a list, one per rank, such as ["{devices}"] * {ranks or 2}'
         )
     rule = 'must be a list of names, one device per rank, such as ["cuda:0", "cuda:1"] or ["cpu"] * 2'
     if not isinstance(devices, Sequence):
@@ -42,12 +42,12 @@ def check_devices(cfg: EPConfig, devices: Sequence[str | torch.device]) -> list[
             chosen.append(torch.device(device if isinstance(device, torch.device) else str(device)))
         except RuntimeError:
             raise EPConfigError(f"devices = {devices!r}: {rule}") from None
-    if len(chosen) != cfg.world_size:
-        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {cfg.world_size}")
-    if all(device.type == "cuda" for device in chosen) and not torch.cuda.device_count():
+    if ranks is not None and len(chosen) != ranks:
+        raise EPConfigError(f"devices = {len(chosen)} entries: must be world_size = {ranks}")
+    if chosen and all(device.type == "cuda" for device in chosen) and not torch.cuda.device_count():
         raise EPConfigError(
             f"devices = {[str(device) for device in chosen]}: torch finds no CUDA GPU here; for the reference backend "
-            f'give ["cpu"] * {cfg.world_size}'
+            f'give ["cpu"] * {len(chosen)}'
         )
     return chosen
 

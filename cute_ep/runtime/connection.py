@@ -73,7 +73,7 @@ def connect_local(
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
     check_config(cfg)
-    chosen = check_devices(cfg, devices)
+    chosen = check_devices(devices, cfg.world_size)
     _check_options(sms, tuning, hooks)
     if all(device.type == "cpu" for device in chosen):
         _check_reference(library, hooks)

@@ -308,9 +308,13 @@ def test_a_module_around_a_model() -> None:
     ("changes", "message"),
     [
         ({"devices": []}, r"len\(devices\) = 0: must be in \[1, 32\]"),
+        ({"devices": "cpu"}, r"devices = 'cpu': must be a list, one per rank, such as \[\"cpu\"\] \* 2"),
+        ({"devices": None}, "devices = NoneType: must be a list of names"),
+        ({"devices": ["gpu"]}, r"devices = \['gpu'\]: must be a list of names"),
         ({"max_tokens": 0}, "max_tokens = 0: must be a positive integer"),
         ({"max_tokens": 2.5}, "max_tokens = 2.5"),
         ({"model": nn.Linear(2, 2)}, "model = Linear: has no experts"),
+        ({"model": "mixtral"}, "model = str: has no experts"),
     ],
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:

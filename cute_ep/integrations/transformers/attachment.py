@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.validate import check_devices
 from cute_ep.integrations import exchange
 from cute_ep.integrations.exchange import Exchange, Round
 from cute_ep.integrations.transformers.experts import (
@@ -45,13 +46,13 @@ class Attachment:
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int) -> None:
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = check_devices(devices)
         if not 1 <= len(self.devices) <= MAX_RANKS:
             raise EPConfigError(f"len(devices) = {len(self.devices)}: must be in [1, {MAX_RANKS}], one a rank")
         if not (is_integer(max_tokens) and max_tokens > 0):
             raise EPConfigError(f"max_tokens = {max_tokens!r}: must be a positive integer")
         self.max_tokens = int(max_tokens)
-        found = dict(_experts_of(model))
+        found = dict(_experts_of(model)) if isinstance(model, nn.Module) else {}
         if not found:
             raise EPConfigError(
                 f"model = {type(model).__name__}: has no experts that transformers' experts interface calls"
