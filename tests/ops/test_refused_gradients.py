@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cute_ep.ops
 from cute_ep import connect_local
@@ -92,6 +93,55 @@ def test_calls_into_given_memory_have_none(name: str) -> None:
     assert calls == ["dispatch"] * (name == "rows")
     with torch.no_grad():
         both()
+
+
+def tangent_of(call: Callable[[torch.Tensor], torch.Tensor], one: torch.Tensor) -> torch.Tensor | None:
+    """Of what a function returns, in forward mode."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(one, torch.ones_like(one)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[Callable, torch.Tensor], Any]] = {
+    "vmap": lambda call, one: torch.vmap(call)(torch.stack([one, one])),
+    "grad": lambda call, one: torch.func.grad(lambda x: call(x).float().sum())(one),
+    "jvp": lambda call, one: torch.func.jvp(call, (one,), (torch.ones_like(one),)),
+    "forward mode": tangent_of,
+}
+
+
+@pytest.mark.parametrize("name", ["x", "router_weights", "rows"])
+@pytest.mark.parametrize("into", [False, True], ids=["new", "into"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_and_forward_mode_are_refused(transform: str, into: bool, name: str) -> None:
+    """torch has no rules for the ops in them, and takes tangents to be zero where nothing says so."""
+    comm, calls, (x, ids, weights), ep = one_rank()
+    given, buffers = {"x": x, "router_weights": weights}, ep.allocate()
+    batch, out = cute_ep.ops.dispatch(x, ids, weights, comm), torch.empty_like(x)
+
+    def call(one: torch.Tensor) -> torch.Tensor:
+        if name == "rows":
+            return cute_ep.ops.combine_into(one, batch, out) if into else cute_ep.ops.combine(one, batch)
+        changed = given | {name: one}
+        if into:
+            return cute_ep.ops.dispatch_into(changed["x"], ids, changed["router_weights"], comm, buffers).tokens
+        return cute_ep.ops.dispatch(changed["x"], ids, changed["router_weights"], comm).tokens
+
+    one = batch.tokens if name == "rows" else given[name]
+    kind = "forward-mode differentiation" if transform == "forward mode" else "a transform of torch.func"
+    refused = rf"{name}\.requires_grad = True" if into and transform == "grad" else f" = tensor in {kind}: must be out"
+    with pytest.raises(EPInputError, match=refused):
+        TRANSFORMS[transform](call, one)
+    assert calls == ["dispatch"]
+
+
+def test_weights_with_a_tangent_are_refused_by_combine() -> None:
+    comm, calls, (x, ids, weights), _ep = one_rank()
+    batch = cute_ep.ops.dispatch(x, ids, weights, comm)
+    with pytest.raises(EPInputError, match="router_weights = tensor in forward-mode differentiation: must be outside"):
+        tangent_of(lambda one: cute_ep.ops.combine(batch.tokens, batch._replace(router_weights=one)), weights)
+    assert calls == ["dispatch"]
+    with forward_ad.dual_level():
+        cute_ep.ops.combine(batch.tokens, batch)
 
 
 def test_combine_has_no_second_derivative() -> None:
