@@ -184,6 +184,8 @@ class MoELayer(Connected):
         if x.dim() != 2:
             raise EPInputError(f"x.shape = {tuple(x.shape)}: must be [tokens, hidden]; use x.flatten(0, -2)")
         for name, tensor in (("topk_ids", topk_ids), ("router_weights", router_weights)):
+            if not isinstance(tensor, Tensor):
+                raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
             if tuple(tensor.shape) != routed:
                 raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be {routed}, [tokens, top_k]")
         self._check_gradients(x, router_weights)

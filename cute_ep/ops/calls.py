@@ -58,7 +58,9 @@ class Batch(NamedTuple):
 
 
 def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor | None, ...], str]:
-    """(rows, KEPT of the batch, its communicator): what a combine reads."""
+    """(rows, KEPT of the batch, its communicator): what a combine reads. EPInputError: it is no `Batch`."""
+    if not isinstance(batch, Batch):
+        raise EPInputError(f"batch = {type(batch).__name__}: must be what dispatch of cute_ep.ops returned")
     weights = None if mode == "unweighted" else batch.router_weights
     return (
         rows,

@@ -60,10 +60,12 @@ def test_tokens(layer: MoELayer, x: Any, said: str, gradients: bool) -> None:
         (zeros(2, 32), zeros(2, 2).int(), zeros(2, 3), "topk_ids.shape = (2, 2): must be (2, 3), [tokens, top_k]"),
         (zeros(2, 32), zeros(2, 3).int(), zeros(1, 3), "router_weights.shape = (1, 3): must be (2, 3)"),
         (zeros(2, 32), zeros(2, 3), zeros(2, 3), "topk_ids.dtype = torch.bfloat16: must be torch.int32 or torch.int64"),
+        (zeros(2, 32), [[0] * 3] * 2, zeros(2, 3), "topk_ids = list: must be a torch.Tensor"),
+        (zeros(2, 32), zeros(2, 3).int(), None, "router_weights = NoneType: must be a torch.Tensor"),
     ],
-    ids=["flat", "ids", "weights", "type of ids"],
+    ids=["flat", "ids", "weights", "type of ids", "list", "no weights"],
 )
-def test_routings(layer: MoELayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, said: str) -> None:
+def test_routings(layer: MoELayer, x: torch.Tensor, ids: Any, weights: Any, said: str) -> None:
     with torch.no_grad(), pytest.raises(EPInputError, match=re.escape(said)):
         layer.experts(x, ids, weights)
     assert layer.calls in ([], ["dispatch"])  # the communicator refuses, and nothing is sent

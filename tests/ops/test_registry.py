@@ -92,6 +92,14 @@ def test_ranks_that_share_a_process_and_no_device_are_taken(rank: Communicator) 
     assert len({cute_ep.ops.register(ep) for ep in (*both, rank)}) == 3
 
 
+def test_combine_takes_no_batch_of_a_communicator() -> None:
+    (x, ids, weights), ep = tokens(), alone()
+    batch, out = ep.dispatch(x, ids, weights), torch.empty_like(x)
+    for call in (cute_ep.ops.combine, lambda rows, batch: cute_ep.ops.combine_into(rows, batch, out)):
+        with pytest.raises(EPInputError, match=r"batch = \w*Dispatched: must be what dispatch of cute_ep\.ops ret"):
+            call(batch.tokens, batch)
+
+
 def test_combine_needs_a_dispatch_that_was_made_through_ops() -> None:
     """It would not know in which slices the rows travel."""
     (x, ids, weights), ep = tokens(), alone()
