@@ -187,6 +187,27 @@ def test_detaching_restores_and_closes() -> None:
     attach(model, devices=["cpu"], max_tokens=18).detach()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parts_of_a_model_are_detached_in_any_order(order: tuple[int, int]) -> None:
+    """They share a configuration, which is given back with the last."""
+    model, ids = build("mixtral"), text()
+    model.set_experts_implementation("batched_mm")
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    parts = [attach(one, devices=["cpu"] * 2, max_tokens=18) for one in experts]
+    model(ids)
+    first, last = order
+    parts[first].detach()
+    assert model.config._experts_implementation == "cute_ep"
+    with pytest.raises(EPError, match="is not attached"):
+        model(ids)
+    again = attach(experts[first], devices=["cpu"], max_tokens=18)
+    model(ids)
+    for one in (again, parts[last]):
+        one.detach()
+    assert model.config._experts_implementation == "batched_mm"
+    model(ids)
+
+
 def test_detaching_leaves_an_implementation_that_was_chosen_since() -> None:
     model = build("mixtral")
     with attach(model, devices=["cpu"], max_tokens=18):

@@ -76,14 +76,27 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model its experts implementation back and close the ranks; may be called again. A backward pass
-        through an output from before raises EPError then."""
+        through an output from before raises EPError then. A configuration that other attached parts of the model share
+        is left to them."""
+        for module in list(self._modules):
+            _LAYERS.pop(module, None)
+        others = {id(one.attachment): one.attachment for one in _LAYERS.values()}.values()
         for config, before in self._before:
+            if any(other._inherit(config, before) for other in others):
+                continue
             if config._experts_implementation == NAME:
                 config._experts_implementation = {"": before}
         self._before = []
-        for module in list(self._modules):
-            _LAYERS.pop(module, None)
         self._end()
+
+    def _inherit(self, config: Any, before: Any) -> bool:
+        """Whether this attachment has the configuration too; then it gives back what was there before both."""
+        for number, (own, _) in enumerate(self._before):
+            if own is config:
+                if before != NAME:
+                    self._before[number] = config, before
+                return True
+        return False
 
     def _close(self) -> None:
         self._exchanges.clear()
