@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integrations import vllm_engine
+from tests.integrations.vllm_worker import missing
 from tests.processes import ROOT, run_ranks
 from tests.sharing import FOLDER, needed
 
@@ -105,6 +107,17 @@ def test_processes_under_vllm(tmp_path: Path, kind: str) -> None:
     if kind != "stubs" and find_spec("vllm") is None:
         pytest.skip("needs vLLM: pip install vllm==0.33.0")
     run_worker("vllm_worker", tmp_path, kind)
+
+
+@pytest.mark.skipif("vllm._C_stable_libtorch" in missing(), reason="needs vLLM's operations: pip install vllm==0.33.0")
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+@pytest.mark.parametrize("backend", ["cute_ep", "cute_ep_batched"])
+def test_a_model_in_the_engine_of_vllm(tmp_path: Path, backend: str, mode: str) -> None:
+    """Two data parallel ranks say of tokens what transformers' model says."""
+    model = tmp_path / "model"
+    vllm_engine.save_model(model)
+    run_worker("vllm_engine", tmp_path, str(model), backend, mode)
+    vllm_engine.check(model, tmp_path, 2)
 
 
 @pytest.mark.parametrize("worker", ["titan_worker", "titan_training"])

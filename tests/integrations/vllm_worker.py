@@ -28,7 +28,8 @@ from tests.processes import join_group
 
 EXPERTS, SLOTS, TMAX = 8, 3, 24
 COMPILED = "vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"
-"""Modules of operations that vLLM imports for a GPU. No layer here calls one, so vLLM's Python files will do."""
+"""Modules of operations that vLLM imports for a GPU. No layer here calls one, so vLLM's Python files will do; a model
+calls the first one's."""
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Forward = Callable[[list[Batch]], list[torch.Tensor]]
@@ -77,6 +78,14 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
 # ---- in vLLM
 
 
+def missing() -> list[str]:
+    """Those of COMPILED that vLLM lacks, all of them where there is no vLLM. Imports none of its packages."""
+    vllm = find_spec("vllm")
+    folder = Path(vllm.origin).parent if vllm and vllm.origin else Path()
+    files = [folder.joinpath(*name.split(".")[1:]) for name in COMPILED]
+    return [name for name, file in zip(COMPILED, files, strict=True) if not any(file.parent.glob(f"{file.name}.*"))]
+
+
 def choose_platform(device: torch.device) -> None:
     """Have vLLM run on a device, in this process from now on; it would ask NVML which platform this is."""
     import vllm.platforms
@@ -85,8 +94,9 @@ def choose_platform(device: torch.device) -> None:
     if device.type == "cpu":
         from vllm.platforms.cpu import CpuPlatform as platform
     else:
-        if find_spec(COMPILED[0]) is None:
-            sys.modules.update({name: ModuleType(name) for name in COMPILED})
+        without = missing()
+        sys.modules.update({name: ModuleType(name) for name in without})
+        if COMPILED[0] in without:
             torch.ops._C.cutlass_scaled_mm_supports_block_fp8 = lambda capability: False
         from vllm.platforms.cuda import CudaPlatform as platform
     vllm.platforms._current_platform = platform()
