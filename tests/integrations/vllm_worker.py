@@ -105,7 +105,7 @@ def choose_platform(device: torch.device) -> None:
         os.environ["VLLM_DISABLE_PYNCCL"] = "1"
     from vllm.v1.worker.workspace import init_workspace_manager
 
-    init_workspace_manager(device)
+    init_workspace_manager(device, num_ubatches=2)
 
 
 def start_vllm(device: torch.device, static_rows: int | None) -> Any:
