@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 
+from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.counts import HostCounts, any_lost
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import payload_columns, payload_dtype, scale_dtype
+from cute_ep.api.use import Origin, Use
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, block_scale_shape, scale_shape
-
-
-class Origin:
-    """Whose a batch is: each communicator has one of these, which is compared by identity."""
-
-    __slots__ = ("rank",)
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-
-class Use:
-    """How often tensors of `DispatchBuffers` were received into. It goes with `row_offsets`: the buffers, and all
-    batches in the same tensors, share it."""
-
-    __slots__ = ("turn",)
-
-    def __init__(self) -> None:
-        self.turn = 0
-
-    def __reduce__(self) -> tuple:
-        return Use, ()  # copies of the tensors hold no batch of a communicator
-
-    @staticmethod
-    def of(row_offsets: torch.Tensor) -> Use:
-        """That of the buffers with these offsets."""
-        use = getattr(row_offsets, "_cute_ep_use", None)
-        if use is None:
-            use = row_offsets._cute_ep_use = Use()
-        return use
-
-    def begin(self) -> None:
-        """A batch is about to be received: those before are gone."""
-        self.turn += 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,9 +58,14 @@ class DispatchBuffers:
         source_ranges: [G, R, 2] int32, of each source in a group (rows, rows of sources before it), of those that a
             block has room for; None in rank-major order, where a group is a source.
         use: which batch the tensors hold.
+        made_for: the configuration that `allocate` or `carve` made them for; None of others, which must be checked.
+        carving: memory of the tensors that are not attributes yet, where `carve` has made it.
     """
 
-    use: ClassVar[Use]  # each instance's own, but no field: made with the tensors, shared by all batches in them
+    # each instance's own, but no fields: made with the tensors, shared by all batches in them
+    use: ClassVar[Use]
+    made_for: ClassVar[EPConfig | None] = None
+    carving: ClassVar[Carving | None] = None
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
@@ -122,7 +96,40 @@ class DispatchBuffers:
             name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
             for name, want in buffer_shapes(cfg, rows_for(cfg, capacity)).items()
         }
-        return cls(**made)
+        buffers = cls(**made)
+        buffers.__dict__["made_for"] = cfg
+        return buffers
+
+    @classmethod
+    def carve(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
+        """As `allocate`, in less of the host's time: all tensors but the rows and their scale factors share an
+        allocation, so each of them keeps the others' memory."""
+        whole, pieces = _parts(cfg, rows_for(cfg, capacity))
+        buffers = object.__new__(cls)
+        own = buffers.__dict__
+        for name, want in whole.items():
+            own[name] = None if want is None else torch.empty(want[0], dtype=want[1], device=device)
+        own["use"], own["made_for"], own["carving"] = Use(), cfg, Carving(pieces, device)
+        return buffers
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor that is not an attribute yet."""
+        carving = self.__dict__.get("carving")
+        if carving is None or name not in carving:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        tensor = self.__dict__[name] = carving.tensor(name)
+        if name == "row_offsets":
+            tensor._cute_ep_use = self.use
+        return tensor
+
+    def addresses(self, names: Sequence[str]) -> dict[str, int]:
+        """Device addresses of tensors by name, 0 where there is none; makes none of those that are not there yet."""
+        own = self.__dict__
+        found = {} if self.carving is None else self.carving.addresses()
+        return {
+            name: found[name] if name not in own else 0 if (tensor := own[name]) is None else tensor.data_ptr()
+            for name in names
+        }
 
     def __repr__(self) -> str:
         return f"DispatchBuffers({_extents(self)})"
@@ -147,6 +154,8 @@ def check_blocks(cfg: EPConfig, name: str, rows: int) -> None:
 
 BUFFERS = tuple(field.name for field in fields(DispatchBuffers))
 """Names of the tensors of `DispatchBuffers`."""
+APART = ("tokens", "scales", "row_scales")
+"""Those that `carve` gives an allocation of their own: large ones, and those whose elements are not 4 bytes wide."""
 READ_BY_COMBINE = ("tokens", "row_offsets", "row_map", "headers")
 """Those that a combine in any mode reads or checks; partial mode multiplies by `weights` too."""
 
@@ -161,7 +170,10 @@ def routed_shape(cfg: EPConfig) -> tuple[int, int, int]:
     return cfg.peers, cfg.max_tokens_per_rank, cfg.top_k
 
 
-def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
+Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
+
+
+def buffer_shapes(cfg: EPConfig, rows: int) -> Shapes:
     """(shape, type) of every tensor of `DispatchBuffers` for `rows` rows; None where the configuration has none."""
     fmt, groups, routed = cfg.format, cfg.groups, routed_shape(cfg)
     scales = None
@@ -189,6 +201,14 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> dict[str, tuple[tuple[int, ...], 
         "row_expert_ids": ((rows, cfg.top_k), torch.int32) if cfg.is_rank_major else None,
         "source_ranges": None if cfg.is_rank_major else ((groups, cfg.peers, 2), torch.int32),
     }
+
+
+@lru_cache(maxsize=4096)
+def _parts(cfg: EPConfig, rows: int) -> tuple[Shapes, Pieces]:
+    """`buffer_shapes` of tensors with an allocation of their own, and of those that there are none of; the others."""
+    shapes = buffer_shapes(cfg, rows)
+    shared = {name: want for name, want in shapes.items() if want is not None and name not in APART}
+    return {name: want for name, want in shapes.items() if name not in shared}, Pieces.of(shared)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -305,7 +325,22 @@ class Dispatched(DispatchBuffers):
 
     def _changed(self, changes: Mapping[str, Any]) -> Self:
         """`derived`, of arguments that were checked."""
-        return replace(self, **changes)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(changes, as_made=False, made_for=None)
+        return made
+
+    def without_rows(self, router_weights: torch.Tensor | None) -> Self:
+        """What combine reads of the batch, without the memory of its rows and scale factors.
+
+        Args:
+            router_weights: [T, K] float32 that exact mode multiplies by, unless combine is given others.
+        """
+        rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids  # as many as there are tokens
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(tokens=rows, scales=None, row_scales=None, router_weights=router_weights, made_for=None)
+        return made
 
     def counts_to_host(self, stream: torch.cuda.Stream | None = None) -> HostCounts:
         """Begin to copy `row_counts` and `num_rows` to pinned memory; the host does not wait before `HostCounts.wait`.

@@ -11,11 +11,12 @@ import torch
 
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig, memory_bytes
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPError
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.tensors import check_apart, check_tensor, overlap
 from cute_ep.api.types import CombineMode
+from cute_ep.api.use import Origin
 from cute_ep.api.validate import (
     check_batch,
     check_epilogue_data,

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig, is_integer, is_number
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, buffer_shapes, check_blocks, routed_shape
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes, check_blocks, routed_shape
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_types, scale_types
 from cute_ep.api.tensors import check_detached, check_tensor, check_written
+from cute_ep.api.use import Origin
 from cute_ep.layouts.maps.arena import MAX_SLICES, HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.routing import OutputType
@@ -297,7 +298,10 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     """
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
-    capacity = out.tokens.shape[0]
+    rows = out.tokens
+    if out.made_for is cfg and rows.device == device and not (rows.requires_grad or rows.is_inference()):
+        return  # they cannot have changed
+    capacity = rows.shape[0]
     check_blocks(cfg, "out.tokens.shape[0]", capacity)
     if cfg.block_rows is None and capacity % cfg.alignment:
         raise EPInputError(f"out.tokens.shape[0] = {capacity}: must be a multiple of row_alignment = {cfg.alignment}")

@@ -22,12 +22,13 @@ import torch
 from cute_ep import reference
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout, raise_input_error
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.rounds import PendingCombine, PendingDispatch
 from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import CombineMode
+from cute_ep.api.use import Origin
 from cute_ep.api.validate import check_buffers, check_mode, check_rows
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.dispatch import Source

@@ -6,7 +6,7 @@ import torch
 
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.layouts.maps.arena import message_of, segment_words
 from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
@@ -92,25 +92,16 @@ def input_record(
     )
 
 
+WRITTEN = tuple(name for name in BUFFERS if name != "scales")
+"""Tensors of `DispatchBuffers` of which `Output` has the addresses, by the same names."""
+
+
 def output_record(cfg: EPConfig, out: DispatchBuffers) -> Output:
     """Buffers to receive into, but for their scales."""
     capacity = out.tokens.shape[0]
     alignment = cfg.alignment if cfg.block_rows is None else capacity // cfg.groups
     return Output(
-        tokens=out.tokens.data_ptr(),
-        row_scales=address(out.row_scales),
-        row_offsets=out.row_offsets.data_ptr(),
-        row_counts=out.row_counts.data_ptr(),
-        scales_offsets=address(out.scales_offsets),
-        expert_ids=out.expert_ids.data_ptr(),
-        src_info=out.src_info.data_ptr(),
-        num_rows=out.num_rows.data_ptr(),
-        row_map=out.row_map.data_ptr(),
-        headers=out.headers.data_ptr(),
-        weights=address(out.weights),
-        row_weights=address(out.row_weights),
-        row_expert_ids=address(out.row_expert_ids),
-        source_ranges=address(out.source_ranges),
+        **out.addresses(WRITTEN),
         blocks=int(cfg.block_rows is not None),
         row_alignment=alignment,
         aligned=int(cfg.block_rows is not None or alignment != 1),
@@ -132,7 +123,7 @@ def scales_record(
 
 def batch_record(dispatched: Dispatched) -> Batch:
     """What dispatch has left for combine_send."""
-    return Batch(dispatched.row_map.data_ptr(), dispatched.headers.data_ptr(), address(dispatched.weights))
+    return Batch(**dispatched.addresses(Batch._fields))
 
 
 def rows_record(rows: torch.Tensor, dispatched: Dispatched, elsewhere: int) -> Rows:

@@ -9,12 +9,13 @@ from types import TracebackType
 import torch
 
 from cute_ep.api.calls import DispatchInput, SumOptions
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, Origin, tensors_of
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Rounds
 from cute_ep.api.tensors import check_apart, overlap
 from cute_ep.api.types import CombineMode
+from cute_ep.api.use import Origin
 from cute_ep.api.validate import check_buffers, check_rows
 from cute_ep.layouts.maps.arguments import Batch, Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
 from cute_ep.runtime.arguments import (
@@ -184,7 +185,7 @@ class Communicator(EPCommunicator):
         shape = self._cache.shape(self.tuning, "combine", sums.tokens, whole_rows=mode != "partial")
         kernel, batch = self._kernels[f"combine_{mode}"], batch_record(dispatched)
         call = self._combine_call(shape, rows, dispatched, batch, sums)
-        tensors = (rows, result, weights, options.epilogue_data, *_read_by_combine(dispatched))
+        tensors = (rows, result, weights, options.epilogue_data)
 
         def launch() -> torch.Tensor:
             if planned:
@@ -192,7 +193,8 @@ class Communicator(EPCommunicator):
                 self._combines.check_fused()
                 if dispatched.origin is not None:  # its buffers may have been used again since
                     self._check_batch(dispatched)
-            self._launch(kernel, shape, call, tensors, self._combines.count_fused, planned_on=planned_on)
+            count = self._combines.count_fused
+            self._launch(kernel, shape, call, tensors, count, batch=dispatched, planned_on=planned_on)
             return result
 
         return launch
@@ -208,10 +210,9 @@ class Communicator(EPCommunicator):
             batch_record(dispatched),
             NO_SUMS,
         )
-        tensors = (rows, *_read_by_combine(dispatched))
         kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
         pending = PendingCombine(dispatched, mode, rows)
-        self._launch(kernel, shape, call, tensors, self._combines.count_sent, pending)
+        self._launch(kernel, shape, call, (rows,), self._combines.count_sent, pending, batch=dispatched)
         return pending
 
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
@@ -219,8 +220,9 @@ class Communicator(EPCommunicator):
         weights, sums, result = self._prepare_sum(rows, dispatched, mode, options)
         shape = self._cache.shape(self.tuning, "combine_wait", sums.tokens)
         call = self._combine_call(shape, rows, dispatched, NO_BATCH, sums)
-        tensors = (rows, result, weights, options.epilogue_data, *_read_by_combine(dispatched))
-        self._launch(self._kernels[f"combine_wait_{mode}"], shape, call, tensors, self._combines.count_received)
+        tensors = (rows, result, weights, options.epilogue_data)
+        kernel, count = self._kernels[f"combine_wait_{mode}"], self._combines.count_received
+        self._launch(kernel, shape, call, tensors, count, batch=dispatched)
         return result
 
     def _prepare_sum(
@@ -325,6 +327,7 @@ class Communicator(EPCommunicator):
         count: Callable[..., None],
         *counted: object,
         buffers: DispatchBuffers | None = None,
+        batch: Dispatched | None = None,
         planned_on: int | None = None,
     ) -> None:
         """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far, and count it. An
@@ -333,6 +336,7 @@ class Communicator(EPCommunicator):
         Args:
             call: the numbers that this launch is told.
             tensors, buffers: what the kernel reads and writes.
+            batch: whose rows a combine returns.
             count, counted: of `Rounds`, and its arguments.
             planned_on: raw handle of the stream on which memory was prepared for the launch, if that was earlier.
 
@@ -347,7 +351,8 @@ class Communicator(EPCommunicator):
             )
         if self._shared_device and stream != self.stream.cuda_stream:
             self.stream.wait_stream(self._current_stream())
-            for tensor in (*tensors, *(tensors_of(buffers).values() if buffers else ())):
+            received = tensors_of(buffers).values() if buffers else ()
+            for tensor in (*tensors, *received, *(_read_by_combine(batch) if batch else ())):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
             stream = self.stream.cuda_stream

@@ -131,6 +131,6 @@ def test_weights_that_combine_is_given_are_checked(rank: Communicator) -> None:
 
 
 def test_a_batch_has_no_attributes_besides_its_fields(rank: Communicator) -> None:
-    """`use` and `as_made` are what it is recognised by."""
+    """`use`, `as_made` and `made_for` are what it and its buffers are recognised by."""
     batch = rank.dispatch(*inputs())
-    assert vars(batch).keys() - {"use", "as_made"} == {field.name for field in dataclasses.fields(batch)}
+    assert vars(batch).keys() - {"use", "as_made", "made_for"} == {field.name for field in dataclasses.fields(batch)}

@@ -1,0 +1,95 @@
+"""Buffers whose small tensors share an allocation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import APART, BUFFERS, DispatchBuffers, tensors_of
+from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.runtime.arguments import WRITTEN, output_record
+from cute_ep.runtime.connection import connect_local
+
+CONFIGS = {
+    "expert-major": EPConfig(128, 6, 3, 5, 2, "nvfp4"),
+    "rank-major": EPConfig(128, 6, 3, 5, 2, row_order="rank_major", row_alignment=1),
+    "blocks": EPConfig(128, 6, 3, 5, 2, "fp8", scale_layout="transposed", block_rows=10),
+    "row scales": EPConfig(128, 6, 3, 5, 2, "nvfp4_row"),
+}
+EACH = pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS.keys())
+CFG = CONFIGS["rank-major"]
+
+
+@EACH
+def test_carved_tensors_are_those_that_allocate_makes(cfg: EPConfig) -> None:
+    carved, apart = (make(cfg, "cpu") for make in (DispatchBuffers.carve, DispatchBuffers.allocate))
+    for name, want in tensors_of(apart).items():
+        got = getattr(carved, name)
+        assert got is getattr(carved, name)
+        assert (got is None) == (want is None), name
+        if want is not None:
+            assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride()), name
+            assert got.data_ptr() % VECTOR_BYTES == 0, name
+
+
+@EACH
+def test_carved_tensors_do_not_overlap(cfg: EPConfig) -> None:
+    """And torch does not count a change of one as a change of the others."""
+    tensors = {name: one for name, one in tensors_of(DispatchBuffers.carve(cfg, "cpu")).items() if one is not None}
+    for number, one in enumerate(tensors.values()):
+        one.view(torch.uint8).fill_(number)
+    for number, (name, one) in enumerate(tensors.items()):
+        assert (one.view(torch.uint8) == number).all(), name
+        assert one._version == 1, name
+    assert len({one.untyped_storage().data_ptr() for name, one in tensors.items() if name not in APART}) == 1
+
+
+@EACH
+def test_addresses_need_no_tensors(cfg: EPConfig) -> None:
+    buffers = DispatchBuffers.carve(cfg, "cpu")
+    record = output_record(cfg, buffers)
+    assert vars(buffers).keys() & (set(BUFFERS) - set(APART)) == {
+        name for name in set(BUFFERS) - set(APART) if vars(buffers).get(name, ...) is None
+    }
+    for name in WRITTEN:
+        tensor = getattr(buffers, name)
+        assert getattr(record, name) == (0 if tensor is None else tensor.data_ptr()), name
+    assert output_record(cfg, buffers) == record
+
+
+def test_copies_have_tensors_of_their_own_or_the_same() -> None:
+    buffers = DispatchBuffers.carve(CFG, "cpu", 4)
+    buffers.src_info.fill_(7)
+    buffers.use.begin()
+    assert copy.copy(buffers).src_info is buffers.src_info
+    assert replace(buffers).use is buffers.use
+    for other in (copy.deepcopy(buffers), pickle.loads(pickle.dumps(buffers))):
+        assert (other.src_info == 7).all() and other.row_weights.shape == (4, 3)
+        assert other.src_info.data_ptr() != buffers.src_info.data_ptr() and other.use.turn == 0
+    with pytest.raises(AttributeError, match="no attribute 'elsewhere'"):
+        _ = buffers.elsewhere
+
+
+@pytest.mark.parametrize("make", [DispatchBuffers.allocate, DispatchBuffers.carve], ids=["apart", "carved"])
+def test_only_buffers_as_they_were_made_pass_unchecked(make: object) -> None:
+    ranks = connect_local(CFG, ["cpu"] * 2)
+    given = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64)
+    good = make(CFG, "cpu", 4)  # type: ignore[operator]
+    batch = ranks[0].dispatch(*given, out=good)
+    for wrong in (
+        replace(good, src_info=torch.zeros(4, 3, dtype=torch.int32)),
+        batch.derived(row_map=batch.row_map.clone()),
+        batch.without_rows(None),
+        make(replace(CFG, top_k=2), "cpu", 4),  # type: ignore[operator]
+    ):
+        with pytest.raises(EPInputError, match=r"out\."):
+            ranks[0].dispatch(*given, out=wrong)
+    good.tokens.requires_grad_()
+    with pytest.raises(EPInputError, match=r"out\.tokens\.requires_grad"):
+        ranks[0].dispatch(*given, out=good)
