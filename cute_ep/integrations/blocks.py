@@ -64,7 +64,7 @@ class Blocks:
             communicator: of a `block_config`.
             packed: pack scale factors, powers of two; `hidden` must be a multiple of PACKED_COLUMNS.
         """
-        self.out: DispatchBuffers = communicator.allocate()
+        self.out: DispatchBuffers = DispatchBuffers.carve(communicator.cfg, communicator.device)
         self.rows = self.out.tokens.view(communicator.cfg.local_experts, communicator.cfg.block_rows, -1)
         self._packed = packed
         self.scales = None if self.out.scales is None else _for_matmul(self.out.scales, packed)

@@ -20,7 +20,6 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import release, share
-from cute_ep.integrations.rows import without_rows
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
@@ -174,7 +173,7 @@ class CuteEPCommunication(MoEEpCommunication):
         batch = communicator.dispatch(payload, ids, weights, scales=scales, out=out)
         here = batch.row_expert_ids
         assert here is not None
-        self._round = _Round(communicator, without_rows(batch, None), stride * self.ep_size)
+        self._round = _Round(communicator, batch.without_rows(None), stride * self.ep_size)
         factors = None
         if hidden_states_scale is not None and batch.scales is not None:
             width = hidden_states_scale.shape[1] * hidden_states_scale.itemsize

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import NO_ROW
 
@@ -50,23 +50,6 @@ def rank_index(batch: Dispatched, rows: int) -> RankIndex:
     entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
     filled = entry[:rows] >= 0
     return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
-
-
-def without_rows(batch: Dispatched, router_weights: torch.Tensor | None) -> Dispatched:
-    """What combine reads of a batch, without the memory of its rows and scale factors.
-
-    Args:
-        router_weights: [T, K] float32 that exact mode multiplies by, unless combine is given others.
-    """
-    kept = {name: getattr(batch, name) for name in (*READ_BY_COMBINE, "weights")}
-    rows = batch.src_info if len(batch.src_info) == len(batch.tokens) else batch.tokens
-    return Dispatched.of_tensors(
-        kept | {"tokens": rows},
-        rank=batch.rank,
-        topk_ids=batch.topk_ids,
-        router_weights=router_weights,
-        return_slices=batch.return_slices,
-    )
 
 
 def present(batch: Dispatched) -> torch.Tensor:

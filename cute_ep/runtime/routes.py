@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, count_words, division_magic
 from cute_ep.layouts.maps.variants import COUNT_KERNEL
 from cute_ep.runtime.arguments import ids_record
+from cute_ep.runtime.driver import current_stream
 from cute_ep.runtime.local_kernels import local_kernel
 
 
@@ -59,11 +61,12 @@ def count_routes(topk_ids: torch.Tensor, num_experts: int, ranks: int, *, librar
     else:
         topk_ids = topk_ids.contiguous()
         (tokens, top_k), device = topk_ids.shape, topk_ids.device
-        counts = torch.empty(count_words(ranks, num_experts), dtype=torch.int32, device=device)
+        words, entries, local = count_words(ranks, num_experts), tokens * top_k, num_experts // ranks
+        memory = torch.empty(words + 2 * entries, dtype=torch.int32, device=device)
+        counts = memory.as_strided((words,), (1,), 0)
+        ids = memory.as_strided((tokens, top_k), (top_k, 1), words)
+        last_ids = memory.as_strided((tokens, top_k), (top_k, 1), words + entries)
         goes = torch.empty((tokens, ranks), dtype=torch.bool, device=device)
-        ids = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
-        last_ids = torch.empty_like(ids)
-        local = num_experts // ranks
         arguments = CountArgs(
             ids=ids_record(topk_ids),
             counts=counts.data_ptr(),
@@ -74,11 +77,12 @@ def count_routes(topk_ids: torch.Tensor, num_experts: int, ranks: int, *, librar
             top_k=top_k,
             ranks=ranks,
             experts=num_experts,
-            words=len(counts),
+            words=words,
             local_experts=local,
             local_experts_magic=division_magic(local),
         )
         kernel = local_kernel(device.index, COUNT_KERNEL, None, library)
-        with torch.cuda.device(device):
-            kernel.launch(1, tuple(numbers(arguments)), torch.cuda.current_stream(device).cuda_stream)
+        here = torch.cuda.current_device() == device.index
+        with nullcontext() if here else torch.cuda.device(device):
+            kernel.launch(1, numbers(arguments), current_stream(device.index))
     return RouteCounts(counts, counts[:ranks], counts[ranks : ranks + num_experts], goes, ids, last_ids)

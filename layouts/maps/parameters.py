@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -52,7 +52,12 @@ def parameters_of(kernel: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def numbers(record: Any) -> Iterator[Any]:
+def numbers(record: Any) -> list[Any]:
     """The numbers of a record and of the records in it, in the order of a kernel's parameters."""
+    found: list[Any] = []
     for field in record:
-        yield from numbers(field) if isinstance(field, tuple) else (field,)
+        if isinstance(field, tuple):
+            found += numbers(field)
+        else:
+            found.append(field)
+    return found

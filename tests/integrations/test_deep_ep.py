@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from cute_ep.api import carving
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.deep_ep import Buffer, Config, EventOverlap, topk_idx_t
@@ -123,6 +127,22 @@ def test_dispatch_brings_each_token_once_to_a_rank(monkeypatch: Patch, ranks: in
             matrix, _, _, sources, goes, _ = one[4]
             assert_bits(matrix, prefix.int(), "rank_prefix_matrix")
             assert sources[:count].tolist() == [t for _, t, _ in places] and len(goes) == TOKENS[ranks][rank]
+
+
+def test_weights_behind_the_last_row_are_zero(monkeypatch: Patch) -> None:
+    """Whatever the memory held."""
+    given = inputs(2, "masked")
+    garbage = {"empty": lambda words, **options: torch.full((words,), -1, **options)}  # NaNs, as float32
+    monkeypatch.setattr(carving, "torch", SimpleNamespace(**{**vars(torch), **garbage}))
+
+    def program(buffer: Buffer) -> tuple:
+        own = given[buffer.rank]
+        ids = own.topk_ids.long()
+        entry = {"topk_idx": ids, "topk_weights": own.router_weights}
+        return buffer.dispatch(own.x, **layout_of(buffer, ids), **entry, num_worst_tokens=20)[1:3]
+
+    for ids, weights in on_buffers(monkeypatch, 2, program):
+        assert (weights[ids < 0] == 0).all() and (ids[-1] == -1).all()
 
 
 @pytest.mark.parametrize("worst", [0, 18], ids=["counted", "worst"])
@@ -331,21 +351,41 @@ def test_an_event_is_waited_for_once_and_calls_its_hook_once() -> None:
         EventOverlap().current_stream_wait()
 
 
+def test_calls_leave_no_garbage_that_refers_to_itself(monkeypatch: Patch) -> None:
+    """It would keep memory of a GPU until Python collects garbage."""
+    given = inputs(2, "uniform")
+
+    def program(buffer: Buffer) -> None:
+        own = given[buffer.rank]
+        ids = own.topk_ids.long()
+        layout = layout_of(buffer, ids)
+        rows, *_, handle, _ = buffer.dispatch(own.x, **layout, topk_idx=ids, topk_weights=own.router_weights)
+        tensors = [weakref.ref(one) for one in (layout["is_token_in_rank"], handle[3], rows)]
+        del layout, rows, handle, _
+        assert [one() for one in tensors] == [None] * 3
+
+    gc.disable()
+    try:
+        on_buffers(monkeypatch, 2, program)
+    finally:
+        gc.enable()
+
+
 def test_a_layout_is_taken_only_as_long_as_its_tensors_are_the_same() -> None:
     """Else tokens go where the tensors say that were given."""
     ids = torch.tensor([[0, 5], [3, -1]])
-    routes = GivenLayout.of(ids, 6, 2).routes
+    routes = GivenLayout.of(ids, 6, 2)
     own = routes.goes, routes.by_rank, routes.by_expert
-    assert GivenLayout.known(*own, ids) is routes
+    assert GivenLayout.known(*own, ids) == routes
     assert GivenLayout.known(*own, ids.clone()) is None and GivenLayout.known(*own, None) is None
     for position in range(3):
         other = [tensor.clone() if place == position else tensor for place, tensor in enumerate(own)]
         assert GivenLayout.known(*other, ids) is None
     for change in (lambda routes: ids, lambda routes: routes.goes, lambda routes: routes.by_rank):
-        routes = GivenLayout.of(ids, 6, 2).routes
+        routes = GivenLayout.of(ids, 6, 2)
         change(routes)[0] = 1
         assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, ids) is None
     with torch.inference_mode():
-        routes = GivenLayout.of(ids.clone(), 6, 2).routes
+        routes = GivenLayout.of(ids.clone(), 6, 2)
         layout = routes.goes._cute_ep_layout
-        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, layout.topk_idx) is routes
+        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, layout.topk_idx) == routes

@@ -21,10 +21,19 @@ from cute_ep.integrations.deep_ep.calls import (
     current_stream,
     finished,
     require,
+    without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.low_latency import LowLatency
-from cute_ep.integrations.deep_ep.normal import GivenLayout, Handle, NormalMode, Route, joined, routes_of
+from cute_ep.integrations.deep_ep.normal import (
+    GivenLayout,
+    Handle,
+    NormalMode,
+    Route,
+    first_rows,
+    joined,
+    routes_of,
+)
 
 
 class Buffer(LowLatency):
@@ -120,7 +129,7 @@ class Buffer(LowLatency):
 
     # ---- normal mode
 
-    @torch.no_grad()
+    @without_gradients
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -143,11 +152,11 @@ class Buffer(LowLatency):
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         check_experts(num_experts, self.group_size)
-        require(topk_idx.dim() == 2, f"topk_idx.dim() = {topk_idx.dim()}: must be 2")
-        routes = GivenLayout.of(topk_idx, num_experts, self.group_size).routes
+        require(topk_idx.dim() == 2, "topk_idx.dim() = {}: must be 2", topk_idx.dim())
+        routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
         return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
 
-    @torch.no_grad()
+    @without_gradients
     def dispatch(
         self,
         x: Rows,
@@ -198,8 +207,8 @@ class Buffer(LowLatency):
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
             route = _handle(handle).route
-            own = len(route.routes.ids)
-            require(tokens == own, f"x.shape[0] = {tokens}: must be {own}, as of the handle")
+            own = route.routes.ids.size(0)
+            require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
             rows, factors, _ = self._normal.dispatch(payload, scales, None, route)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -209,33 +218,35 @@ class Buffer(LowLatency):
             )
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
         shape = (tokens, self.group_size)
-        require(is_token_in_rank.shape == shape, f"is_token_in_rank.shape: must be {shape}")
+        require(is_token_in_rank.shape == shape, "is_token_in_rank.shape: must be {}", shape)
         experts = num_tokens_per_expert.shape[0]
         check_experts(experts, self.group_size)
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
-        counts = self._normal.exchange_counts(words, experts)
+        counting = self._normal.exchange_counts(words, wait=not num_worst_tokens)
+        prefix = counting.prefix_matrix()
         received: list[int] = []
         if num_worst_tokens:
             room, most = num_worst_tokens, -(-num_worst_tokens // self.group_size)
-            require(topk_idx is not None, f"num_worst_tokens = {room}: must be 0 without topk_idx")
-            require(tokens <= most, f"num_worst_tokens = {room}: must be at least {self.group_size} * {tokens} tokens")
+            require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
+            rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
+            require(tokens <= most, rule, room, self.group_size, tokens)
         else:
-            room, most, received = self._normal.wait_for_counts(counts, expert_alignment)
+            room, most, received = self._normal.wait_for_counts(counting, experts, expert_alignment)
         routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
         route, sent = Route(routes, of, most, room), topk_weights
         if topk_weights is not None and routes.ids.shape != topk_weights.shape:
             sent = torch.nn.functional.pad(topk_weights, (0, routes.ids.shape[1] - topk_weights.shape[1]))
-        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route)
+        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route, exact=not num_worst_tokens)
         ids = weights = None
         if topk_idx is not None:
-            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1], exact=not num_worst_tokens)
-        made = Handle(counts.prefix_matrix(), None, None, batch.src_info[:room, 0], is_token_in_rank, None)
+            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
+        made = Handle(prefix, None, None, first_rows(batch.src_info, room).select(1, 0), is_token_in_rank, None)
         made.route = route
         got = rows if factors is None else (rows, factors)
         return got, ids, weights, received, made, finished(async_finish)
 
-    @torch.no_grad()
+    @without_gradients
     def combine(
         self,
         x: torch.Tensor,
@@ -264,8 +275,8 @@ class Buffer(LowLatency):
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         route = _handle(handle).route
-        require(x.dtype == torch.bfloat16, f"x.dtype = {x.dtype}: must be torch.bfloat16")
-        require(len(x) == route.rows, f"x.shape[0] = {len(x)}: must be {route.rows}, the rows of the dispatch")
+        require(x.dtype == torch.bfloat16, "x.dtype = {}: must be torch.bfloat16", x.dtype)
+        require(len(x) == route.rows, "x.shape[0] = {}: must be {}, the rows of the dispatch", len(x), route.rows)
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         out = self._normal.combine(x.contiguous(), route, biases)
         weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)

@@ -17,6 +17,7 @@ from cute_ep.integrations.deep_ep.calls import (
     current_stream,
     finished,
     require,
+    without_gradients,
 )
 from cute_ep.integrations.deep_ep.elastic_mode import ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
@@ -28,6 +29,7 @@ SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
 OVERLAPPED_SMS, ALONE_SMS = 24, 64
 """SMs for kernels that leave room for others, and for those that need not."""
+ALIGNMENTS = ", ".join(map(str, ROW_ALIGNMENTS))
 
 
 class ElasticBuffer:
@@ -159,7 +161,7 @@ class ElasticBuffer:
 
     # ---- dispatch and combine
 
-    @torch.no_grad()
+    @without_gradients
     def dispatch(
         self,
         x: Rows,
@@ -222,7 +224,7 @@ class ElasticBuffer:
         check_payload(payload, scales)
         tokens, hidden = payload.shape
         multiple = 8 if scales is None else FP8.block
-        require(hidden % multiple == 0, f"x.shape[1] = {hidden}: must be a multiple of {multiple}")
+        require(hidden % multiple == 0, "x.shape[1] = {}: must be a multiple of {}", hidden, multiple)
         require(do_expand or not do_zero_padding, "do_zero_padding = True: must come with do_expand")
         self._mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
         if handle is None:
@@ -231,7 +233,7 @@ class ElasticBuffer:
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             layout = Layout(num_experts, most, expert_alignment or 1, do_expand)
             _check_layout(layout, topk_idx, self.num_ranks)
-            require(tokens <= most, f"x.shape[0] = {tokens}: must not exceed num_max_tokens_per_rank = {most}")
+            require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
             wait = do_cpu_sync is None or do_cpu_sync
             made = self._mode.route(ids, layout, self._mode.sms, wait=wait)
@@ -240,14 +242,14 @@ class ElasticBuffer:
             layout = made.layout
             given = num_experts, num_max_tokens_per_rank, expert_alignment, do_expand
             for name, value, own in zip(Layout._fields, given, layout, strict=True):
-                require(value is None or value == own, f"{name} = {value}: must be {own}, as of the handle")
+                require(value is None or value == own, "{} = {}: must be {}, as of the handle", name, value, own)
             require(topk_idx is None, "topk_idx: must be None with a handle")
             require(not do_cpu_sync, "do_cpu_sync = True: must be False with a handle")
         shape = tuple(made.topk_idx.shape)
-        require(tokens == shape[0], f"x.shape[0] = {tokens}: must be {shape[0]}, as of topk_idx")
+        require(tokens == shape[0], "x.shape[0] = {}: must be {}, as of topk_idx", tokens, shape[0])
         if topk_weights is not None:
             ok = tuple(topk_weights.shape) == shape and topk_weights.dtype == torch.float32
-            require(ok, f"topk_weights: must be float32 of shape {shape}, as topk_idx")
+            require(ok, "topk_weights: must be float32 of shape {}, as topk_idx", shape)
         send = self._mode.expanded if layout.do_expand else self._mode.by_rank
         rows, factors, entries, weights = send(made, payload, scales, topk_weights)
         if cumulative_local_expert_recv_stats is not None:
@@ -257,7 +259,7 @@ class ElasticBuffer:
             got = rows, _column_major(factors) if use_tma_aligned_col_major_sf else factors
         return got, entries, weights, made, finished(async_with_compute_stream)
 
-    @torch.no_grad()
+    @without_gradients
     def combine(
         self,
         x: torch.Tensor,
@@ -292,17 +294,19 @@ class ElasticBuffer:
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         own = _checked(handle)
         rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
-        require(x.dtype == torch.bfloat16, f"x.dtype = {x.dtype}: must be torch.bfloat16")
-        require(x.dim() == 2 and len(x) == rows, f"x.shape = {tuple(x.shape)}: must be ({rows}, hidden), as dispatched")
+        require(x.dtype == torch.bfloat16, "x.dtype = {}: must be torch.bfloat16", x.dtype)
+        extents = tuple(x.shape)
+        ok = len(extents) == 2 and extents[0] == rows
+        require(ok, "x.shape = {}: must be ({}, hidden), as dispatched", extents, rows)
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         shape = own.topk_idx.shape[0], x.shape[1]
         for one in biases:
             ok = one.dtype == torch.bfloat16 and tuple(one.shape) == shape
-            require(ok, f"bias: must be bfloat16 of shape {shape}")
+            require(ok, "bias: must be bfloat16 of shape {}", shape)
         if topk_weights is not None:
             wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
             ok = topk_weights.dtype == torch.float32 and tuple(topk_weights.shape) == wanted
-            require(ok, f"topk_weights: must be float32 of shape {wanted}")
+            require(ok, "topk_weights: must be float32 of shape {}", wanted)
         out = self._mode.combine_rows(own, x.contiguous(), biases)
         weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
         return out, weights, finished(async_with_compute_stream)
@@ -338,12 +342,12 @@ def _checked(handle: EPHandle) -> EPHandle:
 
 def _check_layout(layout: Layout, topk_idx: torch.Tensor, ranks: int) -> None:
     check_experts(layout.num_experts, ranks)
-    require(topk_idx.dim() == 2, f"topk_idx.dim() = {topk_idx.dim()}: must be 2")
-    require(topk_idx.dtype == torch.int64, f"topk_idx.dtype = {topk_idx.dtype}: must be torch.int64")
+    require(topk_idx.dim() == 2, "topk_idx.dim() = {}: must be 2", topk_idx.dim())
+    require(topk_idx.dtype == torch.int64, "topk_idx.dtype = {}: must be torch.int64", topk_idx.dtype)
     most, alignment = layout.num_max_tokens_per_rank, layout.expert_alignment
-    require(most > 0, f"num_max_tokens_per_rank = {most}: must be positive, here or in the constructor")
+    require(most > 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
     ok = alignment in ROW_ALIGNMENTS if layout.do_expand else alignment > 0
-    require(ok, f"expert_alignment = {alignment}: must be one of {', '.join(map(str, ROW_ALIGNMENTS))} with do_expand")
+    require(ok, "expert_alignment = {}: must be one of {} with do_expand", alignment, ALIGNMENTS)
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.connections import Connections, config_of
-from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide
-from cute_ep.integrations.rows import rank_index, without_rows
+from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide, buffers_for
+from cute_ep.integrations.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.runtime.sums import sum_rows
@@ -46,29 +46,41 @@ class ByRank:
     graph brings something else.
 
     Args:
-        own: [n, K] int32 local experts of the rows' entries, -1 where an entry is not of this rank.
-        token: [n] of each row.
-        source_ends: [R] int32, rows of sources 0 .. s.
+        batch: the dispatch's, without rows.
+        rows: n.
         experts: of this rank.
 
     Attributes:
+        own: [n, K] int32 local experts of the rows' entries, -1 where an entry is not of this rank.
+        source_ends: [R] int32, rows of sources 0 .. s.
         counts: [experts] int32 entries of each.
     """
 
-    def __init__(self, own: torch.Tensor, token: torch.Tensor, source_ends: torch.Tensor, experts: int) -> None:
-        self.own, self.token, self.source_ends, self.experts = own, token, source_ends, experts
+    def __init__(self, batch: Dispatched, rows: int, experts: int) -> None:
+        self._batch, self._rows, self._experts = batch, rows, experts
+
+    @property
+    def own(self) -> torch.Tensor:
+        assert self._batch.row_expert_ids is not None
+        return self._batch.row_expert_ids[: self._rows]
+
+    @property
+    def source_ends(self) -> torch.Tensor:
+        return self._batch.row_offsets[1:]
 
     def entries(self) -> Entries:
-        row = torch.arange(len(self.own), dtype=torch.int32, device=self.own.device)
-        source = torch.searchsorted(self.source_ends, row, right=True).clamp(max=len(self.source_ends) - 1)
-        return Entries(source, self.token, self.own.long())
+        own, ends = self.own, self.source_ends
+        row = torch.arange(len(own), dtype=torch.int32, device=own.device)
+        source = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+        return Entries(source, self._batch.src_info[: self._rows, 0], own.long())
 
     @property
     def counts(self) -> torch.Tensor:
-        number = torch.where(self.own < 0, self.experts, self.own).flatten().long()
-        counts = torch.zeros(self.experts + 1, dtype=torch.int32, device=number.device)
+        own = self.own
+        number = torch.where(own < 0, self._experts, own).flatten().long()
+        counts = torch.zeros(self._experts + 1, dtype=torch.int32, device=number.device)
         counts.scatter_add_(0, number, torch.ones_like(number, dtype=torch.int32))
-        return counts[: self.experts]
+        return counts[: self._experts]
 
 
 class Expanded:
@@ -196,7 +208,8 @@ class ElasticMode(NormalMode):
         local = layout.num_experts // ranks
         routes = count_routes(ids, layout.num_experts, ranks)
         if wait:
-            rows, _, padded = self.wait_for_counts(self.exchange_counts(routes.counts, layout.num_experts), alignment)
+            counting = self.exchange_counts(routes.counts, wait=True)
+            rows, _, padded = self.wait_for_counts(counting, layout.num_experts, alignment)
             expanded = sum(padded)
         else:
             rows, padded = ranks * most, []
@@ -209,13 +222,12 @@ class ElasticMode(NormalMode):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(rows, their scale factors, [rows, K] local experts, [rows, K] weights), one row per (token, rank)."""
         rows = handle.num_recv_tokens
-        got, factors, batch = self.dispatch(x, scales, weights, handle.route)
         exact = bool(handle.num_recv_tokens_per_expert_list)
-        local, received = self.entries(batch, rows, handle.routes.ids.shape[1], exact=exact)
+        got, factors, batch = self.dispatch(x, scales, weights, handle.route, exact=exact)
+        local, received = self.entries(batch, rows, handle.routes.ids.shape[1])
         if handle.arrived is None:
-            assert batch.row_expert_ids is not None  # the caller may write to `local`
-            own, token = batch.row_expert_ids[:rows], batch.src_info[:rows, 0]
-            handle.arrived = ByRank(own, token, batch.row_offsets[1:], handle.num_experts // self._ranks)
+            assert handle.route.of_rows is not None
+            handle.arrived = ByRank(handle.route.of_rows.batch, rows, handle.num_experts // self._ranks)
         return got, factors, local, None if weights is None else received
 
     def expanded(
@@ -237,10 +249,10 @@ class ElasticMode(NormalMode):
         if scales is not None:  # a format with as many bytes of scale factors, and rows that need no alignment
             wire = as_wide(scales, x.shape[1]).view(torch.uint8)
         communicator = self._connections.get(cfg, self.sms)
-        out = communicator.allocate(max(rows, 1))
+        out = buffers_for(communicator, rows)
         batch = communicator.dispatch(x.contiguous(), handle.routes.ids, weights, scales=wire, out=out)
         if handle.arrived is None:
-            kept = without_rows(batch, None)
+            kept = batch.without_rows(None)
             handle.arrived = Expanded(kept, batch.row_counts, handle.num_recv_tokens)
             handle.route.of_rows = Returned(communicator, kept)
         factors = None

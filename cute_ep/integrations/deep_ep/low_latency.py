@@ -14,7 +14,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
 from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require
+from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require, without_gradients
 from cute_ep.integrations.deep_ep.events import EventOverlap
 
 
@@ -47,7 +47,7 @@ class LowLatency:
         self._connections = connections
         self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
-    @torch.no_grad()
+    @without_gradients
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -90,7 +90,9 @@ class LowLatency:
         ranks, hidden = self._connections.size, x.shape[1]
         require(
             not use_ue8m0 or hidden % PACKED_COLUMNS == 0,
-            f"x.shape[1] = {hidden}: must be a multiple of {PACKED_COLUMNS}",
+            "x.shape[1] = {}: must be a multiple of {}",
+            hidden,
+            PACKED_COLUMNS,
         )
         check_experts(num_experts, ranks)
         sizes = hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks
@@ -120,7 +122,7 @@ class LowLatency:
         rows = blocks.rows if blocks.scales is None else (blocks.rows, blocks.scales)
         return rows, out.row_counts, handle, finished(async_finish), hook
 
-    @torch.no_grad()
+    @without_gradients
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -162,10 +164,10 @@ class LowLatency:
             raise EPInputError("handle: the dispatch's hook must be called before its rows are combined")
         for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             want, got = tuple(batch.topk_ids.shape), tuple(tensor.shape)
-            require(got == want, f"{name}.shape = {got}: must be {want}, as in the dispatch")
+            require(got == want, "{}.shape = {}: must be {}, as in the dispatch", name, got, want)
         extents = *own.src_info.shape, own.hidden
         rows = self.get_next_low_latency_combine_buffer(own) if zero_copy else x.contiguous()
-        require(rows.shape == extents, f"x.shape = {tuple(rows.shape)}: must be {extents}")
+        require(rows.shape == extents, "x.shape = {}: must be {}", tuple(rows.shape), extents)
         weights = torch.where(topk_idx >= 0, topk_weights, 0)
         if out is None:
             out = torch.empty((len(topk_idx), own.hidden), dtype=torch.bfloat16, device=rows.device)
@@ -201,7 +203,7 @@ def _check_options(async_finish: bool, return_recv_hook: bool, **stats: torch.Te
     """EPInputError where the options of a call do not go together, or it shall measure waits."""
     require(not (async_finish and return_recv_hook), "return_recv_hook = True: must be False with async_finish")
     for name, tensor in stats.items():
-        require(tensor is None, f"{name} = tensor: must be None, waits are not measured")
+        require(tensor is None, "{} = tensor: must be None, waits are not measured", name)
 
 
 def _once(call: Callable[[], object]) -> Callable[[], None]:

@@ -13,8 +13,10 @@ numbers, and a token has an entry more for each rank that it goes to. Three comm
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -24,8 +26,8 @@ from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections, config_of, room_for
-from cute_ep.integrations.rows import without_rows
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
+from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.routes import RouteCounts, count_routes
 
@@ -55,29 +57,46 @@ class Handle(_Fields):
     route: Route
 
 
-class Counts(NamedTuple):
-    """What all ranks send in one dispatch.
+class Counting:
+    """What all exchanges of counts on a communicator have in common. Each overwrites what the one before has brought.
 
     Attributes:
-        table: [R, R + E + 1] int32 on the device: of each rank its tokens by rank, entries by expert, and tokens. The
-            next exchange overwrites it.
-        communicator: whose dispatch brought it.
+        everyone: [1, R] int32 ids.
+        out: memory for R rows.
+        table: these as [R, words] int32: of each rank `RouteCounts.counts`.
     """
 
-    table: torch.Tensor
-    communicator: EPCommunicator
+    def __init__(self, communicator: EPCommunicator) -> None:
+        self.communicator, ranks = communicator, communicator.cfg.world_size
+        self.everyone = torch.arange(ranks, dtype=torch.int32, device=communicator.device)[None]
+        self.out = communicator.allocate(ranks)
+        self.table = self.out.tokens.view(torch.int32)
+        self._told = self.table  # on the CPU
+        if communicator.device.type != "cpu":
+            self._told = torch.empty(self.table.shape, dtype=torch.int32, pin_memory=True)
+        self._words = (ctypes.c_int32 * self._told.numel()).from_address(self._told.data_ptr())
+
+    def exchange(self, words: torch.Tensor) -> None:
+        """Have every rank know these [words] int32 of this one."""
+        self.communicator.dispatch(words.view(torch.bfloat16)[None], self.everyone, out=self.out)
+
+    def tell_host(self) -> None:
+        """Begin to copy the table to the host."""
+        if self._told is not self.table:
+            self._told.copy_(self.table, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the end of `tell_host`. EPTimeout: a rank did not come in time."""
+        self.communicator.synchronize()
+
+    def told(self, first: int, words: int) -> list[list[int]]:
+        """By rank, `words` words of the table from `first` on, after `wait`."""
+        begins = range(first, self._told.numel(), self.table.shape[1])
+        return [self._words[begin : begin + words] for begin in begins]
 
     def prefix_matrix(self) -> torch.Tensor:
         """`Handle.rank_prefix_matrix`."""
-        return self.table[:, : len(self.table)].cumsum(0, dtype=torch.int32)
-
-
-class Counting(NamedTuple):
-    """What all exchanges of counts have in common: the communicator, [1, R] ids, and memory for R rows."""
-
-    communicator: EPCommunicator
-    everyone: torch.Tensor
-    out: DispatchBuffers
+        return self.table.narrow(1, 0, self.table.size(0)).cumsum(0, dtype=torch.int32)
 
 
 class Returned(NamedTuple):
@@ -109,24 +128,31 @@ class Route:
 
 
 class GivenLayout(NamedTuple):
-    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change.
+    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change. It is
+    an attribute of `goes`, which it does not refer to: there would be garbage to collect.
 
     Attributes:
-        routes: it.
+        counts, by_rank, by_expert, ids, last_ids: of `RouteCounts`.
         topk_idx: the entries.
-        versions: of these, the counts, and `is_token_in_rank`.
+        versions: of these, the counts, and `goes`.
     """
 
-    routes: RouteCounts
+    counts: torch.Tensor
+    by_rank: torch.Tensor
+    by_expert: torch.Tensor
+    ids: torch.Tensor
+    last_ids: torch.Tensor
     topk_idx: torch.Tensor
-    versions: tuple[int, ...]
+    versions: tuple[int, int, int]
 
     @classmethod
-    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> GivenLayout:
-        """Count; `known` finds it again by `routes.goes`."""
+    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> RouteCounts:
+        """Count; `known` finds it again by `goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
-        made = routes.goes._cute_ep_layout = cls(routes, topk_idx, _versions(topk_idx, routes))
-        return made
+        counts, by_rank, by_expert, goes, ids, last_ids = routes
+        versions = _version(topk_idx), _version(counts), _version(goes)
+        goes._cute_ep_layout = cls(counts, by_rank, by_expert, ids, last_ids, topk_idx, versions)
+        return routes
 
     @staticmethod
     def known(
@@ -134,13 +160,17 @@ class GivenLayout(NamedTuple):
     ) -> RouteCounts | None:
         """The counts, if all these are of one layout, unchanged. Of inference tensors torch does not know that."""
         made: GivenLayout | None = getattr(goes, "_cute_ep_layout", None)
-        if made is None or made.topk_idx is not topk_idx or made.versions != _versions(topk_idx, made.routes):
+        if made is None or made.topk_idx is not topk_idx:
             return None
-        return made.routes if made.routes.by_rank is by_rank and made.routes.by_expert is by_expert else None
+        if made.by_rank is not by_rank or made.by_expert is not by_expert:
+            return None
+        if made.versions != (_version(topk_idx), _version(made.counts), _version(goes)):
+            return None
+        return RouteCounts(made.counts, by_rank, by_expert, goes, made.ids, made.last_ids)
 
 
-def _versions(topk_idx: torch.Tensor, routes: RouteCounts) -> tuple[int, ...]:
-    return tuple(0 if one.is_inference() else one._version for one in (topk_idx, routes.counts, routes.goes))
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> tuple[RouteCounts, int]:
@@ -167,35 +197,46 @@ class NormalMode:
 
     # ---- counts
 
-    def exchange_counts(self, words: torch.Tensor, experts: int) -> Counts:
-        """What every rank sends: `RouteCounts.counts` of so many experts."""
-        communicator = self._connect(len(words) * 2, 1, self._ranks, self._ranks)
+    def exchange_counts(self, words: torch.Tensor, *, wait: bool) -> Counting:
+        """What every rank sends: `RouteCounts.counts`. `wait`: whether `wait_for_counts` follows."""
+        communicator = self._connect(words.size(0) * 2, 1, self._ranks, self._ranks)
         if self._counting is None or self._counting.communicator is not communicator:
-            everyone = torch.arange(self._ranks, dtype=torch.int32, device=words.device)[None]
-            self._counting = Counting(communicator, everyone, communicator.allocate(self._ranks))
-        batch = communicator.dispatch(words[None].view(torch.bfloat16), self._counting.everyone, out=self._counting.out)
-        return Counts(batch.tokens.view(torch.int32)[:, : self._ranks + experts + 1], communicator)
+            self._counting = Counting(communicator)
+        self._counting.exchange(words)
+        if wait:
+            self._counting.tell_host()
+        return self._counting
 
-    def wait_for_counts(self, counts: Counts, alignment: int) -> tuple[int, int, list[int]]:
+    def wait_for_counts(self, counting: Counting, experts: int, alignment: int) -> tuple[int, int, list[int]]:
         """(rows that this rank gets, most tokens of a rank, entries of each local expert rounded up to `alignment`).
         Waits on the host for all ranks. EPTimeout: one does not come in time."""
-        counts.communicator.synchronize()
-        table, ranks = counts.table.cpu(), self._ranks
-        local = (table.shape[1] - ranks - 1) // ranks
-        entries = table[:, ranks + self._rank * local :][:, :local].sum(0).tolist()
-        aligned = [-(-count // alignment) * alignment for count in entries]
-        return int(table[:, self._rank].sum()), int(table[:, -1].max()), aligned
+        counting.wait()
+        ranks, local = self._ranks, experts // self._ranks
+        entries, *others = counting.told(ranks + self._rank * local, local)
+        for more in others:
+            entries = list(map(add, entries, more))
+        if alignment != 1:
+            entries = [align_up(count, alignment) for count in entries]
+        rows = sum(word for (word,) in counting.told(self._rank, 1))
+        return rows, max(word for (word,) in counting.told(ranks + experts, 1)), entries
 
     # ---- rows
 
     def dispatch(
-        self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None, route: Route
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        route: Route,
+        *,
+        exact: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """Send tokens along a route, which keeps the batch for combine if it has none.
 
         Args:
             x, scales: [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits.
             weights: [T, entries] float32 that travel along.
+            exact: whether a token has each of the rows; else weights behind the last are made 0.
 
         Returns:
             The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch.
@@ -203,14 +244,16 @@ class NormalMode:
         hidden, scaled = x.shape[1], scales is not None
         wire = None if scales is None else as_wide(scales, hidden).view(torch.uint8)
         communicator = self._connect(hidden, route.tokens, route.experts, route.routes.ids.shape[1], scaled)
-        out = communicator.allocate(max(route.rows, 1))
+        out = buffers_for(communicator, route.rows)
+        if weights is not None and not exact:
+            out.row_weights.zero_()
         batch = communicator.dispatch(x.contiguous(), route.routes.ids, weights, scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[: route.rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
         if route.of_rows is None:
-            route.of_rows = Returned(communicator, without_rows(batch, None))
-        return batch.tokens[: route.rows], factors, batch
+            route.of_rows = Returned(communicator, batch.without_rows(None))
+        return first_rows(batch.tokens, route.rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
@@ -226,12 +269,13 @@ class NormalMode:
     # ---- top-k entries
 
     @staticmethod
-    def entries(batch: Dispatched, rows: int, slots: int, *, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there). `exact`: a token has
-        each of the rows; dispatch writes no weights behind the last."""
+    def entries(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
         assert batch.row_expert_ids is not None
-        local, weights = batch.row_expert_ids[:rows, :slots].long(), batch.row_weights[:rows, :slots]
-        return local, weights.contiguous() if exact else torch.where(local >= 0, weights, 0)
+        local, weights = first_rows(batch.row_expert_ids, rows), first_rows(batch.row_weights, rows)
+        if slots != weights.size(1):
+            local, weights = local[:, :slots], weights[:, :slots].contiguous()
+        return local.long(), weights
 
     def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
         """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
@@ -243,8 +287,8 @@ class NormalMode:
             communicator = self._connect(width * 2, route.tokens, self._ranks, self._ranks)
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ranks = torch.where(goes, torch.arange(self._ranks, dtype=torch.int32, device=goes.device), -1)
-            batch = communicator.dispatch(nothing, ranks, out=communicator.allocate(max(route.rows, 1)))
-            of_words[width] = Returned(communicator, without_rows(batch, None).derived(topk_ids=ranks))
+            batch = communicator.dispatch(nothing, ranks, out=buffers_for(communicator, route.rows))
+            of_words[width] = Returned(communicator, batch.without_rows(None).derived(topk_ids=ranks))
         communicator, batch = of_words[width]
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]
@@ -278,6 +322,16 @@ def joined(by_rank: torch.Tensor, by_expert: torch.Tensor, tokens: int) -> torch
     """`RouteCounts.counts` from its parts, [R] and [E] of any integer type."""
     own = torch.full((1,), tokens, dtype=torch.int32, device=by_rank.device)
     return padded(torch.cat([by_rank.int(), by_expert.int(), own])[None])[0]
+
+
+def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
+    """New memory for so many rows, and at least one."""
+    return DispatchBuffers.carve(communicator.cfg, communicator.device, max(rows, 1))
+
+
+def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of a tensor that may have no others."""
+    return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows)
 
 
 def padded(words: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import connections_of
 from cute_ep.integrations.counts import exchange_counts, expert_rows
-from cute_ep.integrations.rows import without_rows
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
@@ -142,7 +141,7 @@ class CuteEPDispatcher(BaseDispatcher):
             room = self._wait_for_rows(ids)
             communicator.synchronize()  # raises what was wrong before; the stream has nothing left to do
         batch = communicator.dispatch(hidden_states.contiguous(), ids, weights, out=communicator.allocate(room))
-        self._batch = without_rows(batch, weights)  # the runner may free rows and scale factors
+        self._batch = batch.without_rows(weights)  # the runner may free rows and scale factors
         rows = batch.tokens.shape[0]
         sent = tokens * self.cfg.world_size * self.cfg.top_k
         return DeepEPv2DispatchOutput(
