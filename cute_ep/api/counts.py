@@ -42,7 +42,7 @@ class HostCounts:
             if torch.cuda.is_current_stream_capturing():
                 raise EPInputError("stream: must not be capturing, a replay would not tell the host")
             groups = batch.row_counts.shape[0]
-            words = torch.empty(groups + 1, dtype=torch.int32, pin_memory=True)
+            words = torch.empty(groups + 1, dtype=torch.int32, device="cpu", pin_memory=True)
             words[:groups].copy_(batch.row_counts, non_blocking=True)
             words[groups:].copy_(batch.num_rows, non_blocking=True)
             self.event = torch.cuda.Event()

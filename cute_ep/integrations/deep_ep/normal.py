@@ -73,7 +73,7 @@ class Counting:
         self.table = self.out.tokens.view(torch.int32)
         self._told = self.table  # on the CPU
         if communicator.device.type != "cpu":
-            self._told = torch.empty(self.table.shape, dtype=torch.int32, pin_memory=True)
+            self._told = torch.empty(self.table.shape, dtype=torch.int32, device="cpu", pin_memory=True)
         self._words = (ctypes.c_int32 * self._told.numel()).from_address(self._told.data_ptr())
 
     def exchange(self, words: torch.Tensor) -> None:
