@@ -119,7 +119,8 @@ def main(store: Path, rank: int, world: int) -> None:
     losses, gradients = trained(device, [DISPATCHER])
     # tokens and outputs lose nothing, since torchtitan's experts round them to bfloat16 as well; sums are of float32
     torch.testing.assert_close(losses[0], wanted[0], rtol=2**-20, atol=0)
-    torch.testing.assert_close(losses, wanted, rtol=2**-9, atol=0)  # they part slowly: by 0.12 % on an H200
+    # they part slowly: by 0.12 % on an H200, on an H100 at the 19th step, of 0.075, by 0.0005
+    torch.testing.assert_close(losses, wanted, rtol=2**-9, atol=2**-12 * wanted[0])
     assert losses[-1] < losses[0] - 2, losses
     for name, gradient in wanted_gradients.items():
         # what travels back is rounded to bfloat16 at most three times more often
