@@ -42,7 +42,10 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	if [ $$gpus -gt 1 ]; then set -x; \
 	    CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$gpus --dist worksteal -k 'not process' tests/gpu || status=1; \
 	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
-	else set -x; $(PY) -m pytest tests/gpu || status=1; fi; exit $$status
+	else set -x; \
+	    $(PY) -m pytest -n 4 --dist worksteal -k 'not process' tests/gpu || status=1; \
+	    $(PY) -m pytest -k process tests/gpu || status=1; \
+	fi; exit $$status
 
 test-upstream: $(VENV)/package.stamp  ## DeepEP's tests over this package (DEEPEP_SOURCE=DIR, RANKS=2, which may share a GPU)
 	@test -f "$(DEEPEP_SOURCE)/tests/legacy/test_intranode.py" || \

@@ -1,7 +1,7 @@
 """GPU fixtures: which devices play which rank, and the library of kernels under test.
 
-A worker of pytest-xdist (`make test-gpu`, several GPUs) sees one GPU only, so that tests with virtual ranks run side by
-side, a GPU each.
+Workers of pytest-xdist (`make test-gpu`) run tests with virtual ranks side by side: with several GPUs a GPU each, with
+one GPU all on it, in time slices.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def use_library_by_default() -> None:
     os.environ["XDG_CACHE_HOME"] = str(cache)
 
 
-def take_one_gpu(worker: int, workers: int) -> None:
-    """Leave only one of the GPUs in CUDA_VISIBLE_DEVICES to this process, which has not used any yet, and its share of
-    the cores. Nothing is done without such a list.
+def take_share(worker: int, workers: int) -> None:
+    """Leave to this process, which has not used a GPU yet, its share of the cores, and of several GPUs in
+    CUDA_VISIBLE_DEVICES one.
 
     Raises:
-        UsageError: there are more workers than GPUs.
+        UsageError: there are more workers than such GPUs.
     """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if len(devices) > 1:
         if workers > len(devices):
             raise pytest.UsageError(f"{workers} workers, but {len(devices)} GPUs: start one a GPU")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[worker]
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 if LIBRARY.exists():
     use_library_by_default()
 if "PYTEST_XDIST_WORKER" in os.environ:
-    take_one_gpu(int(os.environ["PYTEST_XDIST_WORKER"][len("gw") :]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    take_share(int(os.environ["PYTEST_XDIST_WORKER"][len("gw") :]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
