@@ -7,14 +7,16 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations import connections
-from cute_ep.integrations.transformers import close
+from cute_ep.integrations.transformers import close, expert_parallel
 from tests.integrations.models import distance, text, trained
 from tests.processes import join_group
 
@@ -68,10 +70,16 @@ def main(store: Path, rank: int, world: int, models: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     join_group(store, rank, world)
     connections.LEAST_TOKENS = 1  # so that more tokens than before connect again
-    for folder in sorted(models.iterdir()):
-        check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
-        if AutoConfig.from_pretrained(folder).base_model_tp_plan:
-            check(folder, rank, {"tp_size": world, "ep_size": world}, same_batch=True)
+    with mock.patch.object(expert_parallel, "run", wraps=expert_parallel.run) as by_rows:
+        for folder in sorted(models.iterdir()):
+            check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
+            if AutoConfig.from_pretrained(folder).base_model_tp_plan:
+                check(folder, rank, {"tp_size": world, "ep_size": world}, same_batch=True)
+    assert by_rows.called
+    unknown = mock.patch.object(expert_parallel, "check_experts", side_effect=EPConfigError("unknown"))
+    with unknown as asked:  # experts that compute themselves
+        check(models / "gpt_oss", rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
+    assert asked.called
     assert connections._SHARED
     close()
     assert not connections._SHARED

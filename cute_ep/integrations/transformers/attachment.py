@@ -201,7 +201,7 @@ class _Layer:
         rows = []
         for rank, tokens in enumerate(exchange.dispatch(one, hidden)):
             own = {name: parts[rank] for name, parts in shards.items()}
-            rows.append(run(module, self.gates[0], own, tokens, one.batches[rank]))
+            rows.append(run(module, self.gates[0], own, tokens, one.batches[rank].row_offsets))
         return exchange.combine(one, rows, weights, hidden)
 
 

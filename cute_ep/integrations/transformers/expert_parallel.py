@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
-from cute_ep.api.errors import EPInputError
+from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.connections import config_of, connections_of, room_for
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
+from cute_ep.integrations.transformers.experts import FoundGate, check_experts, find_gate, is_experts, run, weight_names
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.routes import count_routes
 
@@ -26,6 +27,9 @@ class CuteEP(EPImplementation):
     tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens,
     the experts' outputs and the gradients of both travel as bfloat16; sums are float32.
 
+    Rows come in the order of experts, so these are computed as of `attach`, without sorting rows again. Experts that
+    this version does not know, quantised ones for one, compute themselves.
+
     Args:
         experts: the experts module.
         ep_mesh, tp_mesh: of the ranks that share out the experts, and of those that hold one batch.
@@ -34,6 +38,9 @@ class CuteEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
+        self._experts: Any = experts
+        self._known: bool | None = None  # whether `run` computes what they do; None before the first call
+        self._gate: FoundGate | None = None
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -77,15 +84,31 @@ class CuteEP(EPImplementation):
         cfg = config_of(x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), group.size())
         comm = cute_ep.ops.register(connections_of(group).get(cfg))
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows)
-        own = torch.arange(self.num_local_experts, device=x.device)
-        experts = own.repeat_interleave(batch.row_counts, output_size=rows)
-        out = self._run(batch.tokens[:rows].to(x.dtype), experts)
+        out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, dtype=returned).to(x.dtype)
 
-    def _run(self, tokens: Tensor, experts: Tensor) -> Tensor:
-        """The module's own forward pass on rows of its own experts. Without rows it runs on one of zeros, so that what
-        hangs on its parameters (gradients, FSDP) takes part in the backward pass."""
+    def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
+        """The outputs of this rank's experts for all rows. `dtype`: of the model's hidden states. Without rows they run
+        on one of zeros, so that what hangs on their parameters (gradients, FSDP) takes part in the backward pass."""
+        if self._known is None:
+            self._known = _is_known(self._experts)
+            self._gate = find_gate(self._experts) if self._known else None
         if not len(tokens):
-            return self._run(tokens.sum(dim=0, keepdim=True), experts.new_zeros(1))[:0]
-        return self.experts_forward(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))
+            row, group = tokens.to(dtype).sum(dim=0, keepdim=True), batch.topk_ids.new_zeros(1, 1)
+            return self.experts_forward(row, group, row.new_ones(1, 1))[:0]
+        if self._known:
+            weights = {name: getattr(self._experts, name) for name in weight_names(self._experts)}
+            return run(self._experts, self._gate, weights, tokens, batch.row_offsets)
+        own = torch.arange(self.num_local_experts, device=tokens.device)
+        experts = own.repeat_interleave(batch.row_counts, output_size=len(tokens))
+        return self.experts_forward(tokens.to(dtype), experts[:, None], tokens.new_ones((len(tokens), 1), dtype=dtype))
+
+
+def _is_known(experts: nn.Module) -> bool:
+    """Whether `run` computes what an experts module does."""
+    try:
+        check_experts("experts", experts)
+    except EPConfigError:
+        return False
+    return is_experts(experts)

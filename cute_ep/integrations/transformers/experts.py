@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cute_ep.api.config import is_number
-from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.gates import Gate
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -183,16 +182,18 @@ def _fits(gate: Gate, rows: Tensor, bias: Tensor | None) -> bool:
     return whole and not wanted and all(one.dtype == torch.bfloat16 for one in read)
 
 
-def run(module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, batch: Dispatched) -> Tensor:
+def run(
+    module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, row_offsets: Tensor
+) -> Tensor:
     """The outputs of a rank's experts for its rows.
 
     Args:
         module: the experts module, for its flags, gate and activation.
         found: what `find_gate` returned for it. Without gradients bfloat16 experts use `fused_silu`.
-        weights: the rank's part of each of `weight_names`, G experts; G may be less than the groups of the batch, whose
-            last ones have no rows then.
+        weights: the rank's part of each of `weight_names`, G experts.
         tokens: [N, hidden] bfloat16, in the order of experts.
-        batch: the batch that they came in.
+        row_offsets: [groups + 1] int32, of the batch that they came in. It may have more groups than G, the last of
+            which have no rows then.
 
     Returns:
         [N, hidden] bfloat16.
@@ -202,7 +203,7 @@ def run(module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens
     groups = len(up)
     if not groups or not len(tokens):
         return tokens
-    offsets = batch.row_offsets[: groups + 1]
+    offsets = row_offsets[: groups + 1]
     group_of_row = None
     if module.has_bias:
         rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
