@@ -134,7 +134,10 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
         weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
     grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), weights.new_empty(0)
     if capacity is not None:
-        batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, new_buffers(comm, capacity))
+        buffers = communicator.allocate(capacity)
+        for tensor in (buffers.tokens, buffers.row_weights):  # dispatch leaves rows behind the last one alone
+            tensor.zero_()
+        batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, buffers)
         grad_rows = batch.tokens[:capacity]
         if not communicator.cfg.is_rank_major:
             grad_rows = batch.tokens.mul_(batch.row_weights[:, None])[:capacity]
