@@ -17,59 +17,62 @@ from cute_ep.layouts.maps.record import align_up
 
 WORD = torch.int32
 """Element type of an allocation; what is carved out of it has as wide elements."""
-
-
-class Piece(NamedTuple):
-    """Where a tensor is: words before it, extents, strides, type."""
-
-    begin: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+WORD_BYTES = WORD.itemsize
 
 
 class Pieces(NamedTuple):
-    """Pieces of an allocation of so many words, each at a multiple of VECTOR_BYTES; and (name, bytes before it)."""
+    """Pieces of an allocation of so many words, by name: bytes before each, at multiples of VECTOR_BYTES; its extents
+    and type."""
 
     words: int
-    by_name: dict[str, Piece]
-    begins: tuple[tuple[str, int], ...]
+    begins: dict[str, int]
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Pieces:
         """For row-major tensors of these shapes and types, whose elements have 4 bytes."""
-        pieces, end = {}, 0
-        for name, (shape, dtype) in shapes.items():
-            stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-            pieces[name] = Piece(end, shape, stride, dtype)
-            end = align_up(end + prod(shape), VECTOR_BYTES // WORD.itemsize)
-        return cls(end, pieces, tuple((name, piece.begin * WORD.itemsize) for name, piece in pieces.items()))
+        begins, end = {}, 0
+        for name, (shape, _) in shapes.items():
+            begins[name] = end
+            end += align_up(prod(shape) * WORD_BYTES, VECTOR_BYTES)
+        return cls(end // WORD_BYTES, begins, shapes)
 
 
 class Carving:
     """New memory for `pieces`, of undefined content. A tensor carved out of it keeps all of it."""
 
-    __slots__ = ("_begins", "_first", "_made", "_memory", "_pieces")
+    __slots__ = ("_first", "_made", "_memory", "_pieces")
 
     def __init__(self, pieces: Pieces, device: torch.device | str) -> None:
-        self._pieces, self._begins = pieces.by_name, pieces.begins
+        self._pieces = pieces
         self._memory = torch.empty(pieces.words, dtype=WORD, device=device)
         self._first = self._memory.data_ptr()
         self._made: dict[str, torch.Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._pieces
+        return name in self._pieces.begins
 
     def addresses(self) -> dict[str, int]:
         """Where each tensor begins."""
         first = self._first
-        return {name: first + begin for name, begin in self._begins}
+        return {name: first + begin for name, begin in self._pieces.begins.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, always the same one; torch counts its changes apart from those of the others."""
+        """A tensor, always the same one, and as if it had been made with the memory: no view, so torch counts its
+        changes apart from those of the others; an inference tensor if the memory was made in inference mode."""
         made = self._made.get(name)
-        if made is None:
-            begin, shape, stride, dtype = self._pieces[name]
-            memory = self._memory.data if dtype == WORD else self._memory.view(dtype).data
-            made = self._made[name] = memory.as_strided(shape, stride, begin)
-        return made
+        if made is not None:
+            return made
+        memory, inference = self._memory, self._memory.is_inference()
+        if torch.is_inference_mode_enabled() != inference:
+            with torch.inference_mode(inference):
+                return self.tensor(name)
+        shape, dtype = self._pieces.shapes[name]
+        if dtype != WORD:
+            memory = memory.view(dtype)
+        strides, step = [], 1
+        for extent in reversed(shape):
+            strides.append(step)
+            step *= extent
+        new = memory.as_strided(shape, strides[::-1], self._pieces.begins[name] // WORD_BYTES).data
+        return self._made.setdefault(name, new)  # another thread may have been faster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import torch
 
@@ -112,15 +112,21 @@ class DispatchBuffers:
         own["use"], own["made_for"], own["carving"] = Use(), cfg, Carving(pieces, device)
         return buffers
 
-    def __getattr__(self, name: str) -> Any:
-        """A tensor that is not an attribute yet."""
-        carving = self.__dict__.get("carving")
-        if carving is None or name not in carving:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        tensor = self.__dict__[name] = carving.tensor(name)
-        if name == "row_offsets":
-            tensor._cute_ep_use = self.use
-        return tensor
+    if not TYPE_CHECKING:  # a type checker would take any name for a tensor's
+
+        def __getattr__(self, name: str) -> Any:
+            """A tensor that is not an attribute yet."""
+            carving = self.__dict__.get("carving")
+            if carving is None or name not in carving:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            tensor = self.__dict__[name] = carving.tensor(name)
+            if name == "row_offsets":
+                tensor._cute_ep_use = self.use
+            return tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have all tensors: the carving's address would be that of the original."""
+        return {**self.__dict__, **tensors_of(self), "carving": None}
 
     def addresses(self, names: Sequence[str]) -> dict[str, int]:
         """Device addresses of tensors by name, 0 where there is none; makes none of those that are not there yet."""
@@ -203,7 +209,7 @@ def buffer_shapes(cfg: EPConfig, rows: int) -> Shapes:
     }
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _parts(cfg: EPConfig, rows: int) -> tuple[Shapes, Pieces]:
     """`buffer_shapes` of tensors with an allocation of their own, and of those that there are none of; the others."""
     shapes = buffer_shapes(cfg, rows)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cute_ep.api import carving
+from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import APART, BUFFERS, DispatchBuffers, tensors_of
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.runtime.arguments import WRITTEN, output_record
+from cute_ep.runtime.arguments import WRITTEN, address, output_record
 from cute_ep.runtime.connection import connect_local
+from tests.reference.ranks import at_once
 
 CONFIGS = {
     "expert-major": EPConfig(128, 6, 3, 5, 2, "nvfp4"),
@@ -46,8 +52,39 @@ def test_carved_tensors_do_not_overlap(cfg: EPConfig) -> None:
         one.view(torch.uint8).fill_(number)
     for number, (name, one) in enumerate(tensors.items()):
         assert (one.view(torch.uint8) == number).all(), name
-        assert one._version == 1, name
+        assert one._version == 1 and not one._is_view(), name
     assert len({one.untyped_storage().data_ptr() for name, one in tensors.items() if name not in APART}) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_addresses_of_a_copy_are_those_of_its_tensors(copied: Callable[[DispatchBuffers], DispatchBuffers]) -> None:
+    other = copied(DispatchBuffers.carve(CFG, "cpu", 4))
+    assert other.addresses(WRITTEN) == {name: address(getattr(other, name)) for name in WRITTEN}
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("read", [False, True], ids=["outside", "inside"])
+def test_tensors_are_of_the_mode_that_the_memory_was_made_in(made: bool, read: bool) -> None:
+    """Wherever they are asked for first: what was made outside of inference mode can be written outside."""
+    with torch.inference_mode(made):
+        buffers = DispatchBuffers.carve(CFG, "cpu", 4)
+    with torch.inference_mode(read):
+        tensors = tensors_of(buffers)
+    assert {one.is_inference() for one in tensors.values() if one is not None} == {made}
+    with torch.inference_mode(made):
+        buffers.row_weights.fill_(1)
+
+
+def test_threads_get_the_same_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    carved, both = Carving(Pieces.of({"one": ((3,), torch.int32)}), "cpu"), threading.Barrier(2, timeout=30)
+
+    def met() -> bool:
+        both.wait()
+        return False
+
+    monkeypatch.setattr(carving, "torch", SimpleNamespace(**{**vars(torch), "is_inference_mode_enabled": met}))
+    one, other = at_once(range(2), lambda rank: carved.tensor("one"))
+    assert one is other
 
 
 @EACH
