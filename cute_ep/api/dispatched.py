@@ -89,9 +89,7 @@ class DispatchBuffers:
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """Uninitialised buffers for `capacity` rows, rounded up to the alignment, or for blocks of as many together;
-        None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`, or it is no number of rows."""
-        if capacity is not None and not (is_integer(capacity) and capacity >= 0):
-            raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
+        None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`."""
         made = {
             name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
             for name, want in buffer_shapes(cfg, rows_for(cfg, capacity)).items()
@@ -142,8 +140,10 @@ class DispatchBuffers:
 
 
 def rows_for(cfg: EPConfig, capacity: int | None) -> int:
-    """Rows of buffers with this capacity. EPInputError: as `check_blocks`."""
-    rows = cfg.max_rows if capacity is None else capacity
+    """Rows of buffers with this capacity. EPInputError: as `check_blocks`, or it is no number of rows."""
+    if capacity is not None and not (is_integer(capacity) and capacity >= 0):
+        raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
+    rows = cfg.max_rows if capacity is None else int(capacity)
     check_blocks(cfg, "capacity", rows)
     return align_up(rows, cfg.alignment) if cfg.block_rows is None else rows
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ CONFIGS = {
     "row scales": EPConfig(128, 6, 3, 5, 2, "nvfp4_row"),
 }
 EACH = pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS.keys())
+MAKES = pytest.mark.parametrize("make", [DispatchBuffers.allocate, DispatchBuffers.carve], ids=["apart", "carved"])
 CFG = CONFIGS["rank-major"]
 
 
@@ -100,6 +102,16 @@ def test_addresses_need_no_tensors(cfg: EPConfig) -> None:
     assert output_record(cfg, buffers) == record
 
 
+@MAKES
+def test_a_capacity_is_a_whole_number_of_rows(make: Callable[..., DispatchBuffers]) -> None:
+    for capacity in (6.0, -1, True):
+        with pytest.raises(EPInputError, match=rf"capacity = {capacity}: must be an integer"):
+            make(CFG, "cpu", capacity)
+    for rows in (numpy.int64(6), 6):
+        buffers = make(CFG, "cpu", rows)
+        assert buffers.src_info.shape == (6, 2) and {type(one) for one in output_record(CFG, buffers)} == {int}
+
+
 def test_copies_have_tensors_of_their_own_or_the_same() -> None:
     buffers = DispatchBuffers.carve(CFG, "cpu", 4)
     buffers.src_info.fill_(7)
@@ -113,17 +125,17 @@ def test_copies_have_tensors_of_their_own_or_the_same() -> None:
         _ = buffers.elsewhere
 
 
-@pytest.mark.parametrize("make", [DispatchBuffers.allocate, DispatchBuffers.carve], ids=["apart", "carved"])
-def test_only_buffers_as_they_were_made_pass_unchecked(make: object) -> None:
+@MAKES
+def test_only_buffers_as_they_were_made_pass_unchecked(make: Callable[..., DispatchBuffers]) -> None:
     ranks = connect_local(CFG, ["cpu"] * 2)
     given = torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 3, dtype=torch.int64)
-    good = make(CFG, "cpu", 4)  # type: ignore[operator]
+    good = make(CFG, "cpu", 4)
     batch = ranks[0].dispatch(*given, out=good)
     for wrong in (
         replace(good, src_info=torch.zeros(4, 3, dtype=torch.int32)),
         batch.derived(row_map=batch.row_map.clone()),
         batch.without_rows(None),
-        make(replace(CFG, top_k=2), "cpu", 4),  # type: ignore[operator]
+        make(replace(CFG, top_k=2), "cpu", 4),
     ):
         with pytest.raises(EPInputError, match=r"out\."):
             ranks[0].dispatch(*given, out=wrong)
