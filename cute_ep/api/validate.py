@@ -299,8 +299,9 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
     rows = out.tokens
-    if out.made_for is cfg and rows.device == device and not (rows.requires_grad or rows.is_inference()):
-        return  # they cannot have changed
+    if out.made_for is cfg and rows.device == device and not rows.requires_grad:
+        if torch.is_inference_mode_enabled() or not rows.is_inference():
+            return  # they cannot have changed
     capacity = rows.shape[0]
     check_blocks(cfg, "out.tokens.shape[0]", capacity)
     if cfg.block_rows is None and capacity % cfg.alignment:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_ep.api import interface
+from cute_ep.api import interface, validate
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
@@ -31,6 +31,19 @@ def test_output_buffers_are_checked_at_their_first_use(rank: Communicator, monke
     for out in (one, two, one, two):
         rank.dispatch(*inputs(), out=out)
     assert checked == [id(one), id(two)]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_output_buffers_that_were_made_for_the_communicator_are_not_looked_at(
+    rank: Communicator, launches: Launches, monkeypatch: pytest.MonkeyPatch, inference: bool
+) -> None:
+    """In inference mode, where models are served, their tensors are inference tensors."""
+    monkeypatch.delattr(validate, "buffer_shapes")
+    with torch.inference_mode(inference):
+        for out in (rank.allocate(16), DispatchBuffers.carve(rank.cfg, rank.device, 16)):
+            for _ in range(3):
+                rank.dispatch(*inputs(), out=out)
+            assert launches.last().arguments["out.src_info"] == out.src_info.data_ptr()
 
 
 def test_output_buffers_that_were_refused_are_refused_again(rank: Communicator) -> None:
