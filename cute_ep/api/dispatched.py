@@ -336,16 +336,13 @@ class Dispatched(DispatchBuffers):
         made.__dict__.update(changes, as_made=False, made_for=None)
         return made
 
-    def without_rows(self, router_weights: torch.Tensor | None) -> Self:
-        """What combine reads of the batch, without the memory of its rows and scale factors.
-
-        Args:
-            router_weights: [T, K] float32 that exact mode multiplies by, unless combine is given others.
-        """
+    def without_rows(self) -> Self:
+        """What combine reads of the batch, without the memory of its rows and scale factors, and without router
+        weights: in exact mode combine must be given them."""
         rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids  # as many as there are tokens
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
-        made.__dict__.update(tokens=rows, scales=None, row_scales=None, router_weights=router_weights, made_for=None)
+        made.__dict__.update(tokens=rows, scales=None, row_scales=None, router_weights=None, made_for=None)
         return made
 
     def counts_to_host(self, stream: torch.cuda.Stream | None = None) -> HostCounts:

@@ -173,7 +173,7 @@ class CuteEPCommunication(MoEEpCommunication):
         batch = communicator.dispatch(payload, ids, weights, scales=scales, out=out)
         here = batch.row_expert_ids
         assert here is not None
-        self._round = _Round(communicator, batch.without_rows(None), stride * self.ep_size)
+        self._round = _Round(communicator, batch.without_rows(), stride * self.ep_size)
         factors = None
         if hidden_states_scale is not None and batch.scales is not None:
             width = hidden_states_scale.shape[1] * hidden_states_scale.itemsize

@@ -134,7 +134,7 @@ def test_only_buffers_as_they_were_made_pass_unchecked(make: Callable[..., Dispa
     for wrong in (
         replace(good, src_info=torch.zeros(4, 3, dtype=torch.int32)),
         batch.derived(row_map=batch.row_map.clone()),
-        batch.without_rows(None),
+        batch.without_rows(),
         make(replace(CFG, top_k=2), "cpu", 4),
     ):
         with pytest.raises(EPInputError, match=r"out\."):

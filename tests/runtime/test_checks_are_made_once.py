@@ -15,7 +15,7 @@ from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime.communicator import Communicator
-from tests.fake_gpu import Launches, MakeRank, RecordingKernel, expert_rows, inputs
+from tests.fake_gpu import Launches, MakeRank, RecordingKernel, address, expert_rows, inputs
 
 
 def test_output_buffers_are_checked_at_their_first_use(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +141,25 @@ def test_weights_that_combine_is_given_are_checked(rank: Communicator) -> None:
     batch = rank.dispatch(*inputs())
     with pytest.raises(EPInputError, match=r"router_weights\.shape"):
         rank.combine(expert_rows(batch), batch, batch.router_weights[:2])
+
+
+def test_without_its_rows_a_batch_is_as_it_was_made(rank: Communicator, launches: Launches, checked: list[str]) -> None:
+    """It has no weights, so none that would not be checked."""
+    x, ids, weights = inputs()
+    batch = rank.dispatch(x, ids, weights)
+    kept, rows = batch.without_rows(), expert_rows(batch)
+    rank.combine(rows, kept, mode="partial")
+    assert checked == [] and kept.is_latest_of(rank.origin)
+    want = address(batch.row_map), address(batch.headers), address(batch.weights)
+    assert launches.last().values("batch.row_map", "batch.headers", "batch.weights") == want
+    rank.combine(rows, kept, weights)
+    with launches.forbidden():
+        for wrong, rule in ((None, "router_weights = None"), (weights[:2], r"router_weights\.shape")):
+            with pytest.raises(EPInputError, match=rule):
+                rank.combine(rows, kept, wrong)
+    rank.dispatch(x, ids, out=batch)
+    with launches.forbidden(), pytest.raises(EPInputError, match="a later dispatch"):
+        rank.combine(rows, kept, weights)
 
 
 def test_a_batch_has_no_attributes_besides_its_fields(rank: Communicator) -> None:

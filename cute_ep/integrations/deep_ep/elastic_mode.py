@@ -252,7 +252,7 @@ class ElasticMode(NormalMode):
         out = buffers_for(communicator, rows)
         batch = communicator.dispatch(x.contiguous(), handle.routes.ids, weights, scales=wire, out=out)
         if handle.arrived is None:
-            kept = batch.without_rows(None)
+            kept = batch.without_rows()
             handle.arrived = Expanded(kept, batch.row_counts, handle.num_recv_tokens)
             handle.route.of_rows = Returned(communicator, kept)
         factors = None

@@ -252,7 +252,7 @@ class NormalMode:
         if scales is not None and batch.scales is not None:
             factors = batch.scales[: route.rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
         if route.of_rows is None:
-            route.of_rows = Returned(communicator, batch.without_rows(None))
+            route.of_rows = Returned(communicator, batch.without_rows())
         return first_rows(batch.tokens, route.rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
@@ -288,7 +288,7 @@ class NormalMode:
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ranks = torch.where(goes, torch.arange(self._ranks, dtype=torch.int32, device=goes.device), -1)
             batch = communicator.dispatch(nothing, ranks, out=buffers_for(communicator, route.rows))
-            of_words[width] = Returned(communicator, batch.without_rows(None).derived(topk_ids=ranks))
+            of_words[width] = Returned(communicator, batch.without_rows().derived(topk_ids=ranks))
         communicator, batch = of_words[width]
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]

@@ -141,7 +141,7 @@ class CuteEPDispatcher(BaseDispatcher):
             room = self._wait_for_rows(ids)
             communicator.synchronize()  # raises what was wrong before; the stream has nothing left to do
         batch = communicator.dispatch(hidden_states.contiguous(), ids, weights, out=communicator.allocate(room))
-        self._batch = batch.without_rows(weights)  # the runner may free rows and scale factors
+        self._batch = batch.without_rows()  # the runner may free rows and scale factors
         rows = batch.tokens.shape[0]
         sent = tokens * self.cfg.world_size * self.cfg.top_k
         return DeepEPv2DispatchOutput(
