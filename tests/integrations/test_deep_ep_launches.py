@@ -69,6 +69,18 @@ def test_normal_mode_moves_rows_without_a_copy(
     assert len(connected) == 3
 
 
+def test_counts_are_exchanged_in_the_same_memory_for_each_number_of_experts(
+    buffer: Buffer, launches: Launches, no_wait: None
+) -> None:
+    """It is filled when it is made, which the capture of a graph would only record."""
+    found = []
+    for experts in (EXPERTS, 2 * EXPERTS) * 2:
+        by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(IDS, experts)
+        buffer.dispatch(X, None, by_rank, None, goes, by_expert, IDS, WEIGHTS, num_worst_tokens=2 * TOKENS)
+        found.append(launches.of("dispatch")[-2].values("ids.data", "out.tokens"))
+    assert found[:2] == found[2:] and found[0] != found[1]
+
+
 def test_normal_mode_moves_rows_of_8_bits_as_they_are(buffer: Buffer, launches: Launches, no_wait: None) -> None:
     payload, scales = X.to(torch.float8_e4m3fn), torch.rand(TOKENS, HIDDEN // 128)
     (rows, factors), *_ = buffer.dispatch(

@@ -185,7 +185,8 @@ class LowLatency:
         own = _own(handle)
         extents = *own.src_info.shape, own.hidden
         if extents not in self._combine_buffers:
-            memory = torch.empty(extents, dtype=torch.bfloat16, device=self._connections.device)
+            with torch.inference_mode(False):  # a later caller need not be in it
+                memory = torch.empty(extents, dtype=torch.bfloat16, device=self._connections.device)
             self._combine_buffers[extents] = memory
         return self._combine_buffers[extents]
 

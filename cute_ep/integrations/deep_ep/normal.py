@@ -58,7 +58,8 @@ class Handle(_Fields):
 
 
 class Counting:
-    """What all exchanges of counts on a communicator have in common. Each overwrites what the one before has brought.
+    """What all exchanges of counts on a communicator have in common. Each overwrites what the one before has brought,
+    in inference mode or not.
 
     Attributes:
         everyone: [1, R] int32 ids.
@@ -66,6 +67,7 @@ class Counting:
         table: these as [R, words] int32: of each rank `RouteCounts.counts`.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, communicator: EPCommunicator) -> None:
         self.communicator, ranks = communicator, communicator.cfg.world_size
         self.everyone = torch.arange(ranks, dtype=torch.int32, device=communicator.device)[None]
@@ -193,19 +195,20 @@ class NormalMode:
         """`sms`: says how many SMs kernels may take, when a communicator is connected."""
         self._connections, self._sms = connections, sms
         self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
-        self._counting: Counting | None = None
+        self._counting: dict[int, Counting] = {}  # by words; made anew they would be empty in a graph's capture
 
     # ---- counts
 
     def exchange_counts(self, words: torch.Tensor, *, wait: bool) -> Counting:
         """What every rank sends: `RouteCounts.counts`. `wait`: whether `wait_for_counts` follows."""
-        communicator = self._connect(words.size(0) * 2, 1, self._ranks, self._ranks)
-        if self._counting is None or self._counting.communicator is not communicator:
-            self._counting = Counting(communicator)
-        self._counting.exchange(words)
+        size = words.size(0)
+        communicator, counting = self._connect(size * 2, 1, self._ranks, self._ranks), self._counting.get(size)
+        if counting is None or counting.communicator is not communicator:
+            counting = self._counting[size] = Counting(communicator)
+        counting.exchange(words)
         if wait:
-            self._counting.tell_host()
-        return self._counting
+            counting.tell_host()
+        return counting
 
     def wait_for_counts(self, counting: Counting, experts: int, alignment: int) -> tuple[int, int, list[int]]:
         """(rows that this rank gets, most tokens of a rank, entries of each local expert rounded up to `alignment`).
