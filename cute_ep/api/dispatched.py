@@ -101,7 +101,7 @@ class DispatchBuffers:
     @classmethod
     def carve(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """As `allocate`, in less of the host's time: all tensors but the rows and their scale factors share an
-        allocation, so each of them keeps the others' memory."""
+        allocation, so each of them keeps the others' memory, and `torch.save` wants copies of those of other types."""
         whole, pieces = _parts(cfg, rows_for(cfg, capacity))
         buffers = object.__new__(cls)
         own = buffers.__dict__
