@@ -89,10 +89,10 @@ class DispatchBuffers:
     @classmethod
     def allocate(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """Uninitialised buffers for `capacity` rows, rounded up to the alignment, or for blocks of as many together;
-        None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`."""
+        None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`, `check_capacity`."""
         made = {
             name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
-            for name, want in buffer_shapes(cfg, rows_for(cfg, capacity)).items()
+            for name, want in buffer_shapes(cfg, rows_for(cfg, check_capacity(capacity))).items()
         }
         buffers = cls(**made)
         buffers.__dict__["made_for"] = cfg
@@ -102,7 +102,7 @@ class DispatchBuffers:
     def carve(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """As `allocate`, in less of the host's time: all tensors but the rows and their scale factors share an
         allocation, so each of them keeps the others' memory, and `torch.save` wants copies of those of other types."""
-        whole, pieces = _parts(cfg, rows_for(cfg, capacity))
+        whole, pieces = _parts(cfg, rows_for(cfg, check_capacity(capacity)))
         buffers = object.__new__(cls)
         own = buffers.__dict__
         for name, want in whole.items():
@@ -139,11 +139,19 @@ class DispatchBuffers:
         return f"DispatchBuffers({_extents(self)})"
 
 
-def rows_for(cfg: EPConfig, capacity: int | None) -> int:
-    """Rows of buffers with this capacity. EPInputError: as `check_blocks`, or it is no number of rows."""
-    if capacity is not None and not (is_integer(capacity) and capacity >= 0):
+def check_capacity(capacity: int | None) -> int | None:
+    """It as a plain integer; EPInputError if it is no number of rows."""
+    if capacity is None:
+        return None
+    if not (is_integer(capacity) and capacity >= 0):
         raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
-    rows = cfg.max_rows if capacity is None else int(capacity)
+    return int(capacity)
+
+
+def rows_for(cfg: EPConfig, capacity: int | None) -> int:
+    """Rows of buffers with this capacity, which may be a number that a compiler traces. EPInputError: as
+    `check_blocks`."""
+    rows = cfg.max_rows if capacity is None else capacity
     check_blocks(cfg, "capacity", rows)
     return align_up(rows, cfg.alignment) if cfg.block_rows is None else rows
 
