@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
@@ -20,6 +20,8 @@ config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
 """An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
 LEAST_TOKENS = 64
 """Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
+LONGEST_S = 3600.0
+"""The most that `EPConfig.timeout_s` may be."""
 
 
 class Connections:
@@ -29,6 +31,7 @@ class Connections:
     Attributes:
         rank, size: of this process in the group.
         device: where tensors of calls are: the current GPU, or the CPU if there is none.
+        timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -36,6 +39,7 @@ class Connections:
         self.rank, self.size = group.rank(), group.size()
         here = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device = torch.device("cpu") if here is None else torch.device("cuda", here)
+        self.timeout_s = timeout_of(group, self.device)
         self._open: dict[EPConfig, EPCommunicator] = {}
         self._found: dict[EPConfig, EPCommunicator] = {}  # what `get` has answered
 
@@ -109,6 +113,25 @@ def close() -> None:
     EPInputError."""
     while _SHARED:
         _SHARED.pop(next(iter(_SHARED)))[0].close()
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long the group's own collectives wait for late ranks, as `EPConfig.timeout_s`; its default where torch does
+    not say."""
+    try:
+        found = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return EPConfig.timeout_s
+    return min(found.total_seconds(), LONGEST_S)
+
+
+def check_tokens(tokens: int, remedy: str) -> None:
+    """EPInputError, with what to do about it: the rank with the most tokens has more than any communicator takes."""
+    if tokens > MAX_TOKENS_PER_RANK:
+        raise EPInputError(
+            f"hidden_states.shape[0] = {tokens}, of the rank with the most tokens: must not exceed "
+            f"{MAX_TOKENS_PER_RANK}; {remedy}"
+        )
 
 
 def room_for(tokens: int) -> int:

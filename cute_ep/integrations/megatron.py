@@ -15,7 +15,14 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import alignment_for, close, config_of, connections_of, room_for
+from cute_ep.integrations.connections import (
+    alignment_for,
+    check_tokens,
+    close,
+    config_of,
+    connections_of,
+    room_for,
+)
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
@@ -29,6 +36,8 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 __all__ = ["CuteEPManager", "close", "install"]
 
 LOG = logging.getLogger(__name__)
+FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
+"""What to do about too many tokens."""
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
@@ -93,7 +102,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         `dispatched_probs` and `tokens_per_expert`.
 
         Raises:
-            EPInputError: tokens are not bfloat16.
+            EPInputError: tokens are not bfloat16, or too many.
             EPConfigError, EPError, EPTimeout: as of `cute_ep.connect` and `EPCommunicator.dispatch`.
         """
         assert self.token_indices is not None and self.token_probs is not None
@@ -106,7 +115,9 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         heard = exchange_counts(routes.by_expert, tokens, self.group)
         heard = heard.cpu()
         self.tokens_per_expert = expert_rows(heard, self.row_alignment)
-        comm, scalars = (self._connected(columns, int(heard[:, -1].max())) for columns in (hidden, SCALAR_HIDDEN))
+        most = int(heard[:, -1].max())
+        check_tokens(most, FEWER)
+        comm, scalars = (self._connected(columns, most) for columns in (hidden, SCALAR_HIDDEN))
         rows = int(self.tokens_per_expert.sum())
         received = dispatch_weighted(
             hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=rows
@@ -119,9 +130,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     def _connected(self, hidden: int, tokens: int) -> str:
         """Name of the communicator for rows of `hidden` elements."""
         ranks = connections_of(self.group)
-        cfg = config_of(
-            hidden, self.num_experts, self.router_topk, room_for(tokens), ranks.size, row_alignment=self.row_alignment
-        )
+        sizes = hidden, self.num_experts, self.router_topk, room_for(tokens), ranks.size
+        cfg = config_of(*sizes, timeout_s=ranks.timeout_s, row_alignment=self.row_alignment)
         return cute_ep.ops.register(ranks.get(cfg, self.config.moe_deepep_num_sms))
 
     def combine(

@@ -18,7 +18,14 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import alignment_for, close, config_of, connections_of, room_for
+from cute_ep.integrations.connections import (
+    alignment_for,
+    check_tokens,
+    close,
+    config_of,
+    connections_of,
+    room_for,
+)
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
@@ -93,9 +100,11 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
         assert self.ep_mesh is not None
+        check_tokens(tokens, "lower training.local_batch_size, or raise parallelism.context_parallel_degree")
         ranks = connections_of(self.ep_mesh.get_group())
         self._room = room_for(tokens)
-        cfg = config_of(hidden, self.num_experts, self.top_k, self._room, ranks.size, row_alignment=self.alignment)
+        sizes = hidden, self.num_experts, self.top_k, self._room, ranks.size
+        cfg = config_of(*sizes, timeout_s=ranks.timeout_s, row_alignment=self.alignment)
         self.communicator = cute_ep.ops.register(ranks.get(cfg, self.config.sms))
 
     def dispatch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -238,6 +239,14 @@ def check_options() -> None:
         dispatcher.token_dispatch(rows[:, 0])
 
 
+def check_patience() -> None:
+    """Ranks wait for each other as long as the group's collectives do, which Megatron has an option for."""
+    groups = groups_of(True)
+    groups.tp_ep = dist.new_group(timeout=timedelta(seconds=77))
+    through(dispatcher_of("exact", groups), next(routings(0))[1])
+    assert {cfg.timeout_s for cfg in connections.connections_of(groups.tp_ep)._open} == {77.0}
+
+
 def main(store: Path, rank: int, world: int) -> None:
     join_group(store, rank, world)
     check_dispatchers(ep=True)
@@ -245,6 +254,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_padding()
     check_layers()
     check_options()
+    check_patience()
     megatron.close()
     assert not connections._SHARED
     dist.destroy_process_group()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, room_for
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, check_tokens, room_for, timeout_of
 from cute_ep.integrations.counts import expert_rows
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
@@ -29,6 +34,27 @@ def test_room_is_a_power_of_two(tokens: int, room: int) -> None:
 def test_too_many_tokens_stay_too_many() -> None:
     """`EPConfig` then says so."""
     assert room_for(MAX_TOKENS_PER_RANK + 1) > MAX_TOKENS_PER_RANK
+
+
+def test_too_many_tokens_are_refused_with_what_to_do() -> None:
+    check_tokens(MAX_TOKENS_PER_RANK, "raise --context-parallel-size")
+    with pytest.raises(EPInputError, match=r"= 32769, .* must not exceed 32768; raise --context-parallel-size"):
+        check_tokens(MAX_TOKENS_PER_RANK + 1, "raise --context-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        (SimpleNamespace(_timeout=timedelta(minutes=10)), 600.0),
+        (SimpleNamespace(_timeout=timedelta(days=1)), 3600.0),
+        (None, EPConfig.timeout_s),
+    ],
+    ids=["as long as the group", "at most an hour", "unknown"],
+)
+def test_ranks_wait_as_long_as_their_group(options: Any, seconds: float) -> None:
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    assert timeout_of(group, torch.device("cpu")) == seconds
+    EPConfig(64, 8, 2, 64, 2, timeout_s=seconds)
 
 
 @pytest.mark.parametrize(("multiple", "alignment"), [(1, 1), (16, 16), (32, 64), (128, 128)])

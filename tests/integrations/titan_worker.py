@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -165,10 +166,20 @@ def check_refusals(mesh: DeviceMesh, cfg: Any) -> None:
         dispatcher_of(mesh, cfg, non_blocking_capacity_factor=1.5)
     with pytest.raises(EPConfigError, match="multiple of 24"):
         dispatcher_of(mesh, cfg, pad_multiple=24)
+    with pytest.raises(EPInputError, match=r"= 32769, .* lower training.local_batch_size"):
+        dispatcher_of(mesh, cfg, hidden_dim=HIDDEN, num_max_tokens_per_rank=32769)
     unconnected = dispatcher_of(mesh, cfg)
     own = batch_of(torch.arange(TOP_K)[None], torch.bfloat16)
     with mock.patch("torch.compiler.is_compiling", lambda: True), pytest.raises(EPError, match="moe_comm_backend"):
         through_without_grad(unconnected, own)
+
+
+def check_patience(mesh: DeviceMesh, cfg: Any) -> None:
+    """Ranks wait for each other as long as the mesh's collectives do."""
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    own = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("ep",))
+    name = dispatcher_of(own, cfg, hidden_dim=HIDDEN, num_max_tokens_per_rank=96).communicator
+    assert name is not None and communicator_of(name).cfg.timeout_s == 77.0
 
 
 def main(store: Path, rank: int, world: int) -> None:
@@ -180,6 +191,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_dispatchers(mesh, cfg)
     check_refusals(mesh, cfg)
     check_overflow(mesh, cfg)
+    check_patience(mesh, cfg)
     close()
     assert not connections._SHARED
     dist.destroy_process_group()

@@ -10,12 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.connections import config_of, connections_of, room_for
+from cute_ep.api.errors import EPConfigError
+from cute_ep.integrations.connections import check_tokens, config_of, connections_of, room_for
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.transformers.experts import FoundGate, check_experts, find_gate, is_experts, run, weight_names
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.routes import count_routes
 
 
@@ -76,13 +75,10 @@ class CuteEP(EPImplementation):
         group = self.ep_mesh.get_group()
         heard = exchange_counts(count_routes(ids, self.num_experts, group.size()).by_expert, len(ids), group)
         rows, tokens = torch.stack([expert_rows(heard).sum(), heard[:, -1].max()]).tolist()
-        if tokens > MAX_TOKENS_PER_RANK:
-            raise EPInputError(
-                f"hidden_states.shape[0] = {tokens}, of the rank with the most tokens: must not exceed "
-                f"{MAX_TOKENS_PER_RANK}; use shorter or fewer sequences a pass"
-            )
-        cfg = config_of(x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), group.size())
-        comm = cute_ep.ops.register(connections_of(group).get(cfg))
+        check_tokens(tokens, "use shorter or fewer sequences a pass")
+        ranks = connections_of(group)
+        sizes = x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), ranks.size
+        comm = cute_ep.ops.register(ranks.get(config_of(*sizes, timeout_s=ranks.timeout_s)))
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
