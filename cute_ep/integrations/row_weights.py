@@ -25,8 +25,8 @@ class WeightedRows(NamedTuple):
     """Rows of a batch and their weights.
 
     Attributes:
-        tokens: [capacity, hidden] bfloat16 by expert, zeros behind the last row.
-        weights: [capacity] float32, 0 for padding and behind the last row.
+        tokens: [capacity, hidden] bfloat16 by expert, zeros in padding; behind the last row anything.
+        weights: [capacity] float32, 0 for padding; behind the last row anything.
         batch: for `cute_ep.ops.combine`, without rows; combine adds a token's rows up unweighted in both modes.
     """
 
@@ -49,7 +49,7 @@ def dispatch_weighted(
         router_weights: [T, K] float32.
         comm: name of the communicator of the tokens, in bfloat16.
         scalars: name of one that differs from it by its `hidden`, SCALAR_HIDDEN.
-        capacity: rows to make room for.
+        capacity: rows to make room for; as many as come, or experts must leave those behind the last one alone.
 
     Raises:
         EPInputError, EPTimeout: as `EPCommunicator.dispatch`.
@@ -75,11 +75,11 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, comm: str, scalars: str, capacity: int
     ) -> tuple[Tensor, Tensor, Batch]:
-        batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity)
+        batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity, clear=False)
         sums = sums_of(batch)
         ctx.comm, ctx.scalars = comm, scalars
         ctx.save_for_backward(*sums[1:])
-        return batch.tokens, batch.row_weights, sums
+        return batch.tokens, batch.row_weights.clone(), sums  # those of the batch share memory with what it needs
 
     @staticmethod
     @once_differentiable
@@ -93,7 +93,7 @@ class _Dispatch(torch.autograd.Function):
 def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:
     """[T, K] float32 of [capacity] float32 values of rows, bit for bit; 0 where masked."""
     nothing = torch.zeros(len(ids), SCALAR_HIDDEN, dtype=torch.bfloat16, device=ids.device)
-    batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values))
+    batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values), clear=False)
     rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
     rows[:, 0] = values
     home = cute_ep.ops.combine(rows.view(torch.bfloat16), batch, "unweighted")

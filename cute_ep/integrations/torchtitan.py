@@ -139,7 +139,8 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)
         x, scores = x_TD.to(torch.bfloat16), topk_scores_TK.float()
-        batch = cute_ep.ops.dispatch(x, topk_expert_ids_TK, scores, self.communicator, capacity=rows)
+        sent = x, topk_expert_ids_TK, scores, self.communicator
+        batch = cute_ep.ops.dispatch(*sent, capacity=rows, clear=factor is not None)
         return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
 
     def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import cute_ep.ops
 from cute_ep.api.config import EPConfig
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
+from cute_ep.ops import library
 from cute_ep.ops.registry import communicator_of
 from tests.ops.layer import check, given, gradients
 from tests.ops.ranks import CFG, counted, on_all_ranks
@@ -78,3 +79,14 @@ def test_ranks_that_need_no_gradient_of_weights_make_the_same_calls(cfg: EPConfi
         check(one, rank, parts, weighted=False)
     assert calls == [["dispatch", "exact", "dispatch", "exact"]] * 3
     assert returned == [["dispatch", "unweighted"]] * 3
+
+
+def test_rows_are_not_cleared_before_a_dispatch(
+    cfg: EPConfig, scalars: Scalars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes all that is read, so only the gradient of combine, which has zeros in rows of no token, is cleared."""
+    cleared, new_buffers = [], library.new_buffers
+    monkeypatch.setattr(library, "new_buffers", lambda *given: (cleared.append(given), new_buffers(*given))[1])
+    one = given(cfg, TOKENS, "uniform")
+    on_all_ranks(cfg, lambda rank, comm: gradients(one, rank, comm, call=layer_with(scalars[0])))
+    assert len(cleared) == len(TOKENS)

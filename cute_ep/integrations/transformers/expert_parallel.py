@@ -79,7 +79,7 @@ class CuteEP(EPImplementation):
         ranks = connections_of(group)
         sizes = x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), ranks.size
         comm = cute_ep.ops.register(ranks.get(config_of(*sizes, timeout_s=ranks.timeout_s)))
-        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows)
+        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows, clear=False)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, dtype=returned).to(x.dtype)
