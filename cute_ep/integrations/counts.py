@@ -13,14 +13,14 @@ def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Te
     """Tell every rank what this one sends to it. One small all-to-all, on the device: nothing waits on the host.
 
     Args:
-        counts: [E] entries of this rank's tokens by expert, any integer type; rank r has experts [r * E/R, ...).
+        counts: [E] entries of this rank's tokens by expert, of the same integer type on all ranks; rank r has experts
+            [r * E/R, ...).
         tokens: of this rank.
 
     Returns:
-        [R, E/R + 1] int64, by source rank: entries for each of this rank's experts, and the source's tokens.
+        [R, E/R + 1] of that type, by source rank: entries for each of this rank's experts, and the source's tokens.
     """
-    by_rank = counts.long().view(group.size(), -1)
-    told = torch.cat([by_rank, torch.full_like(by_rank[:, :1], tokens)], dim=1)
+    told = torch.constant_pad_nd(counts.view(group.size(), -1), (0, 1), tokens)
     heard = torch.empty_like(told)
     dist.all_to_all_single(heard, told, group=group)
     return heard
