@@ -221,17 +221,17 @@ class Buffer(LowLatency):
         require(is_token_in_rank.shape == shape, "is_token_in_rank.shape: must be {}", shape)
         experts = num_tokens_per_expert.shape[0]
         check_experts(experts, self.group_size)
+        room, most = num_worst_tokens, -(-num_worst_tokens // self.group_size)
+        if num_worst_tokens:
+            require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
+            rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
+            require(tokens <= most, rule, room, self.group_size, tokens)
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
         counting = self._normal.exchange_counts(words, wait=not num_worst_tokens)
         prefix = counting.prefix_matrix()
         received: list[int] = []
-        if num_worst_tokens:
-            room, most = num_worst_tokens, -(-num_worst_tokens // self.group_size)
-            require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
-            rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
-            require(tokens <= most, rule, room, self.group_size, tokens)
-        else:
+        if not num_worst_tokens:
             room, most, received = self._normal.wait_for_counts(counting, experts, expert_alignment)
         routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
         route, sent = Route(routes, of, most, room), topk_weights
