@@ -27,6 +27,8 @@ from cute_ep.layouts.maps.scales import ATOM, ATOM_ROWS, scale_block, scale_row_
 MAX_HIDDEN = 65536
 MAX_BLOCK_ROWS = 1 << 30
 """Rows of all blocks of a rank, times the scale words, or local experts, of a row: kernels count them in 32 bits."""
+LONGEST_S = 3600
+"""The most that `EPConfig.timeout_s` may be."""
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -109,8 +111,8 @@ class EPConfig:
             f"must be a multiple of world_size = {self.world_size}",
         )
         require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
-        in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= 3600
-        require(in_time, "timeout_s", "must be a number in [1e-9, 3600] seconds")
+        in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= LONGEST_S
+        require(in_time, "timeout_s", f"must be a number in [1e-9, {LONGEST_S}] seconds")
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
         for name in ("fused_shared_expert", "skip_a2a"):
             require(isinstance(getattr(self, name), bool), name, "must be True or False")

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig
+from cute_ep.api.config import LONGEST_S, EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
@@ -20,8 +20,6 @@ config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
 """An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
 LEAST_TOKENS = 64
 """Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
-LONGEST_S = 3600.0
-"""The most that `EPConfig.timeout_s` may be."""
 
 
 class Connections:
@@ -66,6 +64,30 @@ class Connections:
         LOG.info("rank %d connects for %s", self.rank, cfg)
         made = self._open[cfg] = connect(cfg, self._group, sms=sms)
         return made
+
+    def for_tokens(
+        self,
+        sizes: tuple[int, int, int],
+        tokens: int,
+        remedy: str,
+        *,
+        row_alignment: int | None = None,
+        sms: int | None = None,
+    ) -> EPCommunicator:
+        """A communicator for calls in which no rank has more tokens; it waits for late ranks as long as the group does.
+
+        Args:
+            sizes: hidden, experts of all ranks, top-k.
+            remedy, row_alignment, sms: as of `check_tokens`, `EPConfig` and `connect`.
+
+        Raises:
+            EPInputError: as `check_tokens`.
+            EPConfigError, EPError: as `get`.
+        """
+        check_tokens(tokens, remedy)
+        room = room_for(tokens)
+        cfg = config_of(*sizes, room, self.size, timeout_s=self.timeout_s, row_alignment=row_alignment)
+        return self.get(cfg, sms)
 
     def synchronize(self) -> None:
         """`EPCommunicator.synchronize` of all communicators."""

@@ -15,14 +15,7 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import (
-    alignment_for,
-    check_tokens,
-    close,
-    config_of,
-    connections_of,
-    room_for,
-)
+from cute_ep.integrations.connections import alignment_for, close, connections_of
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
@@ -116,7 +109,6 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         heard = heard.cpu()
         self.tokens_per_expert = expert_rows(heard, self.row_alignment)
         most = int(heard[:, -1].max())
-        check_tokens(most, FEWER)
         comm, scalars = (self._connected(columns, most) for columns in (hidden, SCALAR_HIDDEN))
         rows = int(self.tokens_per_expert.sum())
         received = dispatch_weighted(
@@ -129,10 +121,9 @@ class CuteEPManager(token_dispatcher._DispatchManager):
 
     def _connected(self, hidden: int, tokens: int) -> str:
         """Name of the communicator for rows of `hidden` elements."""
+        sizes, sms = (hidden, self.num_experts, self.router_topk), self.config.moe_deepep_num_sms
         ranks = connections_of(self.group)
-        sizes = hidden, self.num_experts, self.router_topk, room_for(tokens), ranks.size
-        cfg = config_of(*sizes, timeout_s=ranks.timeout_s, row_alignment=self.row_alignment)
-        return cute_ep.ops.register(ranks.get(cfg, self.config.moe_deepep_num_sms))
+        return cute_ep.ops.register(ranks.for_tokens(sizes, tokens, FEWER, row_alignment=self.row_alignment, sms=sms))
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False

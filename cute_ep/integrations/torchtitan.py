@@ -18,14 +18,7 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import (
-    alignment_for,
-    check_tokens,
-    close,
-    config_of,
-    connections_of,
-    room_for,
-)
+from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
@@ -39,6 +32,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E4
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher  # noqa: E402
 
 __all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispatcher", "cute_ep_selective_ac"]
+
+FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
+"""What to do about too many tokens."""
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
@@ -100,12 +96,10 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
         assert self.ep_mesh is not None
-        check_tokens(tokens, "lower training.local_batch_size, or raise parallelism.context_parallel_degree")
+        sizes, sms = (hidden, self.num_experts, self.top_k), self.config.sms
         ranks = connections_of(self.ep_mesh.get_group())
-        self._room = room_for(tokens)
-        sizes = hidden, self.num_experts, self.top_k, self._room, ranks.size
-        cfg = config_of(*sizes, timeout_s=ranks.timeout_s, row_alignment=self.alignment)
-        self.communicator = cute_ep.ops.register(ranks.get(cfg, self.config.sms))
+        made = ranks.for_tokens(sizes, tokens, FEWER, row_alignment=self.alignment, sms=sms)
+        self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
     def dispatch(
         self,

@@ -11,7 +11,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations.connections import check_tokens, config_of, connections_of, room_for
+from cute_ep.integrations.connections import connections_of
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.transformers.experts import FoundGate, check_experts, find_gate, is_experts, run, weight_names
@@ -75,10 +75,9 @@ class CuteEP(EPImplementation):
         group = self.ep_mesh.get_group()
         heard = exchange_counts(count_routes(ids, self.num_experts, group.size()).by_expert, len(ids), group)
         rows, tokens = torch.stack([expert_rows(heard).sum(), heard[:, -1].max()]).tolist()
-        check_tokens(tokens, "use shorter or fewer sequences a pass")
-        ranks = connections_of(group)
-        sizes = x.shape[1], self.num_experts, ids.shape[1], room_for(tokens), ranks.size
-        comm = cute_ep.ops.register(ranks.get(config_of(*sizes, timeout_s=ranks.timeout_s)))
+        sizes = x.shape[1], self.num_experts, ids.shape[1]
+        communicator = connections_of(group).for_tokens(sizes, tokens, "use shorter or fewer sequences a pass")
+        comm = cute_ep.ops.register(communicator)
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows, clear=False)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
@@ -103,8 +102,10 @@ class CuteEP(EPImplementation):
 
 def _is_known(experts: nn.Module) -> bool:
     """Whether `run` computes what an experts module does."""
+    if not is_experts(experts):
+        return False
     try:
         check_experts("experts", experts)
     except EPConfigError:
         return False
-    return is_experts(experts)
+    return True
