@@ -19,7 +19,7 @@ from cute_ep.runtime import connection
 
 from .conftest import LIBRARY
 from .mistakes import MUTANTS, UNCHANGED
-from .mutants import FOLDER, ROOT
+from .mutants import ARCH, FOLDER, ROOT
 from .runs import Run, run_schedules
 from .schedules import CASES, Case, config_of
 
@@ -55,7 +55,7 @@ def main(name: str, lock: str) -> tuple[str, str]:
     wanted = {MUTANTS[name].schedule} if name in MUTANTS else {mutant.schedule for mutant in MUTANTS.values()}
     assert all(ROOT not in folder.parents for folder in source_folders()), f"{cute_ep.__file__} is no copy"
     entries = read_manifest(library).values()
-    hashes = {entry.source_hash for entry in entries if entry.variant.hooks == NO_HOOKS}
+    hashes = {entry.source_hash for entry in entries if entry.variant.hooks == NO_HOOKS and entry.variant.arch == ARCH}
     if hashes != {source_hash()}:
         return "absent", f"{library} has no kernels of these sources"
     torch.zeros(1, device="cuda")

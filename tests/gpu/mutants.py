@@ -24,6 +24,7 @@ from .mistakes import MUTANTS, UNCHANGED, expected
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
+ARCH = "sm_90a"
 FORMATS = "bf16"
 """Of the kernels that are compiled: enough for the schedules below."""
 
@@ -50,11 +51,11 @@ def start(folder: Path, words: Sequence[str], **environment: str) -> subprocess.
 
 
 def build(names: Iterable[str]) -> None:
-    """Compile the kernels of mutants for sm_90a; SystemExit with the compiler's words when one does not."""
+    """Compile the kernels of mutants for ARCH; SystemExit with the compiler's words when one does not."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             make_tree(name, Path(folder))
-            words = ["-m", "cute_ep", "build", "--arch", "sm_90a", "--format", FORMATS, "--out", str(FOLDER / name)]
+            words = ["-m", "cute_ep", "build", "--arch", ARCH, "--format", FORMATS, "--out", str(FOLDER / name)]
             process = start(Path(folder), words)
             output = "".join(process.communicate())
             if process.returncode:

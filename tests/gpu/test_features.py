@@ -175,8 +175,9 @@ def test_partial_sums_of_skip_a2a_add_up_to_the_layer() -> None:
         with connected(cfg, ["cuda:0"] * ranks) as communicators:
             for communicator in communicators:
                 batch = communicator.dispatch(x, ids, weights)
-                total += communicator.combine(batch.tokens, batch, dtype=torch.float32)
-                communicator.synchronize()
+                part = communicator.combine(batch.tokens, batch, dtype=torch.float32)
+                communicator.synchronize()  # ranks that share a GPU work on streams of their own
+                total += part
         sums.append(total)
     torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
 
