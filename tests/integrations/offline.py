@@ -39,7 +39,7 @@ class Frameworks(NamedTuple):
         packages: as pip takes them; none is installed for another one's sake.
         without: patterns of files to leave out.
         lean: libraries that keep the cubins of ARCHITECTURE only.
-        empty: modules to add, for an import of something that is left out.
+        empty: modules to add, in place of what is left out and looked for at an import.
     """
 
     packages: str
@@ -56,6 +56,7 @@ SETS = {
         "spmd_types==0.2.3 starlette torch_checkpointing torchdata typeguard typing_inspection tyro uvicorn "
         "xgrammar==0.2.7",
         (*SOURCES, "flashinfer/data/*", "sglang/multimodal_gen/*", "sglang/srt/rust_extensions/*.so"),
+        empty=("sglang/kernels/jit/csrc/__init__.py", "sglang/kernels/jit/include/__init__.py"),
     ),
     "vllm": Frameworks(
         "vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal annotated-types anthropic anyio apache-tvm-ffi==0.1.11 astor "
@@ -139,6 +140,7 @@ def main() -> None:
         for wheel in download(wanted.packages.split(), args.python, wheels):
             unpack(wheel, wanted, site)
         for name in wanted.empty:
+            (site / name).parent.mkdir(parents=True, exist_ok=True)
             (site / name).touch()
         with tarfile.open(args.out, "w:xz", preset=2) as archive:
             archive.add(site, arcname=".")

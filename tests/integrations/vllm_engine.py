@@ -49,7 +49,7 @@ def join(store: str, rank: int, world: int) -> None:
     torch.cuda.set_device(gpu)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(gpu.index)}
     os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     if needed(world):
         os.environ["VLLM_DISABLE_PYNCCL"] = "1"  # it would refuse ranks that share a GPU
     rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
