@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -15,7 +15,9 @@ def no_modes() -> Iterator[None]:
     Also a decorator: `@no_modes()`. Check arguments before, outside: whether gradients are enabled is the caller's.
     """
     off = (torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda"))
-    with torch.no_grad(), next(off), next(off), torch.device("cpu"):
+    # a default device is a function mode, which costs each operation inside several us: none where none is to be hidden
+    device = torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
+    with torch.no_grad(), next(off), next(off), device:
         yield
 
 
