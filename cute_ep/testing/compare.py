@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,16 +59,20 @@ def assert_prefix_and_poison(actual: torch.Tensor, expected: torch.Tensor, poiso
         )
 
 
-def assert_untouched_behind(tensor: torch.Tensor, poison_byte: int, name: str) -> None:
-    """Fail unless every byte of the memory behind `tensor`, up to the end of its allocation, still is `poison_byte`.
-    A contiguous tensor that ends with its allocation has nothing behind it."""
+def assert_untouched_behind(tensors: Mapping[str, torch.Tensor], poison_byte: int) -> None:
+    """Fail unless every byte of the memory behind each tensor, up to the end of its allocation, still is `poison_byte`.
+    A contiguous tensor that ends with its allocation has nothing behind it. All tensors, by name, are on one device."""
     __tracebackhide__ = True
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    touched = memory[end:] != poison_byte
-    if touched.any():
-        byte = int(touched.nonzero()[0])
-        raise AssertionError(
-            f"{name}: byte {byte} behind it is 0x{int(memory[end + byte]):02x}, expected untouched poison "
-            f"0x{poison_byte:02x}; {int(touched.sum())} bytes there were written"
-        )
+    behind = {}
+    for name, tensor in tensors.items():
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        behind[name] = memory[(tensor.storage_offset() + tensor.numel()) * tensor.element_size() :]
+    found = torch.stack([(memory != poison_byte).any() for memory in behind.values()]).tolist()
+    for (name, memory), touched in zip(behind.items(), found, strict=True):
+        if touched:
+            bytes_ = (memory != poison_byte).nonzero()
+            byte = int(bytes_[0])
+            raise AssertionError(
+                f"{name}: byte {byte} behind it is 0x{int(memory[byte]):02x}, expected untouched poison "
+                f"0x{poison_byte:02x}; {len(bytes_)} bytes there were written"
+            )

@@ -79,24 +79,28 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
             if name == "scales" and cfg.scales_as == TRANSPOSED:
                 got, want = got.T, want.T
             assert_prefix_and_poison(got, want, POISON, where + name)
+    # by source, on the CPU: on a GPU each of these small comparisons would be waited for
+    headers, row_map, weights = (
+        [getattr(one, name).cpu() for one in (actual, expected)] for name in ("headers", "row_map", "weights")
+    )
     for source in range(cfg.peers):
-        tokens = int(expected.headers[source, HeaderWord.TOKENS])
+        tokens = int(headers[1][source, HeaderWord.TOKENS])
         for word in (HeaderWord.TOKENS, HeaderWord.HAS_WEIGHTS)[: 2 if tokens else 1]:
             header = f"{where}headers[{source}].{word.name.lower()}"
-            assert_bits(actual.headers[source, word], expected.headers[source, word], header)
-        assert_bits(actual.row_map[source, :tokens], expected.row_map[source, :tokens], f"{where}row_map[{source}]")
-        mine = (expected.row_map[source, :tokens] >= 0) & (expected.row_map[source, :tokens] != LOST_ROW)
-        got, want = actual.weights[source, :tokens], expected.weights[source, :tokens]
-        assert_bits(got[mine.to(got.device)], want[mine], f"{where}weights[{source}]")
+            assert_bits(headers[0][source, word], headers[1][source, word], header)
+        got, want = (one[source, :tokens] for one in row_map)
+        assert_bits(got, want, f"{where}row_map[{source}]")
+        mine = (want >= 0) & (want != LOST_ROW)
+        got, want = (one[source, :tokens][mine] for one in weights)
+        assert_bits(got, want, f"{where}weights[{source}]")
     if expected.row_expert_ids is not None:
         ids = torch.full(actual.row_expert_ids.shape, -1, dtype=torch.int32)
         ids[: len(expected.row_expert_ids)] = expected.row_expert_ids
         assert_bits(actual.row_expert_ids, ids, f"{where}row_expert_ids")
-    own = actual.headers[0 if cfg.skip_a2a else rank, HeaderWord.RETURN_SLICES]
+    own = headers[0][0 if cfg.skip_a2a else rank, HeaderWord.RETURN_SLICES]
     assert_bits(own, torch.tensor(actual.return_slices, dtype=own.dtype), f"{where}headers.return_slices")
-    for name in BUFFERS:
-        if getattr(actual, name) is not None:
-            assert_untouched_behind(getattr(actual, name), POISON, where + name)
+    given = {where + name: tensor for name in BUFFERS if (tensor := getattr(actual, name)) is not None}
+    assert_untouched_behind(given, POISON)
 
 
 def check_headers(actual: Sequence[Dispatched], cfg: EPConfig) -> None:
@@ -218,7 +222,7 @@ def check_round(
             communicator.synchronize()
         for rank, (got, want) in enumerate(zip(outs, sums, strict=True)):
             assert_bits(got, want, f"rank {rank} combine {mode}")
-            assert_untouched_behind(got, POISON, f"rank {rank} combine {mode}")
+            assert_untouched_behind({f"rank {rank} combine {mode}": got}, POISON)
 
 
 def _synchronize_devices(communicators: Sequence[Communicator]) -> None:

@@ -189,7 +189,7 @@ class Replays:
                     name = f"replay {number}, layer {n}, rank {rank}"
                     check_dispatched(batches[rank], inputs.batches[n][rank], cfg, rank)
                     assert_bits(sums[n], inputs.sums[n][rank], f"{name}, sums")
-                    assert_untouched_behind(sums[n], POISON, f"{name}, sums")
+                    assert_untouched_behind({f"{name}, sums": sums[n]}, POISON)
                 check_headers(batches, cfg)
 
 

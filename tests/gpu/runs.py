@@ -209,7 +209,7 @@ class Run:
         for rank, want in enumerate(sums):
             out, name = self.outs[rank][step.output], f"rank {rank} combine {step.mode}"
             assert_bits(out, want, name)
-            assert_untouched_behind(out, POISON, name)
+            assert_untouched_behind({name: out}, POISON)
 
 
 def delay(device: torch.device, cycles: int) -> None:

@@ -82,13 +82,13 @@ def test_rows_behind_a_prefix_must_be_poison(shape, rows):
 def test_memory_behind_a_tensor_must_be_untouched(shape: tuple[int, ...], byte: int) -> None:
     tensor = guarded(shape, torch.bfloat16, torch.device("cpu"))
     tensor.zero_()
-    assert_untouched_behind(tensor, POISON, "t")
+    tensors = {"u": torch.zeros(3), "t": tensor}
+    assert_untouched_behind(tensors, POISON)
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     assert memory.numel() == 2 * tensor.numel() + GUARD_BYTES
     memory[2 * tensor.numel() + byte] ^= 1
     with pytest.raises(AssertionError, match=f"t: byte {byte} behind it is 0xa4.*; 1 bytes"):
-        assert_untouched_behind(tensor, POISON, "t")
-    assert_untouched_behind(torch.zeros(3), POISON, "t")
+        assert_untouched_behind(tensors, POISON)
 
 
 RANK, TOKENS = 1, (9, 0, 5)
