@@ -122,14 +122,15 @@ def returned_rows(
     every, index = lower_halves(dispatched[source].topk_ids), 0 if cfg.skip_a2a else source
     ids = every[part]
     server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
-    if cfg.skip_a2a:
-        server[server != source] = cfg.world_size
+    row, ranks = torch.full_like(ids, -1), [source] if cfg.skip_a2a else range(cfg.world_size)
+    for rank in ranks:
+        row = torch.where(server == rank, dispatched[rank].row_map[index, : every.shape[0]][part], row)
+    server = torch.where(row < 0, cfg.world_size, server)
     returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
-    for rank in [source] if cfg.skip_a2a else range(cfg.world_size):
-        row = dispatched[rank].row_map[index, : every.shape[0]][part]
-        server[(server == rank) & (row < 0)] = cfg.world_size
-        here = server == rank
-        returned[here] = rows[rank][row[here].long()]
+    order, counts = server.flatten().argsort(stable=True), server.flatten().bincount(minlength=cfg.world_size + 1)
+    slots = order.split(counts.tolist())  # of each rank, and of none
+    for rank in ranks:
+        returned.view(-1, cfg.hidden)[slots[rank]] = rows[rank][row.flatten()[slots[rank]].long()]
     return server, returned
 
 

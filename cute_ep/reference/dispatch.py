@@ -229,19 +229,19 @@ def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -
     first, count = cfg.shared_slice(own.tokens, rank)
     token = torch.arange(first, first + count, device=device)
     own_index = torch.full_like(token, [source is own for source in sources].index(True))
-    parts = [torch.stack([torch.zeros_like(token), own_index, token, torch.full_like(token, cfg.top_k)], dim=1)]
-    for index, source in enumerate(sources):
-        ids = lower_halves(source.topk_ids)
-        mine = (ids >= 0) & (ids // cfg.local_experts == rank)
-        if cfg.is_rank_major:
-            token = mine.any(1).nonzero().flatten()
-            slot = cfg.top_k - 1 - mine.int().flip(1).argmax(1)[token]
-            group = torch.full_like(token, index)
-        else:
-            token, slot = mine.nonzero(as_tuple=True)  # token-major, slots ascending
-            group = ids[token, slot].long() - rank * cfg.local_experts + shared
-        parts.append(torch.stack([group, torch.full_like(token, index), token, slot], dim=1))
-    table = torch.cat(parts)
+    of_shared = torch.stack([torch.zeros_like(token), own_index, token, torch.full_like(token, cfg.top_k)], dim=1)
+    ids = torch.cat([lower_halves(source.topk_ids) for source in sources])
+    tokens = torch.cat([torch.arange(source.tokens, device=device) for source in sources])
+    index = torch.cat([torch.full((source.tokens,), number, device=device) for number, source in enumerate(sources)])
+    mine = (ids >= 0) & (ids // cfg.local_experts == rank)
+    if cfg.is_rank_major:
+        line = mine.any(1).nonzero().flatten()
+        slot = cfg.top_k - 1 - mine.int().flip(1).argmax(1)[line]
+        group = index[line]
+    else:
+        line, slot = mine.nonzero(as_tuple=True)  # source-major, then token-major, slots ascending
+        group = ids[line, slot].long() - rank * cfg.local_experts + shared
+    table = torch.cat([of_shared, torch.stack([group, index[line], tokens[line], slot], dim=1)])
     return table[table[:, 0].argsort(stable=True)]
 
 
@@ -280,23 +280,24 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     num_rows = int(offsets[-1])
     in_group = torch.arange(group.numel(), device=device) - (counts.cumsum(0) - counts)[group]
     row = torch.where(in_group < padded[group], offsets[group] + in_group, LOST_ROW)
-    held = row != LOST_ROW
+    held = (row != LOST_ROW).nonzero().flatten()
+    to = row[held]
 
     def padded_rows(field: torch.Tensor | None) -> torch.Tensor | None:
         """The rows of all sources, one field of them, in output order with zeros in between."""
         if field is None:
             return None
         placed = torch.zeros(num_rows, *field.shape[1:], dtype=field.dtype, device=device)
-        _indexable(placed)[row[held]] = _indexable(field)[(first_token[source] + token)[held]]
+        _indexable(placed)[to] = _indexable(field)[(first_token[source] + token)[held]]
         return placed
 
     first_token = torch.tensor([sum(one.tokens for one in peers[:index]) for index in range(len(peers))], device=device)
     joined = join_rows([one.rows for one in peers])
     scales, layout = padded_rows(joined.scales), cfg.scales_as
     src_info = torch.full((num_rows, 2), -1, dtype=torch.int32, device=device)
-    src_info[row[held]] = torch.stack([token, slot], dim=1)[held].int()
+    src_info[to] = torch.stack([token, slot], dim=1)[held].int()
 
-    routed = slot < cfg.top_k
+    routed = (slot < cfg.top_k).nonzero().flatten()
     row_map = torch.full((cfg.peers, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
     row_map[source[routed], token[routed], slot[routed]] = row[routed].int()
     given = torch.ones(row_map.shape, dtype=torch.float32, device=device)
@@ -305,7 +306,8 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
             given[index, : one.tokens] = one.router_weights
     weights = torch.where(row_map >= 0, torch.ones_like(given) if cfg.is_rank_major else given, 0)
     row_weights = torch.zeros(num_rows, dtype=torch.float32, device=device)
-    row_weights[row[held]] = torch.where(routed, given[source, token, slot.clamp(max=cfg.top_k - 1)], 1)[held]
+    of_entry = given[source, token, slot.clamp(max=cfg.top_k - 1)]
+    row_weights[to] = torch.where(slot < cfg.top_k, of_entry, 1)[held]
     row_expert_ids = source_ranges = None
     if cfg.is_rank_major:
         ids = torch.full(row_map.shape, -1, dtype=torch.int32, device=device)
@@ -313,9 +315,9 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
             ids[index, : one.tokens] = lower_halves(one.topk_ids)
         local = torch.where((ids >= 0) & (ids // cfg.local_experts == rank), ids - rank * cfg.local_experts, -1)
         row_expert_ids = torch.full((num_rows, cfg.top_k), -1, dtype=torch.int32, device=device)
-        row_expert_ids[row[held]] = local[source[held], token[held]]
+        row_expert_ids[to] = local[source[held], token[held]]
         row_weights = torch.zeros(num_rows, cfg.top_k, dtype=torch.float32, device=device)
-        row_weights[row[held]] = torch.where(local >= 0, given, 0)[source[held], token[held]]
+        row_weights[to] = torch.where(local >= 0, given, 0)[source[held], token[held]]
     else:
         pair = (group * cfg.peers + source)[held]
         rows_of = torch.bincount(pair, minlength=cfg.groups * cfg.peers).view(cfg.groups, cfg.peers)
