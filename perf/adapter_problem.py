@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import grouped_mm
 
+import cute_ep
 from cute_ep.api.config import EPConfig
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import Connections
 from perf.cases import Shape
 
 Calls = Mapping[str, Callable[[], object]]
+LOW_LATENCY_TOKENS = 128
+"""Most tokens per rank of low-latency calls and decode batches, whose memory has room for any routing."""
+INNER = 256
+"""Elements between the matmuls of the layers' experts: few, since calls are measured and not matmuls."""
 
 
 @dataclass(frozen=True)
@@ -123,3 +129,14 @@ class Native:
     @property
     def calls(self) -> Calls:
         return {"dispatch": self.dispatch, "combine": self.combine}
+
+
+def swiglu_experts(up: torch.Tensor, down: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """A layer's experts, of weights [experts, 2 * INNER, hidden] and [experts, hidden, INNER]."""
+
+    def compute(batch: Any) -> torch.Tensor:
+        ends = batch.row_offsets[1:]
+        inner = cute_ep.fused_silu(grouped_mm(batch.tokens, up.mT, offs=ends), batch.row_offsets)
+        return grouped_mm(inner, down.mT, offs=ends)
+
+    return compute

@@ -17,11 +17,16 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.bench.timing import IN_STEP, LARGE_TOKENS, percentile, rounds_per_graph
-from perf import adapter_works
+from perf import adapter_works, framework_works
 from perf.adapter_problem import Rank, Work
+from perf.adapters import ADAPTERS
 from perf.peer_worker import BURST, Host, Lane, arguments, run, shape_of, told
 from perf.peers import NOT_PRESENT
 
+WORKS = {
+    name: work for module in (adapter_works, framework_works) for name, work in vars(module).items() if name in ADAPTERS
+}
+"""By adapter, the function that yields what is timed."""
 SAMPLES, LARGE_SAMPLES, CPU_SAMPLES = 100, 40, 6
 GRAPH, QUEUED, WAITED = "graph", "queued", "waited"
 """How a time was taken: of a graph, of calls that were queued before the first began, of calls waited for."""
@@ -121,7 +126,7 @@ def time_work(work: Work, clock: Clock) -> Iterator[dict]:
 def measure(name: str, me: Rank, clock: Clock, emit: Callable[[dict], None]) -> None:
     """All results of an adapter."""
     with torch.no_grad(), clock.on_stream():
-        for work in getattr(adapter_works, name)(me):
+        for work in WORKS[name](me):
             for row in time_work(work, clock):
                 emit(row)
             del work

@@ -1,24 +1,18 @@
-"""What `perf.adapters` asks of each adapter, and the same of a communicator. A function of each name in
-`perf.adapters.ADAPTERS` yields what is to be timed; it imports its adapter, whose framework may be missing."""
+"""What `perf.adapters` asks of adapters that need no framework, and the same of a communicator. As in
+`perf.framework_works`, a function of each name in `perf.adapters.ADAPTERS` yields what is to be timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import grouped_mm
 
 import cute_ep
 import cute_ep.ops
-from perf.adapter_problem import Native, Rank, Work
+from perf.adapter_problem import INNER, LOW_LATENCY_TOKENS, Native, Rank, Work, swiglu_experts
 from perf.peers import PEER_SMS
-
-LOW_LATENCY_TOKENS = 128
-"""Most tokens per rank of the low-latency calls, whose blocks grow with them."""
-INNER = 256
-"""Elements between the matmuls of the layers' experts: few, since calls are measured and not matmuls."""
 
 
 def deepep_normal(me: Rank) -> Iterator[Work]:
@@ -105,91 +99,6 @@ def deepep_elastic(me: Rank) -> Iterator[Work]:
             calls = {"dispatch": dispatch, "combine": combine}
             yield Work("bf16", tokens, native.count, calls, native.calls, waits, about)
         buffer.destroy()
-
-
-def flashinfer(me: Rank) -> Iterator[Work]:
-    from flashinfer import moe_ep
-
-    from cute_ep.integrations.flashinfer import register
-
-    register()
-    for tokens in me.tokens:
-        given, shape = me.inputs(tokens), me.shape
-        bootstrap = moe_ep.BootstrapConfig(world_size=me.world, rank=me.rank, process_group=me.group)
-        params = moe_ep.MoEEpCommParams(shape.num_experts, shape.top_k, tokens, shape.hidden)
-        comm = moe_ep.create_communication(bootstrap, params, "cute_ep")
-        native = Native(me, given, "partial")
-
-        def pair(comm=comm, given=given) -> None:
-            comm.combine(comm.dispatch(given.x, given.ids, given.weights).hidden_states)
-
-        yield Work("bf16", tokens, native.count, {"pair": pair}, {"pair": native.pair})
-        comm.destroy()
-
-
-def megatron(me: Rank) -> Iterator[Work]:
-    """The flex dispatcher's manager, once it has the routing; its host waits for the numbers of rows."""
-    from cute_ep.integrations.megatron import CuteEPManager, close
-
-    config = SimpleNamespace(
-        overlap_moe_expert_parallel_comm=False,
-        moe_router_padding_for_quantization=False,
-        moe_router_dtype="fp32",
-        moe_deepep_num_sms=None,
-    )
-    local = me.shape.num_experts // me.world
-    for tokens in me.tokens:
-        given = me.inputs(tokens)
-        native = Native(me, given, CuteEPManager.mode)
-        manager = CuteEPManager(me.group, local, me.shape.top_k, me.shape.num_experts, config)
-        manager.token_indices, manager.token_probs = given.ids.long(), given.weights
-
-        def pair(manager=manager, given=given) -> None:
-            manager.combine(manager.dispatch(given.x))
-
-        yield Work("bf16", tokens, native.count, {"pair": pair}, {"pair": native.pair}, frozenset(["pair"]))
-    close()
-
-
-def swiglu_experts(up: torch.Tensor, down: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    """A layer's experts, of weights [experts, 2 * INNER, hidden] and [experts, hidden, INNER]."""
-
-    def compute(batch: Any) -> torch.Tensor:
-        ends = batch.row_offsets[1:]
-        inner = cute_ep.fused_silu(grouped_mm(batch.tokens, up.mT, offs=ends), batch.row_offsets)
-        return grouped_mm(inner, down.mT, offs=ends)
-
-    return compute
-
-
-def transformers(me: Rank) -> Iterator[Work]:
-    """The expert parallel plan's experts of Mixtral; its host waits for the numbers of rows."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    from cute_ep.integrations.transformers import close
-    from cute_ep.integrations.transformers.expert_parallel import CuteEP
-
-    local = me.shape.num_experts // me.world
-    config = MixtralConfig(hidden_size=me.shape.hidden, intermediate_size=INNER, num_local_experts=local)
-    config._experts_implementation = "grouped_mm"
-    with me.device:
-        module = MixtralExperts(config).bfloat16().requires_grad_(False)
-    for weight in (module.gate_up_proj, module.down_proj):
-        weight.normal_(std=0.02)
-    mesh = init_device_mesh(me.device.type, (me.world, 1), mesh_dim_names=("ep", "tp"))
-    plan = CuteEP(module, mesh["ep"], mesh["tp"])
-    compute = swiglu_experts(module.gate_up_proj, module.down_proj)
-    for tokens in me.tokens:
-        given = me.inputs(tokens)
-        native = Native(me, given, "exact", compute=compute)
-
-        def layer(given=given) -> None:
-            plan(given.x, given.ids, given.weights)
-
-        yield Work("bf16", tokens, native.count, {"layer": layer}, {"layer": native.pair}, frozenset(["layer"]))
-    close()
 
 
 def ops(me: Rank) -> Iterator[Work]:

@@ -7,6 +7,9 @@ One process per GPU, also of one GPU; without GPUs one process on the CPU, whose
 framework is not installed is a note. With two or more GPUs and DeepEP installed its own times are taken in the same
 run, by `perf.peers`. A file kept as perf/results/<machine>-adapters.json is a table in docs/adapters.md
 (`python -m perf.report`).
+
+vLLM and the other frameworks may want different versions of transformers. Then each environment makes a run
+(`--adapters vllm`), and the files, such as <machine>-adapters.json and <machine>-vllm-adapters.json, are a table each.
 """
 
 from __future__ import annotations
@@ -35,11 +38,14 @@ ADAPTERS = {
     "flashinfer": "FlashInfer",
     "transformers": "transformers, experts",
     "megatron": "Megatron-core",
+    "torchtitan": "torchtitan",
+    "sglang": "SGLang",
+    "vllm": "vLLM",
     "ops": "`cute_ep.ops`",
     "layer": "`cute_ep.nn.MoELayer`",
 }
-"""By the names of the functions in `perf.adapter_works`."""
-MODULES = {"flashinfer": "flashinfer", "transformers": "transformers", "megatron": "megatron"}
+"""By the names of the functions in `perf.adapter_works` and `perf.framework_works`."""
+MODULES = {name: name for name in ("flashinfer", "transformers", "megatron", "torchtitan", "sglang", "vllm")}
 TOKENS, QUICK_TOKENS = (16, 128, 4096), (128,)
 TINY = Shape(256, 8, 2)
 TINY_TOKENS = (8,)

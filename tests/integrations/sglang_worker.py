@@ -21,7 +21,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.integrations.connections import close
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, make_inputs
-from tests.integrations.sglang_stand_ins import allow_import
+from perf.stand_ins import allow_sglang
 from tests.integrations.upstream import installed
 from tests.processes import join_group
 
@@ -231,7 +231,7 @@ def main(store: str, rank: int, world: int) -> None:
     device = join_group(Path(store), rank, world) or torch.device("cpu")
     real = importlib.util.find_spec("sglang") is not None
     if real:
-        allow_import()
+        allow_sglang()
 
     def run(dispatcher: Any) -> None:
         one = Rank(rank, world, device, dispatcher, runner=real and device.type == "cuda")

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,23 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.integrations.deep_ep import Buffer
-from perf import adapter_worker, adapter_works, adapters, peers
+from perf import adapter_worker, adapters, peers
 from perf.adapter_problem import Rank, Work
-from perf.adapter_worker import Clock, measure, time_work
-from perf.adapters import ADAPTERS, TINY, TINY_TOKENS
+from perf.adapter_worker import WORKS, Clock, measure, time_work
+from perf.adapters import ADAPTERS, MODULES, TINY, TINY_TOKENS
 from tests.perf.test_peers import WORKER
 
 HERE = {"deepep_normal": 4, "deepep_low_latency": 2, "deepep_elastic": 3, "ops": 2, "layer": 1}
 """Adapters that run without a framework, and how many works each has of a batch size."""
+IN_FRAMEWORKS = {
+    "flashinfer": ["pair bf16"],
+    "transformers": ["layer bf16"],
+    "megatron": ["pair bf16"],
+    "torchtitan": ["pair bf16", "pair bf16 non_blocking_capacity_factor"],
+    "sglang": ["pair bf16 extend", "pair bf16 decode", "pair fp8 extend", "pair fp8 decode"],
+    "vllm": ["pair bf16 standard", "pair bf16 standard, static_rows=0", "pair bf16 batched", "pair fp8 batched"],
+}
+"""What is measured of the others on a CPU, where vLLM does not quantise."""
 ALONE = SimpleNamespace(highest=list)
 
 
@@ -39,9 +49,17 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def check_rows(rows: list[dict], name: str) -> None:
+    """Of one rank on the CPU."""
+    for row in rows:
+        assert row["rows"] == TINY_TOKENS[0] * TINY.top_k and row["how"] == "waited", name
+        times = [row[f"{prefix}{field}"] for prefix in ("", "native_") for field in ("p50_us", "host_us")]
+        assert all(0 < one < 1e7 for one in times), name
+
+
 @pytest.mark.usefixtures("group")
 def test_adapters_are_timed_beside_a_communicator() -> None:
-    assert ADAPTERS.keys() == {name for name in vars(adapter_works) if name in ADAPTERS}
+    assert ADAPTERS.keys() == WORKS.keys() == HERE.keys() | MODULES.keys()
     for name, works in HERE.items():
         rows: list[dict] = []
         me = Rank(TINY, list(TINY_TOKENS), torch.device("cpu"))
@@ -49,10 +67,23 @@ def test_adapters_are_timed_beside_a_communicator() -> None:
         me.close()
         operations = [row["operation"] for row in rows]
         assert operations == (["layer"] if name == "layer" else ["dispatch", "combine"] * works), name
-        for row in rows:
-            assert row["rows"] == TINY_TOKENS[0] * TINY.top_k and row["how"] == "waited", name
-            times = [row[f"{prefix}{field}"] for prefix in ("", "native_") for field in ("p50_us", "host_us")]
-            assert all(0 < one < 1e7 for one in times), name
+        check_rows(rows, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_adapters_to_installed_frameworks_are_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: a framework's groups and settings stay."""
+    if find_spec(MODULES[name]) is None:
+        pytest.skip(f"needs {name}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = adapters.run_adapters(1, TINY, TINY_TOKENS, [name])
+    if any("pip install" in note for note in found["notes"]):
+        pytest.skip(found["notes"][0])  # of another version
+    assert not found["notes"]
+    made = [f"{row['operation']} {row['format']} {row.get('about', '')}".strip() for row in found["rows"]]
+    assert made == IN_FRAMEWORKS[name]
+    check_rows(found["rows"], name)
 
 
 class Fake(Clock):

@@ -1,4 +1,5 @@
-"""Imports of an installed SGLang that end where packages are missing that its dispatchers and runners only name."""
+"""Imports of an installed SGLang that end where packages are missing that its dispatchers and runners only name. What
+is measured or tested is its own."""
 
 from __future__ import annotations
 
@@ -47,6 +48,6 @@ class StandIns(MetaPathFinder, Loader):
         pass
 
 
-def allow_import() -> None:
+def allow_sglang() -> None:
     """From now on this process can import SGLang's dispatchers and runners."""
     sys.meta_path.insert(0, StandIns([*MODELS, *(name for name in PACKAGES if find_spec(name) is None)]))
