@@ -51,7 +51,7 @@ class Frameworks(NamedTuple):
 SETS = {
     "frameworks": Frameworks(
         "transformers==5.24.0 megatron-core==0.16.1 torchtitan==0.3.0 sglang==0.5.23 flashinfer-python==0.7.2.post1 "
-        "annotated-types apache-tvm-ffi==0.1.11 docstring_parser fastapi interegular msgspec orjson "
+        "annotated-doc annotated-types apache-tvm-ffi==0.1.11 docstring_parser fastapi interegular msgspec orjson "
         "partial_json_parser pybase64 pydantic==2.14.4 pydantic_core==2.50.5 python-multipart pyzmq setproctitle shtab "
         "spmd_types==0.2.3 starlette torch_checkpointing torchdata typeguard typing_inspection tyro uvicorn "
         "xgrammar==0.2.7",
@@ -59,16 +59,17 @@ SETS = {
         empty=("sglang/kernels/jit/csrc/__init__.py", "sglang/kernels/jit/include/__init__.py"),
     ),
     "vllm": Frameworks(
-        "vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal annotated-types anthropic anyio apache-tvm-ffi==0.1.11 astor "
-        "attrs blake3 cachetools cbor2 certifi cloudpickle compressed-tensors==0.17.0 depyf==0.20.0 dill distro "
-        "docstring_parser einops fastapi frozenlist h11 httpcore2 httpx2 idna ijson interegular jiter jmespath "
-        "jsonschema jsonschema-specifications lark==1.2.2 llguidance<1.8 lm-format-enforcer==0.11.3 loguru mcp<3 "
-        "mistral_common model-hosting-container-standards<1 msgspec multidict openai opentelemetry-api "
-        "opentelemetry-sdk opentelemetry-semantic-conventions orjson oss-harmony partial-json-parser prometheus_client "
-        "prometheus-fastapi-instrumentator propcache protobuf psutil py-cpuinfo pybase64 pycountry pydantic==2.14.4 "
-        "pydantic_core==2.50.5 pydantic-extra-types pydantic-settings python-json-logger python-multipart pyzmq "
-        "referencing requests rpds-py setproctitle six sniffio sse-starlette starlette truststore typing_inspection "
-        "uvloop watchfiles xgrammar==0.2.8 yarl",
+        "vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal annotated-doc annotated-types anthropic anyio "
+        "apache-tvm-ffi==0.1.11 astor attrs blake3 cachetools cbor2 certifi cloudpickle "
+        "compressed-tensors==0.17.0 depyf==0.20.0 dill distro docstring_parser einops fastapi frozenlist h11 "
+        "httpcore2 httpx2 idna ijson interegular jiter jmespath jsonschema jsonschema-specifications lark==1.2.2 "
+        "llguidance<1.8 lm-format-enforcer==0.11.3 loguru mcp<3 mistral_common "
+        "model-hosting-container-standards<1 msgspec multidict openai opentelemetry-api opentelemetry-sdk "
+        "opentelemetry-semantic-conventions orjson oss-harmony partial-json-parser prometheus_client "
+        "prometheus-fastapi-instrumentator propcache protobuf psutil py-cpuinfo pybase64 pycountry "
+        "pydantic==2.14.4 pydantic_core==2.50.5 pydantic-extra-types pydantic-settings python-json-logger "
+        "python-multipart pyzmq referencing requests rpds-py setproctitle six sniffio sse-starlette starlette "
+        "truststore typing_inspection uvloop watchfiles xgrammar==0.2.8 yarl",
         (*SOURCES, "vllm/vllm_flash_attn/*.so", "vllm/vllm-rs", "vllm/third_party/*.so", "vllm/_[dfq]*.so", "*.js")
         + ("mistral_common/data/*", "pycountry/locales/*"),
         ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"),
