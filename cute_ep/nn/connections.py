@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,27 @@ from cute_ep.runtime import connection
 from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
-_OPEN: list[EPCommunicator] = []
+
+
+class _Open(NamedTuple):
+    """A communicator, and what it was opened with: the process group, None of one rank, and options of `connect`."""
+
+    communicator: EPCommunicator
+    group: dist.ProcessGroup | None
+    options: dict[str, Any]
+
+    def serves(self, cfg: EPConfig, device: torch.device) -> bool:
+        """Whether layers of this configuration can use it there."""
+        one = self.communicator
+        return one.cfg == cfg and one.device == device and not (one.closed or one.failed)
+
+
+_OPEN: list[_Open] = []
 """What `connect` and first calls have opened, in their order; `ops` keeps none of them alive."""
 
 
 class Connected(torch.nn.Module):
-    """A module that makes calls of a communicator. Layers of equal configurations and devices share one.
+    """A module that makes calls of a communicator. Layers of equal configurations, devices and groups share one.
 
     Copies, also those from pickle, begin without; their first call looks for an open one again.
 
@@ -36,6 +51,7 @@ class Connected(torch.nn.Module):
         super().__init__()
         self.cfg = cfg
         self._comm: str | None = None
+        self._group: dist.ProcessGroup | None = None  # of `connect`, also for calls after the module has moved
 
     def place(self) -> torch.device:
         """Where the module computes."""
@@ -74,7 +90,8 @@ class Connected(torch.nn.Module):
                 )
             return self._comm
         if self._comm is None:
-            self.attach(_find_or_open(self.cfg, self.place(), None, {}))
+            group = self._group or _group_of_equals(self.cfg, self.place())
+            self.attach(_find_or_open(self.cfg, self.place(), group, {}))
             assert self._comm is not None
         try:
             closed = communicator_of(self._comm).closed
@@ -94,7 +111,7 @@ class Connected(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_comm": None}
+        return {**self.__dict__, "_comm": None, "_group": None}
 
 
 class Connections:
@@ -116,8 +133,7 @@ class Connections:
         """Close them, on all ranks; may be called again. Calls of their layers are errors until `connect`."""
         for communicator in self.communicators:
             communicator.close()
-            if communicator in _OPEN:
-                _OPEN.remove(communicator)
+        _OPEN[:] = [one for one in _OPEN if one.communicator not in self.communicators]
 
     def __enter__(self) -> Self:
         return self
@@ -139,8 +155,9 @@ def connect(
     """Open a communicator for each configuration of the layers in a module, and give it to them.
 
     Collective over `group`: all ranks call it with the same layers, after the module is where it computes. Layers of
-    equal configurations share a communicator, also with layers connected before. A layer that was not connected does
-    this in its first call outside of compiled code and of CUDA graph capture, for the default group.
+    equal configurations share a communicator of the group, also with layers connected before, unless it was opened with
+    another value of an option that is given. A layer that was not connected does this in its first call outside of
+    compiled code and of CUDA graph capture: for the group of equal layers that are connected, else for the default one.
 
     With `world_size` 1 there needs to be no process group; the communicator is on the layer's device.
 
@@ -163,13 +180,14 @@ def connect(
     before = set(map(id, _OPEN))
     for layer in layers:
         layer.attach(_find_or_open(layer.cfg, layer.place(), group, options))
-    return Connections([one for one in _OPEN if id(one) not in before])
+        layer._group = group
+    return Connections([one.communicator for one in _OPEN if id(one) not in before])
 
 
 def disconnect() -> None:
     """Close all communicators of layers, also those that first calls opened, on all ranks; before
     `destroy_process_group`."""
-    Connections(_OPEN).close()
+    Connections([one.communicator for one in _OPEN]).close()
 
 
 def connected_in(module: torch.nn.Module) -> Iterator[Connected]:
@@ -180,9 +198,11 @@ def connected_in(module: torch.nn.Module) -> Iterator[Connected]:
 def _find_or_open(
     cfg: EPConfig, device: torch.device, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> EPCommunicator:
+    group = None if cfg.world_size == 1 else group or dist.group.WORLD
     for one in _OPEN:
-        if one.cfg == cfg and one.device == device and not (one.closed or one.failed):
-            return one
+        same = all(value is None or value == one.options.get(name) for name, value in options.items())
+        if one.serves(cfg, device) and one.group is group and same:
+            return one.communicator
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
     if cfg.world_size == 1:
@@ -191,8 +211,20 @@ def _find_or_open(
         _check_process(cfg, device)
         communicator = connection.connect(cfg, group, **options)
     LOG.info("connected %r", communicator)
-    _OPEN.append(communicator)
+    _OPEN.append(_Open(communicator, group, options))
     return communicator
+
+
+def _group_of_equals(cfg: EPConfig, device: torch.device) -> dist.ProcessGroup | None:
+    """Whose open communicator a layer that was never connected can use; None: there is none. EPConfigError: several
+    groups have one."""
+    groups = {id(one.group): one.group for one in _OPEN if one.serves(cfg, device)}
+    if len(groups) > 1:
+        raise EPConfigError(
+            f"{len(groups)} process groups have layers of {cfg}: must be one for a layer that was not connected; call "
+            "cute_ep.nn.connect(model, group), on all ranks"
+        )
+    return next(iter(groups.values()), None)
 
 
 def _check_process(cfg: EPConfig, device: torch.device) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep import connect_local
+from cute_ep import EPCommunicator, EPConfig, connect_local
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.nn import MoELayer, connect, connections, disconnect
+from cute_ep.reference.backend import ReferenceCommunicator
 
 from .layers import INNER, config
 
@@ -82,7 +83,7 @@ def test_a_first_call_connects_and_layers_of_equal_configurations_share(layer: M
     model(tokens())
     assert "not connected" not in repr(model)
     first, second, third = (one.communicator for one in model)
-    assert first is second is not third and connections._OPEN == [first, third]
+    assert first is second is not third and [one.communicator for one in connections._OPEN] == [first, third]
 
 
 def test_connect_opens_what_is_missing_and_closes_that_only(layer: MoELayer) -> None:
@@ -99,7 +100,9 @@ def test_connect_opens_what_is_missing_and_closes_that_only(layer: MoELayer) -> 
     model(tokens())
 
 
-@pytest.mark.parametrize("end", [disconnect, lambda: connections._OPEN[0].close()], ids=["disconnect", "close"])
+@pytest.mark.parametrize(
+    "end", [disconnect, lambda: connections._OPEN[0].communicator.close()], ids=["disconnect", "close"]
+)
 def test_a_layer_whose_communicator_is_gone_says_so_until_it_is_connected(layer: MoELayer, end: Callable) -> None:
     before = layer(tokens())
     end()
@@ -147,6 +150,59 @@ def test_several_ranks_need_a_process_group() -> None:
     for call in (lambda: layer(tokens()), lambda: connect(layer)):
         with pytest.raises(EPConfigError, match=said):
             call()
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The process groups for which layers of two ranks have connected. Anything is one."""
+    calls = []
+
+    def connect_rank(cfg: EPConfig, group: Any, **options: Any) -> EPCommunicator:
+        calls.append(group)
+        return connect_local(cfg, ["cpu"] * cfg.world_size)[0]
+
+    monkeypatch.setattr(connections.connection, "connect", connect_rank)
+    monkeypatch.setattr(connections, "_check_process", lambda *_: None)
+    monkeypatch.setattr(ReferenceCommunicator, "shares_device", False)
+    return calls
+
+
+def test_layers_share_a_communicator_of_their_group_only(groups: list[Any]) -> None:
+    one, two, three = (MoELayer(config(2), INNER) for _ in range(3))
+    connect(one, "a")
+    connect(two, "b")
+    connect(three, "a")
+    assert groups == ["a", "b"]
+    assert three.communicator is one.communicator is not two.communicator
+
+
+def test_a_layer_that_was_not_connected_joins_equal_ones_of_one_group(groups: list[Any]) -> None:
+    one, two = (MoELayer(config(2), INNER) for _ in range(2))
+    connect(one, "a")
+    assert copy.deepcopy(one)._connected_name() == one._connected_name()
+    with (
+        connect(two, "b"),
+        pytest.raises(EPConfigError, match=r"2 process groups have layers of .*connect\(model, gro"),
+    ):
+        copy.deepcopy(one)._connected_name()
+    assert MoELayer(config(2), INNER)._connected_name() == one._connected_name() and groups == ["a", "b"]
+
+
+def test_a_layer_that_moves_stays_in_its_group(groups: list[Any]) -> None:
+    layer = MoELayer(config(2), INNER)
+    connect(layer, "a")
+    disconnect()
+    layer.to("meta").to_empty(device="cpu")
+    layer._connected_name()
+    assert groups == ["a", "a"]
+
+
+def test_another_value_of_an_option_opens_another_communicator(groups: list[Any]) -> None:
+    layers = [MoELayer(config(2), INNER) for _ in range(4)]
+    for layer, sms in zip(layers, (None, 8, 8, None), strict=True):
+        connect(layer, "a", sms=sms)
+    first, second, third, fourth = (layer.communicator for layer in layers)
+    assert first is fourth is not second is third and groups == ["a"] * 2
 
 
 def test_compiled_code_does_not_connect(layer: MoELayer) -> None:
