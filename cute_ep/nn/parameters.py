@@ -18,7 +18,7 @@ def expert_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     Their gradients are sums over the tokens of all ranks already, so data parallelism must not reduce them over the
     ranks that share the experts. All other parameters are replicated.
     """
-    for layer in _layers(module).values():
+    for layer in _layers(module):
         yield from layer.expert_parameters()
 
 
@@ -40,24 +40,24 @@ def shard_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor], rank:
     layers = _layers(module)
     if not layers:
         raise EPConfigError(f"module = {type(module).__name__}: must be or contain a MoELayer")
+    for layer in layers:
+        if not (is_integer(rank) and 0 <= rank < layer.cfg.world_size):
+            raise EPInputError(f"rank = {rank!r}: must be an integer in [0, {layer.cfg.world_size})")
+    experts = {id(getattr(layer, name)): layer.cfg for layer in layers for name in layer.expert_names()}
     result = dict(state)
-    for path, layer in layers.items():
-        cfg = layer.cfg
-        if not (is_integer(rank) and 0 <= rank < cfg.world_size):
-            raise EPInputError(f"rank = {rank!r}: must be an integer in [0, {cfg.world_size})")
-        for name in layer.expert_names():
-            key = f"{path}.{name}" if path else name
-            if key not in result:
-                continue
-            if not result[key].dim() or result[key].shape[0] != cfg.num_experts:
-                raise EPInputError(
-                    f"state[{key!r}].shape = {tuple(result[key].shape)}: must begin with num_experts = "
-                    f"{cfg.num_experts}, all experts; load one rank's part with load_state_dict alone"
-                )
-            result[key] = result[key][rank * cfg.local_experts : (rank + 1) * cfg.local_experts]
+    for key, own in module.state_dict(keep_vars=True).items():  # wrappers of modules rename what is in them
+        cfg = experts.get(id(own))
+        if cfg is None or key not in result:
+            continue
+        if not result[key].dim() or result[key].shape[0] != cfg.num_experts:
+            raise EPInputError(
+                f"state[{key!r}].shape = {tuple(result[key].shape)}: must begin with num_experts = "
+                f"{cfg.num_experts}, all experts; load one rank's part with load_state_dict alone"
+            )
+        result[key] = result[key][rank * cfg.local_experts : (rank + 1) * cfg.local_experts]
     return result
 
 
-def _layers(module: torch.nn.Module) -> dict[str, MoELayer]:
-    """The layers in a module by their paths."""
-    return {path: one for path, one in module.named_modules() if isinstance(one, MoELayer)}
+def _layers(module: torch.nn.Module) -> list[MoELayer]:
+    """The layers in a module."""
+    return [one for one in module.modules() if isinstance(one, MoELayer)]

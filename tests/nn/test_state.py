@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.nn import GatedMLP, MoELayer, Router, expert_parameters, shard_state_dict
@@ -64,6 +66,25 @@ def test_each_rank_gets_its_experts_of_a_whole_checkpoint(path: str) -> None:
         experts = name.removeprefix(prefix) in ("gate_up", "down", "gate_up_bias", "down_bias")
         got = torch.cat([part[name] for part in parts]) if experts else parts[1][name]
         assert torch.equal(got, value), name
+
+
+def checkpointed(world: int) -> torch.nn.Module:
+    """Parameters have shorter names than the paths of their modules."""
+    return torch.nn.Sequential(checkpoint_wrapper(full_layer(world)))
+
+
+def used_twice(world: int) -> torch.nn.Module:
+    """Parameters have two names."""
+    layer = full_layer(world)
+    return torch.nn.ModuleDict({"first": layer, "second": layer})
+
+
+@pytest.mark.parametrize("model", [checkpointed, used_twice])
+def test_parts_fit_modules_with_other_names(model: Callable[[int], torch.nn.Module]) -> None:
+    whole, own = model(1).state_dict(), model(WORLD)
+    own.load_state_dict(shard_state_dict(own, whole, 2))
+    for name, value in own.state_dict().items():
+        assert torch.equal(value, whole[name][-len(value) :]), name
 
 
 def test_parts_are_views_and_other_names_stay_as_they_are() -> None:
