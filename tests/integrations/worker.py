@@ -38,13 +38,15 @@ def send_all_to_the_first_rank(model: Any) -> None:
     )
 
 
-def check(folder: Path, rank: int, sizes: dict[str, int], *, same_batch: bool) -> None:
+def check(folder: Path, rank: int, sizes: dict[str, int], *, same_batch: bool, **options: str) -> None:
     """Logits and gradients are those of transformers' own implementation, with all batches as large as each other, with
-    one of a token, with more tokens than before, and with no rows for some ranks; `generate` gives the same tokens."""
+    one of a token, with more tokens than before, and with no rows for some ranks; `generate` gives the same tokens.
+    `options`: of `from_pretrained`, for the plan of cute_ep."""
     made = {}
     for name in ("all_to_all", "cute_ep"):
         config = DistributedConfig(**sizes, ep_implementation=name)
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).eval()
+        given = {"distributed_config": config, "dtype": torch.float32} | (options if name == "cute_ep" else {})
+        model = AutoModelForCausalLM.from_pretrained(folder, **given).eval()
         results = []
         for length in ((5, 5), (9, 1), (3, 12)):
             ids = text(2, length[0 if same_batch else rank % 2]).to(model.device)
@@ -72,7 +74,8 @@ def main(store: Path, rank: int, world: int, models: Path) -> None:
     connections.LEAST_TOKENS = 1  # so that more tokens than before connect again
     with mock.patch.object(expert_parallel, "run", wraps=expert_parallel.run) as by_rows:
         for folder in sorted(models.iterdir()):
-            check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
+            both = {"experts_implementation": "cute_ep"}  # is for `attach`, and has no effect here
+            check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False, **both)
             if AutoConfig.from_pretrained(folder).base_model_tp_plan:
                 check(folder, rank, {"tp_size": world, "ep_size": world}, same_batch=True)
     assert by_rows.called

@@ -89,15 +89,17 @@ class CuteEP(EPImplementation):
         if self._known is None:
             self._known = _is_known(self._experts)
             self._gate = find_gate(self._experts) if self._known else None
+        rows, offsets = tokens, batch.row_offsets
         if not len(tokens):
-            row, group = tokens.to(dtype).sum(dim=0, keepdim=True), batch.topk_ids.new_zeros(1, 1)
-            return self.experts_forward(row, group, row.new_ones(1, 1))[:0]
+            rows, offsets = tokens.sum(dim=0, keepdim=True), torch.ones_like(offsets)
+            offsets[0] = 0
         if self._known:
             weights = {name: getattr(self._experts, name) for name in weight_names(self._experts)}
-            return run(self._experts, self._gate, weights, tokens, batch.row_offsets)
+            return run(self._experts, self._gate, weights, rows, offsets)[: len(tokens)]
         own = torch.arange(self.num_local_experts, device=tokens.device)
-        experts = own.repeat_interleave(batch.row_counts, output_size=len(tokens))
-        return self.experts_forward(tokens.to(dtype), experts[:, None], tokens.new_ones((len(tokens), 1), dtype=dtype))
+        experts = own.repeat_interleave(offsets.diff(), output_size=len(rows))
+        ones = tokens.new_ones((len(rows), 1), dtype=dtype)
+        return self.experts_forward(rows.to(dtype), experts[:, None], ones)[: len(tokens)]
 
 
 def _is_known(experts: nn.Module) -> bool:
