@@ -60,18 +60,19 @@ class Exchange:
         return [communicator.device for communicator in self.communicators]
 
     def dispatch(
-        self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacity: int
+        self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacities: Sequence[int]
     ) -> list[Dispatched]:
         """A dispatch by all ranks. Where ranks share a device it waits for the results.
 
         Args:
             xs, ids, weights: one a rank, as of `EPCommunicator.dispatch`.
-            capacity: rows to make room for, the same on all ranks.
+            capacities: rows to make room for, of each rank.
 
         Returns:
             One batch a rank, in memory of its own. `row_map` is -1 for tokens that do not exist.
         """
-        buffers = [communicator.allocate(capacity) for communicator in self.communicators]
+        pairs = zip(self.communicators, capacities, strict=True)
+        buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
         for one in buffers:
             one.row_map.fill_(-1)
         with self._calling:
@@ -106,8 +107,12 @@ class Round:
         exchange: the ranks.
         ids: [T, K] int32 or int64, -1 masks an entry; T at most what the exchange has room for. Copied.
         weights: [T, K] float32 router weights, without a gradient; copied.
-        gradients: whether `backward` may come. Then the weights travel along, and each rank's rows are cut to those
-            that there are, for which the host waits for the ranks.
+        gradients: whether `backward` may come. Then the weights travel along.
+
+    Attributes:
+        rows: that there is room for on each rank: those that come, for which the host waits for the ids; without
+            gradients and with a device for each rank it does not wait, and there is room for any.
+        batches: one a rank, without the rows and their memory.
     """
 
     def __init__(self, exchange: Exchange, ids: Tensor, weights: Tensor, *, gradients: bool) -> None:
@@ -116,12 +121,17 @@ class Round:
         self.slices = [slice(first, first + count) for first, count in self._shares(ranks)]
         self.ids = self.share(ids)
         self.weights = self.share(weights)
-        self.capacity = ids.numel()
+        self.rows = self._count(ids) if gradients or exchange.waits else [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
-        self.rows: list[int] = []
 
     def _shares(self, ranks: int) -> list[tuple[int, int]]:
         return [shared_slice(self.tokens, rank, ranks) for rank in range(ranks)]
+
+    def _count(self, ids: Tensor) -> list[int]:
+        """Rows that come to each rank."""
+        cfg = self.exchange.cfg
+        server = torch.where(ids < 0, cfg.world_size, ids // cfg.local_experts)
+        return server.flatten().bincount(minlength=cfg.world_size + 1)[: cfg.world_size].tolist()
 
     def share(self, whole: Tensor) -> list[Tensor]:
         """Each rank's part of the [T, ...] tensor of all tokens, on its device, contiguous."""
@@ -136,12 +146,9 @@ class Round:
         """[T, hidden] to each rank's rows, [N, hidden] bfloat16."""
         sent = self.weights if self.gradients else None
         parts = self.share(hidden.to(torch.bfloat16))
-        self.batches = self.exchange.dispatch(parts, self.ids, sent, self.capacity)
-        self.rows = [self.capacity] * len(self.batches)
-        if self.gradients or self.exchange.waits:
-            counts = [batch.counts_to_host() for batch in self.batches]
-            self.rows = [one.wait().num_rows for one in counts]
-        return tuple(batch.tokens[:rows] for batch, rows in zip(self.batches, self.rows, strict=True))
+        batches = self.exchange.dispatch(parts, self.ids, sent, self.rows)
+        self.batches = [batch.without_rows() for batch in batches]
+        return tuple(batch.tokens for batch in batches)
 
     def combine(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Each rank's rows, [N, hidden] bfloat16, to the weighted sums of the tokens, [T, hidden] of a type."""
@@ -159,11 +166,9 @@ class Round:
     def gradient_of_rows(self, grad: Tensor) -> list[Tensor]:
         """weight * gradient of each row's token, rounded to bfloat16 once: a dispatch of the output's gradient."""
         parts = self.share(grad.to(torch.bfloat16))
-        back = self.exchange.dispatch(parts, self.ids, None, self.capacity)
-        return [
-            (batch.tokens[:rows] * own.row_weights[:rows, None]).to(torch.bfloat16)
-            for batch, own, rows in zip(back, self.batches, self.rows, strict=True)
-        ]
+        back = self.exchange.dispatch(parts, self.ids, None, self.rows)
+        pairs = zip(back, self.batches, strict=True)
+        return [(batch.tokens * own.row_weights[:, None]).to(torch.bfloat16) for batch, own in pairs]
 
     def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""
@@ -215,8 +220,7 @@ def dispatch(one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         One tensor a rank, [N, hidden] bfloat16 on its device, rows in the order of experts as `Dispatched` says.
-        `Round.batches` has the offsets. Without gradients and with a device for each rank N is the capacity, and rows
-        behind the last one hold anything.
+        N is `Round.rows`, rows behind the last one hold anything, and `Round.batches` has the offsets.
     """
     return _Dispatch.apply(one, hidden)
 

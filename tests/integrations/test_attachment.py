@@ -6,16 +6,21 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
-from cute_ep import EPConfigError, EPError, EPInputError
+from cute_ep import Dispatched, EPConfigError, EPError, EPInputError
+from cute_ep.api.dispatched import tensors_of
+from cute_ep.integrations import exchange
+from cute_ep.integrations.exchange import Exchange, Round
 from cute_ep.integrations.transformers import Attachment, attach, attachment
 from tests.integrations.models import EXPERTS, build, distance, text, trained
 
@@ -229,29 +234,56 @@ def test_a_model_that_nobody_has_takes_its_ranks_with_it() -> None:
     one.detach()
 
 
-def test_outputs_that_are_dropped_leave_nothing() -> None:
-    """The graph is no cycle: without the collector all memory of a pass goes with its output."""
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, weakref.ref]]]:
+    """The tensors of each dispatch's first rank, as long as they exist, without the collector."""
+    seen, dispatch = [], Exchange.dispatch
+
+    def watched(self: Exchange, *given: Any) -> list[Dispatched]:
+        made = dispatch(self, *given)
+        seen.append({name: weakref.ref(one) for name, one in tensors_of(made[0]).items() if one is not None})
+        return made
+
+    monkeypatch.setattr(Exchange, "dispatch", watched)
+    gc.disable()
+    yield seen
+    gc.enable()
+
+
+def test_outputs_that_are_dropped_leave_nothing(batches: list[dict[str, weakref.ref]]) -> None:
+    """The graph is no cycle: all memory of a pass goes with its output."""
     experts = experts_of(build("mixtral"))
-    with attach(experts, devices=["cpu"] * 2, max_tokens=4) as one:
+    with attach(experts, devices=["cpu"] * 2, max_tokens=4):
         x = torch.randn(4, 64, requires_grad=True)
-        rounds: list[Any] = []
-        make = one.exchange
+        out = experts(x, torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
+        assert batches[0]["row_map"]() is not None
+        del out
+        assert [name for name, one in batches[0].items() if one() is not None] == []
 
-        def exchange(*args: Any) -> Any:
-            found = make(*args)
-            dispatch = found.dispatch
-            found.dispatch = lambda *given: rounds.append(weakref.ref((made := dispatch(*given))[0].tokens)) or made
-            return found
 
-        one.exchange = exchange  # type: ignore[method-assign]
-        gc.disable()
-        try:
-            out = experts(x, torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
-            assert rounds[0]() is not None
-            del out
-            assert rounds[0]() is None
-        finally:
-            gc.enable()
+def test_checkpointing_keeps_no_rows(batches: list[dict[str, weakref.ref]]) -> None:
+    experts = experts_of(build("mixtral"))
+    with attach(experts, devices=["cpu"] * 2, max_tokens=4):
+        x, weights = torch.randn(4, 64, requires_grad=True), torch.rand(4, 2, requires_grad=True)
+        ids = torch.randint(4, (4, 2))
+        out = checkpoint(experts, x, ids, weights, use_reentrant=False)
+        assert batches[0]["tokens"]() is None and batches[0]["row_map"]() is not None
+        out.sum().backward()
+        got, x.grad = x.grad, None
+        experts(x, ids, weights).sum().backward()
+        assert torch.equal(x.grad, got)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_there_is_room_for_the_rows_that_come(gradients: bool) -> None:
+    """Of four ranks one gets all, and two get none."""
+    experts = experts_of(build("mixtral"))
+    with attach(experts, devices=["cpu"] * 4, max_tokens=4) as one:
+        x, weights = torch.randn(2, 64, requires_grad=gradients), torch.rand(2, 2)
+        ranks = one.exchange(64, EXPERTS, 2, 2)
+        local = ranks.cfg.local_experts
+        pass_ = Round(ranks, torch.tensor([[0, local - 1], [local, -1]]), weights, gradients=gradients)
+        assert [len(rows) for rows in exchange.dispatch(pass_, x)] == pass_.rows == [2, 1, 0, 0]
 
 
 def test_copies_pickles_and_saved_models_work_once_they_are_attached(tmp_path: Path) -> None:
@@ -264,6 +296,7 @@ def test_copies_pickles_and_saved_models_work_once_they_are_attached(tmp_path: P
                 other(ids)
             with attach(other, devices=["cpu"] * 2, max_tokens=18):
                 assert torch.equal(other(ids).logits, wanted)
+            assert distance(other(ids).logits, wanted) <= 2**-6 and other.config._experts_implementation == "grouped_mm"
         assert torch.equal(model(ids).logits, wanted)
         loaded = type(model).from_pretrained(tmp_path)
         assert loaded.config._experts_implementation != "cute_ep"
