@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
@@ -66,7 +67,7 @@ class Attachment:
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
         self._open: weakref.WeakSet[Exchange] = weakref.WeakSet()
-        self._before = [(config, config._experts_implementation) for config in _configs_of(model)]
+        self._before = [(config, _implementation_of(config, model)) for config in _configs_of(model)]
         for config, _ in self._before:
             config._experts_implementation = {"": NAME}
         for module in found.values():
@@ -75,14 +76,13 @@ class Attachment:
         self._end = weakref.finalize(model, self._close)
 
     def detach(self) -> None:
-        """Give the model its experts implementation back and close the ranks; may be called again. A backward pass
-        through an output from before raises EPError then. A configuration that other attached parts of the model share
-        is left to them."""
+        """Give the model its experts implementation back, transformers' default where that was "cute_ep" as well, and
+        close the ranks; may be called again. A backward pass through an output from before raises EPError then. A
+        configuration that other attached parts of the model share is left to them."""
         for module in list(self._modules):
             _LAYERS.pop(module, None)
-        others = {id(one.attachment): one.attachment for one in _LAYERS.values()}.values()
         for config, before in self._before:
-            if any(other._inherit(config, before) for other in others):
+            if any(other._inherit(config, before) for other in _attachments()):
                 continue
             if config._experts_implementation == NAME:
                 config._experts_implementation = {"": before}
@@ -173,6 +173,21 @@ def _configs_of(model: nn.Module) -> list[Any]:
     """Every configuration in the model that chooses an experts implementation, once."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(one): one for one in configs if hasattr(one, "_experts_implementation")}.values())
+
+
+def _implementation_of(config: Any, model: nn.Module) -> str | None:
+    """The experts implementation to give back to a configuration: where it is that of a copy of an attached model,
+    transformers' default."""
+    found = config._experts_implementation
+    if found != NAME or any(own is config for other in _attachments() for own, _ in other._before):
+        return found
+    whole = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
+    return "eager" if whole is None else whole.get_correct_experts_implementation(None)
+
+
+def _attachments() -> list[Attachment]:
+    """Those that have layers, once each."""
+    return list({id(one.attachment): one.attachment for one in _LAYERS.values()}.values())
 
 
 class _Layer:
