@@ -133,8 +133,11 @@ def close() -> None:
     """Close all communicators of `share` in this process; collective over each group. Call it before
     `destroy_process_group`. A later forward pass connects again; a backward pass through an output from before raises
     EPInputError."""
-    while _SHARED:
-        _SHARED.pop(next(iter(_SHARED)))[0].close()
+    for group, (connections, users) in list(_SHARED.items()):
+        users.discard(None)
+        if not users:
+            del _SHARED[group]
+        connections.close()
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

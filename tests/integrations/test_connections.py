@@ -11,6 +11,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.integrations import connections
 from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, check_tokens, room_for, timeout_of
 from cute_ep.integrations.counts import expert_rows
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
@@ -55,6 +56,19 @@ def test_ranks_wait_as_long_as_their_group(options: Any, seconds: float) -> None
     group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
     assert timeout_of(group, torch.device("cpu")) == seconds
     EPConfig(64, 8, 2, 64, 2, timeout_s=seconds)
+
+
+def test_who_shares_connections_still_closes_them_after_everybody_elses_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user that releases them, such as FlashInfer's objects, may call again after `close`."""
+    closed, user = [], object()
+    made = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(connections, "Connections", lambda group: made)
+    group: Any = "group"
+    assert connections.connections_of(group) is connections.share(group, user) is made
+    connections.close()
+    assert closed == [True] and connections.share(group, user) is made
+    connections.release(group, user)
+    assert closed == [True] * 2 and not connections._SHARED
 
 
 @pytest.mark.parametrize(("multiple", "alignment"), [(1, 1), (16, 16), (32, 64), (128, 128)])
