@@ -229,6 +229,7 @@ def vllm(me: Rank) -> Iterator[Work]:
         for fmt, quant in quants.items():
             experts = SimpleNamespace(quant_config=quant, expects_unquantized_inputs=False)
             experts.supports_packed_ue8m0_act_scales = lambda: False  # as on Hopper
+            experts.output_hidden_dim = lambda hidden: hidden
             if fmt == "bf16" or me.device.type == "cuda":  # vLLM's kernels quantise for the standard format
                 layout = {"dispatch_format": fmt, "scale_layout": "linear" if fmt == "fp8" else None}
                 native = Native(me, given, CuteEPStandard.mode, **layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ep.api.errors import EPInputError
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.testing.compare import assert_bits
-from cute_ep.testing.workloads import ROUTINGS, RankInputs
+from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 from tests.integrations.upstream import installed
 from tests.integrations.vllm_parts import (
     EXPERTS,
@@ -153,7 +155,7 @@ def test_experts_may_write_to_the_output(stubs: dict, monkeypatch: Patch) -> Non
 def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(stubs: dict, monkeypatch: Patch) -> None:
     from cute_ep.integrations.vllm import standard
 
-    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([18, 0, 13], dtype=torch.int32))
+    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([24, 0, 13], dtype=torch.int32))
     monkeypatch.setattr(standard, "is_forward_context_available", lambda: True)
     monkeypatch.setattr(standard, "get_forward_context", lambda: SimpleNamespace(dp_metadata=metadata))
     given = inputs("uniform")
@@ -162,12 +164,49 @@ def test_room_is_for_the_most_tokens_that_vllm_says_a_rank_has(stubs: dict, monk
         one.layer._sp_size = 2
         made, _ = whole(one, given, "finalize")
         if one.rank == 0:
-            metadata.num_tokens_across_dp_cpu = torch.tensor([16, 0, 13])
-            with pytest.raises(EPInputError, match="must not exceed 8"):
+            metadata.num_tokens_across_dp_cpu = torch.tensor([22, 0, 13])
+            with pytest.raises(EPInputError, match="must not exceed 11"):
                 prepare(one, given[0])
         return len(made[0])
 
-    assert run(monkeypatch, program) == [9 * RANKS * SLOTS] * RANKS
+    assert run(monkeypatch, program) == [TMAX * RANKS * SLOTS] * RANKS
+
+
+@pytest.mark.parametrize("static_rows", [10_000, 0], ids=["static", "counted"])
+@pytest.mark.parametrize("grows", [True, False, None], ids=["grows", "locked", "without manager"])
+def test_the_first_call_makes_room_for_all_that_may_come_under_graphs(
+    stubs: dict, monkeypatch: Patch, static_rows: int, grows: bool | None
+) -> None:
+    """Of each micro-batch, while vLLM's memory for experts can grow. All ranks count, or none."""
+    from cute_ep.integrations.vllm import standard
+
+    workspace: Any = stubs["vllm.v1.worker.workspace"]
+    workspace.is_workspace_manager_initialized = lambda: grows is not None
+    workspace.current_workspace_manager = lambda: SimpleNamespace(is_locked=lambda: not grows)
+    number = threading.local()
+    monkeypatch.setattr(standard, "dbo_current_ubatch_id", lambda: number.now)
+    cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, TMAX, RANKS)
+    few, many = (make_inputs(cfg, (tokens,) * RANKS, "masked", 1) for tokens in (1, TMAX))
+    most = RANKS * TMAX * SLOTS
+
+    def program(one: Layer) -> None:
+        one.layer._graphs = True
+        for micro_batch, given in ((0, few), (0, many), (1, few), (1, few)):
+            first, number.now = micro_batch not in one.layer._called, micro_batch
+            made, _ = whole(one, given, "finalize")
+            all_of_them = static_rows or (first and grows)
+            assert len(made[0]) == (most if all_of_them else len(expected_rows(one.rank, given)))
+
+    run(monkeypatch, program, static_rows=static_rows)
+
+
+def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:
+    from cute_ep.integrations.vllm.standard import CuteEPStandard
+
+    manager: Any = SimpleNamespace(world_size=2)
+    layer = CuteEPStandard(manager, hidden=256, num_experts=4, top_k=2, max_tokens=4)
+    with pytest.raises(EPConfigError, match=r"output_hidden_dim\(256\) = 192: must be 256, .*; choose other experts"):
+        layer.post_init_setup(experts_of(padding=64))
 
 
 # ---- quantised rows
@@ -192,7 +231,7 @@ def test_rows_in_blocks_of_fp8_travel_as_such(stubs: dict, monkeypatch: Patch, s
         assert places == padded_places([expert for expert, _ in expected_rows(rank, given)], 4)
         counts = meta.expert_num_tokens.tolist()
         assert sum(counts) == len(want) and len(rows) == (
-            96 if static_rows else sum(-(-one // 4) * 4 for one in counts)
+            120 if static_rows else sum(-(-one // 4) * 4 for one in counts)
         )
         for place, (payload, factors) in zip(places, want, strict=True):
             assert_bits(rows[place], payload[0], "payload")
@@ -287,7 +326,7 @@ def test_inputs_are_weighted_once(stubs: dict, monkeypatch: Patch, mode: str) ->
         ({"a1": torch.zeros(2, HIDDEN, dtype=torch.float16)}, "start vLLM with --dtype bfloat16"),
         ({"num_experts": 11}, "num_experts = 11: must be 12"),
         (
-            {"a1": torch.zeros(10, HIDDEN).bfloat16(), "topk_ids": torch.zeros(10, SLOTS).int()},
+            {"a1": torch.zeros(13, HIDDEN).bfloat16(), "topk_ids": torch.zeros(13, SLOTS).int()},
             "--max-num-batched-tokens",
         ),
     ],

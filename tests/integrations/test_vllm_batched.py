@@ -218,11 +218,11 @@ def test_experts_that_sum_are_refused(monkeypatch: Patch) -> None:
 
 def test_prepare_names_what_to_change(monkeypatch: Patch) -> None:
     given = inputs("uniform")
-    many = {"a1": torch.zeros(10, HIDDEN).bfloat16(), "topk_ids": torch.zeros(10, SLOTS).int()}
+    many = {"a1": torch.zeros(13, HIDDEN).bfloat16(), "topk_ids": torch.zeros(13, SLOTS).int()}
 
     def program(one: Layer) -> None:
         for changes, rule in (
-            (many, "a1.shape.0. = 10: must not exceed 9, --max-num-batched-tokens"),
+            (many, "a1.shape.0. = 13: must not exceed 12, --max-num-batched-tokens"),
             ({"a1": torch.zeros(2, HIDDEN).half()}, "start vLLM with --dtype bfloat16"),
             ({"defer_input_quant": True}, "must be as it was when the layer was made"),
         ):
@@ -237,13 +237,19 @@ def test_prepare_names_what_to_change(monkeypatch: Patch) -> None:
     [
         ({"quant_dtype": "mxfp8"}, 256, "quant_dtype = 'mxfp8': has no batched format"),
         ({**FP8, "packed": True}, 384, "hidden = 384: must be a multiple of 512 on this GPU"),
+        (
+            {**FP8, "packed": True},
+            512,
+            "2 ranks x 5 tokens = 10: must be a multiple of 4 on this GPU; change --max-num-b",
+        ),
+        ({"padding": 64}, 256, r"output_hidden_dim\(256\) = 192: must be 256, .*; choose other experts"),
     ],
-    ids=["format", "hidden"],
+    ids=["format", "hidden", "tokens", "padding"],
 )
-def test_formats_without_blocks_are_refused(quant: dict, hidden: int, rule: str) -> None:
+def test_experts_that_blocks_are_not_for_are_refused(quant: dict, hidden: int, rule: str) -> None:
     from cute_ep.integrations.vllm.batched import CuteEPBatched
 
     manager: Any = SimpleNamespace(world_size=2)
-    layer = CuteEPBatched(manager, hidden=hidden, num_experts=4, top_k=2, max_tokens=4)
+    layer = CuteEPBatched(manager, hidden=hidden, num_experts=4, top_k=2, max_tokens=5)
     with pytest.raises(EPConfigError, match=rule):
         layer.post_init_setup(experts_of(**quant))

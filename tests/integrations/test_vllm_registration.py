@@ -52,7 +52,10 @@ class Parts:
         self.base.DeviceCommunicatorBase.__init__ = init
         self.utils.maybe_make_prepare_finalize = self.early.maybe_make_prepare_finalize = make
         self.vllm: Any = stubs["vllm.config.vllm"]
-        self.vllm.get_current_vllm_config = lambda: SimpleNamespace(additional_config={"cute_ep": {"mode": "exact"}})
+        self.compilation: Any = stubs["vllm.config.compilation"]
+        compiled = SimpleNamespace(cudagraph_mode=self.compilation.CUDAGraphMode.NONE)
+        self.current = SimpleNamespace(additional_config={"cute_ep": {"mode": "exact"}}, compilation_config=compiled)
+        self.vllm.get_current_vllm_config = lambda: self.current
 
         def check(self: Any) -> None:
             self.checked = self.parallel_config.all2all_backend
@@ -185,6 +188,10 @@ def test_layers_are_ours(parts: Parts, where: str) -> None:
     cfg = layer._cfg
     assert (cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size) == (256, 8, 2, 16, 2)
     assert make(moe(), None, all2all_manager=manager)._manager is manager
+    assert not layer._graphs
+    for mode in (None, "piecewise"):  # not decided yet, or some
+        parts.current.compilation_config.cudagraph_mode = mode
+        assert make(moe(), None)._graphs
     batched = make(moe("cute_ep_batched"), None)
     assert type(batched).__name__ == "CuteEPBatched" and batched._mode == "exact" and batched._cfg.block_rows == 32
 

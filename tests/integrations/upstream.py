@@ -64,6 +64,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
         ],
     },
     "vllm": {
+        "vllm.config.compilation": ["CompilationConfig.cudagraph_mode", "CUDAGraphMode.NONE"],
         "vllm.config.parallel": [
             "All2AllBackend",
             "ParallelConfig.all2all_backend",
@@ -77,6 +78,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
         "vllm.config.vllm": [
             "VllmConfig.__post_init__",
             "VllmConfig.additional_config",
+            "VllmConfig.compilation_config",
             "VllmConfig.parallel_config",
             "get_current_vllm_config",
         ],
@@ -132,6 +134,7 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "FusedMoEExperts.expects_unquantized_inputs",
             "FusedMoEExperts.quant_config",
             "FusedMoEExperts.supports_packed_ue8m0_act_scales",
+            "FusedMoEExpertsModular.output_hidden_dim",
         ],
         "vllm.model_executor.layers.fused_moe.topk_weight_and_reduce": ["TopKWeightAndReduceDelegate"],
         "vllm.model_executor.layers.fused_moe.utils": ["moe_kernel_quantize_input"],
@@ -140,6 +143,11 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "maybe_make_prepare_finalize",
         ],
         "vllm.v1.worker.ubatching": ["dbo_current_ubatch_id", "dbo_enabled", "dbo_maybe_run_recv_hook"],
+        "vllm.v1.worker.workspace": [
+            "WorkspaceManager.is_locked",
+            "current_workspace_manager",
+            "is_workspace_manager_initialized",
+        ],
     },
     "flashinfer": {
         "flashinfer.comm.trtllm_moe_alltoall": [

@@ -87,6 +87,7 @@ def start_engine(model: str, backend: str, graphs: bool) -> Any:
         data_parallel_size=dist.get_world_size(),
         enable_expert_parallel=True,
         all2all_backend=backend,
+        additional_config={"cute_ep": {"static_rows": 0}} if graphs else {},  # prefill counts rows behind the capture
     )
 
 

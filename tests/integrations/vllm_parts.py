@@ -19,8 +19,8 @@ from cute_ep.testing.workloads import RankInputs, make_inputs
 from tests.integrations.groups import ThreadGroup, on_groups
 
 HIDDEN = 512
-EXPERTS, SLOTS, TMAX, RANKS = 12, 3, 9, 3
-TOKENS = (9, 0, 7)
+EXPERTS, SLOTS, TMAX, RANKS = 12, 3, 12, 3
+TOKENS = (12, 0, 7)
 LOCAL = EXPERTS // RANKS
 FP8 = {"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128]}
 
@@ -96,7 +96,9 @@ def take_turns(*batches: MicroBatch) -> None:
     TURN.hooks = None
 
 
-def experts_of(*, expects_unquantized_inputs: bool = False, packed: bool = False, **quant: Any) -> Any:
+def experts_of(
+    *, expects_unquantized_inputs: bool = False, packed: bool = False, padding: int = 0, **quant: Any
+) -> Any:
     """Experts, as far as prepare asks them."""
     own = {"quant_dtype": None, "block_shape": None, "per_act_token_quant": False, "is_scale_swizzled": True}
     own |= {"is_scale_transposed": False, "mx_alignment": 0, "a1_scale": None, "a1_gscale": None}
@@ -104,6 +106,7 @@ def experts_of(*, expects_unquantized_inputs: bool = False, packed: bool = False
         quant_config=SimpleNamespace(**(own | quant)),
         expects_unquantized_inputs=expects_unquantized_inputs,
         supports_packed_ue8m0_act_scales=lambda: packed,
+        output_hidden_dim=lambda hidden: hidden - padding,
     )
 
 

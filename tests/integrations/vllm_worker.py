@@ -108,9 +108,9 @@ def choose_platform(device: torch.device) -> None:
     init_workspace_manager(device, num_ubatches=2)
 
 
-def start_vllm(device: torch.device, static_rows: int | None) -> Any:
+def start_vllm(device: torch.device, static_rows: int | None, graphs: bool) -> Any:
     """Its configuration, with expert parallel groups of all ranks."""
-    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
     from cute_ep.integrations.vllm import register
@@ -126,6 +126,7 @@ def start_vllm(device: torch.device, static_rows: int | None) -> Any:
     )
     options = {} if static_rows is None else {"mode": "exact", "static_rows": static_rows}
     config = VllmConfig(parallel_config=parallel, additional_config={"cute_ep": options})
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if graphs else CUDAGraphMode.NONE
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(1, 0, "env://", device.index or 0, dist.get_backend())
         parallel_state.initialize_model_parallel(1, 1)
@@ -133,10 +134,11 @@ def start_vllm(device: torch.device, static_rows: int | None) -> Any:
 
 
 def vllm_layer(
-    device: torch.device, static_rows: int | None, *, triton: bool = False
+    device: torch.device, static_rows: int | None, *, triton: bool = False, graphs: bool = False
 ) -> tuple[Forward, Callable[[], None]]:
-    """A layer in vLLM's kernel; of the batched format where `static_rows` is None. `triton`: its experts are vLLM's."""
-    config, rank, world = start_vllm(device, static_rows), dist.get_rank(), dist.get_world_size()
+    """A layer in vLLM's kernel; of the batched format where `static_rows` is None. `triton`: its experts are vLLM's.
+    `graphs`: for a model with CUDA graphs."""
+    config, rank, world = start_vllm(device, static_rows, graphs), dist.get_rank(), dist.get_world_size()
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -255,6 +257,31 @@ def check_triton(made: torch.Tensor, given: Batch, where: str) -> None:
     assert (off <= bound).all(), f"{where}: {(off / bound).max()} of the bound"
 
 
+def check_locked(device: torch.device, rank: int) -> None:
+    """Memory for experts does not grow when graphs were captured, however many rows come later."""
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.v1.worker.workspace import lock_workspace, unlock_workspace
+
+    class OnGPUs(type(mk.current_platform)):  # on a CPU the kernel takes its experts' memory elsewhere
+        def is_cpu(self) -> bool:
+            return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mk, "current_platform", OnGPUs())
+        if device.type == "cpu":
+            patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        forward, close = vllm_layer(device, 0, graphs=True)
+        x, weights, ids = draw(rank, 2)
+        forward([tuple(one.to(device) for one in (x, weights, ids))])
+        lock_workspace()
+        x, weights, ids = torch.randn(TMAX, HIDDEN).bfloat16(), torch.rand(TMAX, SLOTS), torch.arange(SLOTS).int()
+        batch = x, weights, ids.expand(TMAX, SLOTS).contiguous()
+        (made,) = forward([tuple(one.to(device) for one in batch)])
+        check(made.cpu(), batch, f"rank {rank}, locked")
+        unlock_workspace()
+        close()
+
+
 def main(store: str, rank: int, world: int, kind: str) -> None:
     device = join_group(Path(store), rank, world) or torch.device("cpu")
     if kind != "stubs":
@@ -274,6 +301,8 @@ def main(store: str, rank: int, world: int, kind: str) -> None:
                 where = f"rank {rank}, step {3 * number + step} of {steps}"
                 (check_triton if kind == "triton" else check)(output.cpu(), batch, where)
         close()
+    if kind == "vllm":
+        check_locked(device, rank)
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

@@ -22,6 +22,10 @@ from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import BF16
 
+SLOTS = 4
+"""Blocks with packed scale factors have a multiple of so many rows: DeepGEMM reads words along them at strides of 16
+bytes."""
+
 
 class CuteEPBatched(CuteEPLayer):
     """A block of S = R * max_tokens rows for each of L local experts. Nothing waits on the host.
@@ -65,14 +69,22 @@ class CuteEPBatched(CuteEPLayer):
         (UE8M0) scale factors are powers of two. All other rows travel in bfloat16.
 
         Raises:
-            EPConfigError: experts read exponents of rows that have no multiple of PACKED_COLUMNS elements, or a format
-                that vLLM does not quantise in blocks.
+            EPConfigError: experts read exponents of rows that have no multiple of PACKED_COLUMNS elements, or of blocks
+                that have no multiple of SLOTS rows; they take a format that vLLM does not quantise in blocks, or return
+                other rows than they take.
         """
+        self._check_experts(fused_experts)
         quant, cfg = fused_experts.quant_config, self._cfg
         if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
             self._packed = fused_experts.supports_packed_ue8m0_act_scales()
             if self._packed and cfg.hidden % PACKED_COLUMNS:
                 raise EPConfigError(f"hidden = {cfg.hidden}: must be a multiple of {PACKED_COLUMNS} on this GPU")
+            slots = cfg.world_size * cfg.max_tokens_per_rank
+            if self._packed and slots % SLOTS:
+                raise EPConfigError(
+                    f"{cfg.world_size} ranks x {cfg.max_tokens_per_rank} tokens = {slots}: must be a multiple of "
+                    f"{SLOTS} on this GPU; change --max-num-batched-tokens"
+                )
             kind: FormatName = "fp8_pow2" if self._packed else "fp8"
             sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
             self._cfg = block_config(*sizes, kind, cfg.timeout_s)

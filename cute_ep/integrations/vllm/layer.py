@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -218,6 +218,15 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _connect(self) -> None:
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
+
+    def _check_experts(self, fused_experts: Any) -> None:
+        """EPConfigError: they return other rows than they take."""
+        hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
+        if own != hidden:
+            raise EPConfigError(
+                f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}: must be {hidden}, rows are not "
+                "padded here; choose other experts, such as --moe-backend marlin"
+            )
 
     def _connected(self) -> EPCommunicator:
         if self._communicator is None:

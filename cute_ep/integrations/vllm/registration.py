@@ -172,6 +172,7 @@ def _make_layers() -> None:
 
 def _layer(moe: Any, manager: Any) -> Any:
     """The layer for a FusedMoEConfig."""
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.config.vllm import get_current_vllm_config
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
@@ -193,4 +194,5 @@ def _layer(moe: Any, manager: Any) -> Any:
     }
     if moe.moe_parallel_config.all2all_backend == BATCHED:
         return CuteEPBatched(manager, **sizes)
-    return CuteEPStandard(manager, sp_size=moe.moe_parallel_config.sp_size, **sizes)
+    graphs = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+    return CuteEPStandard(manager, sp_size=moe.moe_parallel_config.sp_size, graphs=graphs, **sizes)

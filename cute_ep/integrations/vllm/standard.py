@@ -14,6 +14,8 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.v1.worker import workspace
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -49,6 +51,9 @@ class CuteEPStandard(CuteEPLayer):
 
     It waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph is
     being captured. It then raises what was found wrong in earlier calls (`EPCommunicator.synchronize`).
+
+    Where vLLM captures CUDA graphs, the memory that its experts compute in does not grow afterwards. So the first call,
+    of vLLM's profiling run, returns as many rows as any routing can bring to the most tokens, most of them empty.
     """
 
     mode = "partial"
@@ -62,6 +67,7 @@ class CuteEPStandard(CuteEPLayer):
         top_k: int,
         max_tokens: int,
         sp_size: int = 1,
+        graphs: bool = False,
         options: Options = Options(),  # noqa: B008, it is immutable
     ) -> None:
         """
@@ -70,10 +76,12 @@ class CuteEPStandard(CuteEPLayer):
             hidden, num_experts, top_k: of the layer; `num_experts` with redundant ones.
             max_tokens: most tokens of a call on a rank (`--max-num-batched-tokens`).
             sp_size: ranks that share out the tokens of one data parallel rank.
+            graphs: whether vLLM captures CUDA graphs.
         """
         cfg = EPConfig(hidden, num_experts, top_k, max_tokens, manager.world_size, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
-        self._sp_size = sp_size
+        self._sp_size, self._graphs = sp_size, graphs
+        self._called: set[int] = set()  # by which micro-batches
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -89,6 +97,7 @@ class CuteEPStandard(CuteEPLayer):
 
         Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
         """
+        self._check_experts(fused_experts)
         quant = fused_experts.quant_config
         if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
             self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
@@ -147,14 +156,28 @@ class CuteEPStandard(CuteEPLayer):
     def _room(self, topk_ids: Tensor) -> Room:
         cfg, manager = self._cfg, self._manager
         tokens = topk_ids.shape[0]
-        most = max_rows(cfg.world_size, cfg.top_k, self._most_tokens(tokens), cfg.groups, cfg.alignment, 0)
-        if most <= self._options.static_rows or _capturing(topk_ids.device):
-            return Room(most, None)
-        routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-        heard = exchange_counts(routes.by_expert, tokens, manager.device_group)
-        heard = heard.cpu()
-        self._connected().synchronize()
-        return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
+        most, first = self._most_rows(self._most_tokens(tokens)), self._is_first()
+        if most > self._options.static_rows and not _capturing(topk_ids.device):
+            routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
+            heard = exchange_counts(routes.by_expert, tokens, manager.device_group)
+            heard = heard.cpu()
+            self._connected().synchronize()
+            if not first:
+                return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
+        return Room(self._most_rows(cfg.max_tokens_per_rank) if first else most, None)
+
+    def _most_rows(self, tokens: int) -> int:
+        """What no routing of `tokens` tokens a rank brings more of to this rank."""
+        cfg = self._cfg
+        return max_rows(cfg.world_size, cfg.top_k, tokens, cfg.groups, cfg.alignment, 0)
+
+    def _is_first(self) -> bool:
+        """Whether this call must have vLLM make room for all that can come later."""
+        number = dbo_current_ubatch_id()
+        if not self._graphs or number in self._called:
+            return False
+        self._called.add(number)
+        return workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked()
 
     def _row_ids(self, batch: Dispatched, room: Room, dtype: torch.dtype) -> Tensor:
         """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
