@@ -81,10 +81,11 @@ class CuteEPManager(token_dispatcher._DispatchManager):
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
-        chosen = torch.where(routing_map, probs, -1).flatten(1)
+        chosen = torch.where(routing_map, probs, -torch.inf).flatten(1)
         values, ids = chosen.topk(self.router_topk, dim=-1)
-        self.token_indices = ids.masked_fill(values < 0, -1)
-        self.token_probs = values.clamp(min=0)
+        dropped = values == -torch.inf
+        self.token_indices = ids.masked_fill(dropped, -1)
+        self.token_probs = values.masked_fill(dropped, 0)
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
