@@ -164,7 +164,8 @@ class Round:
         return self.whole(self.exchange.combine(rows, self.batches, ones, "exact", returned), device).to(dtype)
 
     def gradient_of_rows(self, grad: Tensor) -> list[Tensor]:
-        """weight * gradient of each row's token, rounded to bfloat16 once: a dispatch of the output's gradient."""
+        """weight * gradient of each row's token, in bfloat16: a dispatch of the output's gradient, which travels as
+        bfloat16."""
         parts = self.share(grad.to(torch.bfloat16))
         back = self.exchange.dispatch(parts, self.ids, None, self.rows)
         pairs = zip(back, self.batches, strict=True)

@@ -123,8 +123,8 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
         arguments: KEPT, comm, and N; None: no gradient of the rows is wanted.
 
     Returns:
-        grad_rows: [N, hidden] bfloat16, weight * grad of each token's row, rounded once, of rank-major rows without
-            weight; zeros in other rows.
+        grad_rows: [N, hidden] bfloat16, weight * grad of each token's row, of rank-major rows without weight; grad
+            travels as bfloat16, the product is rounded once more. Zeros in other rows.
         grad_weights: [T, top_k] float32, the inner product of the token's grad and the row; zeros where masked.
         What is not wanted is empty.
     """
