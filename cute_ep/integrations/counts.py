@@ -9,6 +9,12 @@ from torch import Tensor
 from cute_ep.layouts.maps.record import align_up
 
 
+def counts_to_tell(counts: Tensor, tokens: int, ranks: int) -> Tensor:
+    """What `exchange_counts` sends: [R, E/R + 1], by the rank that it is for."""
+    own = counts.view(ranks, -1)
+    return torch.cat([own, own.new_full((ranks, 1), tokens)], dim=1)
+
+
 def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     """Tell every rank what this one sends to it. One small all-to-all, on the device: nothing waits on the host.
 
@@ -20,7 +26,7 @@ def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Te
     Returns:
         [R, E/R + 1] of that type, by source rank: entries for each of this rank's experts, and the source's tokens.
     """
-    told = torch.constant_pad_nd(counts.view(group.size(), -1), (0, 1), tokens)
+    told = counts_to_tell(counts, tokens, group.size())
     heard = torch.empty_like(told)
     dist.all_to_all_single(heard, told, group=group)
     return heard

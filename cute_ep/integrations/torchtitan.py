@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
-from cute_ep.integrations.counts import exchange_counts, expert_rows
+from cute_ep.integrations.counts import counts_to_tell, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import EFFECTS
+from cute_ep.ops.registry import is_open
 
 require("torchtitan", (0, 3), below=(0, 4))
 
@@ -101,6 +103,12 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         made = ranks.for_tokens(sizes, tokens, FEWER, row_alignment=self.alignment, sms=sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
+    def _is_connected(self, tokens: int) -> bool:
+        """Whether there is a communicator for so many tokens; compiled code takes the one that it was compiled with."""
+        if self.communicator is None or tokens > self._room:
+            return False
+        return torch.compiler.is_compiling() or is_open(self.communicator)
+
     def dispatch(
         self,
         x_TD: Tensor,
@@ -121,14 +129,15 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             rows of each local expert, padding included. What `combine` takes.
         """
         tokens, hidden = x_TD.shape
-        if self.communicator is None or tokens > self._room:
+        if not self._is_connected(tokens):
             self._connect(hidden, tokens)
         assert self.ep_mesh is not None and self.communicator is not None
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
         factor, unit = self.config.non_blocking_capacity_factor, self.alignment
-        if factor is None:
-            heard = exchange_counts(num_local_tokens_per_expert_E, tokens, self.ep_mesh.get_group())
-            rows = int(expert_rows(heard, unit).sum())
+        if factor is None:  # by ops that torchtitan's selective checkpointing saves
+            told = counts_to_tell(num_local_tokens_per_expert_E, tokens, ranks)
+            heard = all_to_all_single(told, None, None, self.ep_mesh.get_group())
+            rows = int(expert_rows(heard, unit).sum().to("cpu"))
         else:
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)
@@ -152,8 +161,9 @@ def cute_ep_dispatcher(cfg: BaseEPTokenDispatcher.Config, **options: Any) -> Cut
 
 
 class CuteEPSelectiveAC(SelectiveAC):
-    """Selective activation checkpointing that saves what dispatch and combine return, so that the backward pass does
-    not make their rounds again. Compiled models need it: torch 2.13 cannot make them again there."""
+    """Selective activation checkpointing that saves what dispatch and combine return, so that the backward pass makes
+    neither their rounds again nor the exchange of numbers of rows. Compiled models need it: torch 2.13 cannot make them
+    again there."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

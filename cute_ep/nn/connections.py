@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.ops.registry import communicator_of, register
+from cute_ep.ops.registry import communicator_of, is_open, register
 from cute_ep.runtime import connection
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -93,11 +93,7 @@ class Connected(torch.nn.Module):
             group = self._group or _group_of_equals(self.cfg, self.place())
             self.attach(_find_or_open(self.cfg, self.place(), group, {}))
             assert self._comm is not None
-        try:
-            closed = communicator_of(self._comm).closed
-        except EPInputError:
-            closed = True
-        if closed:
+        if not is_open(self._comm):
             raise EPError(
                 f"{type(self).__name__}: its communicator was closed; call cute_ep.nn.connect(model), on all ranks"
             )

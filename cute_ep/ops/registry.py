@@ -88,3 +88,10 @@ def communicator_of(name: str) -> EPCommunicator:
     if communicator is None:
         raise EPInputError(f"comm = {name!r}: the communicator is gone; keep it for as long as ops use its name")
     return communicator
+
+
+def is_open(name: str) -> bool:
+    """Whether there is an open communicator of a name."""
+    found = _BY_NAME.get(name)
+    communicator = None if found is None else found.communicator
+    return communicator is not None and not communicator.closed

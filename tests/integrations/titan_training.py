@@ -108,6 +108,13 @@ def local(one: Any) -> Tensor:
     return one.to_local() if hasattr(one, "to_local") else one
 
 
+def exchanges(device: torch.device, imports: list, **options: Any) -> int:
+    """All-to-alls of ranks that tell each other numbers of rows, in one step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trained(device, imports, 1, **options)
+    return sum(event.name == "c10d::alltoall_base_" for event in profile.events())
+
+
 def main(store: Path, rank: int, world: int) -> None:
     if titan_fsdp.OLDER:
         titan_fsdp.adapt()
@@ -138,6 +145,8 @@ def main(store: Path, rank: int, world: int) -> None:
             continue
         again, _ = trained(device, imports, 3, **options)
         assert again == losses[:3], f"{imports}, {options}: {again}, not {losses[:3]}"
+    kept = exchanges(device, [DISPATCHER, SELECTIVE_AC], ac=SelectiveAC.Config())
+    assert kept == exchanges(device, [DISPATCHER]) > 0
     torchtitan.close()
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")

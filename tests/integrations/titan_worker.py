@@ -174,6 +174,39 @@ def check_refusals(mesh: DeviceMesh, cfg: Any) -> None:
         through_without_grad(unconnected, own)
 
 
+def check_compiled(mesh: DeviceMesh, cfg: Any) -> None:
+    """Compiled code, which is compiled again for other numbers of tokens, computes the bits of eager code."""
+    dispatcher = dispatcher_of(mesh, cfg, hidden_dim=HIDDEN, num_max_tokens_per_rank=96)
+
+    def layer(x: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+        counts = torch.zeros(len(ids), EXPERTS, dtype=torch.bool, device=ids.device).scatter_(1, ids, True).sum(0)
+        rows, _, metadata = dispatcher.dispatch(x, scores, ids, counts)
+        return dispatcher.combine(rows * 2, metadata, x)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for tokens in (20, 33, 7):
+            torch.manual_seed(tokens + dist.get_rank())
+            own = batch_of(torch.rand(tokens, EXPERTS).topk(TOP_K).indices, torch.bfloat16).to(mesh.device_type)
+            made = []
+            for call in (layer, compiled):
+                x, scores = own.x.clone().requires_grad_(), own.scores.clone().requires_grad_()
+                out = call(x, scores, own.ids)
+                out.backward(own.grad)
+                made.append((out.detach(), x.grad, scores.grad))
+            for got, want in zip(*made, strict=True):
+                assert torch.equal(got, want), f"{tokens} tokens"
+
+
+def check_reconnected(mesh: DeviceMesh, cfg: Any) -> None:
+    """A forward pass after `close` connects again."""
+    dispatcher = dispatcher_of(mesh, cfg)
+    own = batch_of(torch.arange(TOP_K).expand(16, -1).contiguous(), torch.bfloat16)
+    before = through_without_grad(dispatcher, own)
+    close()
+    assert torch.equal(through_without_grad(dispatcher, own), before)
+
+
 def check_patience(mesh: DeviceMesh, cfg: Any) -> None:
     """Ranks wait for each other as long as the mesh's collectives do."""
     group = dist.new_group(timeout=timedelta(seconds=77))
@@ -192,6 +225,8 @@ def main(store: Path, rank: int, world: int) -> None:
     check_refusals(mesh, cfg)
     check_overflow(mesh, cfg)
     check_patience(mesh, cfg)
+    check_reconnected(mesh, cfg)
+    check_compiled(mesh, cfg)
     close()
     assert not connections._SHARED
     dist.destroy_process_group()
