@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -14,10 +14,14 @@ def no_modes() -> Iterator[None]:
 
     Also a decorator: `@no_modes()`. Check arguments before, outside: whether gradients are enabled is the caller's.
     """
-    off = (torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda"))
-    # a default device is a function mode, which costs each operation inside several us: none where none is to be hidden
-    device = torch.device("cpu") if torch._C._len_torch_function_stack() else nullcontext()
-    with torch.no_grad(), next(off), next(off), device:
+    with ExitStack() as modes:
+        modes.enter_context(torch.no_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        # a default device is a function mode, which costs each operation inside several us: none where none is hidden
+        if torch._C._len_torch_function_stack():
+            modes.enter_context(torch.device("cpu"))
         yield
 
 
