@@ -297,7 +297,8 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     src_info = torch.full((num_rows, 2), -1, dtype=torch.int32, device=device)
     src_info[to] = torch.stack([token, slot], dim=1)[held].int()
 
-    routed = (slot < cfg.top_k).nonzero().flatten()
+    is_entry = slot < cfg.top_k  # else a row of the shared expert
+    routed = is_entry.nonzero().flatten()
     row_map = torch.full((cfg.peers, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
     row_map[source[routed], token[routed], slot[routed]] = row[routed].int()
     given = torch.ones(row_map.shape, dtype=torch.float32, device=device)
@@ -307,7 +308,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     weights = torch.where(row_map >= 0, torch.ones_like(given) if cfg.is_rank_major else given, 0)
     row_weights = torch.zeros(num_rows, dtype=torch.float32, device=device)
     of_entry = given[source, token, slot.clamp(max=cfg.top_k - 1)]
-    row_weights[to] = torch.where(slot < cfg.top_k, of_entry, 1)[held]
+    row_weights[to] = torch.where(is_entry, of_entry, 1)[held]
     row_expert_ids = source_ranges = None
     if cfg.is_rank_major:
         ids = torch.full(row_map.shape, -1, dtype=torch.int32, device=device)

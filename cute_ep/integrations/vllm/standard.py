@@ -52,8 +52,9 @@ class CuteEPStandard(CuteEPLayer):
     It waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph is
     being captured. It then raises what was found wrong in earlier calls (`EPCommunicator.synchronize`).
 
-    Where vLLM captures CUDA graphs, the memory that its experts compute in does not grow afterwards. So the first call,
-    of vLLM's profiling run, returns as many rows as any routing can bring to the most tokens, most of them empty.
+    Where vLLM captures CUDA graphs, the memory that its experts compute in does not grow afterwards. So the first call
+    of each micro-batch, in vLLM's profiling run, returns as many rows as `max_tokens` tokens a rank can ever bring.
+    Rows without a token are empty.
     """
 
     mode = "partial"
@@ -172,7 +173,7 @@ class CuteEPStandard(CuteEPLayer):
         return max_rows(cfg.world_size, cfg.top_k, tokens, cfg.groups, cfg.alignment, 0)
 
     def _is_first(self) -> bool:
-        """Whether this call must have vLLM make room for all that can come later."""
+        """Whether this call is the first of its micro-batch, in which vLLM must make room for all that comes later."""
         number = dbo_current_ubatch_id()
         if not self._graphs or number in self._called:
             return False
