@@ -39,13 +39,10 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	@$(PY) -c 'import pytest, xdist' || $(MAKE) $(VENV)/test.stamp
 	@gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); status=0; \
 	every=$${CUDA_VISIBLE_DEVICES:-$$(seq -s, 0 $$((gpus - 1)))}; \
-	if [ $$gpus -gt 1 ]; then set -x; \
-	    CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$gpus --dist worksteal -k 'not process' tests/gpu || status=1; \
-	    $(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
-	else set -x; \
-	    $(PY) -m pytest -n 4 --dist worksteal -k 'not process' tests/gpu || status=1; \
-	    $(PY) -m pytest -k process tests/gpu || status=1; \
-	fi; exit $$status
+	set -x; \
+	CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$((4 * gpus)) --dist worksteal -k 'not process' tests/gpu || status=1; \
+	$(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
+	exit $$status
 
 test-upstream: $(VENV)/package.stamp  ## DeepEP's tests over this package (DEEPEP_SOURCE=DIR, RANKS=2, which may share a GPU)
 	@test -f "$(DEEPEP_SOURCE)/tests/legacy/test_intranode.py" || \

@@ -156,6 +156,26 @@ class Kernel:
         check(driver.cuLibraryUnload(self._library))
 
 
+def allocate(nbytes: int) -> int:
+    """Address of new memory on the current device. Where too little is free, PyTorch first gives back what its caching
+    allocator holds unused, which waits for the device.
+
+    Raises:
+        EPError: there is not enough.
+    """
+    status, address = driver.cuMemAlloc(nbytes)
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        torch.cuda.empty_cache()
+        status, address = driver.cuMemAlloc(nbytes)
+    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        free, total = (size // 2**20 for size in torch.cuda.mem_get_info())
+        raise EPError(
+            f"symmetric memory of {-(-nbytes // 2**20)} MiB: the GPU has {free} of {total} MiB free; fewer "
+            "max_tokens_per_rank need less (cute_ep.memory_bytes)"
+        )
+    return int(check((status, address)))
+
+
 class DeviceMemory:
     """A plain device allocation that peers may map, for what begins `begin` bytes into it, at `address`: zeros, and
     ones in the (offset from there, bytes) of `ones`."""
@@ -165,7 +185,7 @@ class DeviceMemory:
     ) -> None:
         self.device, self.nbytes = device, nbytes
         with on_device(device):
-            self._allocation = int(check(driver.cuMemAlloc(nbytes)))
+            self._allocation = allocate(nbytes)
             self.address = self._allocation + begin
             try:
                 check(driver.cuMemsetD8(self._allocation, 0, nbytes))

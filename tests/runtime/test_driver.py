@@ -128,6 +128,27 @@ def test_a_thread_has_a_context_on_a_device(monkeypatch: pytest.MonkeyPatch, cur
 # ---- memory
 
 
+def test_memory_that_torch_holds_unused_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, cached = [100 * 2**20], [50 * 2**20]
+
+    def allocate(nbytes: int) -> tuple[int, int | None]:
+        if nbytes > free[0]:
+            return driver.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        free[0] -= nbytes
+        return SUCCESS, ARENA_AT
+
+    def empty_cache() -> None:
+        free[0], cached[0] = free[0] + cached[0], 0
+
+    cuda = SimpleNamespace(empty_cache=empty_cache, mem_get_info=lambda: (free[0], 200 * 2**20))
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
+    assert driver.allocate(90 * 2**20) == ARENA_AT and cached[0]
+    assert driver.allocate(60 * 2**20) == ARENA_AT and not cached[0]
+    with pytest.raises(EPError, match=r"symmetric memory of 1 MiB: the GPU has 0 of 200 MiB free; .*tokens_per_rank"):
+        driver.allocate(2**19)
+
+
 @pytest.mark.parametrize("cfg", [CFG, SHARED_EXPERT, SKIP_A2A], ids=["plain", "shared expert", "skip_a2a"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_in_a_new_arena_every_lamport_word_is_the_sentinel_and_all_else_0(
