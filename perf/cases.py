@@ -24,6 +24,14 @@ SWEEP_SMS = (8, 16, 24, 32, 48, 64, 128, None)
 SWEEP_TOKENS = (128, 1024, 4096)
 SWEEP_OPERATIONS = {"bf16": ("dispatch", "combine_partial"), "nvfp4": ("dispatch",)}
 """By format; the format makes no difference to a combine."""
+ORDER_TOKENS = (1, 128, 4096)
+BLOCK_TOKENS = 128
+"""Most tokens a rank where each local expert has a block, which has room for all tokens of all ranks."""
+ORDER_OPERATIONS = {
+    "expert_major": ("dispatch", "combine_exact", "combine_partial"),
+    "blocks": ("dispatch", "combine_exact", "combine_partial"),
+    "rank_major": ("dispatch", "combine_partial"),
+}
 MIRROR_TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
 

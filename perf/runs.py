@@ -15,7 +15,7 @@ ARTEFACTS = Path(__file__).parents[1] / "build" / "perf"
 """Where the suite writes."""
 RUN = "run.json"
 RUN_HELP = "a file of perf/results, or the folder of a run in full"
-SECTIONS = ("cases", "sweep", "mirror", "mirror_bias", "swiglu", "compiled", "peers")
+SECTIONS = ("cases", "orders", "sweep", "mirror", "mirror_bias", "swiglu", "compiled", "peers")
 """Lists of results. "mirror_bias" is in kept runs only (`perf.values.mirror_bias`)."""
 CARRIED = ("swiglu", "compiled")
 """Sections that a run without them takes over from the one that it replaces: each is of one GPU and holds its own
@@ -88,7 +88,8 @@ def read_run(path: Path) -> dict:
     if run["ceilings"]:
         ceilings = Ceilings(**run["ceilings"])
         cases = [{"parts": known} | case for case, known in launches(run["cases"])]
-        run["cases"] = [case | floors(case["parts"], ceilings) for case in cases]
+        for name, rows in (("cases", cases), ("orders", run["orders"])):
+            run[name] = [case | floors(case["parts"], ceilings) for case in rows]
     return run
 
 

@@ -32,12 +32,13 @@ from cute_ep.runtime.connection import connected
 from perf import peers, plots, tables
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
 from perf.mirror import GPUS, measure_mirror
+from perf.orders import measure_orders
 from perf.runs import ARTEFACTS, RUN
 from perf.sweep import measure_sweep
 from perf.swiglu import measure_swiglu
 
 TABLES = "tables.md"
-SECTIONS = ("cases", "sweep", "mirror", "swiglu", "compiled", "peers")
+SECTIONS = ("cases", "orders", "sweep", "mirror", "swiglu", "compiled", "peers")
 QUICK_SECTIONS = ("cases", "swiglu")
 COMPILED_TIMEOUT_S = 150.0
 
@@ -77,7 +78,7 @@ class Suite:
         machine = environment(devices, reproduce(sys.argv[1:]))
         machine |= {"links": link_matrix(), "commit": commit or machine["commit"], "library": library_facts(library)}
         self.run: dict = {"machine": machine, "quick": quick, "notes": [], "seconds": {}, "gpu_state": {}}
-        self.run |= {"ceilings": {}, "cases": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}
+        self.run |= {"ceilings": {}, "cases": [], "orders": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}
 
     def say(self, text: str) -> None:
         """One line of progress."""
@@ -170,6 +171,8 @@ def run_suite(suite: Suite, sections: Sequence[str]) -> None:
     if "cases" in sections:
         suite.look("cases")
     first, memory = suite.devices[0], ceilings.memory
+    orders = suite.run["orders"]
+    work("orders", lambda: orders.extend(measure_orders(suite.devices, suite.library, ceilings, suite.say)))
     work("sweep", lambda: suite.run["sweep"].extend(measure_sweep(suite.devices, suite.library, suite.say)))
     if len(suite.devices) == len(set(suite.devices)) == GPUS:
         mirror = suite.run["mirror"]

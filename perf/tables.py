@@ -160,6 +160,21 @@ def sweep_table(sweep: Sequence[dict]) -> str:
     return markdown(("operation", "format", "tokens per rank", *(f"{sms} SMs" for sms in budgets)), rows)
 
 
+def orders_table(orders: Sequence[dict]) -> str:
+    """Medians, over the floor in brackets, by the order of rows."""
+    found = {(one["operation"], one["format"], one["tokens"], one["order"]): one for one in orders}
+    columns = list(dict.fromkeys(key[3] for key in found))
+
+    def cell(case: dict | None) -> str:
+        return "" if case is None else f"{case['p50_us']:.1f} ({ratio(case):.2f})"
+
+    rows = [
+        (name.replace("_", " "), fmt, str(tokens), *(cell(found.get((name, fmt, tokens, order))) for order in columns))
+        for name, fmt, tokens in dict.fromkeys(key[:3] for key in found)
+    ]
+    return markdown(("operation", "format", "tokens per rank", *(name.replace("_", " ") for name in columns)), rows)
+
+
 def swiglu_table(results: Sequence[dict], compiled: Sequence[dict] = ()) -> str:
     """Times and shares of the copy ceiling, plain / interleaved, by the number of groups that the rows are in."""
 
@@ -339,6 +354,7 @@ def page(run: dict) -> str:
     section("Pairs under other conditions", conditions and f"{CONDITIONS_TEXT}\n\n{conditions}")
     mirrored = mirror_table(run)
     section(mirror_title(run), mirrored and f"{mirror_text(run)}. In brackets: the corrected times.\n\n{mirrored}")
+    section("Orders of rows (over the floor)", orders_table(run["orders"]))
     section("SM budgets", sweep_table(run["sweep"]))
     section("SwiGLU and quantise", swiglu_table(run["swiglu"], run.get("compiled", ())))
     section("Notes", "".join(f"- {note}\n" for note in run["notes"]))

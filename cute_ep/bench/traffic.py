@@ -28,7 +28,8 @@ class RoutingCounts:
         messages: tokens that dispatch sends: `pairs`, and on the diagonal those that the shared expert alone takes.
         shared: per rank the tokens that its shared expert takes.
         tokens: per source rank its tokens.
-        rows: per rank the rows of its dispatch output, those of the shared expert and padding included.
+        rows: per rank the rows of its dispatch output, those of the shared expert and padding included; with blocks
+            those of all blocks.
         scale_rows: per rank the same for its scale factors, which may be padded further.
     """
 
@@ -65,9 +66,13 @@ def count_routing(cfg: EPConfig, topk_ids: Sequence[torch.Tensor]) -> RoutingCou
         shared.append(count)
         per_expert += torch.bincount(expert[owner < ranks], minlength=cfg.num_experts)
 
+    per_group = pairs.T if cfg.is_rank_major else per_expert.view(ranks, local)
+
     def rows(alignment: int) -> tuple[int, ...]:
         """Per rank its rows, each group's rounded up to a multiple."""
-        routed = align_up(per_expert, alignment).view(ranks, local).sum(dim=1).tolist()
+        if cfg.block_rows is not None:
+            return (cfg.groups * alignment,) * ranks
+        routed = align_up(per_group, alignment).sum(dim=1).tolist()
         return tuple(align_up(count, alignment) + own for count, own in zip(shared, routed, strict=True))
 
     tokens = tuple(ids.shape[0] for ids in topk_ids)
@@ -114,10 +119,10 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     """Bytes of one operation, out of LAUNCHES.
 
     Memory counts each row where it is read and where it is written: dispatch reads x, writes and reads every
-    message at its receiver and writes the output rows and scale factors, padding included; combine reads the expert
-    rows, writes and reads what returns to its source and writes the sums. Rows of the shared expert do not travel in
-    combine: their source reads them where they are. Routing tables (8 bytes a slot to each rank, 16 with router
-    weights) are left out.
+    message at its receiver and writes the output rows and scale factors, padding included but for that of blocks,
+    which it leaves alone; combine reads the expert rows, writes and reads what returns to its source and writes the
+    sums. Rows of the shared expert do not travel in combine: their source reads them where they are. Routing tables (8
+    bytes a slot to each rank, 16 with router weights) are left out.
 
     Raises:
         EPInputError: there is no such operation.
@@ -128,10 +133,13 @@ def traffic(cfg: EPConfig, counts: RoutingCounts, operation: str) -> Traffic:
     message = message_bytes(fmt, cfg.hidden)
     row = fmt.payload_bytes(cfg.hidden) + fmt.row_scale_bytes
     scales = scale_words(fmt.scale_bytes(cfg.hidden)) * WORD_BYTES
-    made = counts.entries.sum(dim=0) + torch.tensor(counts.shared)
+    shared = torch.tensor(counts.shared)
+    made = (counts.pairs if cfg.is_rank_major else counts.entries).sum(dim=0) + shared
     if operation == "dispatch":
-        moved, logical = counts.messages * message, int(made.sum()) * message
+        moved, logical = counts.messages * message, int((counts.entries.sum(dim=0) + shared).sum()) * message
         written = torch.tensor(counts.rows) * row + torch.tensor(counts.scale_rows) * scales
+        if cfg.block_rows is not None:
+            written = made * (row + scales)
         at_rank = 2 * moved.sum(dim=0) + written
     else:
         returned = counts.entries if operation == "combine_exact" else counts.pairs
