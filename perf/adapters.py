@@ -18,7 +18,6 @@ import argparse
 import importlib.util
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from pathlib import Path
 
 from perf import peers
 from perf.cases import MAIN, Shape
-from perf.runs import rounded
+from perf.runs import reproduce, rounded
 from perf.tables import machine_text, markdown
 
 ADAPTERS = {
@@ -158,11 +157,14 @@ def section(runs: Mapping[str, Mapping]) -> str:
     """The text of docs/adapters.md on the kept runs, by name."""
     if not runs:
         return NOTHING_TEXT
+    measured = {row["adapter"] for run in runs.values() for row in run["rows"]}
     parts = []
     for name, run in runs.items():
         data = f"[Data](../perf/results/{name}.json)"
         sizes = f"hidden, experts, top-k {run['shape'].replace('/', ', ')}"
-        parts += [f"{data}: {machine_text(run)}; {sizes}.", table(run), "".join(f"- {note}\n" for note in run["notes"])]
+        elsewhere = measured - {row["adapter"] for row in run["rows"]}
+        notes = (f"- {note}\n" for note in run["notes"] if note.split(":")[0] not in elsewhere)
+        parts += [f"{data}: {machine_text(run)}; {sizes}.", table(run), "".join(notes)]
     return "\n\n".join([f"{TABLE_TEXT}.", *(part.strip() for part in parts if part)])
 
 
@@ -199,7 +201,7 @@ def main() -> int:
     def say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
-    machine = environment(devices, shlex.join(["python", "-m", "perf.adapters", *sys.argv[1:]]))
+    machine = environment(devices, reproduce("perf.adapters", sys.argv[1:]))
     machine |= {"links": link_matrix(), "commit": args.commit or machine["commit"]}
     run = {"machine": machine, "quick": args.quick, "shape": shape.text}
     with kernels_from(args.library):

@@ -25,6 +25,7 @@ from perf.tables import (
     mirror_pairs,
     mirror_text,
     mirror_title,
+    orders_table,
     peers_table,
     provenance_text,
     taken_text,
@@ -119,6 +120,13 @@ def conditions_text(run: dict) -> str:
     words["pair_roomy"] = "with output buffers of the default size"
     cells = (f"{words[name]} {commas(own[key] for key in found)}" for name, own in times.items())
     return f"BF16 partial pairs of {', '.join(str(key[0]) for key in found)} tokens: {'; '.join(cells)} us."
+
+
+def orders_text(run: dict) -> str:
+    """Dispatch by the order of rows; "" where it was not measured."""
+    dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
+    table = orders_table(dispatches)
+    return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
 
 
 def predictions_text(run: dict, fits: dict) -> str:
@@ -269,6 +277,7 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
         plots_text(name, places.results, page, plots_of(name, runs)),
         peers_table(run, "pair", sizes=README_TOKENS),
         conditions_text(run),
+        orders_text(run),
         host_text(run, link(places.catalogue, page)),
         mirror_line(run),
         losses_text(run),

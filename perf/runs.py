@@ -3,7 +3,9 @@ perf/results. `read_run` reads both alike; `keep_run` makes the second from the 
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +25,15 @@ comparison."""
 DROPPED = {"p95_us", "mean_us", "min_us", "link_floor_us", "memory_floor_us", "remote_bytes", "logical_bytes"}
 """Fields that kept runs lack; floors are computed when a run is read."""
 SHARES = ("share", "error", "ratio")
+
+
+def reproduce(module: str, arguments: Sequence[str]) -> str:
+    """The command line of a module that measures the same, without where this one's results and logs go and which
+    commit it was of."""
+    where = argparse.ArgumentParser(add_help=False)
+    for option in ("--out", "--logs", "--commit"):
+        where.add_argument(option)
+    return shlex.join(["python", "-m", module, *where.parse_known_args(arguments)[1]])
 
 
 def machine_key(run: dict) -> str:

@@ -11,7 +11,6 @@ import argparse
 import datetime
 import hashlib
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from perf import peers, plots, tables
 from perf.cases import MAIN, MIRROR_TOKENS, QUICK_FORMATS, Group, case_groups
 from perf.mirror import GPUS, measure_mirror
 from perf.orders import measure_orders
-from perf.runs import ARTEFACTS, RUN
+from perf.runs import ARTEFACTS, RUN, reproduce
 from perf.sweep import measure_sweep
 from perf.swiglu import measure_swiglu
 
@@ -41,14 +40,6 @@ TABLES = "tables.md"
 SECTIONS = ("cases", "orders", "sweep", "mirror", "swiglu", "compiled", "peers")
 QUICK_SECTIONS = ("cases", "swiglu")
 COMPILED_TIMEOUT_S = 150.0
-
-
-def reproduce(arguments: Sequence[str]) -> str:
-    """The command line that measures the same, without where this one's results go and which commit it was of."""
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--out")
-    where.add_argument("--commit")
-    return shlex.join(["python", "-m", "perf.suite", *where.parse_known_args(arguments)[1]])
 
 
 def library_facts(folder: str | None) -> dict[str, str | int | list[str]]:
@@ -75,7 +66,7 @@ class Suite:
         self.devices, self.folder, self.library, self.quick = list(devices), folder, library, quick
         self.console = console
         self.failed = False
-        machine = environment(devices, reproduce(sys.argv[1:]))
+        machine = environment(devices, reproduce("perf.suite", sys.argv[1:]))
         machine |= {"links": link_matrix(), "commit": commit or machine["commit"], "library": library_facts(library)}
         self.run: dict = {"machine": machine, "quick": quick, "notes": [], "seconds": {}, "gpu_state": {}}
         self.run |= {"ceilings": {}, "cases": [], "orders": [], "sweep": [], "mirror": [], "swiglu": [], "peers": []}

@@ -114,6 +114,11 @@ def test_counts_agree_with_the_reference(case) -> None:
     ids = [one.topk_ids for one in inputs]
     received = reference.dispatch(case.cfg, [one.x for one in inputs], ids)
     counts = count_routing(case.cfg, ids)
+    for order in ({"row_order": "rank_major"}, {"block_rows": 256}):
+        if not case.shared and not (order.get("block_rows") and case.alignment):
+            cfg = replace(case.cfg, **order)
+            rows = [batch.num_rows.item() for batch in reference.dispatch(cfg, [one.x for one in inputs], ids)]
+            assert list(count_routing(cfg, ids).rows) == rows
     for rank, batch in enumerate(received):
         assert counts.rows_received(rank) == batch.num_rows.item()
         if batch.scales_offsets is not None:

@@ -183,6 +183,9 @@ def test_a_kept_run_is_a_section_of_the_document(tmp_path: Path, monkeypatch: py
     assert "[Data](../perf/results/h200x1-adapters.json): 1 x NVIDIA H200, 1 rank" in text
     monkeypatch.setattr(sys, "argv", ["adapters", "--table", str(tmp_path / "h200x1-adapters.json")])
     assert adapters.main() == 0
+    other = example()["rows"][0] | {"adapter": "flashinfer"}
+    both = adapters.section(runs | {"h200x1-other-adapters": example() | {"rows": [other], "notes": []}})
+    assert "not present" not in both  # measured in another run
 
 
 def test_kernels_of_a_folder_are_found_by_processes_that_are_started(

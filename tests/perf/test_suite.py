@@ -14,11 +14,13 @@ import cute_ep
 from cute_ep.aot import library
 from cute_ep.aot.library import LibraryEntry, source_hash
 from cute_ep.api.errors import EPError
-from cute_ep.bench.measure import CHAINED, OPERATIONS, PARTS, measure
+from cute_ep.bench.measure import CHAINED, OPERATIONS, PARTS, make_sets, measure, run_round
 from cute_ep.layouts.maps.formats import formats_of
 from cute_ep.layouts.maps.variants import Variant
+from cute_ep.runtime.connection import connect_local
 from perf import peers, suite
-from perf.cases import BASIC, MAIN, MEASURED_FORMATS, OTHERS, TOKENS, Shape, case_groups
+from perf.cases import BASIC, MAIN, MEASURED_FORMATS, ORDER_OPERATIONS, OTHERS, TOKENS, Shape, case_groups
+from perf.orders import in_order
 from tests.bench.counting_runner import CountingRunner
 from tests.perf.example import CEILINGS, example_run
 
@@ -43,6 +45,21 @@ def test_the_suite_covers_what_it_promises() -> None:
     }
     assert set(measured["bf16", 4096]) == set(PARTS) and set(measured["nvfp4", 8]) == set(OPERATIONS)
     assert measured["mxfp4", 1] == BASIC == groups[-1].operations(128, "uniform")
+
+
+@pytest.mark.parametrize("order", ORDER_OPERATIONS)
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_all_rows_have_room_in_any_order(fmt: str, order: str) -> None:
+    """Whatever experts tokens choose."""
+    cfg = in_order(Shape(64, 8, 2).config(fmt, 2, 64), order)
+    sets = make_sets(cfg, ["cpu"] * 2, 64, "one_rank", sets=1)
+    ranks = connect_local(cfg, ["cpu"] * 2)
+    for operation in ORDER_OPERATIONS[order]:
+        for ep, own in zip(ranks, sets.batches, strict=True):
+            run_round(ep, own[0], operation)
+        for ep in ranks:
+            ep.synchronize()
+    assert not any(bool(own[0].dispatched.any_lost()) for own in sets.batches)
 
 
 def test_peers_call_the_chained_pair_what_the_measurement_does() -> None:

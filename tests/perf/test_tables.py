@@ -20,6 +20,9 @@ def test_tables_show_the_numbers() -> None:
     assert "2 x NVIDIA H200, NV18 between GPUs" in text
     assert "| 64 | 2048 | bf16 | 4.0 / 4.0 (50% / 50%) | 6.0 / 6.0 (50% / 50%) |  |" in text
     assert "| operation | format | tokens per rank | 8 SMs | 132 SMs |" in text
+    assert "| operation | format | tokens per rank | expert major | rank major |" in text
+    floor = run["orders"][0]["floor_us"]
+    assert f"| dispatch | bf16 | 128 | 30.0 ({30 / floor:.2f}) | 20.0 ({20 / floor:.2f}) |" in text
     assert (
         "| tokens per rank | cute_ep bf16 partial | cute_ep bf16 exact (default) | cute_ep fp8 partial | nccl ag"
         in text
