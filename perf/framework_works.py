@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cute_ep.runtime.gpus import sms_beside_nccl
 from perf.adapter_problem import INNER, LOW_LATENCY_TOKENS, Native, Rank, Work, swiglu_experts
+
+MEGATRON_SMS = 20
+"""Megatron-core's default."""
 
 
 def flashinfer(me: Rank) -> Iterator[Work]:
@@ -41,12 +45,12 @@ def megatron(me: Rank) -> Iterator[Work]:
         overlap_moe_expert_parallel_comm=False,
         moe_router_padding_for_quantization=False,
         moe_router_dtype="fp32",
-        moe_deepep_num_sms=None,
+        moe_deepep_num_sms=MEGATRON_SMS,
     )
     local = me.shape.num_experts // me.world
     for tokens in me.tokens:
         given = me.inputs(tokens)
-        native = Native(me, given, CuteEPManager.mode)
+        native = Native(me, given, CuteEPManager.mode, sms=MEGATRON_SMS)
         manager = CuteEPManager(me.group, local, me.shape.top_k, me.shape.num_experts, config)
         manager.token_indices, manager.token_probs = given.ids.long(), given.weights
 
@@ -78,7 +82,7 @@ def transformers(me: Rank) -> Iterator[Work]:
     compute = swiglu_experts(module.gate_up_proj, module.down_proj)
     for tokens in me.tokens:
         given = me.inputs(tokens)
-        native = Native(me, given, "exact", compute=compute)
+        native = Native(me, given, "exact", compute=compute, sms=sms_beside_nccl(me.device))
 
         def layer(given=given) -> None:
             plan(given.x, given.ids, given.weights)
@@ -102,7 +106,7 @@ def torchtitan(me: Rank) -> Iterator[Work]:
         counts = torch.bincount(ids.flatten(), minlength=me.shape.num_experts)
         for factor in (None, 1.0):
             config = cute_ep_dispatcher(base, non_blocking_capacity_factor=factor)
-            native = Native(me, given, config.mode, sms=config.sms)
+            native = Native(me, given, config.mode, sms=sms_beside_nccl(me.device))
             dispatcher = config.build()
             dispatcher.wire_meshes(ep_mesh=mesh)
 

@@ -14,6 +14,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
+from cute_ep.runtime.gpus import sms_beside_nccl
 
 LOG = logging.getLogger(__name__)
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
@@ -78,7 +79,7 @@ class Connections:
 
         Args:
             sizes: hidden, experts of all ranks, top-k.
-            remedy, row_alignment, sms: as of `check_tokens`, `EPConfig` and `connect`.
+            remedy, row_alignment, sms: as of `check_tokens`, `EPConfig` and `connect`; sms None: `sms_beside_nccl`.
 
         Raises:
             EPInputError: as `check_tokens`.
@@ -87,7 +88,7 @@ class Connections:
         check_tokens(tokens, remedy)
         room = room_for(tokens)
         cfg = config_of(*sizes, room, self.size, timeout_s=self.timeout_s, row_alignment=row_alignment)
-        return self.get(cfg, sms)
+        return self.get(cfg, sms_beside_nccl(self.device) if sms is None else sms)
 
     def synchronize(self) -> None:
         """`EPCommunicator.synchronize` of all communicators."""

@@ -64,7 +64,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             hidden_dim, num_max_tokens_per_rank: with both the ranks connect when the model is parallelised; otherwise
                 in the first call, and again when more tokens come.
             mode: of combine. "partial" adds rows of each rank first, which rounds once more a rank and sends less.
-            sms: SMs that one kernel may take; None: all.
+            sms: SMs that one kernel may take; None: all but 8, which are left to FSDP's NCCL kernels.
         """
 
         mode: CombineMode = "exact"

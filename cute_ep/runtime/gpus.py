@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_ep.api.errors import EPConfigError
+from cute_ep.layouts.maps.launch import FREE_SMS
 
 
 def check_gpu(argument: str, index: int) -> None:
@@ -20,3 +21,10 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
     if sms is not None and not 1 <= sms <= have:
         raise EPConfigError(f"sms = {sms}: must be in [1, {have}], the SMs of {device}")
     return sms or have
+
+
+def sms_beside_nccl(device: torch.device) -> int | None:
+    """`sms` of `connect` where NCCL kernels run on other streams, as FSDP's and DDP's do: all of the GPU but FREE_SMS.
+    None on a CPU. A dispatch that waits with CTAs on every SM would keep out a collective that its peer has before its
+    own dispatch."""
+    return max(1, sm_budget(device, None) - FREE_SMS) if device.type == "cuda" else None

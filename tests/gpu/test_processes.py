@@ -42,6 +42,13 @@ def test_one_process_a_rank() -> None:
     assert [f"rank {rank} ok" in said for rank in range(RANKS)] == [True] * RANKS
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="kernels of two processes on one GPU do not run side by side")
+def test_nccl_kernels_of_another_stream_end_beside_a_dispatch_that_waits() -> None:
+    """With the SMs that adapters take by default; with all of them both wait."""
+    said = run_torchrun("--standalone", "--nproc-per-node", str(RANKS), "-m", "tests.gpu.nccl_worker")
+    assert said.count(" ok") == RANKS
+
+
 ONE_GPU_EACH = path_with(FOLDER if needed(2) else None, ROOT)
 """PYTHONPATH of programs that name a GPU a rank."""
 

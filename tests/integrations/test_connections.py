@@ -15,6 +15,7 @@ from cute_ep.integrations import connections
 from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, check_tokens, room_for, timeout_of
 from cute_ep.integrations.counts import expert_rows
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.runtime.gpus import sms_beside_nccl
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,24 @@ def test_ranks_wait_as_long_as_their_group(options: Any, seconds: float) -> None
     group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
     assert timeout_of(group, torch.device("cpu")) == seconds
     EPConfig(64, 8, 2, 64, 2, timeout_s=seconds)
+
+
+@pytest.mark.parametrize(("asked", "sms"), [(None, 124), (20, 20)])
+def test_nccl_kernels_have_sms_unless_somebody_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, sms: int
+) -> None:
+    """`tests/gpu/nccl_worker.py` shows what happens without."""
+    said: list[int | None] = []
+    hopper = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(connections, "timeout_of", lambda group, device: 30.0)
+    monkeypatch.setattr(connections, "connect", lambda cfg, group, sms: said.append(sms))
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    connections.Connections(group).for_tokens((64, 8, 2), 5, "send fewer", sms=asked)
+    assert said == [sms] and sms_beside_nccl(torch.device("cpu")) is None
 
 
 def test_who_shares_connections_still_closes_them_after_everybody_elses_end(monkeypatch: pytest.MonkeyPatch) -> None:
