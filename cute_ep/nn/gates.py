@@ -8,12 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.api.gates import SWIGLU, Gate, GateKind
-from cute_ep.ops.library import NAMESPACE
-from cute_ep.runtime.local_ops import fused_silu
-
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-OP = "gated"
+from cute_ep.api.gates import SWIGLU, Gate
+from cute_ep.ops import fused_silu
 
 GATES: dict[str, Gate] = {
     "swiglu": SWIGLU,
@@ -50,9 +46,8 @@ def apply(gate: Gate, rows: Tensor, row_offsets: Tensor | None = None, bias: Ten
     if wanted or rows.dtype != torch.bfloat16:
         return plain(gate, rows if bias is None or row_offsets is None else add_bias(rows, row_offsets, bias))
     if bias is not None:
-        bias = bias.detach().to(torch.bfloat16)
-    run = torch.ops.cute_ep.gated if torch.compiler.is_compiling() else _fused
-    return run(rows, row_offsets, bias, gate.kind, gate.alpha, gate.limit, gate.offset)
+        bias = bias.detach().to(torch.bfloat16).contiguous()
+    return fused_silu(rows.contiguous(), row_offsets, gate=gate, bias=bias)
 
 
 def add_bias(rows: Tensor, row_offsets: Tensor, bias: Tensor) -> Tensor:
@@ -60,33 +55,6 @@ def add_bias(rows: Tensor, row_offsets: Tensor, bias: Tensor) -> Tensor:
     row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     nobody = (0, 0, 0, 1)  # a bias for rows behind the last one, whose gradients may be NaN
     return rows + F.pad(bias.to(rows.dtype), nobody)[torch.searchsorted(row_offsets[1:], row, right=True)]
-
-
-def _fused(
-    rows: Tensor,
-    row_offsets: Tensor | None,
-    bias: Tensor | None,
-    kind: GateKind,
-    alpha: float | None,
-    limit: float | None,
-    offset: int,
-) -> Tensor:
-    bias = None if bias is None else bias.contiguous()
-    return fused_silu(rows.contiguous(), row_offsets, gate=Gate(kind, alpha, limit, offset), bias=bias)
-
-
-def _shape_fused(
-    rows: Tensor, row_offsets: Tensor | None, bias: Tensor | None, kind: GateKind, *numbers: object
-) -> Tensor:
-    return rows.new_empty(rows.shape[0], rows.shape[1] // Gate(kind).columns)
-
-
-LIBRARY.define(
-    f"{OP}(Tensor rows, Tensor? row_offsets, Tensor? bias, str kind, float? alpha, float? limit, int offset) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.impl(OP, _fused, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::{OP}", _shape_fused, lib=LIBRARY)
 
 
 def plain(gate: Gate, rows: Tensor) -> Tensor:

@@ -311,6 +311,15 @@ def _empty_output(
     )
 
 
+def empty_rows(
+    fmt: FormatName, layout: ScaleLayout | None, x: torch.Tensor, width: int, groups: int
+) -> list[torch.Tensor]:
+    """Uninitialised tensors of what `fused_silu` returns for [rows, columns] `x`: [rows, width] of a format, scales."""
+    record = _format(fmt)
+    made = _empty_output(record, _scale_layout(record, layout), x, width, groups)
+    return [one for one in made if one is not None]
+
+
 def _check_out(
     record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int, out: torch.Tensor | SwigluRows
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

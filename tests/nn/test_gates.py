@@ -59,15 +59,6 @@ def test_the_kernel_computes_no_rows_behind_the_last_one(monkeypatch: pytest.Mon
     assert asked[0] is offsets
 
 
-@pytest.mark.parametrize("name", ["swiglu_clamped", "relu2"])
-def test_the_op_obeys_the_rules_of_torch(name: str) -> None:
-    gate = GATES[name]
-    for offsets in (None, torch.tensor([0, ROWS], dtype=torch.int32)):
-        bias = None if offsets is None else rows_of(gate)[:1]
-        arguments = rows_of(gate), offsets, bias, gate.kind, gate.alpha, gate.limit, gate.offset
-        torch.library.opcheck(torch.ops.cute_ep.gated.default, arguments)
-
-
 @pytest.mark.parametrize("gate", [Gate(alpha=1.5, limit=3.0, offset=1), Gate(limit=3.0)], ids=str)
 def test_numbers_of_a_gate_are_those_given(gate: Gate) -> None:
     rows = rows_of(gate)
