@@ -39,7 +39,7 @@ class Work:
     Attributes:
         rows: that this rank receives, one per (token, expert).
         calls: the adapter's, by operation. A combine follows a dispatch.
-        native: a communicator's that do the same.
+        native: a communicator's that do the same; empty for another library's own calls.
         waits: operations in which the host waits for the GPU.
         about: how the adapter is called.
     """

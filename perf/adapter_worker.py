@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -23,7 +23,8 @@ from perf.adapters import ADAPTERS
 from perf.peer_worker import BURST, Host, Lane, arguments, run, shape_of, told
 from perf.peers import NOT_PRESENT
 
-WORKS = {
+Works = Callable[[Rank], Iterator[Work]]
+WORKS: dict[str, Works] = {
     name: work for module in (adapter_works, framework_works) for name, work in vars(module).items() if name in ADAPTERS
 }
 """By adapter, the function that yields what is timed."""
@@ -99,17 +100,18 @@ class Clock:
 
 def time_work(work: Work, clock: Clock) -> Iterator[dict]:
     """A result for each operation of a work, as `perf.adapters` describes it."""
+    sides = {prefix: calls for prefix, calls in (("", work.calls), ("native_", work.native)) if calls}
     before: list[str] = []
-    for operation, call in work.calls.items():
-        native = work.native[operation]
+    for operation in work.calls:
         with clock.on_stream():
             for name in (*before, operation):  # what was captured has no memory any more
-                work.calls[name]()
-                work.native[name]()
+                for calls in sides.values():
+                    calls[name]()
         clock.finish()
         how = WAITED if clock.lane is None or operation in work.waits else GRAPH
         measured = {}
-        for prefix, one in (("", call), ("native_", native)):
+        for prefix, calls in sides.items():
+            one = calls[operation]
             if how == WAITED:
                 seconds = clock.waited(one, work.tokens)
             else:
@@ -123,17 +125,17 @@ def time_work(work: Work, clock: Clock) -> Iterator[dict]:
         before.append(operation)
 
 
-def measure(name: str, me: Rank, clock: Clock, emit: Callable[[dict], None]) -> None:
+def measure(works: Works, me: Rank, clock: Clock, emit: Callable[[dict], None]) -> None:
     """All results of an adapter."""
     with torch.no_grad(), clock.on_stream():
-        for work in WORKS[name](me):
+        for work in works(me):
             for row in time_work(work, clock):
                 emit(row)
             del work
 
 
-def main() -> int:
-    """Run one rank; rank 0 appends the results."""
+def main(every: Mapping[str, Works] = WORKS) -> int:
+    """Run one rank, with what is timed by name; rank 0 appends the results."""
     args = arguments()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", args.rank) if gpu else torch.device("cpu")
@@ -151,7 +153,7 @@ def main() -> int:
         at("running")
         me = Rank(shape_of(args.shape), [int(word) for word in args.tokens.split(",")], device)
         try:
-            measure(name, me, clock, emit)
+            measure(every[name], me, clock, emit)
         except ImportError as error:  # on all ranks alike: none has begun
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             return NOT_PRESENT

@@ -15,6 +15,25 @@ from perf.adapter_problem import INNER, LOW_LATENCY_TOKENS, Native, Rank, Work, 
 from perf.peers import PEER_SMS
 
 
+def normal_dispatch(
+    buffer: Any, experts: int, x: Any, ids: torch.Tensor, weights: torch.Tensor, worst: int = 0
+) -> tuple:
+    """Layout and dispatch of a buffer with DeepEP V1's interface, ours or its own.
+
+    Args:
+        x: [T, hidden] bfloat16, or FP8 rows and their scales.
+        ids, weights: [T, K], ids as `topk_idx_t`.
+        worst: `num_worst_tokens`; 0: the host waits for numbers of rows.
+
+    Returns:
+        What the buffer's `dispatch` returns, the handle as [4].
+    """
+    by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, experts)
+    sizes = {"num_tokens_per_rank": by_rank, "num_tokens_per_expert": by_expert}
+    sizes |= {"is_token_in_rank": goes, "num_worst_tokens": worst}
+    return buffer.dispatch(x, **sizes, topk_idx=ids, topk_weights=weights)
+
+
 def deepep_normal(me: Rank) -> Iterator[Work]:
     """With the host's wait for the number of rows, and without it."""
     from cute_ep.integrations.deep_ep import Buffer
@@ -33,10 +52,7 @@ def deepep_normal(me: Rank) -> Iterator[Work]:
                 last = SimpleNamespace()
 
                 def dispatch(x=x, ids=ids, weights=weights, worst=worst, last=last) -> None:
-                    by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, me.shape.num_experts)
-                    sizes = {"num_tokens_per_rank": by_rank, "num_tokens_per_expert": by_expert}
-                    sizes |= {"is_token_in_rank": goes, "num_worst_tokens": worst}
-                    found = buffer.dispatch(x, **sizes, topk_idx=ids, topk_weights=weights)
+                    found = normal_dispatch(buffer, me.shape.num_experts, x, ids, weights, worst)
                     last.rows, last.handle = found[0], found[4]
 
                 dispatch()

@@ -5,8 +5,8 @@
 
 One process per GPU, also of one GPU; without GPUs one process on the CPU, whose times say nothing. An adapter whose
 framework is not installed is a note. With two or more GPUs and DeepEP installed its own times are taken in the same
-run, by `perf.peers`. A file kept as perf/results/<machine>-adapters.json is a table in docs/adapters.md
-(`python -m perf.report`).
+run, by `perf.peers`, and by `perf.deepep_worker` where its host waits. A file kept as
+perf/results/<machine>-adapters.json is a table in docs/adapters.md (`python -m perf.report`).
 
 vLLM and the other frameworks may want different versions of transformers. Then each environment makes a run
 (`--adapters vllm`), and the files, such as <machine>-adapters.json and <machine>-vllm-adapters.json, are a table each.
@@ -44,6 +44,8 @@ ADAPTERS = {
     "layer": "`cute_ep.nn.MoELayer`",
 }
 """By the names of the functions in `perf.adapter_works` and `perf.framework_works`."""
+WAITING = "deepep_normal"
+"""The adapter whose host waits where DeepEP's own does, and the peer that `perf.deepep_worker` times."""
 MODULES = {name: name for name in ("flashinfer", "transformers", "megatron", "torchtitan", "sglang", "vllm")}
 TOKENS, QUICK_TOKENS = (16, 128, 4096), (128,)
 TINY = Shape(256, 8, 2)
@@ -110,12 +112,41 @@ def run_adapters(
     return found
 
 
-def theirs(run: Mapping, row: Mapping) -> float | None:
-    """What DeepEP itself took in the same run for what a row is of; it does not wait on the host."""
+def run_deepep(
+    gpus: int,
+    shape: Shape,
+    tokens: Sequence[int],
+    names: Sequence[str] = tuple(ADAPTERS),
+    quick: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+    logs: Path | None = None,
+) -> dict:
+    """Run DeepEP itself for those adapters that have its interface.
+
+    Returns:
+        What `perf.peers.run_peers` returns. Further rows are of dispatches that the host waits for, with the batch
+        sizes `tokens`: each has "peer" and, as an adapter's, "format", "tokens", "rows", "operation", "how" (waited),
+        "p50_us" and "host_us".
+    """
+    found = peers.run_peers(gpus, shape, quick, say, [name for name in names if name in peers.PEERS], logs=logs)
+    if WAITING in names and gpus >= 2 and importlib.util.find_spec(peers.MODULES[WAITING]) is not None:
+        command = partial(peers.worker_command, module="perf.deepep_worker", budgets=BUDGETS_S)
+        folder = None if logs is None else logs / "waiting"
+        rows, notes, _ = peers.run_workers([WAITING], gpus, shape, tokens, folder, command=command, budgets=BUDGETS_S)
+        found["rows"] += rows
+        found["notes"] += [f"DeepEP where its host waits: {note}" for note in notes]
+        say(f"{WAITING}: {len(rows)} results where the host waits")
+    return found
+
+
+def theirs(run: Mapping, row: Mapping, field: str = "p50_us") -> float | None:
+    """What DeepEP itself took in the same run for what a row is of, if that was measured: waited for as the row was,
+    or not."""
     names = ("format", "tokens", "operation")
-    for one in run["peers"] if row["how"] != "waited" else ():
-        if one["peer"] == row["adapter"] and all(one[name] == row[name] for name in names):
-            return one["p50_us"]
+    for one in run["peers"]:
+        alike = (one.get("how") == "waited") == (row["how"] == "waited")
+        if alike and one["peer"] == row["adapter"] and all(one[name] == row[name] for name in names):
+            return one.get(field)
     return None
 
 
@@ -138,7 +169,9 @@ def table(run: Mapping) -> str:
     lines = []
     for key, every in found.items():
         first = every[min(every)]
+        other = theirs(run, first, "host_us")
         host = f"{first['host_us']:.0f} / {first['native_host_us']:.0f}"
+        host += "" if other is None else f", DeepEP {other:.0f}"
         lines.append((*key, *(cell(every.get(tokens)) for tokens in sizes), host))
     return markdown(("adapter", "operation", "format", "how", *map(str, sizes), "host / native"), lines)
 
@@ -206,8 +239,7 @@ def main() -> int:
     run = {"machine": machine, "quick": args.quick, "shape": shape.text}
     with kernels_from(args.library):
         run |= run_adapters(len(devices), shape, tokens, names, say, args.logs)
-    deepep = [name for name in names if name in peers.PEERS]
-    found = peers.run_peers(gpus, shape, args.quick, say, deepep, logs=args.logs)
+    found = run_deepep(gpus, shape, tokens, names, args.quick, say, args.logs)
     run |= {"peers": found["rows"], "peer_versions": found["versions"], "notes": run["notes"] + found["notes"]}
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.integrations.deep_ep import Buffer
-from perf import adapter_worker, adapters, peers
+from perf import adapter_worker, adapters, deepep_worker, peers
 from perf.adapter_problem import Rank, Work
 from perf.adapter_worker import WORKS, Clock, measure, time_work
 from perf.adapters import ADAPTERS, MODULES, TINY, TINY_TOKENS
+from perf.peer_libraries import NORMAL_BYTES, normal_buffer
 from tests.perf.test_peers import WORKER
 
 HERE = {"deepep_normal": 4, "deepep_low_latency": 2, "deepep_elastic": 3, "ops": 2, "layer": 1}
@@ -63,11 +64,91 @@ def test_adapters_are_timed_beside_a_communicator() -> None:
     for name, works in HERE.items():
         rows: list[dict] = []
         me = Rank(TINY, list(TINY_TOKENS), torch.device("cpu"))
-        measure(name, me, Clock(ALONE, None), rows.append)
+        measure(WORKS[name], me, Clock(ALONE, None), rows.append)
         me.close()
         operations = [row["operation"] for row in rows]
         assert operations == (["layer"] if name == "layer" else ["dispatch", "combine"] * works), name
         check_rows(rows, name)
+
+
+@pytest.mark.usefixtures("group")
+def test_deepep_itself_is_timed_where_its_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the adapter in its place, which is given what DeepEP's own buffer and calls need."""
+    given: list[dict] = []
+
+    class Recorded(Buffer):
+        def dispatch(self, x: Any, *args: Any, **options: Any) -> tuple:
+            given.append(options)
+            return super().dispatch(x, *args, **options)
+
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=Recorded, topk_idx_t=torch.int64))
+    normal_buffer.cache_clear()
+    rows: list[dict] = []
+    me = Rank(TINY, list(TINY_TOKENS), torch.device("cpu"))
+    measure(deepep_worker.deepep_normal, me, Clock(ALONE, None), rows.append)
+    buffer = normal_buffer()
+    buffer.destroy()
+    normal_buffer.cache_clear()
+    me.close()
+    assert (buffer.num_nvl_bytes, buffer.explicitly_destroy) == (NORMAL_BYTES, True)
+    assert Buffer.num_sms == peers.PEER_SMS["deepep_normal"]
+    assert {options["num_worst_tokens"] for options in given} == {0}
+    about = {"tokens": TINY_TOKENS[0], "rows": TINY_TOKENS[0] * TINY.top_k, "operation": "dispatch", "how": "waited"}
+    for row, fmt in zip(rows, ("bf16", "fp8"), strict=True):
+        times = row.pop("p50_us"), row.pop("host_us")
+        assert row == about | {"format": fmt} and all(0 < one < 1e7 for one in times)
+
+
+DEEPEP = "import perf.nvshmem as n, perf.deepep_worker as d; n.preload = d.preload = int; d.run(d.main)"
+"""A rank of DeepEP itself where there is no NVSHMEM."""
+
+
+@pytest.mark.slow
+def test_deepep_itself_runs_in_processes_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def command(*args: Any, module: str, budgets: dict) -> list[str]:
+        assert module == "perf.deepep_worker"
+        return [sys.executable, "-c", DEEPEP, *made(*args, budgets=budgets)[3:]]
+
+    made = peers.worker_command
+    monkeypatch.setattr(peers, "worker_command", command)
+    monkeypatch.setattr(peers, "run_peers", lambda *args, **options: {"rows": [], "notes": []})
+    shims = Path(sys.modules[Buffer.__module__].__file__ or "").parents[1] / "shims"
+    monkeypatch.syspath_prepend(shims)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, sys.path)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = adapters.run_deepep(2, TINY, TINY_TOKENS, logs=tmp_path)
+    assert found["notes"] == []
+    about = [(row["peer"], row["format"], row["how"]) for row in found["rows"]]
+    assert about == [("deepep_normal", fmt, "waited") for fmt in ("bf16", "fp8")]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "present"),
+    [(1, "deepep_normal", True), (2, "ops", True), (2, "deepep_normal", False)],
+    ids=["one GPU", "another adapter", "no module"],
+)
+def test_deepep_is_not_asked_to_wait_where_it_cannot(
+    gpus: int, name: str, present: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "run_peers", lambda *args, **options: {"rows": [], "notes": []})
+    monkeypatch.setattr(peers, "run_workers", lambda *args, **options: pytest.fail("was run"))
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda module: present or None)
+    assert adapters.run_deepep(gpus, TINY, TINY_TOKENS, [name])["rows"] == []
+
+
+def test_deepep_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout')"
+    before = {"peer": "deepep_normal", "format": "bf16", "tokens": 8, "operation": "dispatch", "p50_us": 1.0}
+
+    def command(names: list, rank: int, *others: Any, module: str, budgets: dict) -> list[str]:
+        return [sys.executable, "-c", WORKER + code, ",".join(names), str(rank), str(others[-1])]
+
+    monkeypatch.setattr(peers, "worker_command", command)
+    monkeypatch.setattr(peers, "run_peers", lambda *args, **options: {"rows": [before], "notes": ["a note"]})
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda module: True)
+    found = adapters.run_deepep(2, TINY, TINY_TOKENS)
+    why = "rank 0 ended with 1 at running: RuntimeError: DeepEP error: CPU recv timeout"
+    assert found == {"rows": [before], "notes": ["a note", f"DeepEP where its host waits: deepep_normal: {why}"]}
 
 
 @pytest.mark.slow
@@ -170,6 +251,16 @@ def test_a_table_has_a_line_for_all_batch_sizes() -> None:
         "| 40 / 10 |",
         "| DeepEP V1, normal | dispatch | bf16 | waits | 90.0 (3.00) |  | 40 / 10 |",
     ]
+
+
+def test_deepep_is_beside_an_adapter_that_waits_as_it_does() -> None:
+    run = example()
+    own = {"peer": "deepep_normal", "format": "bf16", "tokens": 16, "rows": 16, "operation": "dispatch"}
+    run["peers"].append(own | {"how": "waited", "p50_us": 120.0, "host_us": 110.0})
+    before, lines = adapters.table(example()).splitlines(), adapters.table(run).splitlines()
+    assert lines[:-1] == before[:-1]
+    waits = "| DeepEP V1, normal | dispatch | bf16 | waits | 90.0 (3.00, DeepEP 120.0) |  | 40 / 10, DeepEP 110 |"
+    assert lines[-1] == waits
 
 
 def test_a_kept_run_is_a_section_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
