@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +23,11 @@ LOG = logging.getLogger(__name__)
 
 
 class _Open(NamedTuple):
-    """A communicator, and what it was opened with: the process group, None of one rank, and options of `connect`."""
+    """A communicator, and what it was opened with: the process group, None of one rank, and `sms`."""
 
     communicator: EPCommunicator
     group: dist.ProcessGroup | None
-    options: dict[str, Any]
+    sms: int | None
 
     def serves(self, cfg: EPConfig, device: torch.device) -> bool:
         """Whether layers of this configuration can use it there."""
@@ -36,6 +37,13 @@ class _Open(NamedTuple):
 
 _OPEN: list[_Open] = []
 """What `connect` and first calls have opened, in their order; `ops` keeps none of them alive."""
+
+
+class _Origin(NamedTuple):
+    """What a layer was given to `connect` with: the process group, None for the default one, and options."""
+
+    group: weakref.ref[dist.ProcessGroup] | None
+    options: dict[str, Any]
 
 
 class Connected(torch.nn.Module):
@@ -51,7 +59,7 @@ class Connected(torch.nn.Module):
         super().__init__()
         self.cfg = cfg
         self._comm: str | None = None
-        self._group: dist.ProcessGroup | None = None  # of `connect`, also for calls after the module has moved
+        self._origin: _Origin | None = None  # also for calls after the module has moved
 
     def place(self) -> torch.device:
         """Where the module computes."""
@@ -90,14 +98,22 @@ class Connected(torch.nn.Module):
                 )
             return self._comm
         if self._comm is None:
-            group = self._group or _group_of_equals(self.cfg, self.place())
-            self.attach(_find_or_open(self.cfg, self.place(), group, {}))
+            self.attach(_find_or_open(self.cfg, self.place(), *self._group_and_options()))
             assert self._comm is not None
         if not is_open(self._comm):
             raise EPError(
                 f"{type(self).__name__}: its communicator was closed; call cute_ep.nn.connect(model), on all ranks"
             )
         return self._comm
+
+    def _group_and_options(self) -> tuple[dist.ProcessGroup | None, dict[str, Any]]:
+        """Those of `connect`, unless the group was destroyed since."""
+        if self._origin is not None:
+            given, options = self._origin
+            group = None if given is None else given()
+            if given is None or _is_registered(group):
+                return group, options
+        return _group_of_equals(self.cfg, self.place()), {}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         before = self.place()
@@ -107,7 +123,7 @@ class Connected(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_comm": None, "_group": None}
+        return {**self.__dict__, "_comm": None, "_origin": None}
 
 
 class Connections:
@@ -151,9 +167,10 @@ def connect(
     """Open a communicator for each configuration of the layers in a module, and give it to them.
 
     Collective over `group`: all ranks call it with the same layers, after the module is where it computes. Layers of
-    equal configurations share a communicator of the group, also with layers connected before, unless it was opened with
-    another value of an option that is given. A layer that was not connected does this in its first call outside of
-    compiled code and of CUDA graph capture: for the group of equal layers that are connected, else for the default one.
+    equal configurations share a communicator of the group, also with layers connected before, unless `sms` is given and
+    it was opened with another; `library` and `tuning` count where one is opened. A layer that was not connected does
+    this in its first call outside of compiled code and of CUDA graph capture: for the group of equal layers that are
+    connected, else for the default one.
 
     With `world_size` 1 there needs to be no process group; the communicator is on the layer's device.
 
@@ -173,10 +190,11 @@ def connect(
     if not layers:
         raise EPConfigError(f"module = {type(module).__name__}: must be or contain a MoELayer")
     options = {"sms": sms, "library": library, "tuning": tuning}
+    origin = _Origin(None if group is None or group is dist.group.WORLD else weakref.ref(group), options)
     before = set(map(id, _OPEN))
     for layer in layers:
         layer.attach(_find_or_open(layer.cfg, layer.place(), group, options))
-        layer._group = group
+        layer._origin = origin
     return Connections([one.communicator for one in _OPEN if id(one) not in before])
 
 
@@ -194,10 +212,10 @@ def connected_in(module: torch.nn.Module) -> Iterator[Connected]:
 def _find_or_open(
     cfg: EPConfig, device: torch.device, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> EPCommunicator:
-    group = None if cfg.world_size == 1 else group or dist.group.WORLD
+    """Ranks decide alike whether to open one: they give equal `sms`, but may have different libraries and tunings."""
+    group, sms = None if cfg.world_size == 1 else group or dist.group.WORLD, options.get("sms")
     for one in _OPEN:
-        same = all(value is None or value == one.options.get(name) for name, value in options.items())
-        if one.serves(cfg, device) and one.group is group and same:
+        if one.serves(cfg, device) and one.group is group and sms in (None, one.sms):
             return one.communicator
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
@@ -207,7 +225,7 @@ def _find_or_open(
         _check_process(cfg, device)
         communicator = connection.connect(cfg, group, **options)
     LOG.info("connected %r", communicator)
-    _OPEN.append(_Open(communicator, group, options))
+    _OPEN.append(_Open(communicator, group, sms))
     return communicator
 
 
@@ -221,6 +239,15 @@ def _group_of_equals(cfg: EPConfig, device: torch.device) -> dist.ProcessGroup |
             "cute_ep.nn.connect(model, group), on all ranks"
         )
     return next(iter(groups.values()), None)
+
+
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
+    """Whether torch still knows a process group."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def _check_process(cfg: EPConfig, device: torch.device) -> None:

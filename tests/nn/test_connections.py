@@ -16,6 +16,7 @@ from cute_ep import EPCommunicator, EPConfig, connect_local
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.nn import MoELayer, connect, connections, disconnect
 from cute_ep.reference.backend import ReferenceCommunicator
+from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 from .layers import INNER, config
 
@@ -152,57 +153,95 @@ def test_several_ranks_need_a_process_group() -> None:
             call()
 
 
+class Group:
+    """Stands for a process group of two ranks."""
+
+
+A, B = Group(), Group()
+
+
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The process groups for which layers of two ranks have connected. Anything is one."""
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """(process group, options) of every communicator of two ranks that layers have opened."""
     calls = []
 
     def connect_rank(cfg: EPConfig, group: Any, **options: Any) -> EPCommunicator:
-        calls.append(group)
+        calls.append((group, options))
         return connect_local(cfg, ["cpu"] * cfg.world_size)[0]
 
     monkeypatch.setattr(connections.connection, "connect", connect_rank)
     monkeypatch.setattr(connections, "_check_process", lambda *_: None)
+    monkeypatch.setattr(connections, "_is_registered", lambda group: group in (A, B))
     monkeypatch.setattr(ReferenceCommunicator, "shares_device", False)
     return calls
 
 
-def test_layers_share_a_communicator_of_their_group_only(groups: list[Any]) -> None:
-    one, two, three = (MoELayer(config(2), INNER) for _ in range(3))
-    connect(one, "a")
-    connect(two, "b")
-    connect(three, "a")
-    assert groups == ["a", "b"]
+def layers(count: int) -> list[MoELayer]:
+    return [MoELayer(config(2), INNER) for _ in range(count)]
+
+
+def move(layer: MoELayer) -> MoELayer:
+    """Away and back, so that its next call looks for a communicator."""
+    return layer.to("meta").to_empty(device="cpu")
+
+
+def groups(opened: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
+    return [group for group, _ in opened]
+
+
+def test_layers_share_a_communicator_of_their_group_only(opened: list) -> None:
+    one, two, three = layers(3)
+    connect(one, A)
+    connect(two, B)
+    connect(three, A)
+    assert groups(opened) == [A, B]
     assert three.communicator is one.communicator is not two.communicator
 
 
-def test_a_layer_that_was_not_connected_joins_equal_ones_of_one_group(groups: list[Any]) -> None:
-    one, two = (MoELayer(config(2), INNER) for _ in range(2))
-    connect(one, "a")
+def test_a_layer_that_was_not_connected_joins_equal_ones_of_one_group(opened: list) -> None:
+    one, two = layers(2)
+    connect(one, A)
     assert copy.deepcopy(one)._connected_name() == one._connected_name()
     with (
-        connect(two, "b"),
+        connect(two, B),
         pytest.raises(EPConfigError, match=r"2 process groups have layers of .*connect\(model, gro"),
     ):
         copy.deepcopy(one)._connected_name()
-    assert MoELayer(config(2), INNER)._connected_name() == one._connected_name() and groups == ["a", "b"]
+    assert MoELayer(config(2), INNER)._connected_name() == one._connected_name() and groups(opened) == [A, B]
 
 
-def test_a_layer_that_moves_stays_in_its_group(groups: list[Any]) -> None:
-    layer = MoELayer(config(2), INNER)
-    connect(layer, "a")
+@pytest.mark.parametrize("group", [A, None], ids=["a group", "the default group"])
+def test_a_layer_that_moves_stays_in_its_group(opened: list, group: Any) -> None:
+    """With its options; equal layers of another group make no difference."""
+    layer, other = layers(2)
+    connect(layer, group, sms=8)
+    connect(other, B)
+    assert move(layer).communicator is not other.communicator and groups(opened) == [group, B]
     disconnect()
-    layer.to("meta").to_empty(device="cpu")
-    layer._connected_name()
-    assert groups == ["a", "a"]
+    assert move(layer).communicator and opened[2] == opened[0]
 
 
-def test_another_value_of_an_option_opens_another_communicator(groups: list[Any]) -> None:
-    layers = [MoELayer(config(2), INNER) for _ in range(4)]
-    for layer, sms in zip(layers, (None, 8, 8, None), strict=True):
-        connect(layer, "a", sms=sms)
-    first, second, third, fourth = (layer.communicator for layer in layers)
-    assert first is fourth is not second is third and groups == ["a"] * 2
+def test_a_destroyed_group_is_forgotten(opened: list) -> None:
+    (layer,) = layers(1)
+    connect(layer, Group())  # torch does not know it any more when the layer is called
+    disconnect()
+    assert move(layer).communicator and opened[1] == (None, {})
+
+
+def test_another_number_of_sms_opens_another_communicator(opened: list) -> None:
+    every = layers(4)
+    for layer, sms in zip(every, (None, 8, 8, None), strict=True):
+        connect(layer, A, sms=sms)
+    first, second, third, fourth = (layer.communicator for layer in every)
+    assert first is fourth is not second is third and groups(opened) == [A] * 2
+
+
+def test_libraries_and_tunings_of_one_rank_open_none(opened: list) -> None:
+    """Ranks may give different ones, and must open communicators together."""
+    one, two = layers(2)
+    connect(one, A)
+    connect(two, A, library="elsewhere", tuning=Tuning((Entry(MANY, 10, 0, 1),), (Entry(MANY, 10, 0, 1),)))
+    assert one.communicator is two.communicator and len(opened) == 1
 
 
 def test_compiled_code_does_not_connect(layer: MoELayer) -> None:

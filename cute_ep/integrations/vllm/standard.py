@@ -149,7 +149,7 @@ class CuteEPStandard(CuteEPLayer):
         most, rule = self._cfg.max_tokens_per_rank, LIMIT
         context = get_forward_context() if is_forward_context_available() else None
         if context is not None and context.dp_metadata is not None:
-            most = -(-int(context.dp_metadata.num_tokens_across_dp_cpu.max()) // self._sp_size)
+            most = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max()))
             rule = "the most that vLLM says a rank has"
         self._check_tokens(tokens, most, rule)
         return most
@@ -165,12 +165,16 @@ class CuteEPStandard(CuteEPLayer):
             self._connected().synchronize()
             if not first:
                 return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
-        return Room(self._most_rows(cfg.max_tokens_per_rank) if first else most, None)
+        return Room(self._most_rows(self._share(cfg.max_tokens_per_rank)) if first else most, None)
+
+    def _share(self, tokens: int) -> int:
+        """Most of a data parallel rank's tokens that one of our ranks sends."""
+        return -(-tokens // self._sp_size)
 
     def _most_rows(self, tokens: int) -> int:
-        """What no routing of `tokens` tokens a rank brings more of to this rank."""
+        """What no routing of `tokens` tokens a rank, each to different experts, brings more of to this rank."""
         cfg = self._cfg
-        return max_rows(cfg.world_size, cfg.top_k, tokens, cfg.groups, cfg.alignment, 0)
+        return max_rows(cfg.world_size, min(cfg.top_k, cfg.local_experts), tokens, cfg.groups, cfg.alignment, 0)
 
     def _is_first(self) -> bool:
         """Whether this call is the first of its micro-batch, in which vLLM must make room for all that comes later."""
