@@ -35,7 +35,7 @@ def shard_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor], rank:
 
     Raises:
         EPInputError: an experts' tensor has not all experts, or `rank` is none.
-        EPConfigError: the module has no `MoELayer`.
+        EPConfigError: the module has no `MoELayer`, or its `state_dict()` has copies of parameters.
     """
     layers = _layers(module)
     if not layers:
@@ -44,8 +44,13 @@ def shard_state_dict(module: torch.nn.Module, state: Mapping[str, Tensor], rank:
         if not (is_integer(rank) and 0 <= rank < layer.cfg.world_size):
             raise EPInputError(f"rank = {rank!r}: must be an integer in [0, {layer.cfg.world_size})")
     experts = {id(getattr(layer, name)): layer.cfg for layer in layers for name in layer.expert_names()}
-    result = dict(state)
-    for key, own in module.state_dict(keep_vars=True).items():  # wrappers of modules rename what is in them
+    result, names = dict(state), module.state_dict(keep_vars=True)  # wrappers of modules rename what is in them
+    if not experts.keys() <= set(map(id, names.values())):
+        raise EPConfigError(
+            f"module = {type(module).__name__}: its state_dict() must have the experts' parameters themselves, and has "
+            "copies, as FSDP1's; take the part before the model is wrapped"
+        )
+    for key, own in names.items():
         cfg = experts.get(id(own))
         if cfg is None or key not in result:
             continue

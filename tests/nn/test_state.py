@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,18 @@ def test_a_part_is_not_taken_for_the_whole() -> None:
     said = "state['gate_up'].shape = (2, 32, 32): must begin with num_experts = 6, all experts"
     with pytest.raises(EPInputError, match=re.escape(said)):
         shard_state_dict(layer, layer.state_dict(), 0)
+
+
+def test_a_module_that_hides_its_parameters_is_refused() -> None:
+    """As FSDP1 does, whose state dict would come back whole."""
+
+    class Copying(torch.nn.Sequential):
+        def state_dict(self, *words: Any, **options: Any) -> Any:
+            return {name: value.clone() for name, value in super().state_dict(*words, **options).items()}
+
+    whole = Copying(full_layer(1)).state_dict()
+    with pytest.raises(EPConfigError, match=r"module = Copying: its state_dict\(\) must have the experts' parameters"):
+        shard_state_dict(Copying(full_layer()), whole, 0)
 
 
 @pytest.mark.parametrize("rank", [-1, 3, "0"])

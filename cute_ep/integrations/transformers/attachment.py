@@ -82,21 +82,12 @@ class Attachment:
         for module in list(self._modules):
             _LAYERS.pop(module, None)
         for config, before in self._before:
-            if any(other._inherit(config, before) for other in _attachments()):
+            if any(config is own for other in _attachments() for own, _ in other._before):
                 continue
             if config._experts_implementation == NAME:
                 config._experts_implementation = {"": before}
         self._before = []
         self._end()
-
-    def _inherit(self, config: Any, before: Any) -> bool:
-        """Whether this attachment has the configuration too; then it gives back what was there before both."""
-        for number, (own, _) in enumerate(self._before):
-            if own is config:
-                if before != NAME:
-                    self._before[number] = config, before
-                return True
-        return False
 
     def _close(self) -> None:
         self._exchanges.clear()
@@ -176,11 +167,15 @@ def _configs_of(model: nn.Module) -> list[Any]:
 
 
 def _implementation_of(config: Any, model: nn.Module) -> str | None:
-    """The experts implementation to give back to a configuration: where it is that of a copy of an attached model,
-    transformers' default."""
+    """The experts implementation to give back to a configuration: where another attachment has it, what was there
+    before both; where it is that of a copy of an attached model, transformers' default."""
     found = config._experts_implementation
-    if found != NAME or any(own is config for other in _attachments() for own, _ in other._before):
+    if found != NAME:
         return found
+    for other in _attachments():
+        for own, before in other._before:
+            if own is config:
+                return before
     whole = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
     return "eager" if whole is None else whole.get_correct_experts_implementation(None)
 
