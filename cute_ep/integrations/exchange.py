@@ -25,6 +25,9 @@ from cute_ep.runtime.connection import connect_local
 
 RETURNED = (torch.bfloat16, torch.float16, torch.float32)
 """Types that combine returns; what has another type is cast from float32."""
+UNCOUNTED_ENTRIES = 2048
+"""Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
+rows take 28 MiB."""
 
 
 def _close(communicators: Sequence[EPCommunicator]) -> None:
@@ -110,8 +113,9 @@ class Round:
         gradients: whether `backward` may come. Then the weights travel along.
 
     Attributes:
-        rows: that there is room for on each rank: those that come, for which the host waits for the ids; without
-            gradients and with a device for each rank it does not wait, and there is room for any.
+        rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
+            Without gradients, with a device for each rank and with at most `UNCOUNTED_ENTRIES` entries it does not
+            wait, and there is room for all entries on each rank.
         batches: one a rank, without the rows and their memory.
     """
 
@@ -121,7 +125,8 @@ class Round:
         self.slices = [slice(first, first + count) for first, count in self._shares(ranks)]
         self.ids = self.share(ids)
         self.weights = self.share(weights)
-        self.rows = self._count(ids) if gradients or exchange.waits else [ids.numel()] * ranks
+        counted = gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES
+        self.rows = self._count(ids) if counted else [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 
     def _shares(self, ranks: int) -> list[tuple[int, int]]:

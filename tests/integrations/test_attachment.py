@@ -19,8 +19,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 from cute_ep import Dispatched, EPConfigError, EPError, EPInputError
 from cute_ep.api.dispatched import tensors_of
-from cute_ep.integrations import exchange
-from cute_ep.integrations.exchange import Exchange, Round
+from cute_ep.integrations.exchange import Exchange
 from cute_ep.integrations.transformers import Attachment, attach, attachment
 from tests.integrations.models import EXPERTS, build, distance, text, trained
 
@@ -272,18 +271,6 @@ def test_checkpointing_keeps_no_rows(batches: list[dict[str, weakref.ref]]) -> N
         got, x.grad = x.grad, None
         experts(x, ids, weights).sum().backward()
         assert torch.equal(x.grad, got)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_there_is_room_for_the_rows_that_come(gradients: bool) -> None:
-    """Of four ranks one gets all, and two get none."""
-    experts = experts_of(build("mixtral"))
-    with attach(experts, devices=["cpu"] * 4, max_tokens=4) as one:
-        x, weights = torch.randn(2, 64, requires_grad=gradients), torch.rand(2, 2)
-        ranks = one.exchange(64, EXPERTS, 2, 2)
-        local = ranks.cfg.local_experts
-        pass_ = Round(ranks, torch.tensor([[0, local - 1], [local, -1]]), weights, gradients=gradients)
-        assert [len(rows) for rows in exchange.dispatch(pass_, x)] == pass_.rows == [2, 1, 0, 0]
 
 
 def test_copies_pickles_and_saved_models_work_once_they_are_attached(tmp_path: Path) -> None:

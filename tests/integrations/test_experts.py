@@ -15,6 +15,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.gates import Gate
+from cute_ep.integrations import exchange
+from cute_ep.integrations.exchange import Exchange
 from cute_ep.integrations.transformers import attach
 from cute_ep.integrations.transformers.experts import KNOWN_FLAGS, FoundGate, Shards, find_gate, grouped_linear
 from cute_ep.runtime.local_ops import fused_silu
@@ -174,6 +176,22 @@ def test_inference_in_bfloat16_uses_the_fused_gate(monkeypatch: pytest.MonkeyPat
         true = experts.float()(x, ids, weights)
     assert len(asked) == 2 and all((one["bias"] is not None) == experts.has_bias for one in asked)
     assert torch.equal(got, own) == (not experts.has_gate) and distance(got, true) <= distance(own, true)
+
+
+@pytest.mark.parametrize(("module", "name"), [MIXTRAL, GPT_OSS, NEMOTRON])
+def test_room_for_more_rows_than_come_changes_no_bit(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    """Inference as with a device for each rank, in passes that count rows and in those that do not."""
+    experts = make(module, name, torch.bfloat16)
+    x, ids, weights = arguments(experts, torch.bfloat16)
+    dispatch, rooms, outs = Exchange.dispatch, [], []
+    monkeypatch.setattr(Exchange, "dispatch", lambda *given: rooms.append(given[-1]) or dispatch(*given))
+    with attach(experts, devices=["cpu"] * 4, max_tokens=TOKENS) as one, torch.no_grad():
+        one.exchange(x.shape[1], EXPERTS, SLOTS, TOKENS).waits = False
+        for most in (ids.numel() - 1, ids.numel()):
+            monkeypatch.setattr(exchange, "UNCOUNTED_ENTRIES", most)
+            outs.append(experts(x, ids, weights))
+    assert sum(rooms[0]) == ids.numel() and rooms[1] == [ids.numel()] * 4
+    assert torch.equal(*outs) and outs[0].any()
 
 
 def test_experts_that_compute_something_unknown_are_refused() -> None:
