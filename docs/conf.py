@@ -36,6 +36,7 @@ python_use_unqualified_type_names = True
 # one page for all, whether these are installed or not
 autodoc_mock_imports = ["cutlass", "flashinfer", "megatron", "pydantic", "sglang", "torchtitan", "transformers", "vllm"]
 versions.require = lambda *library, **rule: None  # what is mocked has no version
+versions.has = lambda *library: True
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False

@@ -8,6 +8,17 @@ from importlib import import_module
 Version = tuple[int, ...]
 
 
+def _numbers(version: str) -> Version:
+    """Those that a version starts with."""
+    leading = re.match(r"\d+(\.\d+)+", version)
+    return () if leading is None else tuple(map(int, leading[0].split(".")))
+
+
+def has(name: str, oldest: Version) -> bool:
+    """Whether an installed module's version is `oldest` or newer."""
+    return _numbers(import_module(name).__version__) >= oldest
+
+
 def require(name: str, oldest: Version, below: Version | None = None, *, package: str | None = None) -> None:
     """Import a library, whose version must be in a range.
 
@@ -30,7 +41,6 @@ def require(name: str, oldest: Version, below: Version | None = None, *, package
         found = import_module(name).__version__
     except ModuleNotFoundError as missing:
         raise ImportError(f"{package or name} = not installed: {need}") from missing
-    leading = re.match(r"\d+(\.\d+)+", found)
-    numbers = () if leading is None else tuple(map(int, leading[0].split(".")))
+    numbers = _numbers(found)
     if numbers < oldest or (below is not None and numbers >= below):
         raise ImportError(f"{package or name} = {found}: {need}")

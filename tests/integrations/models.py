@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 EXPERTS = 6
 """No multiple of 4 ranks, so that the last rank has none."""
@@ -94,6 +97,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """By model type, with what only this one calls so. Experts have other gates in deepseek_v4, gemma4_text, inkling2_text;
 biases and interleaved, transposed weights in gpt_oss; transposed ones in aria_text; no gate in nemotron_h."""
+
+
+def is_served(kind: str) -> bool:
+    """Whether the installed transformers has a model type, and experts in it that its experts interface calls."""
+    if kind not in CONFIG_MAPPING:
+        return False
+    name = model_type_to_module_name(kind)
+    source = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+    return "@use_experts_implementation" in source.read_text()
+
+
+SERVED = [kind for kind in MODELS if is_served(kind)]
+"""Those of MODELS that the installed transformers serves."""
 
 SEEDS = {"olmoe": 0, "qwen3_next": 0}
 """Where the usual one gives weights with which a rounding of the first layer changes an expert of the second."""

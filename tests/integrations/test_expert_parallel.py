@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+pytest.importorskip("transformers", "5.23", reason="needs transformers 5.23 or newer: pip install '.[transformers]'")
 
 from tests.integrations.models import build
 from tests.processes import WITHOUT_GPU, run_ranks

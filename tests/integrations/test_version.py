@@ -14,17 +14,22 @@ import pytest
 from cute_ep.integrations.versions import require
 from tests.processes import ROOT, run_code
 
-NEED = "must be 5.23 or newer: pip install 'transformers>=5.23'"
+NEED = "must be 5.17 or newer: pip install 'transformers>=5.17'"
+
+
+def beside(folder: Path) -> dict[str, str]:
+    """The environment of a process in which modules in `folder` hide installed ones."""
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
 def import_beside(folder: Path, module: str) -> subprocess.CompletedProcess[str]:
-    """Import an adapter in a process whose modules in `folder` hide installed ones."""
-    return run_code(f"import {module}", folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    """Import an adapter in such a process."""
+    return run_code(f"import {module}", folder, **beside(folder))
 
 
 def import_all_beside(folder: Path, modules: str) -> subprocess.CompletedProcess[str]:
     """The same in a fresh interpreter, which has imported nothing of cute_ep before."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, **beside(folder)}
     command = [sys.executable, "-c", f"import {modules}"]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -32,7 +37,7 @@ def import_all_beside(folder: Path, modules: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("__version__ = '5.22.2'", f"transformers = 5.22.2: {NEED}"),
+        ("__version__ = '5.16.4'", f"transformers = 5.16.4: {NEED}"),
         ("__version__ = '4.57.6'", f"transformers = 4.57.6: {NEED}"),
         ("raise ModuleNotFoundError('gone')", f"transformers = not installed: {NEED}"),
     ],
@@ -42,6 +47,20 @@ def test_an_old_or_missing_transformers_is_named(tmp_path: Path, text: str, mess
     done = import_beside(tmp_path, "cute_ep.integrations.transformers")
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"ImportError: {message}"
     assert import_all_beside(tmp_path, "cute_ep, cute_ep.distributed, cute_ep.integrations.exchange").returncode == 0
+
+
+@pytest.mark.parametrize("found", ["5.17.0", "5.22.2"])
+def test_a_transformers_that_is_too_old_for_the_plan_is_named_when_that_is_imported(tmp_path: Path, found: str) -> None:
+    """Ranks of one process work with it."""
+    (tmp_path / "transformers" / "integrations").mkdir(parents=True)
+    (tmp_path / "transformers" / "__init__.py").write_text(f"__version__ = {found!r}\nPreTrainedModel = object\n")
+    moe = "class ALL_EXPERTS_FUNCTIONS:\n    register = print\n"
+    (tmp_path / "transformers" / "integrations" / "moe.py").write_text(moe)
+    module = "cute_ep.integrations.transformers"
+    done = run_code(f"from {module} import *\nassert attach\nfrom {module} import CuteEP", tmp_path, **beside(tmp_path))
+    assert done.returncode == 1 and done.stdout.startswith("cute_ep <function experts_forward")
+    need = "must be 5.23 or newer: pip install 'transformers>=5.23'"
+    assert done.stderr.splitlines()[-1] == f"ImportError: transformers = {found}: {need}"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cute_ep.api.config import EPConfig, is_integer
@@ -62,7 +63,7 @@ class Attachment:
             check_experts(name, module)
             if module in _LAYERS:
                 raise EPConfigError(f"{name}: is attached already, detach it first")
-            if getattr(module, "_is_expert_parallel", False):
+            if _is_split(module):
                 raise EPConfigError(f"{name}: is split over processes already, by the model's expert parallel plan")
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
@@ -158,6 +159,13 @@ def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if is_experts(module):
             yield name or "model", module
+
+
+def _is_split(module: Any) -> bool:
+    """Whether a process has only some of the experts. Before 5.23 transformers does not say so, but counts those."""
+    first = getattr(module, weight_names(module)[0])
+    counted = isinstance(first, DTensor) and len(first) != module.num_experts
+    return counted or getattr(module, "_is_expert_parallel", False)
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
