@@ -3,19 +3,53 @@ installs torchtitan, so most machines have only what stands in for it."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.integrations import upstream
 from tests.processes import ROOT, WITHOUT_GPU, run_ranks
 
+ADAPTER = "cute_ep.integrations.torchtitan"
 STUBS = ROOT / "tests" / "integrations" / "stubs"
 needs_torchtitan = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("torchtitan", "spmd_types", "tyro")),
     reason="needs torchtitan: pip install torchtitan==0.3.0",
 )
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Imports find what stands in for torchtitan, and import the adapter anew."""
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == "torchtitan" or name == ADAPTER]
+
+    monkeypatch.syspath_prepend(STUBS)
+    for name in loaded():
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in loaded():
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("stubs")
+def test_methods_and_stubs_take_what_torchtitan_gives() -> None:
+    """By signatures that were read from its wheel."""
+    theirs = upstream.build(upstream.load("torchtitan"))
+    dispatcher: Any = theirs["torchtitan.models.common.token_dispatcher"].BaseEPTokenDispatcher  # type: ignore[attr-defined]
+    assert not upstream.differences(importlib.import_module(ADAPTER).CuteEPTokenDispatcher, dispatcher)
+    for function in ("derive", "override"):
+        ours = inspect.signature(getattr(importlib.import_module("torchtitan.config"), function)).parameters
+        want = inspect.signature(getattr(theirs["torchtitan.config.override"], function)).parameters
+        assert {name: one.kind for name, one in ours.items()}.items() <= {k: v.kind for k, v in want.items()}.items()
 
 
 def run(module: str, folder: Path, *first: Path) -> None:

@@ -130,4 +130,17 @@ WANTED: dict[str, dict[str, list[str]]] = {
             "create_communication",
         ],
     },
+    "torchtitan": {
+        "torchtitan.config.override": ["derive", "override"],
+        "torchtitan.distributed.activation_checkpoint": ["SelectiveAC.get_save_ops"],
+        "torchtitan.models.common.token_dispatcher": [
+            "BaseEPTokenDispatcher.__init__",
+            "BaseEPTokenDispatcher.wire_meshes",
+            "BaseEPTokenDispatcher.init_buffer",
+            "BaseEPTokenDispatcher.dispatch",
+            "BaseEPTokenDispatcher.combine",
+            "HybridEPTokenDispatcher.__init__",
+            "HybridEPTokenDispatcher.Config",
+        ],
+    },
 }

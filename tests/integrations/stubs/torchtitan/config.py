@@ -21,16 +21,16 @@ class Configurable:
             cls.Config._owner = cls  # type: ignore[attr-defined]
 
 
-def override(target: type, *, description: str = "") -> Callable:
+def override(*, target: type, description: str = "") -> Callable:
     """A factory of configurations in place of those of type `target`."""
     assert issubclass(target, Configurable.Config)
     return lambda factory: factory
 
 
-def derive(source: Any, target: type, **deltas: Any) -> Any:
+def derive(source: Any, target_cls: type, **deltas: Any) -> Any:
     """A configuration of another class, with the fields that both have."""
-    names = {field.name for field in fields(target)}  # type: ignore[arg-type]
+    names = {field.name for field in fields(target_cls)}  # type: ignore[arg-type]
     if unknown := set(deltas) - names:
         raise ValueError(f"unknown fields {unknown}")
     shared = {field.name: getattr(source, field.name) for field in fields(source) if field.name in names}
-    return target(**shared | deltas)
+    return target_cls(**shared | deltas)
