@@ -12,7 +12,6 @@ from cute_ep.api.gates import SWIGLU, Gate
 from cute_ep.api.row_tensors import SwigluRows
 from cute_ep.api.types import FormatName, ScaleLayout, SwigluFormat
 from cute_ep.ops.library import LIBRARY, NAMESPACE
-from cute_ep.runtime import local_ops
 
 OP = "fused_silu"
 ARGUMENTS = ("x", "row_offsets", "bias", "scales_offsets", "input_scales", "fmt", "interleaved", "scale_layout")
@@ -72,6 +71,8 @@ def fused_silu(
 
 def _fused(gate: Gate, *arguments: Any) -> list[Tensor]:
     """arguments: ARGUMENTS of `cute_ep.fused_silu`."""
+    from cute_ep.runtime import local_ops  # which imports the reference and the driver: most users of ops need neither
+
     given: dict[str, Any] = dict(zip(ARGUMENTS, arguments, strict=True))
     made = local_ops.fused_silu(gate=gate, **given)
     return [made] if isinstance(made, Tensor) else list(made)
@@ -84,8 +85,10 @@ def _run(*arguments: Any) -> list[Tensor]:
 
 def _shapes(*arguments: Any) -> list[Tensor]:
     x, row_offsets, _, _, _, fmt, _, scale_layout, kind, *_ = arguments
+    from cute_ep.runtime.local_ops import empty_rows
+
     groups = 1 if row_offsets is None else row_offsets.shape[0] - 1
-    return local_ops.empty_rows(fmt, scale_layout, x, x.shape[1] // Gate(kind).columns, groups)
+    return empty_rows(fmt, scale_layout, x, x.shape[1] // Gate(kind).columns, groups)
 
 
 def _no_gradient(ctx: Any, inputs: tuple, output: Any) -> None:
