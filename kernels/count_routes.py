@@ -3,6 +3,7 @@
 What is read and written, as axes and shape : stride. T tokens, K entries of each, R ranks, E experts:
 
     ids, ids_out, last_ids  (token, k)                        (T, K)       : (K, 1)
+    weights, weights_out    (token, k)                        (T, K)       : (K, 1)             bfloat16 to float32
     goes                    (token, rank)                     (T, R)       : (R, 1)             bytes
     counts                  by rank, by expert, T, zeros      (words)      : (1)                `count_words`
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint8, Uint32
 
 from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import IDS_IN_FLIGHT, given_id, is_beyond
@@ -52,6 +53,11 @@ class CountRoutes:
         cute.arch.sync_threads()
         for token in cutlass.range(tid, args.tokens, THREADS, unroll=1):
             self._count_ranks(args, token, self._count_entries(args, token))
+        if args.weights_out != 0:
+            gWeight = array(args.weights, BFloat16, args.tokens * args.top_k)
+            gWide = array(args.weights_out, Float32, args.tokens * args.top_k)
+            for index in cutlass.range(tid, args.tokens * args.top_k, THREADS, unroll=1):
+                gWide[index] = gWeight[index].to(Float32)
         cute.arch.sync_threads()
         self._write_counts(args, tid)
 
@@ -75,6 +81,10 @@ class CountRoutes:
                     expert, last = rId[slot], Int32(MASKED_ENTRY)
                     if is_beyond(args.ids, token * args.top_k + end + slot, expert):
                         expert = Int32(NO_EXPERT)
+                    if (args.mask != 0) & (expert >= args.experts):
+                        expert = Int32(MASKED_ENTRY)
+                    if (args.mask != 0) & (expert < 0):
+                        expert = Int32(MASKED_ENTRY)
                     if (expert >= 0) & (expert < args.experts):
                         cute.arch.atomic_add(sExpert.iterator + expert, Int32(1))
                         _, rank = by_local_experts.split(expert)

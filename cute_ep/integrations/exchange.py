@@ -22,6 +22,7 @@ from cute_ep.api.types import CombineMode
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
 from cute_ep.layouts.maps.routing import shared_slice
 from cute_ep.runtime.connection import connect_local
+from cute_ep.runtime.routes import RouteCounts
 
 RETURNED = (torch.bfloat16, torch.float16, torch.float32)
 """Types that combine returns; what has another type is cast from float32."""
@@ -108,8 +109,7 @@ class Round:
 
     Args:
         exchange: the ranks.
-        ids: [T, K] int32 or int64, -1 masks an entry; T at most what the exchange has room for. Copied.
-        weights: [T, K] float32 router weights, without a gradient; copied.
+        routes: of T tokens, at most what the exchange has room for, with router weights; -1 masks an entry.
         gradients: whether `backward` may come. Then the weights travel along.
 
     Attributes:
@@ -119,24 +119,27 @@ class Round:
         batches: one a rank, without the rows and their memory.
     """
 
-    def __init__(self, exchange: Exchange, ids: Tensor, weights: Tensor, *, gradients: bool) -> None:
+    def __init__(self, exchange: Exchange, routes: RouteCounts, *, gradients: bool) -> None:
+        ids, weights = routes.ids, routes.weights
+        assert weights is not None
         self.exchange, self.tokens, self.gradients = exchange, len(ids), gradients
         ranks = exchange.cfg.world_size
         self.slices = [slice(first, first + count) for first, count in self._shares(ranks)]
         self.ids = self.share(ids)
         self.weights = self.share(weights)
         counted = gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES
-        self.rows = self._count(ids) if counted else [ids.numel()] * ranks
+        self.rows = self._count(routes.by_expert) if counted else [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 
     def _shares(self, ranks: int) -> list[tuple[int, int]]:
         return [shared_slice(self.tokens, rank, ranks) for rank in range(ranks)]
 
-    def _count(self, ids: Tensor) -> list[int]:
-        """Rows that come to each rank."""
+    def _count(self, by_expert: Tensor) -> list[int]:
+        """Rows that come to each rank; the last ranks may have fewer experts than the others."""
         cfg = self.exchange.cfg
-        server = torch.where(ids < 0, cfg.world_size, ids // cfg.local_experts)
-        return server.flatten().bincount(minlength=cfg.world_size + 1)[: cfg.world_size].tolist()
+        entries = by_expert.new_zeros(cfg.num_experts)
+        entries[: len(by_expert)] = by_expert
+        return entries.view(cfg.world_size, cfg.local_experts).sum(1).tolist()
 
     def share(self, whole: Tensor) -> list[Tensor]:
         """Each rank's part of the [T, ...] tensor of all tokens, on its device, contiguous."""

@@ -13,12 +13,14 @@ NO_EXPERT = 2**31 - 1
 
 @no_modes()
 def count_routes(
-    topk_ids: torch.Tensor, num_experts: int, ranks: int
+    topk_ids: torch.Tensor, num_experts: int, ranks: int, mask: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(counts, goes, ids, last_ids) of `RouteCounts`."""
     ids = torch.where(topk_ids == topk_ids.int(), topk_ids, NO_EXPERT).int()
     chosen = (ids >= 0) & (ids < num_experts)
-    rank = torch.where(chosen, ids // (num_experts // ranks), -1)
+    if mask:
+        ids = torch.where(chosen, ids, -1)
+    rank = torch.where(chosen, ids // -(-num_experts // ranks), -1)
     on_rank = rank[:, None, :] == torch.arange(ranks)[None, :, None]
     goes = on_rank.any(2)
     by_expert = torch.bincount(ids[chosen], minlength=num_experts)

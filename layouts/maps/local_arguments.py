@@ -61,9 +61,10 @@ class CountArgs(NamedTuple):
         ids: [T, top_k] expert ids.
         counts: [words] int32, tokens by rank, entries by expert, T, and zeros; `words` are `count_words`.
         goes: [T, ranks] of one byte, 1 where a token goes to a rank.
-        ids_out: [T, top_k] int32, the ids.
+        ids_out: [T, top_k] int32, the ids; with `mask` 1 those that are no expert's are -1.
         last_ids: [T, top_k] int32, the ids of entries that are the last of their token on their rank, else -1.
-        local_experts: experts of one rank, with the `division_magic` of it.
+        weights: [T, top_k] bfloat16 router weights, read if there is weights_out: [T, top_k] float32, their values.
+        local_experts: experts of one rank, with the `division_magic` of it; the last ranks may have fewer.
     """
 
     ids: Ids
@@ -71,11 +72,14 @@ class CountArgs(NamedTuple):
     goes: Address
     ids_out: Address
     last_ids: Address
+    weights: Address
+    weights_out: Address
     tokens: Size
     top_k: Size
     ranks: Size
     experts: Size
     words: Size
+    mask: Size
     local_experts: Size
     local_experts_magic: Word
 

@@ -18,9 +18,10 @@ from .conftest import LIBRARY
 )
 def test_the_kernel_counts_as_the_cpu(tokens: int, top_k: int, experts: int, ranks: int, dtype: torch.dtype) -> None:
     given = entries(tokens, top_k, experts, dtype)
-    for _ in range(3):  # memory of the pass before is used again
-        got = count_routes(given.cuda(), experts, ranks, library=str(LIBRARY))
-        want = count_routes(given, experts, ranks)
+    weights = torch.randn(given.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for mask in (False, True, False):  # memory of the pass before is used again
+        got = count_routes(given.cuda(), experts, ranks, weights=weights.cuda(), mask=mask, library=str(LIBRARY))
+        want = count_routes(given, experts, ranks, weights=weights, mask=mask)
         for name in RouteCounts._fields:
             assert_bits(getattr(got, name).cpu(), getattr(want, name), name)
 
@@ -36,4 +37,6 @@ def test_counts_in_a_graph_are_of_the_ids_of_each_replay() -> None:
         given.copy_(other)
         graph.replay()
         for name, one in count_routes(other, 64, 4)._asdict().items():
+            if one is None:
+                continue
             assert_bits(getattr(got, name).cpu(), one, name)

@@ -14,9 +14,9 @@ from cute_ep.testing.compare import assert_bits
 BEYOND = 2**31 - 1
 
 
-def check(got: RouteCounts, given: torch.Tensor, experts: int, ranks: int) -> None:
+def check(got: RouteCounts, given: torch.Tensor, experts: int, ranks: int, mask: bool = False) -> None:
     """By loops over tokens and entries."""
-    local, by_expert, goes = experts // ranks, [0] * experts, torch.zeros(len(given), ranks, dtype=torch.bool)
+    local, by_expert, goes = -(-experts // ranks), [0] * experts, torch.zeros(len(given), ranks, dtype=torch.bool)
     last_ids = torch.full(given.shape, -1, dtype=torch.int32)
     for token, entries in enumerate(given.tolist()):
         for slot, expert in enumerate(entries):
@@ -33,6 +33,8 @@ def check(got: RouteCounts, given: torch.Tensor, experts: int, ranks: int) -> No
     assert_bits(got.goes, goes, "goes")
     assert_bits(got.last_ids, last_ids, "last_ids")
     ids = [[expert if -(2**31) <= expert < 2**31 else BEYOND for expert in entries] for entries in given.tolist()]
+    if mask:
+        ids = [[expert if 0 <= expert < experts else -1 for expert in entries] for entries in ids]
     assert_bits(got.ids, torch.tensor(ids, dtype=torch.int32).view(given.shape), "ids")
 
 
@@ -46,17 +48,38 @@ def entries(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -> torch.
     return ids
 
 
-SIZES = [(0, 2, 4, 2), (1, 1, 1, 1), (9, 3, 12, 3), (70, 8, 64, 4), (33, 32, 1024, 32), (40, 9, 40, 8)]
+SIZES = [
+    (0, 2, 4, 2),
+    (1, 1, 1, 1),
+    (9, 3, 12, 3),
+    (30, 2, 6, 4),
+    (8, 2, 2, 5),
+    (70, 8, 64, 4),
+    (33, 32, 1024, 32),
+    (40, 9, 40, 8),
+]
 
 
+@pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "ranks"), SIZES)
-def test_counts_are_those_of_a_loop(tokens: int, top_k: int, experts: int, ranks: int, dtype: torch.dtype) -> None:
+def test_counts_are_those_of_a_loop(
+    tokens: int, top_k: int, experts: int, ranks: int, dtype: torch.dtype, mask: bool
+) -> None:
     given = entries(tokens, top_k, experts, dtype)
-    check(count_routes(given, experts, ranks), given, experts, ranks)
+    check(count_routes(given, experts, ranks, mask=mask), given, experts, ranks, mask)
     if tokens:
         strided = given.t().contiguous().t()
         check(count_routes(strided, experts, ranks), given, experts, ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_weights_of_any_type_become_float32(dtype: torch.dtype) -> None:
+    given = torch.tensor([[0.1, -0.0], [float("inf"), 3e-41]]).to(dtype)
+    routes = count_routes(torch.zeros(2, 2, dtype=torch.int64), 4, 2, weights=given)
+    assert routes.weights is not None
+    assert_bits(routes.weights, given.float(), "weights")
+    assert count_routes(torch.zeros(2, 2, dtype=torch.int64), 4, 2).weights is None
 
 
 def test_ids_are_copied() -> None:
@@ -71,12 +94,16 @@ def test_ids_are_copied() -> None:
     [
         (torch.zeros(3), 4, 2, "topk_ids: torch.float32 of shape (3,): must be [T, K]"),
         (torch.zeros(3, 2), 4, 2, "topk_ids: torch.float32"),
-        (torch.zeros(3, 2).int(), 5, 2, "num_experts = 5: must be a positive multiple of ranks = 2"),
-        (torch.zeros(3, 2).int(), 0, 2, "num_experts = 0"),
-        (torch.zeros(3, 2).int(), 64, 64, "these at most 32"),
-        (torch.zeros(3, 2).int(), 2048, 2, "at most 1024"),
+        (torch.zeros(3, 2).int(), 0, 2, "num_experts = 0: must be in [1, 1024]"),
+        (torch.zeros(3, 2).int(), 64, 64, "ranks = 64 in [1, 32]"),
+        (torch.zeros(3, 2).int(), 2048, 2, "num_experts = 2048"),
     ],
 )
 def test_arguments_that_break_a_rule_are_refused(ids: torch.Tensor, experts: int, ranks: int, rule: str) -> None:
     with pytest.raises(EPInputError, match=re.escape(rule)):
         count_routes(ids, experts, ranks)
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    with pytest.raises(EPInputError, match=re.escape("weights: (3, 1) on cpu: must be (3, 2) on cpu, as the ids")):
+        count_routes(torch.zeros(3, 2).int(), 4, 2, weights=torch.zeros(3, 1))

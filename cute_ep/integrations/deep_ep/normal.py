@@ -151,7 +151,7 @@ class GivenLayout(NamedTuple):
     def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> RouteCounts:
         """Count; `known` finds it again by `goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
-        counts, by_rank, by_expert, goes, ids, last_ids = routes
+        counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
         versions = _version(topk_idx), _version(counts), _version(goes)
         goes._cute_ep_layout = cls(counts, by_rank, by_expert, ids, last_ids, topk_idx, versions)
         return routes

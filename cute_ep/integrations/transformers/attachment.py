@@ -30,6 +30,7 @@ from cute_ep.integrations.transformers.experts import (
 )
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
+from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
 
@@ -213,8 +214,9 @@ class _Layer:
         read = (hidden, weights, *module.parameters(), *(getattr(module, name) for name in names))
         with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
         ranks = self.attachment.exchange(hidden.shape[1], experts, ids.shape[1], len(hidden))
-        ids = torch.where((ids < 0) | (ids >= experts), -1, ids)  # transformers masks with `num_experts`
-        one = Round(ranks, ids, weights.detach().float(), gradients=with_gradient)
+        devices = self.attachment.devices  # masks: transformers does it with `num_experts`
+        routes = count_routes(ids, experts, len(devices), weights=weights.detach(), mask=True)
+        one = Round(ranks, routes, gradients=with_gradient)
         shards = {name: self.shards.of(module, name) for name in names}
         rows = []
         for rank, tokens in enumerate(exchange.dispatch(one, hidden)):

@@ -71,14 +71,17 @@ class CuteEP(EPImplementation):
         return shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        ids = torch.where((ids < 0) | (ids >= self.num_experts), -1, ids)
         group = self.ep_mesh.get_group()
-        heard = exchange_counts(count_routes(ids, self.num_experts, group.size()).by_expert, len(ids), group)
+        with_gradient = torch.is_grad_enabled() and weights.requires_grad
+        given = None if with_gradient else weights.detach()
+        routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
+        heard = exchange_counts(routes.by_expert, len(ids), group)
         rows, tokens = torch.stack([expert_rows(heard).sum(), heard[:, -1].max()]).tolist()
         sizes = x.shape[1], self.num_experts, ids.shape[1]
         communicator = connections_of(group).for_tokens(sizes, tokens, "use shorter or fewer sequences a pass")
         comm = cute_ep.ops.register(communicator)
-        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), ids, weights.float(), comm, capacity=rows, clear=False)
+        wide = weights.float() if routes.weights is None else routes.weights
+        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows, clear=False)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, dtype=returned).to(x.dtype)
