@@ -98,7 +98,7 @@ def test_processes_with_models_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", "5.23")
     from tests.integrations.models import build
 
-    for kind in ("mixtral", "gpt_oss"):
+    for kind in ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe"):
         build(kind).save_pretrained(tmp_path / "models" / kind)
     run_worker("worker", tmp_path, str(tmp_path / "models"))
 
