@@ -10,12 +10,14 @@ import torch
 from torch.library import opcheck
 
 import cute_ep.ops
+from cute_ep.api.dispatched import BUFFERS
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
 from tests.ops.layer import check, given, gradients, layer
 from tests.ops.ranks import ALONE
+from tests.ops.test_opcheck import defined_memory  # noqa: F401, a fixture
 from tests.ops.test_processes import run_on_two
 from tests.ops.worker import CHECKS
 
@@ -51,6 +53,25 @@ def test_opcheck(ep: EPCommunicator) -> None:
         assert passes(OPS.combine, (rows, *kept, comm, mode, torch.float32) if mode != "unweighted" else (
             rows, ids, None, *kept[2:], comm, mode, torch.float32))  # fmt: skip
     assert passes(OPS.combine_backward, (x, rows, *kept, comm, 21))
+
+
+@pytest.mark.usefixtures("defined_memory")
+def test_opcheck_of_calls_into_given_memory(ep: EPCommunicator) -> None:
+    (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
+    order, tensors = torch.zeros(1, dtype=torch.int32), [getattr(buffers, name) for name in BUFFERS]
+    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order, *tensors))
+    batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
+    kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
+    rows, out = torch.randn(batch.tokens.shape, device="cuda").bfloat16(), torch.empty_like(x)
+    assert passes(OPS.combine_out, (rows, *kept, comm, "partial", order, out))
+
+
+def test_opcheck_of_fused_silu() -> None:
+    x, offsets = torch.randn(9, 256, device="cuda").bfloat16(), torch.tensor([0, 4, 9], dtype=torch.int32).cuda()
+    for fmt, layout in (("bf16", None), ("fp8", None), ("nvfp4", "linear")):
+        given = x, offsets, None, None, None, fmt, False, layout, "silu", None, None, 0
+        done = opcheck(OPS.fused_silu, given, test_utils=("test_schema", "test_faketensor"))
+        assert set(done.values()) == {"SUCCESS"}, fmt
 
 
 @pytest.mark.parametrize("routing", ["uniform", "masked", "repeated", "one_expert"])
