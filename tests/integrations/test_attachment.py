@@ -212,6 +212,19 @@ def test_parts_of_a_model_are_detached_in_any_order(order: tuple[int, int]) -> N
     model(ids)
 
 
+def test_detaching_after_another_model_with_the_same_configuration_has_gone() -> None:
+    first = build("mixtral")
+    before, config = first.config._experts_implementation, first.config
+    attached = [attach(first, devices=["cpu"], max_tokens=18)]
+    second = type(first)(config).eval()
+    attached.append(attach(second, devices=["cpu"], max_tokens=18))
+    del first
+    gc.collect()
+    attached[1].detach()
+    assert config._experts_implementation == before
+    second(text())
+
+
 def test_detaching_leaves_an_implementation_that_was_chosen_since() -> None:
     model = build("mixtral")
     with attach(model, devices=["cpu"], max_tokens=18):
