@@ -11,6 +11,7 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.gates import SWIGLU, Gate
 from cute_ep.api.row_tensors import SwigluRows
 from cute_ep.api.types import FormatName, ScaleLayout, SwigluFormat
+from cute_ep.ops.bypass import needs_op
 from cute_ep.ops.library import LIBRARY, NAMESPACE
 
 OP = "fused_silu"
@@ -59,10 +60,12 @@ def fused_silu(
 ) -> Tensor | SwigluRows:
     """`cute_ep.fused_silu` into memory of its own, in eager code and without a graph break in compiled code.
 
-    Args, returns, raises: as there. It has no gradient: EPInputError where one is required.
+    Args, returns, raises: as there. It has no gradient: EPInputError where one is required, in a transform of
+    torch.func, and for a tensor with a tangent (forward mode).
     """
     arguments = (x, row_offsets, bias, scales_offsets, input_scales, fmt, interleaved, scale_layout)
-    if torch.compiler.is_compiling():
+    tensors = {"row_offsets": row_offsets, "bias": bias, "scales_offsets": scales_offsets, "input_scales": input_scales}
+    if needs_op(x=x, **tensors):
         made = torch.ops.cute_ep.fused_silu(*arguments, gate.kind, gate.alpha, gate.limit, gate.offset)
     else:
         made = _fused(gate, *arguments)

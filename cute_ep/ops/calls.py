@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.ops import gradients, library
+from cute_ep.ops.bypass import needs_op
 from cute_ep.ops.registry import communicator_of, registered
 
 
@@ -69,36 +69,6 @@ def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor |
     )
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that the library's own calls take."""
-
-
-def _refuse_transforms(**tensors: Tensor | None) -> None:
-    """EPInputError in transforms of torch.func and for tensors with a tangent. The ops have no rules for them: torch
-    would leave tangents out without a word."""
-    inside = torch._C._are_functorch_transforms_active()
-    if not inside and forward_ad._current_level < 0:
-        return
-    for name, tensor in tensors.items():
-        if inside or (isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None):
-            kind = "a transform of torch.func" if inside else "forward-mode differentiation"
-            raise EPInputError(
-                f"{name} = tensor in {kind}: must be outside, cute_ep.ops have gradients by backward() and "
-                "torch.autograd.grad only"
-            )
-
-
-def _needs_op(**tensors: Tensor | None) -> bool:
-    """Whether something but the kernel must see a call: a compiler, a mode such as that of `make_fx`, a subclass.
-    EPInputError: something must for which there is no rule."""
-    if torch.compiler.is_compiling():
-        return True
-    _refuse_transforms(**tensors)
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    return any(tensor is not None and type(tensor) not in PLAIN for tensor in tensors.values())
-
-
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -140,7 +110,7 @@ def dispatch(
         EPTimeout: as there.
     """
     sent = None if router_weights is None else router_weights.detach()
-    if _needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
+    if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
         call = torch.ops.cute_ep.dispatch
     elif _needs_gradient(x):
         gradients.check_differentiable(comm)
@@ -167,7 +137,7 @@ def combine(rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: t
         EPTimeout: as there.
     """
     rows, kept, comm = _read(rows, batch, mode)
-    if _needs_op(rows=rows, router_weights=kept[1], row_map=batch.row_map):
+    if needs_op(rows=rows, router_weights=kept[1], row_map=batch.row_map):
         call = torch.ops.cute_ep.combine
     elif _needs_gradient(rows, kept[1]):
         gradients.check_differentiable(comm, mode, weights=_needs_gradient(kept[1]))
@@ -199,7 +169,7 @@ def dispatch_into(
     """
     _refuse_gradient(x=x, router_weights=router_weights)
     tensors = [getattr(buffers, name) for name in BUFFERS]
-    if _needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
+    if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
         order = registered(comm).order
         torch.ops.cute_ep.dispatch_out(x, topk_ids, router_weights, input_scale, comm, order, *tensors)
     else:
@@ -219,7 +189,7 @@ def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "e
     """
     rows, kept, comm = _read(rows, batch, mode)
     _refuse_gradient(rows=rows, router_weights=kept[1])
-    if _needs_op(rows=rows, router_weights=kept[1], out=out):
+    if needs_op(rows=rows, router_weights=kept[1], out=out):
         torch.ops.cute_ep.combine_out(rows, *kept, comm, mode, registered(comm).order, out)
     else:
         library.combine_out(rows, *kept, comm, mode, None, out)

@@ -43,9 +43,15 @@ def round_of(comm: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
     return cute_ep.ops.combine(batch.tokens, batch)
 
 
+def gated_round(comm: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    batch = cute_ep.ops.dispatch(x, ids, weights, comm)
+    rows = cute_ep.ops.fused_silu(torch.cat([batch.tokens, batch.tokens], dim=1), batch.row_offsets)
+    return cute_ep.ops.combine(rows, batch)
+
+
 def test_without_gradients_the_library_is_called_directly(ep: EPCommunicator) -> None:
     comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
-    assert ops_of(round_of, comm, x, ids, weights) == []
+    assert ops_of(gated_round, comm, x, ids, weights) == []
     with torch.no_grad():
         assert ops_of(round_of, comm, x.requires_grad_(), ids, weights.requires_grad_()) == []
     assert ops_of(round_of, comm, x, ids, weights) == ["dispatch", "combine"]
@@ -75,7 +81,9 @@ def test_a_mode_sees_every_call(ep: EPCommunicator) -> None:
         round_of(comm, x, ids, weights)
         batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
         cute_ep.ops.combine_into(batch.tokens, batch, torch.empty_like(x))
-    assert seen.ops == ["dispatch.default", "combine.default", "dispatch_out.default", "combine_out.default"]
+        cute_ep.ops.fused_silu(x)
+    want = ["dispatch", "combine", "dispatch_out", "combine_out", "fused_silu"]
+    assert seen.ops == [f"{name}.default" for name in want]
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the mode", "after the mode"])
@@ -84,14 +92,16 @@ def test_fake_tensors_are_never_sent(ep: EPCommunicator, inside: bool) -> None:
     fakes = [mode.from_tensor(one) for one in inputs()]
     with mode if inside else nullcontext():
         assert round_of(comm, *fakes).shape == (5, ALONE.hidden)
+        offsets = mode.from_tensor(torch.tensor([0, 5], dtype=torch.int32))
+        assert cute_ep.ops.fused_silu(fakes[0], offsets).shape == (5, ALONE.hidden // 2)
     assert calls == []
 
 
 def test_make_fx_records_the_calls(ep: EPCommunicator) -> None:
     comm = cute_ep.ops.register(ep)
-    graph = make_fx(lambda *arguments: round_of(comm, *arguments))(*inputs()).graph
+    graph = make_fx(lambda *arguments: gated_round(comm, *arguments))(*inputs()).graph
     targets = [str(node.target) for node in graph.nodes if "cute_ep" in str(node.target)]
-    assert targets == ["cute_ep.dispatch.default", "cute_ep.combine.default"]
+    assert targets == [f"cute_ep.{name}.default" for name in ("dispatch", "fused_silu", "combine")]
 
 
 def test_a_default_device_and_autocast_are_no_reason_for_an_op(ep: EPCommunicator) -> None:

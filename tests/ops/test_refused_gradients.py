@@ -134,6 +134,12 @@ def test_transforms_and_forward_mode_are_refused(transform: str, into: bool, nam
     assert calls == ["dispatch"]
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_gate_in_a_transform_is_refused(transform: str) -> None:
+    with pytest.raises(EPInputError, match=r"x = tensor in .*: must be outside"):
+        TRANSFORMS[transform](cute_ep.ops.fused_silu, torch.randn(3, 512).bfloat16())
+
+
 def test_weights_with_a_tangent_are_refused_by_combine() -> None:
     comm, calls, (x, ids, weights), _ep = one_rank()
     batch = cute_ep.ops.dispatch(x, ids, weights, comm)
