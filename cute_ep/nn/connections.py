@@ -17,6 +17,7 @@ from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
 from cute_ep.runtime import connection
+from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
@@ -30,9 +31,10 @@ class _Open(NamedTuple):
     sms: int | None
 
     def serves(self, cfg: EPConfig, device: torch.device) -> bool:
-        """Whether layers of this configuration can use it there."""
+        """Whether layers of this configuration can use it there: the same on all ranks, which close together. A round
+        may have failed on this rank only."""
         one = self.communicator
-        return one.cfg == cfg and one.device == device and not (one.closed or one.failed)
+        return one.cfg == cfg and one.device == device and not one.closed
 
 
 _OPEN: list[_Open] = []
@@ -111,7 +113,7 @@ class Connected(torch.nn.Module):
         if self._origin is not None:
             given, options = self._origin
             group = None if given is None else given()
-            if given is None or _is_registered(group):
+            if given is None or (group is not None and _is_registered(group)):
                 return group, options
         return _group_of_equals(self.cfg, self.place()), {}
 
@@ -170,13 +172,15 @@ def connect(
     equal configurations share a communicator of the group, also with layers connected before, unless `sms` is given and
     it was opened with another; `library` and `tuning` count where one is opened. A layer that was not connected does
     this in its first call outside of compiled code and of CUDA graph capture: for the group of equal layers that are
-    connected, else for the default one.
+    connected, else for the default one. After `EPTimeout` call `disconnect` first, on all ranks.
 
     With `world_size` 1 there needs to be no process group; the communicator is on the layer's device.
 
     Args:
         module: contains a `MoELayer`, or is one.
-        group, sms, library, tuning: as of `cute_ep.connect`.
+        group, library, tuning: as of `cute_ep.connect`.
+        sms: as there; None leaves 8 of a GPU to NCCL kernels of other streams, as those of FSDP and DDP, where
+            processes share the work.
 
     Returns:
         What was opened now.
@@ -184,6 +188,7 @@ def connect(
     Raises:
         EPConfigError: no layer is in the module, there is no process group, a layer is not on this process's device, or
             as `cute_ep.connect`.
+        EPError: a round of a communicator that layers have open failed.
         VariantMissing, EPError: as `cute_ep.connect`.
     """
     layers = list(connected_in(module))
@@ -216,6 +221,8 @@ def _find_or_open(
     group, sms = None if cfg.world_size == 1 else group or dist.group.WORLD, options.get("sms")
     for one in _OPEN:
         if one.serves(cfg, device) and one.group is group and sms in (None, one.sms):
+            if one.communicator.failed:
+                raise EPError(f"{one.communicator!r}: a round failed; call cute_ep.nn.disconnect() first, on all ranks")
             return one.communicator
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
@@ -223,7 +230,8 @@ def _find_or_open(
         (communicator,) = connection.connect_local(cfg, [device], **options)
     else:
         _check_process(cfg, device)
-        communicator = connection.connect(cfg, group, **options)
+        beside_nccl = sms_beside_nccl(device) if sms is None else sms
+        communicator = connection.connect(cfg, group, **{**options, "sms": beside_nccl})
     LOG.info("connected %r", communicator)
     _OPEN.append(_Open(communicator, group, sms))
     return communicator
@@ -241,7 +249,7 @@ def _group_of_equals(cfg: EPConfig, device: torch.device) -> dist.ProcessGroup |
     return next(iter(groups.values()), None)
 
 
-def _is_registered(group: dist.ProcessGroup | None) -> bool:
+def _is_registered(group: dist.ProcessGroup) -> bool:
     """Whether torch still knows a process group."""
     try:
         dist.get_process_group_ranks(group)

@@ -171,7 +171,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
 
     monkeypatch.setattr(connections.connection, "connect", connect_rank)
     monkeypatch.setattr(connections, "_check_process", lambda *_: None)
-    monkeypatch.setattr(connections, "_is_registered", lambda group: group in (A, B))
+    monkeypatch.setattr(connections, "_is_registered", lambda group: group in (None, A, B))  # None is the default group
     monkeypatch.setattr(ReferenceCommunicator, "shares_device", False)
     return calls
 
@@ -225,7 +225,7 @@ def test_a_destroyed_group_is_forgotten(opened: list) -> None:
     (layer,) = layers(1)
     connect(layer, Group())  # torch does not know it any more when the layer is called
     disconnect()
-    assert move(layer).communicator and opened[1] == (None, {})
+    assert move(layer).communicator and opened[1] == (None, {"sms": None})
 
 
 def test_another_number_of_sms_opens_another_communicator(opened: list) -> None:
@@ -242,6 +242,28 @@ def test_libraries_and_tunings_of_one_rank_open_none(opened: list) -> None:
     connect(one, A)
     connect(two, A, library="elsewhere", tuning=Tuning((Entry(MANY, 10, 0, 1),), (Entry(MANY, 10, 0, 1),)))
     assert one.communicator is two.communicator and len(opened) == 1
+
+
+def test_after_a_failed_round_layers_say_what_to_do(opened: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have failed on this rank only: a rank that opened another communicator would wait for the others."""
+    one, two = layers(2)
+    connect(one, A)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceCommunicator, "failed", property(lambda _: True))
+        for call in (lambda: connect(one, A), lambda: connect(two, A), two._connected_name):
+            with pytest.raises(EPError, match=r"a round failed; call cute_ep\.nn\.disconnect\(\) first, on all ranks"):
+                call()
+        disconnect()
+    connect(two, A)
+    assert groups(opened) == [A, A]
+
+
+def test_sms_are_left_to_nccl_unless_a_number_is_given(opened: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "sms_beside_nccl", lambda device: 124)
+    one, two = layers(2)
+    connect(one, A)
+    connect(two, B, sms=132)
+    assert [options["sms"] for _, options in opened] == [124, 132]
 
 
 def test_compiled_code_does_not_connect(layer: MoELayer) -> None:
