@@ -204,17 +204,20 @@ def test_the_first_call_makes_room_for_all_that_may_come_under_graphs(
 def test_the_first_call_makes_room_for_no_more_than_can_come(
     stubs: dict, monkeypatch: Patch, experts: int, top_k: int, shared_by: int
 ) -> None:
-    """Fewer than top-k rows of a token where a rank has fewer experts; of tokens that tensor parallel ranks share."""
+    """Fewer than top-k rows of a token where a rank has fewer experts; of tokens that tensor parallel ranks share. A
+    call that does not count has room also for tokens that name an expert twice."""
     from cute_ep.integrations.vllm import standard
 
     workspace: Any = stubs["vllm.v1.worker.workspace"]
     workspace.is_workspace_manager_initialized = lambda: True
     workspace.current_workspace_manager = lambda: SimpleNamespace(is_locked=lambda: False)
     sizes = {"hidden": 512, "num_experts": experts, "top_k": top_k, "max_tokens": 1023}
-    options, manager = standard.Options(static_rows=1 << 40), SimpleNamespace(world_size=8)
+    options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8)
+    monkeypatch.setattr(standard, "_capturing", lambda device: True)
     layer = standard.CuteEPStandard(manager, **sizes, sp_size=shared_by, graphs=True, options=options)
-    made = layer._room(torch.zeros(1, top_k, dtype=torch.int64)).rows
-    assert made == 8 * -(-1023 // shared_by) * min(top_k, experts // 8)
+    most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
+    assert layer._room(ids).rows == most * min(top_k, experts // 8)
+    assert layer._room(ids).rows == 8 * 1023 * top_k
 
 
 def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:

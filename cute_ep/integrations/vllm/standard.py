@@ -157,7 +157,7 @@ class CuteEPStandard(CuteEPLayer):
     def _room(self, topk_ids: Tensor) -> Room:
         cfg, manager = self._cfg, self._manager
         tokens = topk_ids.shape[0]
-        most, first = self._most_rows(self._most_tokens(tokens)), self._is_first()
+        most, first = self._most_rows(self._most_tokens(tokens), cfg.top_k), self._is_first()
         if most > self._options.static_rows and not _capturing(topk_ids.device):
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
             heard = exchange_counts(routes.by_expert, tokens, manager.device_group)
@@ -165,16 +165,24 @@ class CuteEPStandard(CuteEPLayer):
             self._connected().synchronize()
             if not first:
                 return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
-        return Room(self._most_rows(self._share(cfg.max_tokens_per_rank)) if first else most, None)
+        return Room(self._reserved_rows() if first else most, None)
+
+    def _reserved_rows(self) -> int:
+        """What later calls can need: those that do not count rows, and those that do, whose tokens name an expert
+        once."""
+        cfg = self._cfg
+        tokens = self._share(cfg.max_tokens_per_rank)
+        uncounted = min(self._most_rows(tokens, cfg.top_k), self._options.static_rows)
+        return max(uncounted, self._most_rows(tokens, min(cfg.top_k, cfg.local_experts)))
 
     def _share(self, tokens: int) -> int:
         """Most of a data parallel rank's tokens that one of our ranks sends."""
         return -(-tokens // self._sp_size)
 
-    def _most_rows(self, tokens: int) -> int:
-        """What no routing of `tokens` tokens a rank, each to different experts, brings more of to this rank."""
+    def _most_rows(self, tokens: int, rows: int) -> int:
+        """Of this rank, where each rank has `tokens` tokens, each with as many rows here."""
         cfg = self._cfg
-        return max_rows(cfg.world_size, min(cfg.top_k, cfg.local_experts), tokens, cfg.groups, cfg.alignment, 0)
+        return max_rows(cfg.world_size, rows, tokens, cfg.groups, cfg.alignment, 0)
 
     def _is_first(self) -> bool:
         """Whether this call is the first of its micro-batch, in which vLLM must make room for all that comes later."""
