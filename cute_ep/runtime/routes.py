@@ -71,6 +71,10 @@ def count_routes(
     if weights is not None and (weights.shape != topk_ids.shape or weights.device != topk_ids.device):
         given = f"{tuple(weights.shape)} on {weights.device}"
         raise EPInputError(f"weights: {given}: must be {tuple(topk_ids.shape)} on {topk_ids.device}, as the ids")
+    if weights is not None and not weights.is_floating_point():
+        raise EPInputError(f"weights.dtype = {weights.dtype}: must be a floating type")
+    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+        raise EPInputError("weights.requires_grad = True: must be False, the kernel has no gradient; detach() them")
     if topk_ids.device.type != "cuda":
         counts, goes, ids, last_ids = reference.count_routes(topk_ids, num_experts, ranks, mask)
         wide = None if weights is None else weights.float()

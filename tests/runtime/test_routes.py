@@ -104,6 +104,14 @@ def test_arguments_that_break_a_rule_are_refused(ids: torch.Tensor, experts: int
         count_routes(ids, experts, ranks)
 
 
-def test_weights_of_another_shape_are_refused() -> None:
-    with pytest.raises(EPInputError, match=re.escape("weights: (3, 1) on cpu: must be (3, 2) on cpu, as the ids")):
-        count_routes(torch.zeros(3, 2).int(), 4, 2, weights=torch.zeros(3, 1))
+@pytest.mark.parametrize(
+    ("weights", "rule"),
+    [
+        (torch.zeros(3, 1), "weights: (3, 1) on cpu: must be (3, 2) on cpu, as the ids"),
+        (torch.zeros(3, 2).int(), "weights.dtype = torch.int32: must be a floating type"),
+        (torch.zeros(3, 2).requires_grad_(), "weights.requires_grad = True: must be False"),
+    ],
+)
+def test_weights_that_break_a_rule_are_refused(weights: torch.Tensor, rule: str) -> None:
+    with pytest.raises(EPInputError, match=re.escape(rule)):
+        count_routes(torch.zeros(3, 2).int(), 4, 2, weights=weights)

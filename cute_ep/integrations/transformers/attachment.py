@@ -23,6 +23,7 @@ from cute_ep.integrations.transformers.experts import (
     FoundGate,
     Shards,
     check_experts,
+    check_routed,
     find_gate,
     is_experts,
     run,
@@ -70,6 +71,9 @@ class Attachment:
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
         self._open: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._before = [(config, _implementation_of(config, model)) for config in _configs_of(model)]
+        found_now = {id(config): before for config, before in self._before}
+        for other in _attachments():  # what was chosen since is what a detach in any order gives back
+            other._before = [(config, found_now.get(id(config), before)) for config, before in other._before]
         for config, _ in self._before:
             config._experts_implementation = {"": NAME}
         for module in found.values():
@@ -206,8 +210,7 @@ class _Layer:
         self.gates: list[FoundGate | None] = []  # one, looked up when the layer runs first: before, weights may lack
 
     def forward(self, module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if weights.shape != ids.shape:
-            raise EPInputError(f"top_k_weights.shape = {tuple(weights.shape)}: must be {tuple(ids.shape)}, as the ids")
+        check_routed(hidden, ids, weights)
         if not self.gates:
             self.gates.append(find_gate(module))
         names, experts = weight_names(module), module.num_experts

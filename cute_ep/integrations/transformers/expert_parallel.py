@@ -14,7 +14,15 @@ from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations.connections import connections_of
 from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
-from cute_ep.integrations.transformers.experts import FoundGate, check_experts, find_gate, is_experts, run, weight_names
+from cute_ep.integrations.transformers.experts import (
+    FoundGate,
+    check_experts,
+    check_routed,
+    find_gate,
+    is_experts,
+    run,
+    weight_names,
+)
 from cute_ep.runtime.routes import count_routes
 
 
@@ -56,6 +64,7 @@ class CuteEP(EPImplementation):
         Raises:
             EPInputError, EPTimeout: as the calls of a communicator; EPConfigError, VariantMissing: as `connect`.
         """
+        check_routed(hidden_states, top_k_index, top_k_weights)
         own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))
         out = self._exchange(*own)
         if self.tp_mesh.size() == 1:

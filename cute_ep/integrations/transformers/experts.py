@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cute_ep.api.config import is_number
-from cute_ep.api.errors import EPConfigError
+from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.gates import Gate
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.nn.gates import plain
@@ -51,6 +51,19 @@ def check_experts(name: str, module: nn.Module) -> None:
                 f"{name}.{weight}.dtype = {kind}: must be one of {', '.join(map(str, WEIGHTS))}; quantised experts are "
                 "not supported"
             )
+
+
+def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    """EPInputError unless they are of the same tokens, [T, hidden], [T, K] and [T, K]; before anything is sent."""
+    if hidden_states.dim() != 2 or top_k_index.dim() != 2 or len(hidden_states) != len(top_k_index):
+        raise EPInputError(
+            f"hidden_states.shape = {tuple(hidden_states.shape)}: must be [T, hidden] and top_k_index.shape = "
+            f"{tuple(top_k_index.shape)} [T, K], of the same T tokens"
+        )
+    if top_k_weights.shape != top_k_index.shape:
+        raise EPInputError(
+            f"top_k_weights.shape = {tuple(top_k_weights.shape)}: must be {tuple(top_k_index.shape)}, as top_k_index"
+        )
 
 
 def weight_names(module: Any) -> tuple[str, ...]:
