@@ -311,10 +311,7 @@ def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def kernel(device: int, name: str, fmt: str, folder: str | None) -> RecordingKernel:
         return RecordingKernel(Variant(name, ARCH, fmt), found)
 
-    cuda = SimpleNamespace(
-        device=lambda device: nullcontext(), current_stream=lambda device: SimpleNamespace(cuda_stream=0)
-    )
-    monkeypatch.setattr(local_ops, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(local_ops, "launch_on", lambda device, kernel, grid, given: kernel.launch(grid, given, 0))
     monkeypatch.setattr(local_ops, "local_kernel", kernel)
     monkeypatch.setattr(local_ops, "resident_ctas", lambda device: LOCAL_CTAS)
     monkeypatch.setattr(local_ops, "_on_gpu", lambda name, tensor: True)

@@ -176,6 +176,16 @@ def allocate(nbytes: int) -> int:
     return int(check((status, address)))
 
 
+def launch_on(device: int, kernel: Kernel, grid: int, given: Sequence[int]) -> None:
+    """`Kernel.launch` on the current stream of a device, an ordinal. torch takes microseconds to make a device current
+    that is."""
+    if torch.cuda.current_device() == device:
+        kernel.launch(grid, given, current_stream(device))
+        return
+    with torch.cuda.device(device):
+        kernel.launch(grid, given, current_stream(device))
+
+
 class DeviceMemory:
     """A plain device allocation that peers may map, for what begins `begin` bytes into it, at `address`: zeros, and
     ones in the (offset from there, bytes) of `ones`."""

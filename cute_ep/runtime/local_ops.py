@@ -25,7 +25,7 @@ from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_row_alig
 from cute_ep.layouts.maps.variants import COPY_KERNEL, GATED_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
 from cute_ep.reference.local import check_offsets, fill_groups, rows_of_groups
 from cute_ep.runtime.arguments import address, scales_record
-from cute_ep.runtime.driver import resident_ctas
+from cute_ep.runtime.driver import launch_on, resident_ctas
 from cute_ep.runtime.local_kernels import local_kernel
 
 MAX_ROWS = 1 << 30
@@ -355,8 +355,7 @@ def _launch_rows(name: str, record: Format, device: int, arguments: RowsArgs, li
     grid = -(-arguments.rows * tiles // WARPS)
     if record.bits < 16:  # what is not encoded needs no preparation
         grid = min(resident_ctas(device), grid)
-    with torch.cuda.device(device):
-        kernel.launch(grid, tuple(numbers(arguments)), torch.cuda.current_stream(device).cuda_stream)
+    launch_on(device, kernel, grid, numbers(arguments))
 
 
 def copy_bytes(
@@ -386,5 +385,4 @@ def copy_bytes(
     device = source.device.index or 0
     arguments = CopyArgs(source.data_ptr(), destination.data_ptr(), source.nbytes)
     kernel = local_kernel(device, COPY_KERNEL, None, library)
-    with torch.cuda.device(device):
-        kernel.launch(ctas or resident_ctas(device), arguments, torch.cuda.current_stream(device).cuda_stream)
+    launch_on(device, kernel, ctas or resident_ctas(device), arguments)

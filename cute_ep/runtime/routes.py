@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_RANKS, count_words, division_magic
 from cute_ep.layouts.maps.variants import COUNT_KERNEL
 from cute_ep.runtime.arguments import address, ids_record
-from cute_ep.runtime.driver import current_stream
+from cute_ep.runtime.driver import launch_on
 from cute_ep.runtime.local_kernels import local_kernel
 
 
@@ -110,7 +109,5 @@ def count_routes(
             local_experts_magic=division_magic(local),
         )
         kernel = local_kernel(device.index, COUNT_KERNEL, None, library)
-        here = torch.cuda.current_device() == device.index
-        with nullcontext() if here else torch.cuda.device(device):
-            kernel.launch(1, numbers(arguments), current_stream(device.index))
+        launch_on(device.index, kernel, 1, numbers(arguments))
     return RouteCounts(counts, counts[:ranks], counts[ranks : ranks + num_experts], goes, ids, last_ids, wide)

@@ -14,7 +14,7 @@ from cute_ep.layouts.maps.launch import CTAS_PER_SM, WARPS
 from cute_ep.layouts.maps.local_arguments import SumArgs
 from cute_ep.layouts.maps.routing import division_magic
 from cute_ep.layouts.maps.variants import SUM_KERNEL
-from cute_ep.runtime.driver import resident_ctas
+from cute_ep.runtime.driver import launch_on, resident_ctas
 from cute_ep.runtime.local_kernels import local_kernel
 
 
@@ -68,8 +68,7 @@ def sum_rows(
             slices_log2=slices_log2(sources * tokens, rows.shape[1] * rows.itemsize, ctas * WARPS),
         )
         kernel = local_kernel(device.index, SUM_KERNEL, None, library)
-        with torch.cuda.device(device):
-            kernel.launch(ctas, tuple(arguments), torch.cuda.current_stream(device).cuda_stream)
+        launch_on(device.index, kernel, ctas, arguments)
     return sums, batch.derived(row_map=last_map, tokens=sums)
 
 
