@@ -184,7 +184,7 @@ def start_vllm(me: Rank) -> Any:
         parallel_state.init_distributed_environment(1, 0, "env://", me.device.index or 0, dist.get_backend())
         parallel_state.initialize_model_parallel(1, 1)
         group = parallel_state.get_dp_group()
-        return CuteEPAll2AllManager(group.cpu_group, group.device_group)
+        return CuteEPAll2AllManager(group.cpu_group)
 
 
 def vllm_work(me: Rank, layer: Any, quant: Any, native: Native, waits: bool, about: str) -> Work:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from cute_ep.api.config import LONGEST_S, EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.counts import Counting, Heard, counting_config
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.routes import RouteCounts
 
 LOG = logging.getLogger(__name__)
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
@@ -41,6 +43,7 @@ class Connections:
         self.timeout_s = timeout_of(group, self.device)
         self._open: dict[EPConfig, EPCommunicator] = {}
         self._found: dict[EPConfig, EPCommunicator] = {}  # what `get` has answered
+        self._counting: dict[EPConfig, Counting] = {}  # made anew they would be empty in a graph's capture
 
     def get(self, cfg: EPConfig, sms: int | None = None) -> EPCommunicator:
         """A communicator of this configuration, or of one for more tokens.
@@ -90,6 +93,39 @@ class Connections:
         cfg = config_of(*sizes, room, self.size, timeout_s=self.timeout_s, row_alignment=row_alignment)
         return self.get(cfg, sms_beside_nccl(self.device) if sms is None else sms)
 
+    def counting(self, words: int, *, sms: int | None = None, timeout_s: float | None = None) -> Counting:
+        """What exchanges counts of so many words between the ranks.
+
+        Args:
+            words: a multiple of 4, as of `RouteCounts.counts`.
+            sms: as of `connect`, where there is no communicator yet; None: `sms_beside_nccl`.
+            timeout_s: as of `EPConfig`; None: this one's.
+
+        Raises:
+            EPConfigError, EPError: as `get`.
+        """
+        cfg = counting_config(words, self.size, self.timeout_s if timeout_s is None else timeout_s)
+        communicator = self.get(cfg, sms_beside_nccl(self.device) if sms is None else sms)
+        found = self._counting.get(cfg)
+        if found is None or found.communicator is not communicator:
+            found = self._counting[cfg] = Counting(communicator)
+        return found
+
+    def hear(
+        self, routes: RouteCounts, experts: int, *, sms: int | None = None, timeout_s: float | None = None
+    ) -> Heard:
+        """Tell the ranks what this one's tokens need of `experts` experts of all ranks, and wait on the host for what
+        theirs do: collective.
+
+        Args:
+            sms, timeout_s: as of `counting`.
+
+        Raises:
+            EPConfigError, EPError: as `get`.
+            EPTimeout: a rank did not come in time.
+        """
+        return self.counting(routes.counts.size(0), sms=sms, timeout_s=timeout_s).hear(routes.counts, experts)
+
     def synchronize(self) -> None:
         """`EPCommunicator.synchronize` of all communicators."""
         for communicator in self._open.values():
@@ -98,6 +134,7 @@ class Connections:
     def close(self) -> None:
         """Close all communicators; collective."""
         self._found.clear()
+        self._counting.clear()
         while self._open:
             self._open.pop(next(iter(self._open))).close()
 

@@ -2,42 +2,100 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import add
+from typing import NamedTuple
+
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
+from cute_ep.api.config import EPConfig
+from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 
-def counts_to_tell(counts: Tensor, tokens: int, ranks: int) -> Tensor:
-    """What `exchange_counts` sends: [R, E/R + 1], by the rank that it is for."""
-    own = counts.view(ranks, -1)
-    return torch.cat([own, own.new_full((ranks, 1), tokens)], dim=1)
+@lru_cache(maxsize=256, typed=True)
+def counting_config(words: int, ranks: int, timeout_s: float) -> EPConfig:
+    """Of a communicator for one message a rank, which all ranks get: `words` 32-bit words."""
+    return EPConfig(
+        2 * words, ranks, ranks, 1, ranks, timeout_s=timeout_s, row_alignment=1, row_order=RANK_MAJOR
+    )  # in bfloat16, which moves as it is
 
 
-def exchange_counts(counts: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
-    """Tell every rank what this one sends to it. One small all-to-all, on the device: nothing waits on the host.
+class Heard(NamedTuple):
+    """What the ranks' numbers say about this one.
 
-    Args:
-        counts: [E] entries of this rank's tokens by expert, of the same integer type on all ranks; rank r has experts
-            [r * E/R, ...).
-        tokens: of this rank.
-
-    Returns:
-        [R, E/R + 1] of that type, by source rank: entries for each of this rank's experts, and the source's tokens.
+    Attributes:
+        entries: of all ranks' tokens, for each local expert.
+        tokens: most of a rank.
+        arriving: tokens with an entry for this rank.
     """
-    told = counts_to_tell(counts, tokens, group.size())
-    heard = torch.empty_like(told)
-    dist.all_to_all_single(heard, told, group=group)
-    return heard
+
+    entries: list[int]
+    tokens: int
+    arriving: int
+
+    def padded(self, alignment: int) -> list[int]:
+        """Rows of each local expert, padded to a multiple of `alignment`."""
+        return self.entries if alignment == 1 else [align_up(count, alignment) for count in self.entries]
 
 
-def expert_rows(heard: Tensor, alignment: int = 1) -> Tensor:
-    """[E/R] int64, the rows of each of this rank's experts, on the device of `heard`.
+class Counting:
+    """What all exchanges of counts on a communicator have in common. Each overwrites what the one before has brought,
+    in inference mode or not.
 
-    Args:
-        heard: what `exchange_counts` returned.
-        alignment: multiple to which each expert's rows are padded.
+    Attributes:
+        everyone: [1, R] int32 ids.
+        out: memory for R rows.
+        table: these as [R, words] int32: of each rank `RouteCounts.counts`.
     """
-    rows = heard[:, :-1].sum(0)
-    return rows if alignment == 1 else align_up(rows, alignment)
+
+    @torch.inference_mode(False)
+    def __init__(self, communicator: EPCommunicator) -> None:
+        self.communicator, ranks = communicator, communicator.cfg.world_size
+        self.everyone = torch.arange(ranks, dtype=torch.int32, device=communicator.device)[None]
+        self.out = communicator.allocate(ranks)
+        self.table = self.out.tokens.view(torch.int32)
+        self._told = self.table  # on the CPU
+        if communicator.device.type != "cpu":
+            self._told = torch.empty(self.table.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._words = (ctypes.c_int32 * self._told.numel()).from_address(self._told.data_ptr())
+
+    def exchange(self, counts: torch.Tensor) -> None:
+        """Have every rank know this one's `RouteCounts.counts`, [words] int32. Collective; nothing waits on the
+        host."""
+        self.communicator.dispatch(counts.view(torch.bfloat16)[None], self.everyone, out=self.out)
+
+    def tell_host(self) -> None:
+        """Begin to copy the table to the host."""
+        if self._told is not self.table:
+            self._told.copy_(self.table, non_blocking=True)
+
+    def wait(self, experts: int) -> Heard:
+        """Wait on the host for what `tell_host` began, and so for the current stream. `experts`: of all ranks.
+
+        Raises:
+            EPTimeout: a rank did not come in time.
+        """
+        self.communicator.synchronize()
+        ranks, rank = self.communicator.cfg.world_size, self.communicator.rank
+        local = experts // ranks
+        entries, *others = self._columns(ranks + rank * local, local)
+        for more in others:
+            entries = list(map(add, entries, more))
+        tokens = max(count for (count,) in self._columns(ranks + experts, 1))
+        return Heard(list(entries), tokens, sum(count for (count,) in self._columns(rank, 1)))
+
+    def hear(self, counts: torch.Tensor, experts: int) -> Heard:
+        """Tell the ranks this one's numbers, and wait for theirs. Collective; EPTimeout: a rank did not come in
+        time."""
+        self.exchange(counts)
+        self.tell_host()
+        return self.wait(experts)
+
+    def _columns(self, first: int, words: int) -> list[Sequence[int]]:
+        """By rank, `words` words of the table from `first` on."""
+        begins = range(first, self._told.numel(), self.table.shape[1])
+        return [self._words[begin : begin + words] for begin in begins]

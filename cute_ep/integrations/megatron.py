@@ -16,7 +16,6 @@ import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import alignment_for, close, connections_of
-from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
 from cute_ep.runtime.routes import count_routes
@@ -104,16 +103,14 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             raise EPInputError(
                 f"hidden_states.dtype = {hidden_states.dtype}: must be torch.bfloat16; train with bf16=True"
             )
-        tokens, hidden = hidden_states.shape
+        hidden = hidden_states.shape[1]
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
-        heard = exchange_counts(routes.by_expert, tokens, self.group)
-        heard = heard.cpu()
-        self.tokens_per_expert = expert_rows(heard, self.row_alignment)
-        most = int(heard[:, -1].max())
-        comm, scalars = (self._connected(columns, most) for columns in (hidden, SCALAR_HIDDEN))
-        rows = int(self.tokens_per_expert.sum())
+        heard = connections_of(self.group).hear(routes, self.num_experts, sms=self.config.moe_deepep_num_sms)
+        every = heard.padded(self.row_alignment)
+        self.tokens_per_expert = torch.tensor(every, device="cpu")
+        comm, scalars = (self._connected(columns, heard.tokens) for columns in (hidden, SCALAR_HIDDEN))
         received = dispatch_weighted(
-            hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=rows
+            hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=sum(every)
         )
         self._batch = received.batch
         probs = received.weights

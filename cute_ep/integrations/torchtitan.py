@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
-from cute_ep.integrations.counts import counts_to_tell, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.record import align_up
@@ -135,9 +134,10 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
         factor, unit = self.config.non_blocking_capacity_factor, self.alignment
         if factor is None:  # by ops that torchtitan's selective checkpointing saves
-            told = counts_to_tell(num_local_tokens_per_expert_E, tokens, ranks)
-            heard = all_to_all_single(told, None, None, self.ep_mesh.get_group())
-            rows = int(expert_rows(heard, unit).sum().to("cpu"))
+            heard = all_to_all_single(num_local_tokens_per_expert_E, None, None, self.ep_mesh.get_group())
+            if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
+                heard = heard.wait()
+            rows = int(align_up(heard.view(ranks, local).sum(0), unit).sum().to("cpu"))
         else:
             most = math.ceil(factor * ranks * tokens * min(self.top_k, local))
             rows = align_up(most + local * (unit - 1), unit)

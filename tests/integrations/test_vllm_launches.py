@@ -11,7 +11,10 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.integrations import connections
+from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.counts import Heard
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.routes import RouteCounts
 from tests.fake_gpu import Launches, MakeRank
 from tests.integrations.upstream import installed
 from tests.integrations.vllm_parts import HIDDEN, MicroBatch, experts_of, import_adapter, run_hook, take_turns
@@ -49,7 +52,7 @@ def layers(number: int, quant: dict[str, Any], batched: bool = False, **options:
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: RANKS)
-    manager = CuteEPAll2AllManager(group, group)
+    manager = CuteEPAll2AllManager(group)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TOKENS}
     make: Any = CuteEPBatched if batched else CuteEPStandard
     made = [make(manager, **sizes, options=Options(**options)) for _ in range(number)]
@@ -90,20 +93,20 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
     from cute_ep.integrations.vllm import standard
 
     (layer,) = layers(1, {}, static_rows=RANKS * TOKENS * SLOTS - 1)
-    asked = []
+    asked: list = []
 
-    def exchange(counts: torch.Tensor, tokens: int, group: object) -> torch.Tensor:
-        asked.append((counts.tolist(), tokens))
-        return torch.tensor([[3, 0, 1, 0, TOKENS], [0, 2, 0, 0, 9]])
+    def hear(self: object, routes: RouteCounts, experts: int, **options: object) -> Heard:
+        asked.append((routes.by_expert.tolist(), experts))
+        return Heard([3, 2, 1, 0], TOKENS, 4)
 
-    monkeypatch.setattr(standard, "exchange_counts", exchange)
+    monkeypatch.setattr(Connections, "hear", hear)
     monkeypatch.setattr(standard, "_capturing", lambda device: captured)
     monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
     rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)
     if captured:
         assert not asked and len(rows) == RANKS * TOKENS * SLOTS and meta.expert_num_tokens_cpu is None
         return
-    assert asked[0] == (torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist(), TOKENS) and len(asked) == 2
+    assert asked[0] == (torch.bincount(IDS.flatten(), minlength=EXPERTS).tolist(), EXPERTS) and len(asked) == 2
     assert len(rows) == len(ids) == 6 and meta.expert_num_tokens_cpu.tolist() == [3, 2, 1, 0]
     assert launches.last("dispatch").values("out.capacity") == (6,)
 

@@ -174,7 +174,7 @@ def test_several_machines_are_refused(parts: Parts) -> None:
 
     parts.base.All2AllManagerBase.__init__ = init
     with pytest.raises(EPConfigError, match="on one machine"):
-        CuteEPAll2AllManager(SimpleNamespace(rank=lambda: 0, size=lambda: 2), None)  # type: ignore[arg-type]
+        CuteEPAll2AllManager(SimpleNamespace(rank=lambda: 0, size=lambda: 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", ["utils", "early"])

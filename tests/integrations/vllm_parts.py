@@ -163,16 +163,8 @@ def run(
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.options import Options
 
-    def exchange(counts: torch.Tensor, tokens: int, group: ThreadGroup) -> torch.Tensor:
-        told = counts.view(RANKS, -1)
-        _, heard = group.on_all_ranks(lambda: told, lambda made: made)
-        own = torch.stack([one[group.rank()] for one in heard])
-        return torch.cat([own, torch.full_like(own[:, :1], tokens)], dim=1)
-
-    monkeypatch.setattr(standard, "exchange_counts", exchange)
-
     def on_rank(group: ThreadGroup) -> Any:
-        made = manager.CuteEPAll2AllManager(group, group)  # type: ignore[arg-type]
+        made = manager.CuteEPAll2AllManager(group)  # type: ignore[arg-type]
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": top_k, "max_tokens": TMAX}
         make = CuteEPBatched if batched else standard.CuteEPStandard
         layer: Any = make(made, **sizes, options=Options(**options))

@@ -50,7 +50,7 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
 
     group = dist.group.WORLD
     assert group is not None
-    manager = CuteEPAll2AllManager(group, group)
+    manager = CuteEPAll2AllManager(group)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TMAX}
     layer: Any
     if static_rows is None:

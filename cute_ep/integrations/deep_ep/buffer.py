@@ -32,6 +32,7 @@ from cute_ep.integrations.deep_ep.normal import (
     Route,
     first_rows,
     joined,
+    prefix_matrix,
     routes_of,
 )
 
@@ -228,11 +229,15 @@ class Buffer(LowLatency):
             require(tokens <= most, rule, room, self.group_size, tokens)
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
-        counting = self._normal.exchange_counts(words, wait=not num_worst_tokens)
-        prefix = counting.prefix_matrix()
+        counting = self._normal.counting(words.size(0))
+        counting.exchange(words)
         received: list[int] = []
         if not num_worst_tokens:
-            room, most, received = self._normal.wait_for_counts(counting, experts, expert_alignment)
+            counting.tell_host()
+        prefix = prefix_matrix(counting.table)
+        if not num_worst_tokens:
+            heard = counting.wait(experts)
+            room, most, received = heard.arriving, heard.tokens, heard.padded(expert_alignment)
         routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
         route, sent = Route(routes, of, most, room), topk_weights
         if topk_weights is not None and routes.ids.shape != topk_weights.shape:

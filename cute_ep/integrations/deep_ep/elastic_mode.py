@@ -208,8 +208,8 @@ class ElasticMode(NormalMode):
         local = layout.num_experts // ranks
         routes = count_routes(ids, layout.num_experts, ranks)
         if wait:
-            counting = self.exchange_counts(routes.counts, wait=True)
-            rows, _, padded = self.wait_for_counts(counting, layout.num_experts, alignment)
+            heard = self.counting(routes.counts.size(0)).hear(routes.counts, layout.num_experts)
+            rows, padded = heard.arriving, heard.padded(alignment)
             expanded = sum(padded)
         else:
             rows, padded = ranks * most, []

@@ -13,10 +13,8 @@ numbers, and a token has an entry more for each rank that it goes to. Three comm
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import add
 from typing import NamedTuple
 
 import torch
@@ -26,8 +24,8 @@ from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections, config_of, room_for
+from cute_ep.integrations.counts import Counting
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
-from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.routes import RouteCounts, count_routes
 
@@ -55,50 +53,6 @@ class Handle(_Fields):
     """
 
     route: Route
-
-
-class Counting:
-    """What all exchanges of counts on a communicator have in common. Each overwrites what the one before has brought,
-    in inference mode or not.
-
-    Attributes:
-        everyone: [1, R] int32 ids.
-        out: memory for R rows.
-        table: these as [R, words] int32: of each rank `RouteCounts.counts`.
-    """
-
-    @torch.inference_mode(False)
-    def __init__(self, communicator: EPCommunicator) -> None:
-        self.communicator, ranks = communicator, communicator.cfg.world_size
-        self.everyone = torch.arange(ranks, dtype=torch.int32, device=communicator.device)[None]
-        self.out = communicator.allocate(ranks)
-        self.table = self.out.tokens.view(torch.int32)
-        self._told = self.table  # on the CPU
-        if communicator.device.type != "cpu":
-            self._told = torch.empty(self.table.shape, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._words = (ctypes.c_int32 * self._told.numel()).from_address(self._told.data_ptr())
-
-    def exchange(self, words: torch.Tensor) -> None:
-        """Have every rank know these [words] int32 of this one."""
-        self.communicator.dispatch(words.view(torch.bfloat16)[None], self.everyone, out=self.out)
-
-    def tell_host(self) -> None:
-        """Begin to copy the table to the host."""
-        if self._told is not self.table:
-            self._told.copy_(self.table, non_blocking=True)
-
-    def wait(self) -> None:
-        """Wait for the end of `tell_host`. EPTimeout: a rank did not come in time."""
-        self.communicator.synchronize()
-
-    def told(self, first: int, words: int) -> list[list[int]]:
-        """By rank, `words` words of the table from `first` on, after `wait`."""
-        begins = range(first, self._told.numel(), self.table.shape[1])
-        return [self._words[begin : begin + words] for begin in begins]
-
-    def prefix_matrix(self) -> torch.Tensor:
-        """`Handle.rank_prefix_matrix`."""
-        return self.table.narrow(1, 0, self.table.size(0)).cumsum(0, dtype=torch.int32)
 
 
 class Returned(NamedTuple):
@@ -195,33 +149,10 @@ class NormalMode:
         """`sms`: says how many SMs kernels may take, when a communicator is connected."""
         self._connections, self._sms = connections, sms
         self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
-        self._counting: dict[int, Counting] = {}  # by words; made anew they would be empty in a graph's capture
 
-    # ---- counts
-
-    def exchange_counts(self, words: torch.Tensor, *, wait: bool) -> Counting:
-        """What every rank sends: `RouteCounts.counts`. `wait`: whether `wait_for_counts` follows."""
-        size = words.size(0)
-        communicator, counting = self._connect(size * 2, 1, self._ranks, self._ranks), self._counting.get(size)
-        if counting is None or counting.communicator is not communicator:
-            counting = self._counting[size] = Counting(communicator)
-        counting.exchange(words)
-        if wait:
-            counting.tell_host()
-        return counting
-
-    def wait_for_counts(self, counting: Counting, experts: int, alignment: int) -> tuple[int, int, list[int]]:
-        """(rows that this rank gets, most tokens of a rank, entries of each local expert rounded up to `alignment`).
-        Waits on the host for all ranks. EPTimeout: one does not come in time."""
-        counting.wait()
-        ranks, local = self._ranks, experts // self._ranks
-        entries, *others = counting.told(ranks + self._rank * local, local)
-        for more in others:
-            entries = list(map(add, entries, more))
-        if alignment != 1:
-            entries = [align_up(count, alignment) for count in entries]
-        rows = sum(word for (word,) in counting.told(self._rank, 1))
-        return rows, max(word for (word,) in counting.told(ranks + experts, 1)), entries
+    def counting(self, words: int) -> Counting:
+        """What exchanges `RouteCounts.counts` of so many words."""
+        return self._connections.counting(words, sms=self._sms(), timeout_s=self._timeout_s)
 
     # ---- rows
 
@@ -319,6 +250,11 @@ class NormalMode:
     def _room(self, tokens: int) -> int:
         """`max_tokens_per_rank` of a communicator for so many tokens."""
         return room_for(tokens)
+
+
+def prefix_matrix(table: torch.Tensor) -> torch.Tensor:
+    """`Handle.rank_prefix_matrix` of `Counting.table`."""
+    return table.narrow(1, 0, table.size(0)).cumsum(0, dtype=torch.int32)
 
 
 def joined(by_rank: torch.Tensor, by_expert: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
@@ -140,7 +139,8 @@ class CuteEPDispatcher(BaseDispatcher):
         else:
             room = self._wait_for_rows(ids)
             communicator.synchronize()  # raises what was wrong before; the stream has nothing left to do
-        batch = communicator.dispatch(hidden_states.contiguous(), ids, weights, out=communicator.allocate(room))
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
+        batch = communicator.dispatch(hidden_states.contiguous(), ids, weights, out=out)
         self._batch = batch.without_rows()  # the runner may free rows and scale factors
         rows = batch.tokens.shape[0]
         sent = tokens * self.cfg.world_size * self.cfg.top_k
@@ -207,8 +207,9 @@ class CuteEPDispatcher(BaseDispatcher):
     def _wait_for_rows(self, ids: torch.Tensor) -> int:
         """Rows that come to this rank, padding included; collective, and the host waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        heard = exchange_counts(routes.by_expert, len(ids), self._group)
-        return int(expert_rows(heard, ALIGNMENT).sum())
+        sms = envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
+        heard = connections_of(self._group).hear(routes, self.cfg.num_experts, sms=sms, timeout_s=TIMEOUT_S)
+        return sum(heard.padded(ALIGNMENT))
 
 
 def packed_columns(scales: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from transformers.distributed.expert_parallel import EPImplementation
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
@@ -30,7 +29,7 @@ class CuteEP(EPImplementation):
     """How the experts of a module get their tokens: by a dispatch and a combine over the EP group.
 
     The ranks of a TP group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell
-    each other how many rows and tokens come, one small all-to-all that the host waits for, and connect again when more
+    each other how many rows and tokens come, a small exchange that the host waits for, and connect again when more
     tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens,
     the experts' outputs and the gradients of both travel as bfloat16; sums are float32.
 
@@ -84,10 +83,10 @@ class CuteEP(EPImplementation):
         with_gradient = torch.is_grad_enabled() and weights.requires_grad
         given = None if with_gradient else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
-        heard = exchange_counts(routes.by_expert, len(ids), group)
-        rows, tokens = torch.stack([expert_rows(heard).sum(), heard[:, -1].max()]).tolist()
-        sizes = x.shape[1], self.num_experts, ids.shape[1]
-        communicator = connections_of(group).for_tokens(sizes, tokens, "use shorter or fewer sequences a pass")
+        ranks = connections_of(group)
+        heard = ranks.hear(routes, self.num_experts)
+        rows, sizes = sum(heard.entries), (x.shape[1], self.num_experts, ids.shape[1])
+        communicator = ranks.for_tokens(sizes, heard.tokens, "use shorter or fewer sequences a pass")
         comm = cute_ep.ops.register(communicator)
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows, clear=False)

@@ -12,25 +12,22 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.counts import Heard
 from cute_ep.integrations.vllm.options import Options
+from cute_ep.runtime.routes import RouteCounts
 
 
 class CuteEPAll2AllManager(All2AllManagerBase):
-    """Layers of equal sizes share a communicator, which receives in the order of sending.
+    """Layers of equal sizes share a communicator, which receives in the order of sending."""
 
-    Attributes:
-        device_group: of the same ranks as the CPU group, for collectives on tensors of the device.
-    """
-
-    def __init__(self, cpu_group: dist.ProcessGroup, device_group: dist.ProcessGroup) -> None:
-        """Collective over the groups. EPConfigError: they are of several machines."""
+    def __init__(self, cpu_group: dist.ProcessGroup) -> None:
+        """Collective over the group. EPConfigError: it is of several machines."""
         super().__init__(cpu_group)
         if self.internode:
             raise EPConfigError(
                 "all2all_backend: all expert parallel ranks must be on one machine; use another "
                 "--all2all-backend, or fewer ranks"
             )
-        self.device_group = device_group
         self._connections = Connections(cpu_group)
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
@@ -42,6 +39,10 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         return self._connections.get(cfg, options.sms)
+
+    def hear(self, routes: RouteCounts, experts: int, options: Options) -> Heard:
+        """What all ranks' tokens need; collective, and the host waits. EPTimeout: a rank does not come."""
+        return self._connections.hear(routes, experts, sms=options.sms, timeout_s=options.timeout_s)
 
     def max_sms_used(self) -> int | None:
         """None of those that vLLM would keep from experts: kernels and experts take turns on one stream."""

@@ -123,7 +123,7 @@ def _make_manager() -> None:
 
         _make_layers()
         self.use_all2all = False  # subclasses then choose no manager
-        self.all2all_manager = CuteEPAll2AllManager(cpu_group, device_group)
+        self.all2all_manager = CuteEPAll2AllManager(cpu_group)
 
     base.__init__ = init
 

@@ -18,9 +18,8 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.counts import exchange_counts, expert_rows
 from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer, Sending
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
@@ -126,7 +125,8 @@ class CuteEPStandard(CuteEPLayer):
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             scales = scales.contiguous()
         room = self._room(topk_ids)
-        out = self._connected().allocate(max(room.rows, 1))
+        communicator = self._connected()
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
             ids = self._row_ids(batch, room, topk_ids.dtype)
@@ -155,16 +155,16 @@ class CuteEPStandard(CuteEPLayer):
         return most
 
     def _room(self, topk_ids: Tensor) -> Room:
-        cfg, manager = self._cfg, self._manager
-        tokens = topk_ids.shape[0]
-        most, first = self._most_rows(self._most_tokens(tokens), cfg.top_k), self._is_first()
+        cfg = self._cfg
+        most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
         if most > self._options.static_rows and not _capturing(topk_ids.device):
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-            heard = exchange_counts(routes.by_expert, tokens, manager.device_group)
-            heard = heard.cpu()
+            heard = self._manager.hear(routes, cfg.num_experts, self._options)
             self._connected().synchronize()
             if not first:
-                return Room(int(expert_rows(heard, cfg.alignment).sum()), expert_rows(heard).int())
+                return Room(
+                    sum(heard.padded(cfg.alignment)), torch.tensor(heard.entries, dtype=torch.int32, device="cpu")
+                )
         return Room(self._reserved_rows() if first else most, None)
 
     def _reserved_rows(self) -> int:
