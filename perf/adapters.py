@@ -56,7 +56,7 @@ TABLE_TEXT = (
     "By tokens per rank: p50 in us of the slowest rank, in brackets divided by what a communicator takes for the same "
     "tokens, with as many SMs, into memory that stays. *waits*: the host waits for numbers of rows, so both times are "
     "the host's, from the call to the end of its work; others are of CUDA graphs. *host*: us until the call returns, "
-    "without a graph, with the fewest tokens"
+    "without a graph, with the fewest tokens. *DeepEP*: its own call in the same run"
 )
 NOTHING_TEXT = "Not measured yet; `python -m perf.adapters` does."
 
