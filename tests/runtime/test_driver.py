@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,25 @@ def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.Monk
         [0, 1 << 40, -1, 2, 9],
         [1, 2, 3, 4, 5],
     ]
+
+
+def test_another_device_is_current_for_a_launch_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, launched = [0], []
+
+    @contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        before, current[0] = current[0], ordinal
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=SimpleNamespace(
+        device=device, current_device=lambda: current[0]
+    )))  # fmt: skip
+    monkeypatch.setattr(driver, "current_stream", lambda ordinal: 1000 + ordinal)
+    kernel: Any = SimpleNamespace(launch=lambda *given: launched.append((current[0], *given)))
+    for ordinal in (0, 1):
+        driver.launch_on(ordinal, kernel, 5, (7,))
+    assert launched == [(0, 5, (7,), 1000), (1, 5, (7,), 1001)] and current == [0]
 
 
 def test_a_record_is_bound_whole_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
