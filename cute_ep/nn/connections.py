@@ -17,7 +17,7 @@ from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
 from cute_ep.runtime import connection
-from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.gpus import sms_or_beside_nccl
 from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
@@ -179,8 +179,7 @@ def connect(
     Args:
         module: contains a `MoELayer`, or is one.
         group, library, tuning: as of `cute_ep.connect`.
-        sms: as there; None leaves 8 of a GPU to NCCL kernels of other streams, as those of FSDP and DDP, where
-            processes share the work.
+        sms: as there; None: with several processes all but 8 of the GPU's, which NCCL kernels of FSDP or DDP need.
 
     Returns:
         What was opened now.
@@ -230,8 +229,7 @@ def _find_or_open(
         (communicator,) = connection.connect_local(cfg, [device], **options)
     else:
         _check_process(cfg, device)
-        beside_nccl = sms_beside_nccl(device) if sms is None else sms
-        communicator = connection.connect(cfg, group, **{**options, "sms": beside_nccl})
+        communicator = connection.connect(cfg, group, **{**options, "sms": sms_or_beside_nccl(device, sms)})
     LOG.info("connected %r", communicator)
     _OPEN.append(_Open(communicator, group, sms))
     return communicator

@@ -28,3 +28,8 @@ def sms_beside_nccl(device: torch.device) -> int | None:
     None on a CPU. A dispatch that waits with CTAs on every SM would keep out a collective that its peer has before its
     own dispatch."""
     return max(1, sm_budget(device, None) - FREE_SMS) if device.type == "cuda" else None
+
+
+def sms_or_beside_nccl(device: torch.device, sms: int | None) -> int | None:
+    """`sms` where it is a number, else `sms_beside_nccl`."""
+    return sms_beside_nccl(device) if sms is None else sms

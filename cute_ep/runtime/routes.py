@@ -67,13 +67,8 @@ def count_routes(
     if not (0 < ranks <= MAX_RANKS and 0 < num_experts <= MAX_EXPERTS):
         rule = f"in [1, {MAX_EXPERTS}], and ranks = {ranks} in [1, {MAX_RANKS}]"
         raise EPInputError(f"num_experts = {num_experts}: must be {rule}")
-    if weights is not None and (weights.shape != topk_ids.shape or weights.device != topk_ids.device):
-        given = f"{tuple(weights.shape)} on {weights.device}"
-        raise EPInputError(f"weights: {given}: must be {tuple(topk_ids.shape)} on {topk_ids.device}, as the ids")
-    if weights is not None and not weights.is_floating_point():
-        raise EPInputError(f"weights.dtype = {weights.dtype}: must be a floating type")
-    if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-        raise EPInputError("weights.requires_grad = True: must be False, the kernel has no gradient; detach() them")
+    if weights is not None:
+        _check_weights(weights, topk_ids)
     if topk_ids.device.type != "cuda":
         counts, goes, ids, last_ids = reference.count_routes(topk_ids, num_experts, ranks, mask)
         wide = None if weights is None else weights.float()
@@ -111,3 +106,13 @@ def count_routes(
         kernel = local_kernel(device.index, COUNT_KERNEL, None, library)
         launch_on(device.index, kernel, 1, numbers(arguments))
     return RouteCounts(counts, counts[:ranks], counts[ranks : ranks + num_experts], goes, ids, last_ids, wide)
+
+
+def _check_weights(weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    if weights.shape != topk_ids.shape or weights.device != topk_ids.device:
+        given = f"{tuple(weights.shape)} on {weights.device}"
+        raise EPInputError(f"weights: {given}: must be {tuple(topk_ids.shape)} on {topk_ids.device}, as the ids")
+    if not weights.is_floating_point():
+        raise EPInputError(f"weights.dtype = {weights.dtype}: must be a floating type")
+    if weights.requires_grad and torch.is_grad_enabled():
+        raise EPInputError("weights.requires_grad = True: must be False, the kernel has no gradient; detach() them")

@@ -16,6 +16,7 @@ from cute_ep import EPCommunicator, EPConfig, connect_local
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.nn import MoELayer, connect, connections, disconnect
 from cute_ep.reference.backend import ReferenceCommunicator
+from cute_ep.runtime import gpus
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 from .layers import INNER, config
@@ -259,7 +260,7 @@ def test_after_a_failed_round_layers_say_what_to_do(opened: list, monkeypatch: p
 
 
 def test_sms_are_left_to_nccl_unless_a_number_is_given(opened: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "sms_beside_nccl", lambda device: 124)
+    monkeypatch.setattr(gpus, "sms_beside_nccl", lambda device: 124)
     one, two = layers(2)
     connect(one, A)
     connect(two, B, sms=132)
