@@ -12,10 +12,10 @@ import torch.distributed as dist
 from cute_ep.api.config import LONGEST_S, EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.counts import Counting, Heard, counting_config
+from cute_ep.integrations.counts import Counting, ReceiveCounts, counting_config
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
-from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.gpus import sms_or_beside_nccl
 from cute_ep.runtime.routes import RouteCounts
 
 LOG = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Connections:
         check_tokens(tokens, remedy)
         room = room_for(tokens)
         cfg = config_of(*sizes, room, self.size, timeout_s=self.timeout_s, row_alignment=row_alignment)
-        return self.get(cfg, sms_beside_nccl(self.device) if sms is None else sms)
+        return self.get(cfg, sms_or_beside_nccl(self.device, sms))
 
     def counting(self, words: int, *, sms: int | None = None, timeout_s: float | None = None) -> Counting:
         """What exchanges counts of so many words between the ranks.
@@ -105,17 +105,17 @@ class Connections:
             EPConfigError, EPError: as `get`.
         """
         cfg = counting_config(words, self.size, self.timeout_s if timeout_s is None else timeout_s)
-        communicator = self.get(cfg, sms_beside_nccl(self.device) if sms is None else sms)
+        communicator = self.get(cfg, sms_or_beside_nccl(self.device, sms))
         found = self._counting.get(cfg)
         if found is None or found.communicator is not communicator:
             found = self._counting[cfg] = Counting(communicator)
         return found
 
-    def hear(
+    def exchange_counts(
         self, routes: RouteCounts, experts: int, *, sms: int | None = None, timeout_s: float | None = None
-    ) -> Heard:
-        """Tell the ranks what this one's tokens need of `experts` experts of all ranks, and wait on the host for what
-        theirs do: collective.
+    ) -> ReceiveCounts:
+        """Send all ranks the counts of this one's tokens, for `experts` experts of all ranks, and wait on the host for
+        theirs: collective.
 
         Args:
             sms, timeout_s: as of `counting`.
@@ -124,7 +124,9 @@ class Connections:
             EPConfigError, EPError: as `get`.
             EPTimeout: a rank did not come in time.
         """
-        return self.counting(routes.counts.size(0), sms=sms, timeout_s=timeout_s).hear(routes.counts, experts)
+        counting = self.counting(routes.counts.size(0), sms=sms, timeout_s=timeout_s)
+        counting.exchange(routes.counts)
+        return counting.wait(experts)
 
     def synchronize(self) -> None:
         """`EPCommunicator.synchronize` of all communicators."""

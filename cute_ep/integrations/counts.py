@@ -18,14 +18,13 @@ from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 @lru_cache(maxsize=256, typed=True)
 def counting_config(words: int, ranks: int, timeout_s: float) -> EPConfig:
-    """Of a communicator for one message a rank, which all ranks get: `words` 32-bit words."""
-    return EPConfig(
-        2 * words, ranks, ranks, 1, ranks, timeout_s=timeout_s, row_alignment=1, row_order=RANK_MAJOR
-    )  # in bfloat16, which moves as it is
+    """Of a communicator for one message a rank, which all ranks get: `words` 32-bit words, sent as bfloat16, which
+    moves unchanged."""
+    return EPConfig(2 * words, ranks, ranks, 1, ranks, timeout_s=timeout_s, row_alignment=1, row_order=RANK_MAJOR)
 
 
-class Heard(NamedTuple):
-    """What the ranks' numbers say about this one.
+class ReceiveCounts(NamedTuple):
+    """What a rank receives from all ranks, itself included, and the most that one of them sends.
 
     Attributes:
         entries: of all ranks' tokens, for each local expert.
@@ -58,27 +57,24 @@ class Counting:
         self.everyone = torch.arange(ranks, dtype=torch.int32, device=communicator.device)[None]
         self.out = communicator.allocate(ranks)
         self.table = self.out.tokens.view(torch.int32)
-        self._told = self.table  # on the CPU
+        self._on_host = self.table  # on the CPU
         if communicator.device.type != "cpu":
-            self._told = torch.empty(self.table.shape, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._words = (ctypes.c_int32 * self._told.numel()).from_address(self._told.data_ptr())
+            self._on_host = torch.empty(self.table.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._words = (ctypes.c_int32 * self._on_host.numel()).from_address(self._on_host.data_ptr())
 
     def exchange(self, counts: torch.Tensor) -> None:
         """Have every rank know this one's `RouteCounts.counts`, [words] int32. Collective; nothing waits on the
         host."""
         self.communicator.dispatch(counts.view(torch.bfloat16)[None], self.everyone, out=self.out)
 
-    def tell_host(self) -> None:
-        """Begin to copy the table to the host."""
-        if self._told is not self.table:
-            self._told.copy_(self.table, non_blocking=True)
-
-    def wait(self, experts: int) -> Heard:
-        """Wait on the host for what `tell_host` began, and so for the current stream. `experts`: of all ranks.
+    def wait(self, experts: int) -> ReceiveCounts:
+        """Copy the table to the host, and wait for that and so for the current stream. `experts`: of all ranks.
 
         Raises:
             EPTimeout: a rank did not come in time.
         """
+        if self._on_host is not self.table:
+            self._on_host.copy_(self.table, non_blocking=True)
         self.communicator.synchronize()
         ranks, rank = self.communicator.cfg.world_size, self.communicator.rank
         local = experts // ranks
@@ -86,16 +82,9 @@ class Counting:
         for more in others:
             entries = list(map(add, entries, more))
         tokens = max(count for (count,) in self._columns(ranks + experts, 1))
-        return Heard(list(entries), tokens, sum(count for (count,) in self._columns(rank, 1)))
-
-    def hear(self, counts: torch.Tensor, experts: int) -> Heard:
-        """Tell the ranks this one's numbers, and wait for theirs. Collective; EPTimeout: a rank did not come in
-        time."""
-        self.exchange(counts)
-        self.tell_host()
-        return self.wait(experts)
+        return ReceiveCounts(list(entries), tokens, sum(count for (count,) in self._columns(rank, 1)))
 
     def _columns(self, first: int, words: int) -> list[Sequence[int]]:
         """By rank, `words` words of the table from `first` on."""
-        begins = range(first, self._told.numel(), self.table.shape[1])
+        begins = range(first, self._on_host.numel(), self.table.shape[1])
         return [self._words[begin : begin + words] for begin in begins]

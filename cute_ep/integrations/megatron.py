@@ -105,10 +105,11 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             )
         hidden = hidden_states.shape[1]
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
-        heard = connections_of(self.group).hear(routes, self.num_experts, sms=self.config.moe_deepep_num_sms)
-        every = heard.padded(self.row_alignment)
+        ranks, sms = connections_of(self.group), self.config.moe_deepep_num_sms
+        counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
+        every = counts.padded(self.row_alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
-        comm, scalars = (self._connected(columns, heard.tokens) for columns in (hidden, SCALAR_HIDDEN))
+        comm, scalars = (self._connected(columns, counts.tokens) for columns in (hidden, SCALAR_HIDDEN))
         received = dispatch_weighted(
             hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=sum(every)
         )

@@ -13,7 +13,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations import connections
 from cute_ep.integrations.connections import LEAST_TOKENS, alignment_for, check_tokens, room_for, timeout_of
-from cute_ep.integrations.counts import Heard
+from cute_ep.integrations.counts import ReceiveCounts
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.gpus import sms_beside_nccl
 
@@ -102,4 +102,4 @@ def test_an_alignment_that_there_is_not_is_refused() -> None:
 
 @pytest.mark.parametrize(("alignment", "rows"), [(1, [0, 1, 8, 9]), (8, [0, 8, 8, 16])])
 def test_rows_of_experts_are_padded_each(alignment: int, rows: list[int]) -> None:
-    assert Heard([0, 1, 8, 9], 3, 5).padded(alignment) == rows
+    assert ReceiveCounts([0, 1, 8, 9], 3, 5).padded(alignment) == rows

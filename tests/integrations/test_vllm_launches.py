@@ -12,7 +12,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.integrations import connections
 from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.counts import Heard
+from cute_ep.integrations.counts import ReceiveCounts
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.routes import RouteCounts
 from tests.fake_gpu import Launches, MakeRank
@@ -95,11 +95,11 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
     (layer,) = layers(1, {}, static_rows=RANKS * TOKENS * SLOTS - 1)
     asked: list = []
 
-    def hear(self: object, routes: RouteCounts, experts: int, **options: object) -> Heard:
+    def exchange(self: object, routes: RouteCounts, experts: int, **options: object) -> ReceiveCounts:
         asked.append((routes.by_expert.tolist(), experts))
-        return Heard([3, 2, 1, 0], TOKENS, 4)
+        return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
 
-    monkeypatch.setattr(Connections, "hear", hear)
+    monkeypatch.setattr(Connections, "exchange_counts", exchange)
     monkeypatch.setattr(standard, "_capturing", lambda device: captured)
     monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
     rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)

@@ -231,13 +231,10 @@ class Buffer(LowLatency):
         words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
         counting = self._normal.counting(words.size(0))
         counting.exchange(words)
-        received: list[int] = []
+        prefix, received = prefix_matrix(counting.table), []
         if not num_worst_tokens:
-            counting.tell_host()
-        prefix = prefix_matrix(counting.table)
-        if not num_worst_tokens:
-            heard = counting.wait(experts)
-            room, most, received = heard.arriving, heard.tokens, heard.padded(expert_alignment)
+            counts = counting.wait(experts)
+            room, most, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
         routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
         route, sent = Route(routes, of, most, room), topk_weights
         if topk_weights is not None and routes.ids.shape != topk_weights.shape:

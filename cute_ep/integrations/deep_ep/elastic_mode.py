@@ -208,8 +208,10 @@ class ElasticMode(NormalMode):
         local = layout.num_experts // ranks
         routes = count_routes(ids, layout.num_experts, ranks)
         if wait:
-            heard = self.counting(routes.counts.size(0)).hear(routes.counts, layout.num_experts)
-            rows, padded = heard.arriving, heard.padded(alignment)
+            counts = self._connections.exchange_counts(
+                routes, layout.num_experts, sms=self._sms(), timeout_s=self._timeout_s
+            )
+            rows, padded = counts.arriving, counts.padded(alignment)
             expanded = sum(padded)
         else:
             rows, padded = ranks * most, []

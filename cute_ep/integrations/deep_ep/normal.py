@@ -151,7 +151,7 @@ class NormalMode:
         self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
 
     def counting(self, words: int) -> Counting:
-        """What exchanges `RouteCounts.counts` of so many words."""
+        """`Connections.counting` for this mode."""
         return self._connections.counting(words, sms=self._sms(), timeout_s=self._timeout_s)
 
     # ---- rows

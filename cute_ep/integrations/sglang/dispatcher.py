@@ -190,8 +190,7 @@ class CuteEPDispatcher(BaseDispatcher):
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            sms = envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
-            self._communicator = connections_of(self._group).get(self.cfg, sms)
+            self._communicator = connections_of(self._group).get(self.cfg, _sms())
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -207,9 +206,13 @@ class CuteEPDispatcher(BaseDispatcher):
     def _wait_for_rows(self, ids: torch.Tensor) -> int:
         """Rows that come to this rank, padding included; collective, and the host waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        sms = envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
-        heard = connections_of(self._group).hear(routes, self.cfg.num_experts, sms=sms, timeout_s=TIMEOUT_S)
-        return sum(heard.padded(ALIGNMENT))
+        ranks, experts = connections_of(self._group), self.cfg.num_experts
+        return sum(ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S).padded(ALIGNMENT))
+
+
+def _sms() -> int | None:
+    """SMs that kernels may take; None: SGLang sets no limit."""
+    return envs.SGLANG_DEEPEP_V2_NUM_SMS.get() or None
 
 
 def packed_columns(scales: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ class CuteEP(EPImplementation):
 
     The ranks of a TP group, which hold the same batch, take disjoint parts of it. Before each dispatch the ranks tell
     each other how many rows and tokens come, a small exchange that the host waits for, and connect again when more
-    tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens,
-    the experts' outputs and the gradients of both travel as bfloat16; sums are float32.
+    tokens come than there is room for. Differentiable in hidden states, weights and experts. Tokens, the experts'
+    outputs and the gradients of both travel as bfloat16; sums are float32.
 
     Rows come in the order of experts, so these are computed as of `attach`, without sorting rows again. Experts that
     this version does not know, quantised ones for one, compute themselves.
@@ -84,9 +84,9 @@ class CuteEP(EPImplementation):
         given = None if with_gradient else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         ranks = connections_of(group)
-        heard = ranks.hear(routes, self.num_experts)
-        rows, sizes = sum(heard.entries), (x.shape[1], self.num_experts, ids.shape[1])
-        communicator = ranks.for_tokens(sizes, heard.tokens, "use shorter or fewer sequences a pass")
+        counts = ranks.exchange_counts(routes, self.num_experts)
+        rows, sizes = sum(counts.entries), (x.shape[1], self.num_experts, ids.shape[1])
+        communicator = ranks.for_tokens(sizes, counts.tokens, "use shorter or fewer sequences a pass")
         comm = cute_ep.ops.register(communicator)
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows, clear=False)

@@ -12,7 +12,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.counts import Heard
+from cute_ep.integrations.counts import ReceiveCounts
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.runtime.routes import RouteCounts
 
@@ -40,9 +40,9 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         return self._connections.get(cfg, options.sms)
 
-    def hear(self, routes: RouteCounts, experts: int, options: Options) -> Heard:
-        """What all ranks' tokens need; collective, and the host waits. EPTimeout: a rank does not come."""
-        return self._connections.hear(routes, experts, sms=options.sms, timeout_s=options.timeout_s)
+    def exchange_counts(self, routes: RouteCounts, experts: int, options: Options) -> ReceiveCounts:
+        """`Connections.exchange_counts` with these options."""
+        return self._connections.exchange_counts(routes, experts, sms=options.sms, timeout_s=options.timeout_s)
 
     def max_sms_used(self) -> int | None:
         """None of those that vLLM would keep from experts: kernels and experts take turns on one stream."""

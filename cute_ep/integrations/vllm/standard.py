@@ -159,12 +159,11 @@ class CuteEPStandard(CuteEPLayer):
         most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
         if most > self._options.static_rows and not _capturing(topk_ids.device):
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-            heard = self._manager.hear(routes, cfg.num_experts, self._options)
+            counts = self._manager.exchange_counts(routes, cfg.num_experts, self._options)
             self._connected().synchronize()
             if not first:
-                return Room(
-                    sum(heard.padded(cfg.alignment)), torch.tensor(heard.entries, dtype=torch.int32, device="cpu")
-                )
+                entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
+                return Room(sum(counts.padded(cfg.alignment)), entries)
         return Room(self._reserved_rows() if first else most, None)
 
     def _reserved_rows(self) -> int:
