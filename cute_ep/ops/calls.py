@@ -16,7 +16,7 @@ from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.ops import gradients, library
-from cute_ep.ops.bypass import needs_op
+from cute_ep.ops.bypass import PLAIN, needs_op
 from cute_ep.ops.registry import communicator_of, registered
 
 
@@ -69,6 +69,13 @@ def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor |
     )
 
 
+def _order(comm: str, sent: Tensor) -> Tensor:
+    """What orders a call (`registry.order_of`); among fake tensors, which send nothing, one of their kind."""
+    if torch.compiler.is_compiling() or type(sent) in PLAIN:
+        return registered(comm).order
+    return sent.new_zeros(1, dtype=torch.int32)
+
+
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -117,10 +124,13 @@ def dispatch(
         call = torch.ops.cute_ep.dispatch
     else:
         call = library.dispatch
-    return Batch(comm, topk_ids, router_weights, *call(x, topk_ids, sent, input_scale, comm, capacity, clear))
+    made = call(x, topk_ids, sent, input_scale, comm, capacity, clear, _order(comm, x))
+    return Batch(comm, topk_ids, router_weights, *made)
 
 
-def combine(rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def combine(
+    rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """As `EPCommunicator.combine`, differentiable in `rows` and in the batch's `router_weights`.
 
     The backward pass makes a dispatch if rows require a gradient, then a combine in unweighted mode if router weights
@@ -144,7 +154,7 @@ def combine(rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: t
         call = torch.ops.cute_ep.combine
     else:
         call = library.combine
-    return call(rows, *kept, comm, mode, dtype)
+    return call(rows, *kept, comm, mode, dtype, _order(comm, rows))
 
 
 def dispatch_into(
@@ -170,7 +180,7 @@ def dispatch_into(
     _refuse_gradient(x=x, router_weights=router_weights)
     tensors = [getattr(buffers, name) for name in BUFFERS]
     if needs_op(x=x, topk_ids=topk_ids, router_weights=router_weights):
-        order = registered(comm).order
+        order = _order(comm, x)
         torch.ops.cute_ep.dispatch_out(x, topk_ids, router_weights, input_scale, comm, order, *tensors)
     else:
         library.dispatch_into(x, topk_ids, router_weights, input_scale, comm, buffers)
@@ -190,7 +200,7 @@ def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "e
     rows, kept, comm = _read(rows, batch, mode)
     _refuse_gradient(rows=rows, router_weights=kept[1])
     if needs_op(rows=rows, router_weights=kept[1], out=out):
-        torch.ops.cute_ep.combine_out(rows, *kept, comm, mode, registered(comm).order, out)
+        torch.ops.cute_ep.combine_out(rows, *kept, comm, mode, _order(comm, rows), out)
     else:
         library.combine_out(rows, *kept, comm, mode, None, out)
     return out

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cute_ep.api.dispatched import BUFFERS
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS
-from cute_ep.ops.library import LIBRARY, NAMESPACE
+from cute_ep.ops.library import LIBRARY
 from cute_ep.ops.registry import communicator_of
 
 
@@ -51,51 +55,113 @@ def check_differentiable(comm: str, mode: str | None = None, *, weights: bool = 
         )
 
 
-def dispatch_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    _, topk_ids, _, _, comm, _, _ = inputs
-    check_differentiable(comm)
-    ctx.comm = comm
-    batch = dict(zip(BUFFERS, output, strict=True))
-    ctx.save_for_backward(topk_ids, *(batch[name] for name in ("row_offsets", "row_map", "headers", "weights")))
-    ctx.mark_non_differentiable(*(one for name, one in batch.items() if name != "tokens"))
+class Dispatch(torch.autograd.Function):
+    """Each token's gradient is the sum of its rows' gradients: one partial combine with weights of 1."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable, *inputs: Any) -> tuple[Tensor, ...]:
+        _, topk_ids, _, _, comm, _, _, order = inputs
+        check_differentiable(comm)
+        output = call(*inputs)
+        ctx.comm, ctx.order = comm, order
+        batch = dict(zip(BUFFERS, output, strict=True))
+        ctx.save_for_backward(topk_ids, *(batch[name] for name in ("row_offsets", "row_map", "headers", "weights")))
+        ctx.mark_non_differentiable(*(one for name, one in batch.items() if name != "tokens"))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
+        topk_ids, *batch, weights = ctx.saved_tensors
+        ones = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
+        read = grad_tokens, topk_ids, ones, *batch, torch.ones_like(weights)
+        return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 7
 
 
-def dispatch_backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
-    """Each token gets the sum of its rows' gradients: one exact combine with weights of 1, of rank-major rows a partial
-    one."""
-    topk_ids, *batch = ctx.saved_tensors
-    ones = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
-    mode = "partial" if communicator_of(ctx.comm).cfg.is_rank_major else "exact"
-    grad_x = torch.ops.cute_ep.combine(grad_tokens, topk_ids, ones, *batch, ctx.comm, mode, torch.bfloat16)
-    return grad_x, *[None] * 6
+class Combine(torch.autograd.Function):
+    """Gradients of the rows and of the router weights, by rounds of `combine_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable, *inputs: Any) -> Tensor:
+        rows, topk_ids, router_weights, row_offsets, row_map, headers, weights, comm, mode, _, order = inputs
+        ctx.for_rows, ctx.for_weights = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        check_differentiable(comm, mode, weights=ctx.for_weights)
+        ctx.comm, ctx.capacity, ctx.order = comm, rows.shape[0], order
+        kept = rows if ctx.for_weights else None
+        ctx.save_for_backward(kept, topk_ids, router_weights, row_offsets, row_map, headers, weights)
+        return call(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        capacity = ctx.capacity if ctx.for_rows else None
+        of_rows, of_weights = torch.ops.cute_ep.combine_backward(
+            grad, *ctx.saved_tensors, ctx.comm, capacity, ctx.order
+        )
+        return (
+            None,
+            of_rows if ctx.for_rows else None,
+            None,
+            of_weights if ctx.for_weights else None,
+            *[None] * 8,
+        )
 
 
-def combine_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    rows, topk_ids, router_weights, row_offsets, row_map, headers, weights, comm, mode, _ = inputs
-    ctx.for_rows, ctx.for_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
-    check_differentiable(comm, mode, weights=ctx.for_weights)
-    ctx.comm, ctx.capacity = comm, rows.shape[0]
-    kept = rows if ctx.for_weights else None
-    ctx.save_for_backward(kept, topk_ids, router_weights, row_offsets, row_map, headers, weights)
+class CombineBackward(torch.autograd.Function):
+    """There are no second derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable, *inputs: Any) -> tuple[Tensor, Tensor]:
+        return call(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise EPError("combine has no second derivative: call backward without create_graph")
 
 
-def combine_backward(ctx: Any, grad: Tensor) -> tuple:
-    capacity = ctx.capacity if ctx.for_rows else None
-    grad_rows, grad_weights = torch.ops.cute_ep.combine_backward(grad, *ctx.saved_tensors, ctx.comm, capacity)
-    return (
-        grad_rows if ctx.for_rows else None,
-        None,
-        grad_weights if ctx.for_weights else None,
-        *[None] * 7,
-    )
+def made_once(call: Callable[[], Any]) -> Any:
+    """call(), which a compiler's backward pass does not make again, whatever a checkpoint or its policy says. A round
+    made again would begin from the `order` of the forward pass: nothing would order it behind those rounds of the
+    backward pass that come before it in eager code."""
+    tracing = get_proxy_mode()
+    if tracing is None:
+        return call()
+    nodes = tracing.tracer.graph.nodes
+    before = len(nodes)
+    made = call()
+    for node in islice(reversed(nodes), len(nodes) - before):
+        if node.meta.get("partitioner_tag") != "is_backward":
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return made
 
 
-def no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise EPError("combine has no second derivative: call backward without create_graph")
+def check_compiler() -> None:
+    """EPInputError where a compiler has a budget of memory: for that it makes calls again or not by their sizes."""
+    budget = torch._functorch.config.activation_memory_budget
+    if get_proxy_mode() is not None and budget != 1:
+        raise EPInputError(
+            f"torch._functorch.config.activation_memory_budget = {budget}: must be 1 where dispatch and combine are "
+            "compiled with gradients, else ranks would make other rounds again; use torch.utils.checkpoint"
+        )
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::dispatch", dispatch_backward, setup_context=dispatch_context, lib=LIBRARY
-)
-torch.library.register_autograd(f"{NAMESPACE}::combine", combine_backward, setup_context=combine_context, lib=LIBRARY)
-torch.library.register_autograd(f"{NAMESPACE}::combine_backward", no_second_derivative, lib=LIBRARY)
+def _register(name: str, function: type[torch.autograd.Function]) -> None:
+    """torch's own `register_autograd` takes no op that writes an argument, as all of these say of `order`."""
+    op = getattr(torch.ops.cute_ep, name).default
+
+    def differentiable(keyset: Any, *inputs: Any) -> Any:
+        below = keyset & torch._C._after_autograd_keyset
+
+        def call(*inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return made_once(lambda: op.redispatch(below, *inputs))
+
+        if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in inputs):
+            check_compiler()
+            return function.apply(call, *inputs)
+        return call(*inputs)
+
+    LIBRARY.impl(name, differentiable, "Autograd", with_keyset=True)
+
+
+_register("dispatch", Dispatch)
+_register("combine", Combine)
+_register("combine_backward", CombineBackward)

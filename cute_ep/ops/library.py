@@ -1,8 +1,8 @@
 """The torch ops: schemas, what they compute, their shapes, and that a compiler keeps all of them in their order.
 
-The functional ops are ordered effects: compiled code neither drops nor merges nor reorders their calls, whatever
-becomes of their results. In-place ops cannot be (torch takes no effect that writes an argument); each says that it
-writes the communicator's `order` tensor instead.
+Order is data. Every op says that it writes `order`, one tensor for all communicators of a device (`registry.order_of`),
+which none reads or writes in fact. So each call depends on the one before, in forward and backward passes: no pass of
+a compiler can drop, merge or reorder calls, whatever becomes of their results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes, rows_for
 from cute_ep.api.errors import EPInputError
@@ -24,20 +23,18 @@ SENT = "Tensor x, Tensor topk_ids, Tensor? router_weights, Tensor? input_scale, 
 WRITTEN = ", ".join(f"Tensor(a{index}!)? {name}" for index, name in enumerate(BUFFERS))
 KEPT = "Tensor topk_ids, Tensor? router_weights, Tensor row_offsets, Tensor row_map, Tensor headers, Tensor weights"
 """What combine reads of a batch."""
+ORDER = "Tensor(z!) order"
 SCHEMAS = {
-    "dispatch": f"({SENT}, SymInt? capacity, bool clear) -> ({', '.join(['Tensor'] * len(BUFFERS))})",
-    "combine": f"(Tensor rows, {KEPT}, str comm, str combine_mode, ScalarType dtype) -> Tensor",
-    "combine_backward": f"(Tensor grad, Tensor? rows, {KEPT}, str comm, SymInt? capacity) -> (Tensor, Tensor)",
-    "dispatch_out": f"({SENT}, Tensor(z!) order, {WRITTEN}) -> ()",
-    "combine_out": f"(Tensor rows, {KEPT}, str comm, str combine_mode, Tensor(z!) order, Tensor(a!) out) -> ()",
+    "dispatch": f"({SENT}, SymInt? capacity, bool clear, {ORDER}) -> ({', '.join(['Tensor'] * len(BUFFERS))})",
+    "combine": f"(Tensor rows, {KEPT}, str comm, str combine_mode, ScalarType dtype, {ORDER}) -> Tensor",
+    "combine_backward": f"(Tensor grad, Tensor? rows, {KEPT}, str comm, SymInt? capacity, {ORDER}) -> (Tensor, Tensor)",
+    "dispatch_out": f"({SENT}, {ORDER}, {WRITTEN}) -> ()",
+    "combine_out": f"(Tensor rows, {KEPT}, str comm, str combine_mode, {ORDER}, Tensor(a!) out) -> ()",
 }
 """By name. torch has an argument `mode` of its own where it makes in-place ops functional, so none is called that."""
-EFFECTS = ("dispatch", "combine", "combine_backward")
 
 if torch.__version__ < OLDEST_TORCH:
-    raise ImportError(
-        f"torch = {torch.__version__}: must be {OLDEST_TORCH} or newer, cute_ep.ops needs ordered effects"
-    )
+    raise ImportError(f"torch = {torch.__version__}: must be {OLDEST_TORCH} or newer for cute_ep.ops")
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -80,6 +77,7 @@ def dispatch(
     comm: str,
     capacity: int | None,
     clear: bool,
+    order: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The tensors of `DispatchBuffers`, in their order; those that the configuration has not are empty. `clear`: in
     `new_buffers`; else what dispatch leaves alone holds anything."""
@@ -107,8 +105,8 @@ def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
 
 
 def combine(rows: Tensor, *arguments: Any) -> Tensor:
-    """As `EPCommunicator.combine`. arguments: KEPT, comm, mode, dtype."""
-    *kept, comm, mode, dtype = arguments
+    """As `EPCommunicator.combine`. arguments: KEPT, comm, mode, dtype, order."""
+    *kept, comm, mode, dtype, _ = arguments
     rows = rows.contiguous()
     return communicator_of(comm).combine(rows, batch_of(rows, kept, comm), mode=mode, dtype=dtype)
 
@@ -120,7 +118,7 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
     Args:
         grad: [T, hidden], of the output.
         rows: [N, hidden], what was combined; None: no gradient of the router weights is wanted.
-        arguments: KEPT, comm, and N; None: no gradient of the rows is wanted.
+        arguments: KEPT, comm, N (None: no gradient of the rows is wanted), order.
 
     Returns:
         grad_rows: [N, hidden] bfloat16, weight * grad of each token's row, of rank-major rows without weight; grad
@@ -128,7 +126,7 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
         grad_weights: [T, top_k] float32, the inner product of the token's grad and the row; zeros where masked.
         What is not wanted is empty.
     """
-    *kept, comm, capacity = arguments
+    *kept, comm, capacity, _ = arguments
     communicator, (topk_ids, weights, *_) = communicator_of(comm), kept
     if weights is None:  # partial mode has multiplied by 1
         weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
@@ -175,7 +173,7 @@ def combine_out(rows: Tensor, *arguments: Any) -> None:
 
 def shape_dispatch(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Empty tensors as `dispatch` returns; arguments: its others."""
-    *_, comm, capacity, _ = arguments
+    *_, comm, capacity, _, _ = arguments
     cfg = communicator_of(comm).cfg
     shapes = buffer_shapes(cfg, rows_for(cfg, capacity))
     wanted = (shapes[name] or ((0,), x.dtype) for name in BUFFERS)
@@ -184,14 +182,14 @@ def shape_dispatch(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 def shape_combine(rows: Tensor, topk_ids: Tensor, *arguments: Any) -> Tensor:
     """An empty tensor as `combine` returns; arguments: its others."""
-    *_, comm, mode, dtype = arguments
+    *_, comm, mode, dtype, _ = arguments
     leading = topk_ids.shape if mode == "unweighted" else topk_ids.shape[:1]
     return rows.new_empty((*leading, communicator_of(comm).cfg.hidden), dtype=dtype)
 
 
 def shape_combine_backward(grad: Tensor, rows: Tensor | None, topk_ids: Tensor, *arguments: Any) -> tuple:
     """Empty tensors as `combine_backward` returns; arguments: its others."""
-    *_, capacity = arguments
+    *_, capacity, _ = arguments
     of_rows = (0,) if capacity is None else (capacity, grad.shape[1])
     of_weights = (0,) if rows is None else topk_ids.shape
     return grad.new_empty(of_rows, dtype=torch.bfloat16), grad.new_empty(of_weights, dtype=torch.float32)
@@ -217,8 +215,6 @@ def _register() -> None:
         real, fake = computed[name]
         LIBRARY.impl(name, real, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    for name in EFFECTS:
-        _register_effectful_op(getattr(torch.ops.cute_ep, name).default, _EffectType.ORDERED)
 
 
 _register()

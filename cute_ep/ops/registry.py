@@ -5,27 +5,41 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from itertools import count
 
 import torch
+from torch import Tensor
 
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+
+
+@cache
+def order_of(device: torch.device) -> Tensor:
+    """int32 [1] on a device, which all ops of all its communicators say that they write: one tensor, since calls of
+    two communicators have an order, too. A compiler keeps what writes a tensor, in its order.
+
+    It stays where it is, so compiled code with CUDA graphs may write it.
+    """
+    with torch.inference_mode(False):
+        order = torch.zeros(1, dtype=torch.int32, device=device)
+    torch._dynamo.mark_static_address(order)
+    return order
 
 
 class Registered:
     """What ops know of a communicator.
 
     Attributes:
-        order: int32 [1] on the communicator's device, which in-place ops say that they write. It stands for the
-            communicator's state, so that compiled code keeps all of them, in their order.
+        order: `order_of` the communicator's device.
         slices: `return_slices` of the latest dispatch, by its number of tokens. A kernel of combine needs it, and no
             tensor on the host has it.
     """
 
     def __init__(self, communicator: EPCommunicator) -> None:
         self._communicator = weakref.ref(communicator)
-        self.order = torch.zeros(1, dtype=torch.int32, device=communicator.device)
+        self.order = order_of(communicator.device)
         self.slices: dict[int, int] = {}
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from torch.library import opcheck
 
 import cute_ep.ops
+from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.reference.backend import connect_reference
@@ -17,6 +20,7 @@ from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
 from tests.ops.layer import check, given, gradients, layer
 from tests.ops.ranks import ALONE
+from tests.ops.test_memory import check_poisoned, check_poisoned_layer
 from tests.ops.test_opcheck import defined_memory  # noqa: F401, a fixture
 from tests.ops.test_processes import run_on_two
 from tests.ops.worker import CHECKS
@@ -39,31 +43,35 @@ def inputs(seed: int = 1, tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor, 
     return one.x.cuda(), one.topk_ids.cuda(), one.router_weights.cuda()
 
 
+def order() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device="cuda")
+
+
 def passes(op: Callable, arguments: tuple) -> bool:
     return set(opcheck(op, arguments).values()) == {"SUCCESS"}
 
 
 def test_opcheck(ep: EPCommunicator) -> None:
     comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
-    assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None, True))
+    assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None, True, order()))
     batch = cute_ep.ops.dispatch(x, ids, weights, comm)
     kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
     rows = torch.randn_like(batch.tokens)
     for mode in ("exact", "partial", "unweighted"):
-        assert passes(OPS.combine, (rows, *kept, comm, mode, torch.float32) if mode != "unweighted" else (
-            rows, ids, None, *kept[2:], comm, mode, torch.float32))  # fmt: skip
-    assert passes(OPS.combine_backward, (x, rows, *kept, comm, 21))
+        assert passes(OPS.combine, (rows, *kept, comm, mode, torch.float32, order()) if mode != "unweighted" else (
+            rows, ids, None, *kept[2:], comm, mode, torch.float32, order()))  # fmt: skip
+    assert passes(OPS.combine_backward, (x, rows, *kept, comm, 21, order()))
 
 
 @pytest.mark.usefixtures("defined_memory")
 def test_opcheck_of_calls_into_given_memory(ep: EPCommunicator) -> None:
     (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
-    order, tensors = torch.zeros(1, dtype=torch.int32), [getattr(buffers, name) for name in BUFFERS]
-    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order, *tensors))
+    tensors = [getattr(buffers, name) for name in BUFFERS]
+    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order(), *tensors))
     batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
     kept = batch.topk_ids, weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
     rows, out = torch.randn(batch.tokens.shape, device="cuda").bfloat16(), torch.empty_like(x)
-    assert passes(OPS.combine_out, (rows, *kept, comm, "partial", order, out))
+    assert passes(OPS.combine_out, (rows, *kept, comm, "partial", order(), out))
 
 
 def test_opcheck_of_fused_silu() -> None:
@@ -126,6 +134,43 @@ def test_reduced_overhead_with_changing_routing(ep: EPCommunicator, monkeypatch:
             arguments = inputs(seed)
             assert_bits(compiled(*arguments).clone(), step(*arguments), f"step {seed}")
     ep.synchronize()
+
+
+@pytest.mark.parametrize("tokens", [7, 0])
+def test_poisoned_memory_changes_no_output_and_no_gradient(ep: EPCommunicator, tokens: int) -> None:
+    check_poisoned(ep, given(ALONE, (tokens,), "masked"))
+    check_poisoned_layer(ep, tokens)
+
+
+def replay_us(call: Callable[[], object]) -> float:
+    """p50 of a call's replays from a CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(200):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def test_a_dispatch_of_few_tokens_clears_nothing() -> None:
+    """It takes the time of one into given memory, though its buffers have room for the most tokens."""
+    cfg = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=4096, world_size=1)
+    with connected(cfg, ["cuda:0"]) as (ep,):
+        (one,) = make_inputs(cfg, (16,), "uniform", 1)
+        given = one.x.cuda(), one.topk_ids.cuda(), one.router_weights.cuda(), cute_ep.ops.register(ep)
+        buffers = ep.allocate()
+        new = replay_us(lambda: cute_ep.ops.dispatch(*given))
+        into = replay_us(lambda: cute_ep.ops.dispatch_into(*given, buffers))
+        cleared = replay_us(lambda: cute_ep.ops.dispatch(*given, clear=True))
+        assert new <= 1.3 * into, f"new memory {new:.1f} us, given {into:.1f}, cleared {cleared:.1f}"
+        warnings.warn(f"16 tokens: new memory {new:.1f} us, given {into:.1f}, cleared {cleared:.1f}", stacklevel=1)
 
 
 def test_calls_into_given_memory_are_captured(ep: EPCommunicator) -> None:

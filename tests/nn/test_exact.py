@@ -62,7 +62,7 @@ def check(cfg: EPConfig, tokens: tuple[int, ...], routing: str, **options: Any) 
 
     made, calls = on_all_ranks(cfg, program)
     forward = ["dispatch", options.get("mode", "exact")]
-    assert calls == [[*forward, "dispatch", "unweighted", "exact", *forward]] * cfg.world_size
+    assert calls == [[*forward, "dispatch", "unweighted", "partial", *forward]] * cfg.world_size
     for rank, (own, (out, of_x, of_weights, _)) in enumerate(zip(given, made, strict=True)):
         x, weights = (own[name].double().requires_grad_() for name in ("x", "weights"))
         want = dense(x, own["ids"], weights, experts)

@@ -51,13 +51,13 @@ def main() -> None:
         "dispatch": (
             lambda: ep.dispatch(x, ids, weights),
             lambda: ops.dispatch(x, ids, weights, comm),
-            lambda: library.dispatch(x, ids, weights, None, comm, None, True),
+            lambda: library.dispatch(x, ids, weights, None, comm, None, True, order),
             lambda: ops.dispatch(wanted, ids, weights, comm),
         ),
         "combine": (
             lambda: ep.combine(rows, own, dtype=torch.bfloat16),
             lambda: ops.combine(rows, batch),
-            lambda: library.combine(rows, *kept, comm, "exact", torch.bfloat16),
+            lambda: library.combine(rows, *kept, comm, "exact", torch.bfloat16, order),
             lambda: ops.combine(given, batch),
         ),
         "dispatch_into": (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.checkpoint import CheckpointPolicy
+
 import cute_ep.ops
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
@@ -24,12 +26,18 @@ def counted(communicator: EPCommunicator) -> list[str]:
         calls.append("dispatch")
         return dispatch(*arguments, **named)
 
-    def combined(*arguments: Any, mode: Any = "exact", **named: Any) -> Any:
+    def combined(*arguments: Any, mode: Any, **named: Any) -> Any:
         calls.append(mode)
         return combine(*arguments, mode=mode, **named)
 
     communicator.dispatch, communicator.combine = dispatched, combined  # type: ignore[method-assign]
     return calls
+
+
+def keep_rounds(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    """A policy of selective checkpoints that saves what rounds returned, and computes all else again."""
+    ours = getattr(op, "namespace", "") == "cute_ep"
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def on_all_ranks(cfg: EPConfig, program: Callable[[int, str], Any]) -> tuple[list, list[list[str]]]:

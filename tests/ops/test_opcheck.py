@@ -38,6 +38,10 @@ def kept(batch: cute_ep.ops.Batch) -> tuple[torch.Tensor | None, ...]:
     return batch.topk_ids, batch.router_weights, batch.row_offsets, batch.row_map, batch.headers, batch.weights
 
 
+def order() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
 def passes(op: Any, arguments: tuple) -> bool:
     done = opcheck(op, arguments)
     return len(done) == 4 and set(done.values()) == {"SUCCESS"}
@@ -48,7 +52,7 @@ def passes(op: Any, arguments: tuple) -> bool:
 def test_dispatch(ep: EPCommunicator, gradient: bool, capacity: int | None) -> None:
     x, ids, weights = inputs()
     given = x.requires_grad_(gradient), ids, weights, None, cute_ep.ops.register(ep), capacity
-    assert passes(OPS.dispatch, (*given, True))
+    assert passes(OPS.dispatch, (*given, True, order()))
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "nvfp4", "nvfp4_row"])
@@ -56,7 +60,7 @@ def test_dispatch_in_other_formats(fmt: Any) -> None:
     cfg = replace(ALONE, dispatch_format=fmt, hidden=128, row_alignment=None)
     (ep,) = connect_local(cfg, ["cpu"])
     scale = torch.tensor([2.0]) if fmt == "nvfp4" else None
-    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None, True))
+    assert passes(OPS.dispatch, (*inputs(cfg), scale, cute_ep.ops.register(ep), None, True, order()))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def test_combine(ep: EPCommunicator, mode: str, gradient: bool) -> None:
     batch = cute_ep.ops.dispatch(x, ids, weights.requires_grad_(gradient), cute_ep.ops.register(ep))
     rows = torch.randn(batch.tokens.shape).bfloat16().requires_grad_(gradient)
     read = kept(batch if mode != "unweighted" else batch._replace(router_weights=None))
-    assert passes(OPS.combine, (rows, *read, batch.comm, mode, torch.float32))
+    assert passes(OPS.combine, (rows, *read, batch.comm, mode, torch.float32, order()))
 
 
 @pytest.mark.parametrize("wanted", ["rows", "weights", "both"])
@@ -78,7 +82,7 @@ def test_combine_backward(ep: EPCommunicator, wanted: str) -> None:
     batch = cute_ep.ops.dispatch(x, ids, weights, cute_ep.ops.register(ep))
     rows = None if wanted == "rows" else torch.randn(batch.tokens.shape).bfloat16()
     capacity = None if wanted == "weights" else 21
-    assert passes(OPS.combine_backward, (torch.randn(x.shape), rows, *kept(batch), batch.comm, capacity))
+    assert passes(OPS.combine_backward, (torch.randn(x.shape), rows, *kept(batch), batch.comm, capacity, order()))
 
 
 @pytest.fixture
@@ -95,8 +99,8 @@ def defined_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("defined_memory")
 def test_calls_into_given_memory(ep: EPCommunicator) -> None:
     (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
-    order, tensors = torch.zeros(1, dtype=torch.int32), [getattr(buffers, name) for name in BUFFERS]
-    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order, *tensors))
+    tensors = [getattr(buffers, name) for name in BUFFERS]
+    assert passes(OPS.dispatch_out, (x, ids, weights, None, comm, order(), *tensors))
     batch = cute_ep.ops.dispatch_into(x, ids, weights, comm, buffers)
     rows, out = torch.randn(batch.tokens.shape).bfloat16(), torch.empty_like(x)
-    assert passes(OPS.combine_out, (rows, *kept(batch), comm, "partial", order, out))
+    assert passes(OPS.combine_out, (rows, *kept(batch), comm, "partial", order(), out))

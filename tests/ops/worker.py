@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cute_ep.ops.registry import communicator_of
 from cute_ep.runtime.connection import connect
 from cute_ep.testing.compare import assert_bits
 from tests.ops.layer import check, given, gradients, layer
+from tests.ops.patterns import PATTERNS, run
 from tests.ops.training import CFG, STEPS, TOKENS, train_dense, train_over_ops
 from tests.processes import join_group
 
@@ -60,6 +62,30 @@ def compiles_to_the_same_bits(rank: int, comm: str) -> None:
             assert_bits(part, wanted, f"rank {rank}, {backend}, part {number}")
 
 
+def compiled_ranks_agree(rank: int, comm: str) -> None:
+    """With other numbers of tokens on each rank, none and one among them: no rank waits for another's call, and all
+    results have the bits of eager code."""
+    torch._inductor.config.force_disable_caches = True
+    with connect(replace(CFG, row_alignment=16)) as other:
+        communicators = [communicator_of(comm), other]
+        for name, pattern in PATTERNS.items():
+            torch._dynamo.reset()
+            compiled = {"eager": pattern, "aot_eager": torch.compile(pattern, backend="aot_eager", fullgraph=True)}
+            compiled["inductor"] = torch.compile(pattern, fullgraph=True)
+            for counts in ((24, 0), (1, 7), (2, 1), (0, 0)):
+                want_calls, want = run(pattern, counts[rank], communicators)
+                for backend, call in compiled.items():
+                    calls, made = run(call, counts[rank], communicators)
+                    assert calls == want_calls, (name, backend, counts)
+                    for part, wanted in zip(made, want, strict=True) if backend != "inductor" else ():
+                        assert_bits(part, wanted, f"rank {rank}, {name}, {backend}, {counts}")
+            for ep in communicators:
+                ep.synchronize()
+        dist.barrier()
+
+
+ON_GPUS: dict[str, Callable[[int, str], Any]] = {compiled_ranks_agree.__name__: compiled_ranks_agree}
+"""Checks that take minutes on two cores."""
 CHECKS: dict[str, Callable[[int, str], Any]] = {
     one.__name__: one
     for one in (has_the_gradients_of_a_dense_layer, trains_as_a_dense_model, compiles_to_the_same_bits)
@@ -69,7 +95,7 @@ CHECKS: dict[str, Callable[[int, str], Any]] = {
 def main(store: Path, rank: int, world: int, name: str) -> None:
     join_group(store, rank, world)
     with connect(CFG) as ep:
-        CHECKS[name](rank, cute_ep.ops.register(ep))
+        (CHECKS | ON_GPUS)[name](rank, cute_ep.ops.register(ep))
         ep.synchronize()
         dist.barrier()
     dist.destroy_process_group()
