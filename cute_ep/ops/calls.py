@@ -97,7 +97,7 @@ def dispatch(
     *,
     input_scale: Tensor | None = None,
     capacity: int | None = None,
-    clear: bool = True,
+    clear: bool = False,
 ) -> Batch:
     """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in exact mode.
 

@@ -51,7 +51,7 @@ def main() -> None:
         "dispatch": (
             lambda: ep.dispatch(x, ids, weights),
             lambda: ops.dispatch(x, ids, weights, comm),
-            lambda: library.dispatch(x, ids, weights, None, comm, None, True, order),
+            lambda: library.dispatch(x, ids, weights, None, comm, None, False, order),
             lambda: ops.dispatch(wanted, ids, weights, comm),
         ),
         "combine": (

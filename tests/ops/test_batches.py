@@ -49,27 +49,28 @@ def test_dispatch_returns_what_the_communicator_does(fmt: Any) -> None:
     assert torch.equal(*table)
 
 
-def test_rows_behind_the_last_are_zeros() -> None:
+def test_rows_behind_the_last_can_be_cleared() -> None:
     """In memory that held something before, too."""
     (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (3,), "uniform", 1)
     for _ in range(3):
         dirty = torch.full((1 << 16,), torch.nan)
         del dirty
-        batch = cute_ep.ops.dispatch(one.x, one.topk_ids, one.router_weights, cute_ep.ops.register(ep))
+        comm = cute_ep.ops.register(ep)
+        batch = cute_ep.ops.dispatch(one.x, one.topk_ids, one.router_weights, comm, clear=True)
         rows = int(batch.num_rows)
         assert (
             not batch.tokens[rows:].any() and (batch.src_info[rows:] == -1).all() and (batch.row_map[:, 3:] < 0).all()
         )
 
 
-def test_rows_that_are_not_cleared_keep_what_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_behind_the_last_keep_what_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """And those of tokens are the same."""
     (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (3,), "uniform", 1)
     arguments = one.x, one.topk_ids, one.router_weights, cute_ep.ops.register(ep)
     want, buffers = cute_ep.ops.dispatch(*arguments), ep.allocate()
     buffers.tokens.fill_(7)
     monkeypatch.setattr(ep, "allocate", lambda capacity: buffers)
-    batch, rows = cute_ep.ops.dispatch(*arguments, clear=False), int(want.num_rows)
+    batch, rows = cute_ep.ops.dispatch(*arguments), int(want.num_rows)
     assert_bits(batch.tokens[:rows], want.tokens[:rows], "rows")
     assert (batch.tokens[rows:] == 7).all() and rows < len(batch.tokens)
 
@@ -136,12 +137,12 @@ def test_combine_returns_rows_in_the_slices_of_its_dispatch(make_rank: MakeRank,
     assert returned == sent[::-1] and len(set(sent)) == 2
 
 
-def test_what_a_kernel_leaves_alone_is_defined(rank: Communicator) -> None:
+def test_what_a_kernel_leaves_alone_is_defined_in_a_cleared_batch(rank: Communicator) -> None:
     """Of tokens that do not exist it writes no `row_map`, and nothing behind the last row. This one writes nothing."""
     for _ in range(2):
         dirty = torch.full((1 << 16,), torch.nan)
         del dirty
-        batch = cute_ep.ops.dispatch(*inputs(5), cute_ep.ops.register(rank))
+        batch = cute_ep.ops.dispatch(*inputs(5), cute_ep.ops.register(rank), clear=True)
         assert (batch.row_map == -1).all() and (batch.src_info == -1).all()
         assert not any(one.any() for one in (batch.tokens, batch.scales, batch.weights))
 
