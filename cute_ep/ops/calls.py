@@ -129,7 +129,7 @@ def dispatch(
 
 
 def combine(
-    rows: Tensor, batch: Batch, mode: CombineMode = "exact", *, dtype: torch.dtype = torch.bfloat16
+    rows: Tensor, batch: Batch, mode: CombineMode = "partial", *, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """As `EPCommunicator.combine`, differentiable in `rows` and in the batch's `router_weights`.
 
@@ -188,7 +188,7 @@ def dispatch_into(
     return Batch(comm, topk_ids, router_weights, *tensors)
 
 
-def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "exact") -> Tensor:
+def combine_into(rows: Tensor, batch: Batch, out: Tensor, mode: CombineMode = "partial") -> Tensor:
     """`combine` into memory of the caller. Computes no gradient.
 
     Args:

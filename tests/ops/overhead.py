@@ -57,7 +57,7 @@ def main() -> None:
         "combine": (
             lambda: ep.combine(rows, own, dtype=torch.bfloat16),
             lambda: ops.combine(rows, batch),
-            lambda: library.combine(rows, *kept, comm, "exact", torch.bfloat16, order),
+            lambda: library.combine(rows, *kept, comm, "partial", torch.bfloat16, order),
             lambda: ops.combine(given, batch),
         ),
         "dispatch_into": (
@@ -68,7 +68,7 @@ def main() -> None:
         "combine_into": (
             lambda: ep.combine(rows, own, out=out),
             lambda: ops.combine_into(rows, batch, out),
-            lambda: library.combine_out(rows, *kept, comm, "exact", order, out),
+            lambda: library.combine_out(rows, *kept, comm, "partial", order, out),
         ),
     }
     sys.stdout.write("| us | direct | through the dispatcher | with gradient |\n| --- | --- | --- | --- |\n")

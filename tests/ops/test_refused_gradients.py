@@ -45,7 +45,7 @@ def test_formats_with_scale_factors_have_none(fmt: Any) -> None:
         cute_ep.ops.combine(rows, batch)
     with torch.no_grad():
         cute_ep.ops.combine(rows, batch)
-    assert calls == ["dispatch", "exact"]
+    assert calls == ["dispatch", "partial"]
 
 
 def test_hooks_have_none(make_rank: MakeRank, launches: Launches) -> None:
