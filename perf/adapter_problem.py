@@ -118,13 +118,13 @@ class Native:
         self.batch = self.ep.dispatch(**self.sent, out=self.buffers)
 
     def combine(self) -> None:
-        self.ep.combine(self.rows, self.batch, self.weights, self.mode, self.out)
+        self.ep.combine(self.rows, self.batch, self.weights, mode=self.mode, out=self.out)
 
     def pair(self) -> None:
         """Dispatch, experts if there are any, combine."""
         self.dispatch()
         rows = self.rows if self.compute is None else self.compute(self.batch)
-        self.ep.combine(rows, self.batch, self.weights, self.mode, self.out)
+        self.ep.combine(rows, self.batch, self.weights, mode=self.mode, out=self.out)
 
     @property
     def calls(self) -> Calls:

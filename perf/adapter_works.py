@@ -121,7 +121,7 @@ def ops(me: Rank) -> Iterator[Work]:
     """Into new memory with room for any routing, which is cleared, and into the caller's."""
     for tokens in me.tokens:
         given, last = me.inputs(tokens), SimpleNamespace()
-        native = Native(me, given, "exact")
+        native = Native(me, given, "partial")
         comm, out = cute_ep.ops.register(native.ep), torch.empty_like(given.x)
         sent, buffers = (given.x, given.ids, given.weights, comm), native.ep.allocate()
 
@@ -129,13 +129,13 @@ def ops(me: Rank) -> Iterator[Work]:
             last.batch = cute_ep.ops.dispatch(*sent)
 
         def combine(last=last) -> None:
-            cute_ep.ops.combine(last.batch.tokens, last.batch)
+            cute_ep.ops.combine(last.batch.tokens, last.batch, mode="partial")
 
         def dispatch_into(sent=sent, buffers=buffers, last=last) -> None:
             last.batch = cute_ep.ops.dispatch_into(*sent, buffers)
 
         def combine_into(last=last, out=out) -> None:
-            cute_ep.ops.combine_into(last.batch.tokens, last.batch, out)
+            cute_ep.ops.combine_into(last.batch.tokens, last.batch, out, mode="partial")
 
         yield Work("bf16", tokens, native.count, {"dispatch": dispatch, "combine": combine}, native.calls)
         calls = {"dispatch": dispatch_into, "combine": combine_into}
@@ -148,8 +148,8 @@ def layer(me: Rank) -> Iterator[Work]:
 
     for tokens in me.tokens:
         given = me.inputs(tokens)
-        native = Native(me, given, "exact")
-        module = MoELayer(native.ep.cfg, INNER, device=me.device)
+        native = Native(me, given, "partial")
+        module = MoELayer(native.ep.cfg, INNER, mode="partial", device=me.device)
         module.attach(native.ep)
         native.compute = swiglu_experts(module.gate_up, module.down)
 

@@ -82,7 +82,7 @@ def transformers(me: Rank) -> Iterator[Work]:
     compute = swiglu_experts(module.gate_up_proj, module.down_proj)
     for tokens in me.tokens:
         given = me.inputs(tokens)
-        native = Native(me, given, "exact", compute=compute, sms=sms_beside_nccl(me.device))
+        native = Native(me, given, "partial", compute=compute, sms=sms_beside_nccl(me.device))
 
         def layer(given=given) -> None:
             plan(given.x, given.ids, given.weights)
@@ -236,7 +236,7 @@ def vllm(me: Rank) -> Iterator[Work]:
             experts.output_hidden_dim = lambda hidden: hidden
             if fmt == "bf16" or me.device.type == "cuda":  # vLLM's kernels quantise for the standard format
                 layout = {"dispatch_format": fmt, "scale_layout": "linear" if fmt == "fp8" else None}
-                native = Native(me, given, CuteEPStandard.mode, **layout)
+                native = Native(me, given, Options.mode, **layout)
                 room = me.shape.config(fmt, me.world, tokens).max_rows
                 for static in (Options.static_rows, 0):
                     layer: Any = CuteEPStandard(manager, **sizes, options=Options(static_rows=static))
@@ -245,7 +245,7 @@ def vllm(me: Rank) -> Iterator[Work]:
                     yield vllm_work(me, layer, quant, native, room > static, about)
             if tokens <= LOW_LATENCY_TOKENS:
                 layout = {"dispatch_format": fmt, "scale_layout": "transposed" if fmt == "fp8" else None}
-                native = Native(me, given, CuteEPBatched.mode, block_rows=slots, **layout)
+                native = Native(me, given, Options.mode, block_rows=slots, **layout)
                 layer = CuteEPBatched(manager, **sizes)
                 layer.post_init_setup(experts)
                 yield vllm_work(me, layer, quant, native, False, "batched")

@@ -94,7 +94,7 @@ class Exchange:
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
         with self._calling:
-            sums = self._combine(rows, batches, weights, mode, dtype=dtype)
+            sums = self._combine(rows, batches, weights, mode=mode, dtype=dtype)
             self._wait()
         return sums
 
@@ -110,7 +110,8 @@ class Round:
     Args:
         exchange: the ranks.
         routes: of T tokens, at most what the exchange has room for, with router weights; -1 masks an entry.
-        gradients: whether `backward` may come. Then the weights travel along.
+        gradients: whether `backward` may come.
+        mode: of combine and of what the backward pass adds up: "partial" or "exact".
 
     Attributes:
         rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
@@ -119,10 +120,10 @@ class Round:
         batches: one a rank, without the rows and their memory.
     """
 
-    def __init__(self, exchange: Exchange, routes: RouteCounts, *, gradients: bool) -> None:
+    def __init__(self, exchange: Exchange, routes: RouteCounts, *, gradients: bool, mode: CombineMode) -> None:
         ids, weights = routes.ids, routes.weights
         assert weights is not None
-        self.exchange, self.tokens, self.gradients = exchange, len(ids), gradients
+        self.exchange, self.tokens, self.mode = exchange, len(ids), mode
         ranks = exchange.cfg.world_size
         self.slices = [slice(first, first + count) for first, count in self._shares(ranks)]
         self.ids = self.share(ids)
@@ -152,24 +153,35 @@ class Round:
 
     def dispatch(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """[T, hidden] to each rank's rows, [N, hidden] bfloat16."""
-        sent = self.weights if self.gradients else None
         parts = self.share(hidden.to(torch.bfloat16))
-        batches = self.exchange.dispatch(parts, self.ids, sent, self.rows)
+        batches = self.exchange.dispatch(parts, self.ids, self.weights, self.rows)
         self.batches = [batch.without_rows() for batch in batches]
         return tuple(batch.tokens for batch in batches)
 
     def combine(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Each rank's rows, [N, hidden] bfloat16, to the weighted sums of the tokens, [T, hidden] of a type."""
-        returned = dtype if dtype in RETURNED else torch.float32
-        sums = self.exchange.combine([one.contiguous() for one in rows], self.batches, self.weights, "exact", returned)
-        return self.whole(sums, device).to(dtype)
+        return self._sums(rows, self.batches, self.weights, dtype, device)
 
     def gradient_of_tokens(self, grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Each token gets the sum of its rows' gradients: a combine with weights of 1."""
-        returned = dtype if dtype in RETURNED else torch.float32
-        ones = [torch.ones_like(weights) for weights in self.weights]
-        rows = [one.contiguous() for one in grads]
-        return self.whole(self.exchange.combine(rows, self.batches, ones, "exact", returned), device).to(dtype)
+        """Each token gets the sum of its rows' gradients: a combine with weights of 1, which each rank has itself."""
+        batches, ones = self.batches, [torch.ones_like(weights) for weights in self.weights]
+        if self.mode == "partial":
+            batches = [batch.derived(weights=torch.ones_like(batch.weights)) for batch in batches]
+        return self._sums(grads, batches, ones, dtype, device)
+
+    def _sums(
+        self,
+        rows: Sequence[Tensor],
+        batches: Sequence[Dispatched],
+        weights: Sequence[Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """[T, hidden] of a type: each rank's rows, added up with the weights, which batches in partial mode have."""
+        given, returned = weights if self.mode == "exact" else None, dtype if dtype in RETURNED else torch.float32
+        rows = [one.contiguous() for one in rows]
+        sums = self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned)
+        return self.whole(sums, device).to(dtype)
 
     def gradient_of_rows(self, grad: Tensor) -> list[Tensor]:
         """weight * gradient of each row's token, in bfloat16: a dispatch of the output's gradient, which travels as
@@ -181,7 +193,7 @@ class Round:
 
     def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""
-        returned = self.exchange.combine(rows, self.batches, None, "unweighted", torch.bfloat16)
+        returned = self.exchange.combine(rows, self.batches, None, mode="unweighted", dtype=torch.bfloat16)
         parts = self.share(grad)
         products = [
             torch.stack([(one[:, slot].float() * part.float()).sum(1) for slot in range(one.shape[1])], dim=1)
@@ -244,6 +256,6 @@ def combine(one: Round, rows: Sequence[Tensor], weights: Tensor, like: Tensor) -
         like: a tensor on the device that the output should be on, and of its type.
 
     Returns:
-        [T, hidden], the weighted sums in float32 in ascending order of slots, rounded once.
+        [T, hidden], the weighted sums, as of `EPCommunicator.combine` in the round's mode.
     """
     return _Combine.apply(one, like, weights, *rows)

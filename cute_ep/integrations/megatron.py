@@ -57,7 +57,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         EPConfigError: an option of `config` cannot be served.
     """
 
-    mode: CombineMode = "exact"
+    mode: CombineMode = "partial"
 
     def __init__(
         self, group: dist.ProcessGroup, num_local_experts: int, router_topk: int, num_experts: int, config: Any
@@ -130,7 +130,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden]."""
         batch, self._batch = self._batch, None
         assert batch is not None
-        return cute_ep.ops.combine(hidden_states, batch, self.mode)
+        return cute_ep.ops.combine(hidden_states, batch, mode=self.mode)
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rows and their probabilities as they came."""
@@ -145,13 +145,13 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         return self.tokens_per_expert
 
 
-def install(mode: CombineMode = "exact") -> None:
+def install(mode: CombineMode = "partial") -> None:
     """From now on models with `moe_token_dispatcher_type="flex"` and `moe_flex_dispatcher_backend="deepep"` are built
     with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed.
 
     Args:
-        mode: how rows of a token are added up. "exact" adds them in float32 and rounds once. "partial" adds those of
-            each rank first, which rounds once more a rank and sends less.
+        mode: how rows of a token are added up. "partial" adds those of each rank first, which rounds once more a rank.
+            "exact" adds all in float32 and rounds once, wherever experts are, and sends more.
     """
     CuteEPManager.mode = mode
     token_dispatcher._DeepepManager = CuteEPManager

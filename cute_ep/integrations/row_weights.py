@@ -85,7 +85,9 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
         sums = Batch(ctx.comm, *ctx.saved_tensors)
-        of_tokens = cute_ep.ops.combine(grad_tokens.contiguous(), sums) if ctx.needs_input_grad[0] else None
+        of_tokens = None
+        if ctx.needs_input_grad[0]:
+            of_tokens = cute_ep.ops.combine(grad_tokens.contiguous(), sums, mode="partial")
         of_weights = _send_home(grad_weights, sums.topk_ids, ctx.scalars) if ctx.needs_input_grad[2] else None
         return of_tokens, None, of_weights, None, None, None
 
@@ -96,5 +98,5 @@ def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:
     batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values), clear=False)
     rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
     rows[:, 0] = values
-    home = cute_ep.ops.combine(rows.view(torch.bfloat16), batch, "unweighted")
+    home = cute_ep.ops.combine(rows.view(torch.bfloat16), batch, mode="unweighted")
     return home.view(torch.float32)[:, :, 0]

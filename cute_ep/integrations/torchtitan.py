@@ -62,11 +62,11 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             pad_multiple: each expert's rows are padded with zeros to a multiple of it.
             hidden_dim, num_max_tokens_per_rank: with both the ranks connect when the model is parallelised; otherwise
                 in the first call, and again when more tokens come.
-            mode: of combine. "partial" adds rows of each rank first, which rounds once more a rank and sends less.
+            mode: of combine. "partial" adds rows of each rank first, which rounds once more a rank; "exact" sends more.
             sms: SMs that one kernel may take; None: all but 8, which are left to FSDP's NCCL kernels.
         """
 
-        mode: CombineMode = "exact"
+        mode: CombineMode = "partial"
         sms: int | None = None
 
     def __init__(self, config: Config) -> None:
@@ -150,7 +150,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""
         dtype = x_TD.dtype if x_TD.dtype in RETURNED else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
-        return cute_ep.ops.combine(rows, metadata, self.config.mode, dtype=dtype).to(x_TD.dtype)
+        return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
 
 
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
@@ -147,27 +148,37 @@ def distance(one: Tensor, other: Tensor, scale: float = 0.0) -> float:
     return ((one.double() - other.double()).norm() / max(other.double().norm().item(), scale, 1e-30)).item()
 
 
-class _RoundGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+class _Round(torch.autograd.Function):
+    """To bfloat16 what goes forward, or the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.bfloat16().to(grad.dtype)
+    def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
+        ctx.rounds = not forward
+        return x.bfloat16().to(x.dtype) if forward else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.bfloat16().to(grad.dtype) if ctx.rounds else grad, None
 
 
-def rounded(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The module's own experts, with tokens, their outputs and the gradients of both rounded to bfloat16 and sums in
-    float32: what travel in bfloat16 does to them, in one process without ranks."""
+def rounded(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor, ranks: int) -> Tensor:
+    """The module's own experts as ranks compute them in partial mode, in one process: tokens, experts' outputs, each
+    rank's sums of these, and the gradients of all are rounded to bfloat16, and sums are made in float32. Two slots a
+    token, whose sums do not depend on the order."""
     tokens, slots = ids.shape
-    eager: Any = type(module).forward.__wrapped__  # type: ignore[attr-defined]
-    each = hidden.repeat_interleave(slots, dim=0).bfloat16().to(hidden.dtype)
-    rows = eager(module, each, ids.reshape(-1, 1), weights.new_ones(tokens * slots, 1))
+    assert slots == 2
+    eager: Any = type(module).forward.__wrapped__
+    of_ranks = torch.stack([_Round.apply(hidden, False) for _ in range(ranks)])  # each sums gradients of its slots
+    server = ids // -(-module.num_experts // ranks)
+    each = of_ranks[server, torch.arange(tokens, device=ids.device)[:, None]].flatten(0, 1)
+    rows = eager(module, each.bfloat16().to(hidden.dtype), ids.reshape(-1, 1), weights.new_ones(tokens * slots, 1))
     rows, wide = rows.bfloat16().float().view(tokens, slots, -1), weights.float()
-    out = _RoundGradient.apply((rows * wide.detach()[..., None]).sum(1))
+    products, out = rows * wide.detach()[..., None], torch.zeros_like(rows[:, 0])
+    for rank in range(ranks):
+        out = out + _Round.apply((products * (server == rank)[..., None]).sum(1), True)
     through_weights = (rows.detach() * (wide - wide.detach())[..., None]).sum(1)  # zeros, with the weights' gradient
-    return (out + through_weights).to(hidden.dtype)
+    return (_Round.apply(out, False) + through_weights).to(hidden.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register("rounded", rounded)
+for ranks in (1, 2, 4):
+    ALL_EXPERTS_FUNCTIONS.register(f"rounded on {ranks}", partial(rounded, ranks=ranks))

@@ -159,7 +159,7 @@ def test_parts_without_gradients(frozen: str) -> None:
     for name, parameter in model.named_parameters():
         kind = "experts" if ".experts." in name else "router" if ".gate." in name else "other"
         parameter.requires_grad_(kind == "router" if frozen == "all but the router" else kind != frozen)
-    model.set_experts_implementation("rounded")
+    model.set_experts_implementation("rounded on 2")
     wanted = trained(model, ids)[1]
     with attach(model, devices=["cpu"] * 2, max_tokens=18):
         got = trained(model, ids)[1]

@@ -44,7 +44,7 @@ def passed(ranks: Exchange, ids: Tensor) -> tuple[list[int], Tensor]:
     """(rows that there was room for, sums) of a pass without gradients, whose ranks multiply rows by 1, 2, ..."""
     generator = torch.Generator().manual_seed(1)
     x, weights = torch.randn(len(ids), HIDDEN, generator=generator), torch.rand(ids.shape, generator=generator)
-    one = Round(ranks, counted(ids, weights), gradients=False)
+    one = Round(ranks, counted(ids, weights), gradients=False, mode="partial")
     rows = exchange.dispatch(one, x)
     assert [len(each) for each in rows] == one.rows
     outs = [each * (rank + 1) for rank, each in enumerate(rows)]
@@ -56,7 +56,7 @@ def test_there_is_room_for_the_rows_that_come(gradients: bool, ranks: Exchange) 
     """Of four ranks one gets all, and two get none."""
     ranks.waits = not gradients
     ids, x = torch.tensor([[0, 1, 1, -1], [2, -1, -1, -1]]), torch.randn(2, HIDDEN, requires_grad=gradients)
-    one = Round(ranks, counted(ids, torch.rand(2, SLOTS)), gradients=gradients)
+    one = Round(ranks, counted(ids, torch.rand(2, SLOTS)), gradients=gradients, mode="partial")
     assert [len(rows) for rows in exchange.dispatch(one, x)] == one.rows == [3, 1, 0, 0]
 
 
@@ -80,7 +80,7 @@ def test_small_passes_do_not_wait(ranks: Exchange, no_wait: None) -> None:
     """Those with gradients and larger ones do."""
     ids = routes("any", LARGEST + 1)
     weights = torch.ones(ids.shape)
-    Round(ranks, counted(ids[1:], weights[1:]), gradients=False)
+    Round(ranks, counted(ids[1:], weights[1:]), gradients=False, mode="partial")
     for first, gradients in ((1, True), (0, False)):
         with pytest.raises(AssertionError, match="the host waits"):
-            Round(ranks, counted(ids[first:], weights[first:]), gradients=gradients)
+            Round(ranks, counted(ids[first:], weights[first:]), gradients=gradients, mode="partial")

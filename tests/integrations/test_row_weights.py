@@ -62,7 +62,7 @@ def test_gradients_are_those_of_a_dense_layer(cfg: EPConfig, scalars: Scalars, r
     for rank, parts in enumerate(made):
         check(one, rank, parts)
     assert all(part.count_nonzero() > 9 for part in made[2]), "numbers that could tell nothing"
-    assert calls == [["dispatch", mode, "dispatch", "exact"]] * 3
+    assert calls == [["dispatch", mode, "dispatch", "partial"]] * 3
     assert returned == [["dispatch", "unweighted"]] * 3
 
 
@@ -70,14 +70,14 @@ def test_ranks_that_need_no_gradient_of_weights_make_the_same_calls(cfg: EPConfi
     """A rank whose rows do not use them; tokens alone have one on all ranks."""
     names, returned = scalars
     one = given(cfg, TOKENS, "uniform")
-    on_all_ranks(cfg, lambda rank, comm: gradients(one, rank, comm, call=layer_with(names, without=1)))
+    on_all_ranks(cfg, lambda rank, comm: gradients(one, rank, comm, "partial", call=layer_with(names, without=1)))
     assert returned == [["dispatch", "unweighted"]] * 3
     made, calls = on_all_ranks(
-        cfg, lambda rank, comm: gradients(one, rank, comm, call=layer_with(names), weighted=False)
+        cfg, lambda rank, comm: gradients(one, rank, comm, "partial", call=layer_with(names), weighted=False)
     )
     for rank, parts in enumerate(made):
         check(one, rank, parts, weighted=False)
-    assert calls == [["dispatch", "exact", "dispatch", "exact"]] * 3
+    assert calls == [["dispatch", "partial", "dispatch", "partial"]] * 3
     assert returned == [["dispatch", "unweighted"]] * 3
 
 
@@ -88,5 +88,5 @@ def test_rows_are_not_cleared_before_a_dispatch(
     cleared, new_buffers = [], library.new_buffers
     monkeypatch.setattr(library, "new_buffers", lambda *given: (cleared.append(given), new_buffers(*given))[1])
     one = given(cfg, TOKENS, "uniform")
-    on_all_ranks(cfg, lambda rank, comm: gradients(one, rank, comm, call=layer_with(scalars[0])))
+    on_all_ranks(cfg, lambda rank, comm: gradients(one, rank, comm, "partial", call=layer_with(scalars[0])))
     assert not cleared

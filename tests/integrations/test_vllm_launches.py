@@ -131,10 +131,10 @@ def test_batched_experts_get_what_the_kernel_wrote(
         hooks = getattr(layer, how)(out, back, WEIGHTS, IDS, False, sums)
         for hook in hooks or ():
             hook()
-        home = launches.last("combine_exact" if how == "finalize" else "combine_async_exact")
+        home = launches.last("combine_partial" if how == "finalize" else "combine_async_partial")
         assert home.values("rows.data") == (back.data_ptr(),)
-    halves = ["combine_async_exact", "combine_wait_exact"]
-    assert launches.kernels == ["dispatch", *(["combine_exact"] if how == "finalize" else halves)] * 2
+    halves = ["combine_async_partial", "combine_wait_partial"]
+    assert launches.kernels == ["dispatch", *(["combine_partial"] if how == "finalize" else halves)] * 2
     ((cfg, _),) = connected  # both layers share it
     assert (cfg.dispatch_format, cfg.block_rows) == (kind, RANKS * TOKENS)
 
@@ -159,8 +159,7 @@ def test_micro_batches_overlap_on_the_stream_of_the_experts(
         receive()
 
     take_turns(*map(micro_batch, outputs))
-    mode = "exact" if batched else "partial"
-    back = f"combine_async_{mode}", f"combine_wait_{mode}"
+    back = "combine_async_partial", "combine_wait_partial"
     first = ["dispatch_async", "dispatch_wait", "dispatch_async", "dispatch_wait"]
     assert launches.kernels == [*first, back[0], back[1], back[0], back[1]]
     one, other = (launch.values("out.tokens") for launch in launches.of("dispatch_wait"))

@@ -120,7 +120,7 @@ def check_dispatchers(mesh: DeviceMesh, cfg: Any) -> None:
     local = range(rank * experts, (rank + 1) * experts)
     options: list[dict[str, Any]] = [
         {},
-        {"mode": "partial"},
+        {"mode": "exact"},
         {"non_blocking_capacity_factor": 1.0},
         {"pad_multiple": 16},
         {"pad_multiple": 16, "non_blocking_capacity_factor": 1.0, "hidden_dim": HIDDEN, "num_max_tokens_per_rank": 96},

@@ -83,8 +83,8 @@ def swiglu_loop(x: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor)
     """A layer of SwiGLU experts in float32, and how far one may be from it that rounds to bfloat16 what `Triton` does.
 
     Each rounding moves a number by at most u = 2^-8 of it: both halves of the first matmul, of which SiLU has a slope
-    of at most 1.1, their product, the second matmul, the sum. Matmuls add in float32: n products may be n * 2^-23 of
-    the sum of their magnitudes off. Products of errors are within another tenth.
+    of at most 1.1, their product, the second matmul, each rank's sum, the sum. Matmuls add in float32: n products may
+    be n * 2^-23 of the sum of their magnitudes off. Products of errors are within another tenth.
 
     Args:
         x: [T, HIDDEN] bfloat16.
@@ -104,5 +104,5 @@ def swiglu_loop(x: Tensor, weights: Tensor, ids: Tensor, w1: Tensor, w2: Tensor)
         off = 1.1 * off_gate * up.abs() + silu(gate).abs() * off_up + unit * inner.abs()
         made = second @ inner
         want[token] += weight * made
-        bound[token] += weight * (second.abs() @ (off + INNER * add * inner.abs()) + unit * made.abs())
+        bound[token] += weight * (second.abs() @ (off + INNER * add * inner.abs()) + 2 * unit * made.abs())
     return want, 1.1 * (bound + unit * want.abs())

@@ -272,7 +272,7 @@ class ElasticMode(NormalMode):
             batch = batch.derived(topk_ids=handle.routes.last_ids)
         if not biases:
             ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=rows.device)
-            return communicator.combine(rows, batch, ones)
+            return communicator.combine(rows, batch, ones, mode="exact")
         home = communicator.combine(rows, batch, mode="unweighted")
         total = biases[0].float()
         for bias in biases[1:]:

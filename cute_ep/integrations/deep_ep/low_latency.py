@@ -173,10 +173,10 @@ class LowLatency:
             out = torch.empty((len(topk_idx), own.hidden), dtype=torch.bfloat16, device=rows.device)
         rows, hook = rows.view(-1, own.hidden), None
         if return_recv_hook:
-            pending = communicator.combine_async(rows, batch.derived(router_weights=weights))
+            pending = communicator.combine_async(rows, batch.derived(router_weights=weights), mode="exact")
             hook = _once(lambda: communicator.combine_wait(pending, out=out))
         else:
-            communicator.combine(rows, batch, weights, out=out)
+            communicator.combine(rows, batch, weights, mode="exact", out=out)
         return out, finished(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:

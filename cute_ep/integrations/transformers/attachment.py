@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
 from cute_ep.integrations import exchange
 from cute_ep.integrations.exchange import Exchange, Round
@@ -47,15 +48,20 @@ class Attachment:
     Attributes:
         devices: one a rank.
         max_tokens: tokens of a pass for which ranks make room when a layer runs first.
+        mode: of combine.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int) -> None:
+    def __init__(
+        self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode
+    ) -> None:
         self.devices = check_devices(devices)
         if not 1 <= len(self.devices) <= MAX_RANKS:
             raise EPConfigError(f"len(devices) = {len(self.devices)}: must be in [1, {MAX_RANKS}], one a rank")
         if not (is_integer(max_tokens) and max_tokens > 0):
             raise EPConfigError(f"max_tokens = {max_tokens!r}: must be a positive integer")
-        self.max_tokens = int(max_tokens)
+        if mode not in ("partial", "exact"):
+            raise EPConfigError(f"mode = {mode!r}: must be partial or exact")
+        self.max_tokens, self.mode = int(max_tokens), mode
         found = dict(_experts_of(model)) if isinstance(model, nn.Module) else {}
         if not found:
             raise EPConfigError(
@@ -138,26 +144,31 @@ class Attachment:
             return made
 
 
-def attach(model: nn.Module, *, devices: Sequence[str | torch.device], max_tokens: int) -> Attachment:
+def attach(
+    model: nn.Module, *, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode = "partial"
+) -> Attachment:
     """Run the experts of a model over several ranks of this process, until `Attachment.detach`.
 
     All experts modules in the model that transformers' experts interface serves get the implementation "cute_ep". The
     parameters stay where they are, and the model can be trained, saved and loaded as before. A copy of the model, or
     one that was pickled, must be attached itself: its experts raise EPError until then.
 
-    Tokens travel as bfloat16, and so do the experts' outputs and the gradients of both; sums are made in float32.
+    Tokens travel as bfloat16, and so do the experts' outputs, or their sums, and the gradients of both; sums are made
+    in float32.
 
     Args:
         model: a model of transformers, or any module that contains one or its experts.
         devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
         max_tokens: most tokens (sequences times their length) that one pass has. If more come the ranks connect again,
             with more room.
+        mode: of combine, and of the sums of gradients. "partial" rounds the sum of each rank to bfloat16 before it
+            travels; "exact" sends all rows, and gives the same bits on any number of ranks.
 
     Raises:
         EPConfigError: the model has no such experts, or some that are attached already, are quantised, or compute
             something that this version does not know; or an argument breaks its rule.
     """
-    return Attachment(model, devices, max_tokens)
+    return Attachment(model, devices, max_tokens, mode)
 
 
 def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -219,7 +230,7 @@ class _Layer:
         ranks = self.attachment.exchange(hidden.shape[1], experts, ids.shape[1], len(hidden))
         devices = self.attachment.devices  # masks: transformers does it with `num_experts`
         routes = count_routes(ids, experts, len(devices), weights=weights.detach(), mask=True)
-        one = Round(ranks, routes, gradients=with_gradient)
+        one = Round(ranks, routes, gradients=with_gradient, mode=self.attachment.mode)
         shards = {name: self.shards.of(module, name) for name in names}
         rows = []
         for rank, tokens in enumerate(exchange.dispatch(one, hidden)):

@@ -92,7 +92,7 @@ class CuteEP(EPImplementation):
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows, clear=False)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
-        return cute_ep.ops.combine(out.to(torch.bfloat16), batch, dtype=returned).to(x.dtype)
+        return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
 
     def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
         """The outputs of this rank's experts for all rows. `dtype`: of the model's hidden states. Without rows they run

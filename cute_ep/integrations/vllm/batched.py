@@ -1,7 +1,7 @@
 """Dispatch and combine around vLLM's batched experts: each local expert has a block of rows, which the receiving kernel
 fills. Shapes depend on no routing, so no host waits and CUDA graphs capture every call.
 
-Combine applies the router's weights, at a token's own rank unless the mode is `partial`.
+Combine applies the router's weights, where the experts are, or in mode `exact` at a token's own rank.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class CuteEPBatched(CuteEPLayer):
     each, neighbours along S, of other formats [L, n, m] as vLLM makes them. [L] int32 rows of each expert. None, None:
     experts read no ids and weights. What dispatch has not quantised, vLLM does, except NVFP4.
     """
-
-    mode = "exact"
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -17,7 +17,6 @@ from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.tensors import overlap
-from cute_ep.api.types import CombineMode
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 
@@ -51,12 +50,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     All ranks of the manager make the same calls. Everything runs on the current stream. With `--enable-dbo` two
     batches, each in a thread, take turns: prepare and finalize alternate in each, and between two turns each phase has
     at most one round that was sent and not received.
-
-    Attributes:
-        mode: of combine, where the options name none.
     """
-
-    mode: ClassVar[CombineMode]
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
         """
@@ -66,7 +60,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """
         super().__init__()
         self._manager, self._options, self._cfg = manager, options, cfg
-        self._mode = self.mode if options.mode is None else options.mode
+        self._mode = options.mode
         self._communicator: EPCommunicator | None = None
         self._batches: dict[int, Dispatched] = {}  # by vLLM's number of the micro-batch
 
@@ -207,7 +201,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         dbo_maybe_run_recv_hook()
         communicator = self._connected()
         rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
-        pending = communicator.combine_async(rows, batch, self._mode)
+        pending = communicator.combine_async(rows, batch, mode=self._mode)
 
         def receive() -> None:
             communicator.combine_wait(pending, out=output)

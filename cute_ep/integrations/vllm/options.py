@@ -17,20 +17,20 @@ class Options:
     """The same on all ranks.
 
     Attributes:
-        mode: of combine, "partial" or "exact"; None: "exact" in blocks, otherwise "partial".
+        mode: of combine, "partial" or "exact".
         static_rows: a call for which no routing can bring more rows to a rank gets memory for all of them, and the host
             does not wait. Otherwise, except while a CUDA graph is captured, the host asks for the number of rows.
         timeout_s: of the communicator.
         sms: SMs that its kernels may take; None: all.
     """
 
-    mode: CombineMode | None = None
+    mode: CombineMode = "partial"
     static_rows: int = 32768
     timeout_s: float = 60.0
     sms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in (None, "partial", "exact"):
+        if self.mode not in ("partial", "exact"):
             raise EPConfigError(f"additional_config[{KEY!r}]['mode'] = {self.mode!r}: must be 'partial' or 'exact'")
 
     @classmethod

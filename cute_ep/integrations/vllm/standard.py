@@ -56,8 +56,6 @@ class CuteEPStandard(CuteEPLayer):
     Rows without a token are empty.
     """
 
-    mode = "partial"
-
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
