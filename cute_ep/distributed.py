@@ -138,7 +138,7 @@ class DistributedEPCombine(_Operation):
         rows: Sequence[torch.Tensor],
         dispatched: Sequence[Dispatched],
         router_weights: Sequence[torch.Tensor] | None = None,
-        mode: CombineMode = "exact",
+        mode: CombineMode = "partial",
         outs: Sequence[torch.Tensor] | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -151,7 +151,7 @@ class DistributedEPCombine(_Operation):
         """
         return self._launch(
             lambda rank, rows, batch, weights, out, data: rank.plan_combine(
-                rows, batch, weights, mode, out, dtype=dtype, epilogue_data=data
+                rows, batch, weights, mode=mode, out=out, dtype=dtype, epilogue_data=data
             ),
             rows=rows,
             dispatched=dispatched,

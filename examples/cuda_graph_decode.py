@@ -28,7 +28,7 @@ rank, device = dist.get_rank(), gpu or torch.device("cpu")
 
 cfg = EPConfig(256, num_experts=8, top_k=2, max_tokens_per_rank=SEQUENCES, world_size=dist.get_world_size())
 torch.manual_seed(0)
-layer = MoELayer(cfg, inner=128, mode="partial", device=device).eval()
+layer = MoELayer(cfg, inner=128, device=device).eval()
 torch.manual_seed(1 + rank)
 layer.reset_parameters()
 begin = torch.randn(SEQUENCES, cfg.hidden, device=device).bfloat16()

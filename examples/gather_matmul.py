@@ -68,7 +68,7 @@ with connect(cfg) as ep:
     def layer() -> None:
         """Writes `out`."""
         batch = ep.dispatch(x, ids, weights, out=buffers)
-        ep.combine(experts(batch), batch, mode="partial", out=out)  # adds a token's rows over ranks
+        ep.combine(experts(batch), batch, out=out)  # adds a token's rows over ranks
 
     layer()
     ep.synchronize()

@@ -53,7 +53,7 @@ def test_a_list_launches_rank_by_rank(make_rank: MakeRank, launches: Launches) -
     assert [batch.tokens is out.tokens for batch, out in zip(batches, outs, strict=True)] == [True] * 2
     sums = DistributedEPCombine(ranks)([expert_rows(batch) for batch in batches], batches, dtype=torch.float32)
     assert [one.shape for one in sums] == [(5, 128), (3, 128)]
-    assert launches.kernels[2:] == ["combine_exact"] * 2
+    assert launches.kernels[2:] == ["combine_partial"] * 2
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,8 @@ class Dispatched(DispatchBuffers):
         origin: the communicator's whose dispatch made it, None for a batch that was put together from tensors.
         turn: which batch in its buffers it is (`Use`).
         derived_ids: whether `topk_ids` are those that `derived` was given.
+        weighted: whether this rank gave its dispatch router weights, or `derived` was given `weights`, which partial
+            combine of expert-major rows asks for. None, of the constructor: whether there are `weights`.
     """
 
     rank: int
@@ -248,7 +250,13 @@ class Dispatched(DispatchBuffers):
     origin: Origin | None = None
     turn: int = 0
     derived_ids: bool = False
+    weighted: bool | None = None
     as_made: ClassVar[bool] = False  # True, as an attribute, in what `inside` returns; `dataclasses.replace` drops it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weighted is None:
+            object.__setattr__(self, "weighted", self.weights is not None)
 
     @classmethod
     def inside(cls, buffers: DispatchBuffers, own: dict[str, object]) -> Dispatched:
@@ -259,6 +267,7 @@ class Dispatched(DispatchBuffers):
         fields.update(buffers.__dict__)
         fields.update(own)
         fields["as_made"], fields["turn"], fields["derived_ids"] = True, buffers.use.turn, False
+        fields["weighted"] = own["router_weights"] is not None
         return batch
 
     @classmethod
@@ -270,6 +279,7 @@ class Dispatched(DispatchBuffers):
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None,
         return_slices: int,
+        weighted: bool | None = None,
     ) -> Dispatched:
         """A batch put together from tensors that a dispatch of this rank wrote, such as those that a torch op returned.
 
@@ -283,6 +293,9 @@ class Dispatched(DispatchBuffers):
             rank: the rank that dispatched.
             topk_ids, router_weights: what that rank gave to its dispatch.
             return_slices: `Dispatched.return_slices` of that dispatch.
+            weighted: whether that dispatch was given router weights. Buffers have `weights` in either case, ones where
+                there were none; if it was not, combine in partial mode refuses the batch. None: whether `tensors` has
+                `weights`.
 
         Raises:
             EPInputError: a name is unknown, or a tensor that combine needs is missing.
@@ -294,7 +307,8 @@ class Dispatched(DispatchBuffers):
             if tensors.get(name) is None:
                 raise EPInputError(f"tensors[{name!r}] = None: must be what dispatch wrote, combine reads it")
         parts: dict[str, Any] = dict.fromkeys(BUFFERS) | dict(tensors)
-        return cls(**parts, rank=rank, topk_ids=topk_ids, router_weights=router_weights, return_slices=return_slices)
+        own = {"topk_ids": topk_ids, "router_weights": router_weights, "return_slices": return_slices}
+        return cls(**parts, rank=rank, **own, weighted=weighted)
 
     def derived(
         self,
@@ -318,7 +332,8 @@ class Dispatched(DispatchBuffers):
             tokens: a tensor with as many rows as combine may read.
             topk_ids: [T, K] int32 or int64, the entries of the own tokens that come home; -1 masks one. Rank-major rows
                 of a batch with others than the last of a token on each rank masked come home in any mode.
-            weights: [R, Tmax, K] float32 that this rank multiplies its rows by in partial mode.
+            weights: [R, Tmax, K] float32 that this rank multiplies its rows by in partial mode; the derived batch is
+                then `weighted`.
             router_weights: [T, K] float32 that this rank multiplies what comes home by in exact mode. In partial mode
                 the experts' ranks multiply, by `weights`.
 
@@ -335,6 +350,8 @@ class Dispatched(DispatchBuffers):
         }
         if topk_ids is not None:
             changes["derived_ids"] = True
+        if weights is not None:
+            changes["weighted"] = True
         return self._changed({**changes, "num_rows": None} if row_map is not None else changes)
 
     def _changed(self, changes: Mapping[str, Any]) -> Self:
@@ -345,8 +362,9 @@ class Dispatched(DispatchBuffers):
         return made
 
     def without_rows(self) -> Self:
-        """What combine reads of the batch, without the memory of its rows and scale factors, and without router
-        weights: in exact mode combine must be given them."""
+        """What combine reads of the batch, without the memory of its rows and scale factors, and without this rank's
+        router weights: in exact mode combine must be given them. Those that travelled stay, so partial mode needs
+        none."""
         rows = self.src_info if self.row_expert_ids is None else self.row_expert_ids  # as many as there are tokens
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)

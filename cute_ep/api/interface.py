@@ -21,6 +21,7 @@ from cute_ep.api.validate import (
     check_batch,
     check_epilogue_data,
     check_input_scale,
+    check_mode,
     check_output,
     check_tokens,
     check_unscaled,
@@ -117,7 +118,8 @@ class EPCommunicator(ABC):
                 `synchronize` reports; one that does not fit 32 bits is reported and counts as its lower half. Read
                 again by combine: leave them until then.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook); travel along, so that combine
-                may use them; exact combine reads them again too. Without them partial combine multiplies by 1.
+                may use them; exact combine reads them again too. Give ones for a plain sum: partial combine of
+                expert-major rows, the default, refuses batches without them.
             input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
                 a tensor of any type); None: 1.
             out: buffers from `allocate`, overwritten; None allocates new ones.
@@ -189,7 +191,7 @@ class EPCommunicator(ABC):
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: CombineMode = "exact",
+        mode: CombineMode = "partial",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -202,11 +204,11 @@ class EPCommunicator(ABC):
                 it is not checked that N is enough, `num_rows` is on the device: rows that are missing come home as NaN.
             dispatched: what this communicator's dispatch returned for these rows.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
-                weights that this rank gave to dispatch. If it gave none, partial mode adds its tokens' rows up
-                unweighted, and exact mode raises.
-            mode: the same on all ranks. "exact" sums K rows at the source in float32; "partial" sums on the expert's
-                rank first, rounds that sum to bfloat16 and sends one row per rank: fewer bytes, one more rounding per
-                rank; "unweighted" returns the rows themselves. Rank-major rows come home in "partial" mode only.
+                weights that this rank gave to dispatch.
+            mode: the same on all ranks. "partial" sums on the expert's rank first, weighted and in float32, rounds that
+                sum to bfloat16 and sends one row per rank; "exact" sums K rows at the source in float32: more bytes,
+                one rounding per rank less, and sums that do not depend on where experts are; "unweighted" returns the
+                rows themselves. Rank-major rows come home in "partial" mode only.
             out: [T, hidden], or unweighted [T, top_k, hidden]; overwritten; None allocates it.
             dtype: bfloat16, float16 or float32, the type of the output when `out` is None.
             epilogue_data: what the `epilogue` hook reads, on this device.
@@ -216,7 +218,8 @@ class EPCommunicator(ABC):
             is masked.
 
         Raises:
-            EPInputError, EPTimeout: as `dispatch`.
+            EPInputError, EPTimeout: as `dispatch`. In partial mode also for `router_weights`, and for expert-major rows
+                whose dispatch this rank gave none; in exact mode where there are none.
         """
         options = SumOptions(router_weights, out, dtype, epilogue_data)
         return self._prepare_combine(rows, dispatched, mode, options, planned=False)()
@@ -226,7 +229,7 @@ class EPCommunicator(ABC):
         rows: torch.Tensor,
         dispatched: Dispatched,
         router_weights: torch.Tensor | None = None,
-        mode: CombineMode = "exact",
+        mode: CombineMode = "partial",
         out: torch.Tensor | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -236,13 +239,17 @@ class EPCommunicator(ABC):
         options = SumOptions(router_weights, out, dtype, epilogue_data)
         return Plan(self._prepare_combine(rows, dispatched, mode, options, planned=True))
 
-    def combine_async(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "exact") -> PendingCombine:
+    def combine_async(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "partial"
+    ) -> PendingCombine:
         """The sending half of `combine`; arguments and errors are the same. At most two may be outstanding before
         their `combine_wait`."""
         self._check_usable()
         self._combines.check_send()
         self._check_batch(dispatched)
-        if mode != "exact":  # which may be given its weights by `combine_wait`
+        if mode == "exact":  # may be given its weights by `combine_wait`
+            check_mode(self.cfg, mode, dispatched)
+        else:
             self._weights(mode, None, dispatched)
         return self._send_combine(rows, dispatched, mode)
 
@@ -263,7 +270,7 @@ class EPCommunicator(ABC):
 
         Raises:
             EPInputError: `pending` is not this rank's oldest unreceived combine, there is none, or an argument breaks
-                its contract.
+                its contract. The round stays outstanding, for another call.
             EPTimeout: as `dispatch`.
         """
         self._check_usable()

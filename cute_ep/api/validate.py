@@ -217,14 +217,16 @@ def combine_weights(
     checked: bool = False,
 ) -> torch.Tensor | None:
     """The [T, top_k] weights that a rank multiplies what comes home by: in exact mode the argument, else what dispatch
-    was given. None in the others: in partial mode the expert ranks multiply by what dispatch brought them.
+    was given. None in the others: in partial mode the expert ranks multiply by what dispatch brought them, or nobody
+    does, of rank-major rows.
 
     Args:
         checked: whether those of `dispatched` need no check.
 
     Raises:
-        EPInputError: unknown mode, no weights in exact mode, an argument in another mode, a shared expert in unweighted
-            mode, another mode than partial for rank-major rows, or a wrong shape or type.
+        EPInputError: unknown mode, no weights in exact mode, in partial mode expert-major rows of a dispatch that was
+            given none, an argument in another mode than exact, a shared expert in unweighted mode, another mode than
+            partial for rank-major rows, or a wrong shape or type.
     """
     check_mode(cfg, mode, dispatched)
     if mode == "unweighted":
@@ -233,11 +235,19 @@ def combine_weights(
         if cfg.fused_shared_expert:
             raise EPInputError("mode = 'unweighted': has no sum that a fused shared expert could be added to")
         return None
-    if mode == "partial" and router_weights is not None:
-        raise EPInputError("router_weights = tensor: must be None in partial mode, give them to dispatch")
     if mode == "partial":
+        if router_weights is not None:
+            rule = "give them to dispatch, or use mode='exact'"
+            if cfg.is_rank_major:
+                rule = "rank-major rows come home as they are, multiply them before"
+            raise EPInputError(f"router_weights = tensor: must be None in partial mode; {rule}")
         if dispatched.weights is None:
             raise EPInputError("dispatched.weights = None: must be what dispatch wrote, partial combine reads it")
+        if not (dispatched.weighted or cfg.is_rank_major):
+            raise EPInputError(
+                "dispatched.weighted = False: must be True in partial mode, which multiplies rows by the router "
+                "weights that came with them; give router_weights to dispatch, ones for a plain sum"
+            )
         return None
     weights = dispatched.router_weights if router_weights is None else router_weights
     if weights is None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from cute_ep.bench.traffic import RoutingCounts
     from cute_ep.cli.demo_layer import ExpertWeights, TextBatch
 
-MODES = ("exact", "partial")
-"""Combine modes that sum."""
+MODES = ("partial", "exact")
+"""Combine modes that sum, the default first."""
 CPU_TOKENS = 512
 GPU_TOKENS = 2048
 MOST, LEAST, BAR = 8, 4, 48
@@ -180,12 +180,12 @@ def bytes_table(configs: dict[str, EPConfig], counts: RoutingCounts) -> Table:
         "one message",
         "dispatch: a message per token and rank",
         "instead, a message per token and expert",
-        "combine exact",
         "combine partial",
+        "combine exact",
     ):
         table.add_column(name, justify="right")
     for fmt, cfg in configs.items():
-        sent = [traffic(cfg, counts, name).remote_bytes for name in ("dispatch", "combine_exact", "combine_partial")]
+        sent = [traffic(cfg, counts, name).remote_bytes for name in ("dispatch", "combine_partial", "combine_exact")]
         entries = int(counts.entries.sum() - counts.entries.diag().sum())
         token = message_bytes(cfg.format, cfg.hidden)
         table.add_row(fmt, *map(bytes_text, (token, sent[0], entries * token, *sent[1:])))

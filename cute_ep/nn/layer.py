@@ -24,7 +24,7 @@ from cute_ep.nn.gates import add_bias, apply, gate_named
 from cute_ep.nn.mlp import INNER_MULTIPLE
 from cute_ep.nn.router import Router
 
-MODES = ("exact", "partial")
+MODES = ("partial", "exact")
 
 
 class MoELayer(Connected):
@@ -58,7 +58,8 @@ class MoELayer(Connected):
         gate: a name, "swiglu", "swiglu_clamped" (gpt-oss), "geglu_tanh" or "relu2", or a `cute_ep.Gate`.
         bias: whether experts have biases.
         shared: a module from [T, hidden] to [T, hidden], such as `GatedMLP`, whose output is added.
-        mode: of combine. "partial" is faster and rounds once more per rank.
+        mode: of combine. "exact" sends more and rounds once a token, wherever experts are; "partial" once more per
+            rank.
         capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`, or less
             behind a `Router`, which repeats no expert of a token. If more come, all rows of the rank are lost: outputs
             of their tokens are NaN, and `synchronize` raises.
@@ -81,7 +82,7 @@ class MoELayer(Connected):
         gate: str | Gate = "swiglu",
         bias: bool = False,
         shared: torch.nn.Module | None = None,
-        mode: CombineMode = "exact",
+        mode: CombineMode = "partial",
         capacity: int | None = None,
         input_scale: float | None = None,
         device: torch.device | str | None = None,
@@ -185,7 +186,8 @@ class MoELayer(Connected):
             raise EPInputError(f"x.shape = {tuple(x.shape)}: must be [tokens, hidden]; use x.flatten(0, -2)")
         for name, tensor in (("topk_ids", topk_ids), ("router_weights", router_weights)):
             if not isinstance(tensor, Tensor):
-                raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor")
+                more = ", ones for a plain sum" if name == "router_weights" else ""
+                raise EPInputError(f"{name} = {type(tensor).__name__}: must be a torch.Tensor{more}")
             if tuple(tensor.shape) != routed:
                 raise EPInputError(f"{name}.shape = {tuple(tensor.shape)}: must be {routed}, [tokens, top_k]")
         self._check_gradients(x, router_weights)
@@ -194,7 +196,7 @@ class MoELayer(Connected):
         scale = self._scale_on_device()
         batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, clear=False)
         rows = self.compute(self.decode(batch), batch.row_offsets)
-        return cute_ep.ops.combine(rows, batch, self.mode, dtype=x.dtype)
+        return cute_ep.ops.combine(rows, batch, mode=self.mode, dtype=x.dtype)
 
     def decode(self, batch: cute_ep.ops.Batch | Dispatched) -> Tensor:
         """The rows that `compute` takes, of a batch that this layer's communicator dispatched with its `input_scale`.

@@ -182,7 +182,7 @@ def combine_error_bound(
     rows: Sequence[torch.Tensor],
     dispatched: Sequence[Dispatched],
     router_weights: Sequence[torch.Tensor | None] | None = None,
-    mode: str = "exact",
+    mode: str = "partial",
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per rank (value, bound), both [T_r, hidden] float64, such that |combine's output - value| <= bound.
@@ -265,7 +265,7 @@ def identity_error_bound(
     xs: Sequence[torch.Tensor],
     rows: Sequence[torch.Tensor],
     dispatched: Sequence[Dispatched],
-    mode: str = "exact",
+    mode: str = "partial",
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per rank (value, bound) of a whole round with experts that return what they get, [T_r, hidden] float64.
 

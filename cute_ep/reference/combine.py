@@ -31,18 +31,20 @@ def chosen_weights(
     router_weights: Sequence[torch.Tensor | None] | None,
     mode: str,
 ) -> list[torch.Tensor | None]:
-    """Per rank the weights that apply: the argument's, else those of dispatch, in partial mode else ones; ones for
-    rank-major rows; None in unweighted mode."""
+    """Per rank the weights that apply: the argument's, else those of dispatch; ones for rank-major rows; None in
+    unweighted mode. EPInputError: a rank has none."""
     given = per_rank("router_weights", router_weights, cfg.world_size)
     if mode == "unweighted":
         return [combine_weights(cfg, mode, None, batch) for batch in dispatched]
     chosen: list[torch.Tensor | None] = []
     for rank, (batch, argument) in enumerate(zip(dispatched, given, strict=True)):
         weights = batch.router_weights if argument is None else argument
-        if mode == "partial" and (cfg.is_rank_major or weights is None):
+        if mode == "partial" and cfg.is_rank_major:
             weights = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
         if weights is None:
-            raise EPInputError(f"router_weights[{rank}] = None: must be given to dispatch or to combine")
+            raise EPInputError(
+                f"router_weights[{rank}] = None: must be given to dispatch or to combine, ones for a plain sum"
+            )
         check_router_weights(cfg, weights, batch.topk_ids.shape[0])
         chosen.append(weights)
     return chosen
@@ -68,7 +70,7 @@ def combine(
     rows: Sequence[torch.Tensor],
     dispatched: Sequence[Dispatched],
     router_weights: Sequence[torch.Tensor | None] | None = None,
-    mode: str = "exact",
+    mode: str = "partial",
     dtype: torch.dtype = torch.bfloat16,
     epilogue: Epilogue | None = None,
 ) -> list[torch.Tensor]:
@@ -89,9 +91,9 @@ def combine(
     Args:
         rows: per rank [>= num_rows, hidden] bfloat16, in the row order of `dispatched`.
         dispatched: what `dispatch` returned (or a communicator's outputs of the same round).
-        router_weights: per rank [T_r, top_k] float32; None (list or entry): those that dispatch was given, in partial
-            mode ones where it was given none. Not read in unweighted mode, and for rank-major rows, whose weights are
-            ones.
+        router_weights: per rank [T_r, top_k] float32; None (list or entry): those that dispatch was given. Here partial
+            mode takes them, too, as what its ranks multiply by. Not read in unweighted mode, and for rank-major rows,
+            whose weights are ones.
         mode: one of COMBINE_MODES; "unweighted" not with a fused shared expert.
         dtype: bfloat16, float16 or float32.
         epilogue: not in unweighted mode.
@@ -100,7 +102,8 @@ def combine(
         Per rank [T_r, hidden], unweighted [T_r, top_k, hidden], of `dtype`.
 
     Raises:
-        EPInputError: unknown mode or type, a rank without weights in exact mode, or a wrong shape, type or list length.
+        EPInputError: unknown mode or type, a rank without weights in exact or partial mode, or a wrong shape, type or
+            list length.
     """
     check_combine(cfg, rows, dispatched, mode, dtype)
     chosen = chosen_weights(cfg, dispatched, router_weights, mode)

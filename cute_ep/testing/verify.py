@@ -133,8 +133,8 @@ class RoundOptions:
         dtype: element type of combine's output.
         input_scales: per rank the global scale; None: none given.
         prequantized: quantise with the reference and dispatch the quantised rows.
-        weights_at: "dispatch" or "combine", the call that is given the router weights; where dispatch has none,
-            partial combine multiplies by 1.
+        weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine needs them at
+            dispatch, but of rank-major rows.
         seed: of the made-up expert outputs.
     """
 
@@ -203,21 +203,22 @@ def check_round(
         check_dispatched(got, want, cfg, rank)
     check_headers(actual, cfg)
     never = {"exact": cfg.is_rank_major, "unweighted": cfg.fused_shared_expert or cfg.is_rank_major}
+    never["partial"] = late and not cfg.is_rank_major
     for mode in options.modes or [mode for mode in COMBINE_MODES if not never.get(mode)]:
         given_weights = {"unweighted": None, "partial": early_weights}.get(mode, weights)
-        sums = reference.combine(cfg, rows, expected, given_weights, mode, options.dtype)
+        sums = reference.combine(cfg, rows, expected, given_weights, mode=mode, dtype=options.dtype)
         outs = [guarded(want.shape, want.dtype, c.device) for c, want in zip(communicators, sums, strict=True)]
         late_weights = [
             w.to(c.device) if late and mode == "exact" else None for c, w in zip(communicators, weights, strict=True)
         ]
         _synchronize_devices(communicators)
         if options.split:
-            sent = [c.combine_async(r, d, mode) for c, r, d in zip(communicators, returned, actual, strict=True)]
+            sent = [c.combine_async(r, d, mode=mode) for c, r, d in zip(communicators, returned, actual, strict=True)]
             for communicator, one, w, out in zip(communicators, sent, late_weights, outs, strict=True):
                 communicator.combine_wait(one, w, out)
         else:
             for communicator, r, d, w, out in zip(communicators, returned, actual, late_weights, outs, strict=True):
-                communicator.combine(r, d, w, mode, out)
+                communicator.combine(r, d, w, mode=mode, out=out)
         for communicator in communicators:
             communicator.synchronize()
         for rank, (got, want) in enumerate(zip(outs, sums, strict=True)):

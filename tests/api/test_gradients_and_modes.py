@@ -49,10 +49,10 @@ def test_combine_refuses_what_requires_a_gradient(lone_rank: EPCommunicator) -> 
     with pytest.raises(EPInputError, match="rows" + GRADIENT):
         lone_rank.combine(rows.clone().requires_grad_(), batch)
     with pytest.raises(EPInputError, match="router_weights" + GRADIENT):
-        lone_rank.combine(rows, batch, weights.clone().requires_grad_())
+        lone_rank.combine(rows, batch, weights.clone().requires_grad_(), "exact")
     weights.requires_grad_()
     with pytest.raises(EPInputError, match="router_weights" + GRADIENT):
-        lone_rank.combine(rows, batch)
+        lone_rank.combine(rows, batch, mode="exact")
 
 
 def test_without_gradients_what_would_require_one_is_taken(lone_rank: EPCommunicator) -> None:

@@ -65,7 +65,7 @@ def test_verify_fails_at_a_difference_and_says_where_it_is(monkeypatch, capsys: 
     monkeypatch.setattr(verify, "QUICK_TOKENS", (5,))
     monkeypatch.setattr(verify, "OPTIONS", {verify.PLAIN: verify.Options()})
     truth = reference.combine
-    monkeypatch.setattr(reference, "combine", lambda *args: [out * 2 for out in truth(*args)])
+    monkeypatch.setattr(reference, "combine", lambda *args, **named: [out * 2 for out in truth(*args, **named)])
     assert main(["verify", "--devices", "cpu:2"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out and "rank 0 combine exact" in out and "14 of 14 cases differ" in out

@@ -25,6 +25,7 @@ from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import RoundOptions, check_dispatched, check_round, expert_rows, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs
+from tests.weights_cases import of_tensors
 
 from .conftest import connected
 
@@ -98,7 +99,7 @@ def test_fused_shared_expert(devices: list[str], fmt: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_router_weights_given_to_combine(devices: list[str], shared: bool) -> None:
-    """Instead of dispatch, whose messages then bring none."""
+    """Instead of dispatch, whose messages then bring none, for exact sums."""
     cfg = EPConfig(2048, 16 * len(devices), 4, MANY, len(devices), "bf16", 20, fused_shared_expert=shared)
     with connected(cfg, devices) as communicators:
         for turn, (tokens, routing) in enumerate(TOKENS):
@@ -108,8 +109,8 @@ def test_router_weights_given_to_combine(devices: list[str], shared: bool) -> No
 
 
 def test_some_ranks_give_weights_and_the_host_learns_the_counts(devices: list[str]) -> None:
-    """Partial sums multiply by 1 where a source gave none, whatever is in the memory of weights; one row less room
-    than is needed sets the flag of lost rows."""
+    """The weights of a source that gave none are 1, whatever was in their memory, and partial sums of a batch that was
+    put together by hand multiply by them; one row less room than is needed sets the flag of lost rows."""
     cfg = EPConfig(2048, 16 * len(devices), 4, MANY, len(devices), "bf16", 20)
     with connected(cfg, devices) as ranks:
         for turn, (tokens, routing) in enumerate(TOKENS):
@@ -143,10 +144,12 @@ def test_some_ranks_give_weights_and_the_host_learns_the_counts(devices: list[st
                 if less:
                     continue
                 outputs = [row.to(ep.device) for row, ep in zip(rows, ranks, strict=True)]
-                sums = [ep.combine(*pair, mode="partial") for ep, *pair in zip(ranks, outputs, batches, strict=True)]
+                made = [of_tensors(batch) for batch in batches]
+                sums = [ep.combine(*pair, mode="partial") for ep, *pair in zip(ranks, outputs, made, strict=True)]
                 for ep in ranks:
                     ep.synchronize()
-                for rank, want in enumerate(reference.combine(cfg, rows, expected, weights, "partial")):
+                factors = [torch.ones(i.shape) if w is None else w for i, w in zip(ids, weights, strict=True)]
+                for rank, want in enumerate(reference.combine(cfg, rows, expected, factors, "partial")):
                     assert_bits(sums[rank], want, f"{tokens} tokens, rank {rank}")
 
 
@@ -175,7 +178,7 @@ def test_partial_sums_of_skip_a2a_add_up_to_the_layer() -> None:
         with connected(cfg, ["cuda:0"] * ranks) as communicators:
             for communicator in communicators:
                 batch = communicator.dispatch(x, ids, weights)
-                part = communicator.combine(batch.tokens, batch, dtype=torch.float32)
+                part = communicator.combine(batch.tokens, batch, mode="exact", dtype=torch.float32)
                 communicator.synchronize()  # ranks that share a GPU work on streams of their own
                 total += part
         sums.append(total)
@@ -209,10 +212,12 @@ def test_ids_of_64_bits(devices: list[str], tokens: int) -> None:
             kept = [{name: t.clone() for name, t in tensors_of(out).items() if t is not None} for out in outs]
             rows = [torch.ones(out.tokens.shape[0], 2048, device=out.tokens.device).bfloat16() for out in outs]
             torch.cuda.synchronize()
-            sums = [c.combine(row, b) for c, row, b in zip(communicators, rows, batches, strict=True)]
-            for communicator in communicators:
-                communicator.synchronize()
-            found.append([one | {"sums": total} for one, total in zip(kept, sums, strict=True)])
+            for mode in ("exact", "partial"):
+                sums = [c.combine(row, b, mode=mode) for c, row, b in zip(communicators, rows, batches, strict=True)]
+                for communicator in communicators:
+                    communicator.synchronize()
+                kept = [one | {f"{mode} sums": total} for one, total in zip(kept, sums, strict=True)]
+            found.append(kept)
         for narrow, wide in zip(*found, strict=True):
             for name, tensor in narrow.items():
                 assert torch.equal(tensor.view(torch.uint8), wide[name].view(torch.uint8)), name
@@ -250,7 +255,7 @@ def test_distributed_operations(devices: list[str]) -> None:
             for rank, (got, want) in enumerate(zip(batches, expected, strict=True)):
                 check_dispatched(got, want, cfg, rank)
             rows = [torch.ones(int(b.num_rows), 2048, device=b.tokens.device).bfloat16() for b in batches]
-            sums = DistributedEPCombine(communicators)(rows, batches, dtype=torch.float32)
+            sums = DistributedEPCombine(communicators)(rows, batches, mode="exact", dtype=torch.float32)
             for communicator, got, weight in zip(communicators, sums, weights, strict=True):
                 communicator.synchronize()
                 torch.testing.assert_close(got, weight.sum(dim=1, keepdim=True).expand_as(got), rtol=1e-6, atol=0)

@@ -78,7 +78,7 @@ def test_rank_that_stops_before_combine(devices: list[str], tokens: int) -> None
                 dispatched.append(communicator.dispatch(*batch.arguments[rank], out=batch.buffers[rank]))
         for rank, communicator in enumerate(communicators[1:], start=1):
             with on_stream(communicator):
-                communicator.combine(batch.rows[rank], dispatched[rank], out=batch.outs[rank])
+                communicator.combine(batch.rows[rank], dispatched[rank], mode="exact", out=batch.outs[rank])
         for rank, communicator in enumerate(communicators[1:], start=1):
             with pytest.raises(EPTimeout) as caught:
                 communicator.synchronize()
@@ -104,7 +104,7 @@ def test_split_calls_out_of_order_are_refused() -> None:
             communicator.dispatch_wait(second)
         communicator.dispatch_wait(first)
         dispatched = communicator.dispatch_wait(second, batch.buffers[0])
-        communicator.combine(batch.rows[0], dispatched, out=batch.outs[0])
+        communicator.combine(batch.rows[0], dispatched, mode="exact", out=batch.outs[0])
         communicator.synchronize()
         assert_bits(batch.outs[0], batch.sums["exact"][0], "combine")
 
@@ -180,7 +180,7 @@ def test_graphs_replayed_out_of_order_are_an_error(phase: str) -> None:
             sent = (
                 one.dispatch_async(*batch.arguments[0])
                 if phase == "dispatch"
-                else one.combine_async(batch.rows[0], first[0])
+                else one.combine_async(batch.rows[0], first[0], mode="exact")
             )
         with torch.cuda.graph(graphs[1], stream=one.stream):
             one.dispatch_wait(sent, spare) if phase == "dispatch" else one.combine_wait(sent)
@@ -192,7 +192,7 @@ def test_graphs_replayed_out_of_order_are_an_error(phase: str) -> None:
             if phase == "dispatch":
                 one.dispatch(*batch.arguments[0], out=spare)
             else:
-                one.combine(batch.rows[0], first[0], out=batch.outs[0])
+                one.combine(batch.rows[0], first[0], mode="exact", out=batch.outs[0])
         with pytest.raises(EPError, match=f"a fused {phase} ran when . rounds had been sent and . received") as caught:
             one.synchronize()
         assert not isinstance(caught.value, EPTimeout) and time.monotonic() - started < cfg.timeout_s / 2
@@ -221,7 +221,7 @@ def test_bad_arguments_are_refused_before_a_launch() -> None:
         dispatched = communicator.dispatch(x, ids)
         rows = torch.zeros(100, 2048, dtype=torch.bfloat16, device="cuda")
         with pytest.raises(EPInputError, match="exact combine needs them"):
-            communicator.combine(rows, dispatched)
+            communicator.combine(rows, dispatched, mode="exact")
         with pytest.raises(EPInputError, match="mode = 'sum'"):
             communicator.combine(rows, dispatched, mode="sum")
         communicator.synchronize()

@@ -17,7 +17,7 @@ from tests.ops.ranks import counted, on_all_ranks
 from .layers import INNER, config, gradients_of, layer_of, random_experts
 
 CFG = config(1)
-FORWARD, BACKWARD = ["dispatch", "exact"], ["dispatch", "unweighted", "exact"]
+FORWARD, BACKWARD = ["dispatch", "partial"], ["dispatch", "unweighted", "exact"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ DEEPSEEK = dict(score="sigmoid", correction=True, renormalize=True, n_group=3, t
     [
         {},
         {"gate": "swiglu_clamped", "bias": True},
-        {"gate": "relu2", "mode": "partial", "capacity": 24},
+        {"gate": "relu2", "mode": "exact", "capacity": 24},
         {"router": Router(32, 6, 3, **DEEPSEEK), "shared": GatedMLP(32, INNER), "dtype": torch.float32},
     ],
     ids=["plain", "gpt-oss", "relu2", "deepseek"],

@@ -61,7 +61,7 @@ def test_tokens(layer: MoELayer, x: Any, said: str, gradients: bool) -> None:
         (zeros(2, 32), zeros(2, 3).int(), zeros(1, 3), "router_weights.shape = (1, 3): must be (2, 3)"),
         (zeros(2, 32), zeros(2, 3), zeros(2, 3), "topk_ids.dtype = torch.bfloat16: must be torch.int32 or torch.int64"),
         (zeros(2, 32), [[0] * 3] * 2, zeros(2, 3), "topk_ids = list: must be a torch.Tensor"),
-        (zeros(2, 32), zeros(2, 3).int(), None, "router_weights = NoneType: must be a torch.Tensor"),
+        (zeros(2, 32), zeros(2, 3).int(), None, "weights = NoneType: must be a torch.Tensor, ones for a plain sum"),
     ],
     ids=["flat", "ids", "weights", "type of ids", "list", "no weights"],
 )
@@ -102,7 +102,7 @@ def test_more_rows_than_the_capacity_are_told_by_synchronize(layer: MoELayer, gr
         ({}, {"inner": 12}, "inner = 12: must be a positive multiple of 8"),
         ({}, {"inner": 0}, "inner = 0: must be a positive multiple of 8"),
         ({}, {"gate": "gelu"}, "gate = 'gelu': must be one of swiglu, swiglu_clamped, geglu_tanh, relu2, or a"),
-        ({}, {"mode": "unweighted"}, "mode = 'unweighted': must be one of exact, partial"),
+        ({}, {"mode": "unweighted"}, "mode = 'unweighted': must be one of partial, exact"),
         ({}, {"capacity": -1}, "capacity = -1: must be an integer that is not negative, or None"),
         ({}, {"router": Router(32, 6, 2)}, "router.top_k = 2: must be cfg.top_k = 3"),
         ({}, {"router": Router(16, 6, 3)}, "router.hidden = 16: must be cfg.hidden = 32"),

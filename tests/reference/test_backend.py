@@ -119,18 +119,18 @@ def test_arguments_may_be_overwritten_after_the_call():
     for rank in range(3):
         check_filled(cfg, batches[rank], want[rank], f"rank {rank}")
     rows = rows_for(batches, cfg)
-    sums = reference.combine(cfg, rows, want)
+    sums = reference.combine(cfg, rows, want, mode="exact")
     got = []
     for rank, communicator in enumerate(communicators):
         weights, outputs = inputs[rank].router_weights.clone(), rows[rank].clone()
-        got.append(communicator.combine(outputs, batches[rank], weights))
+        got.append(communicator.combine(outputs, batches[rank], weights, mode="exact"))
         outputs.zero_(), weights.zero_()
         poison_all(batches[rank])
     for rank in range(3):
         assert_bits(got[rank], sums[rank], f"rank {rank}")
 
 
-def test_weights_may_be_given_at_either_call_and_by_some_ranks_only():
+def test_weights_of_exact_sums_may_be_given_at_either_call_and_by_some_ranks_only():
     cfg = small(dispatch_format="bf16")
     inputs = make_inputs(cfg, [5, 5, 5], "masked", 3)
     communicators = connect_reference(cfg)
@@ -143,10 +143,11 @@ def test_weights_may_be_given_at_either_call_and_by_some_ranks_only():
     rows = rows_for(batches, cfg)
     other = [torch.randn(5, 2) for _ in range(3)]
     used = [other[0], None, other[2]]
-    sums = reference.combine(cfg, rows, want, used)
-    got = [c.combine(r, b, w) for c, r, b, w in zip(communicators, rows, batches, used, strict=True)]
-    sums_other = reference.combine(cfg, rows, want, other)
-    got_other = [c.combine(r, b, w) for c, r, b, w in zip(communicators, rows, batches, other, strict=True)]
+    sums, sums_other = (reference.combine(cfg, rows, want, weights, "exact") for weights in (used, other))
+    got, got_other = (
+        [c.combine(r, b, w, "exact") for c, r, b, w in zip(communicators, rows, batches, weights, strict=True)]
+        for weights in (used, other)
+    )
     for rank in range(3):
         assert_bits(got[rank], sums[rank], "one argument")
         assert_bits(got_other[rank], sums_other[rank], "argument wins")

@@ -163,7 +163,7 @@ def test_all_ranks_combine_the_same_round_in_the_same_mode():
     rows = rows_for(first, cfg)
     communicators[2].combine(rows[2], first[2], mode="partial")
     with pytest.raises(EPInputError, match="'exact' of dispatch round 1: must match rank 2's combine, 'partial'"):
-        communicators[0].combine(rows[0], first[0])
+        communicators[0].combine(rows[0], first[0], mode="exact")
     with pytest.raises(EPInputError, match="dispatch round 2: must match rank 2's combine"):
         communicators[0].combine(rows[0], second[0], mode="partial")
     communicators[0].combine(rows[0], first[0], mode="partial")

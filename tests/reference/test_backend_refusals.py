@@ -151,7 +151,7 @@ def test_bf16_takes_no_global_scale() -> None:
             id="out with too few tokens",
         ),
         pytest.param(
-            "exact combine has no epilogue here",
+            "partial combine has no epilogue here",
             lambda one, rows, batch: one.combine(rows, batch, epilogue_data=rows),
             id="data of an epilogue",
         ),
@@ -192,7 +192,7 @@ def test_a_wait_that_was_refused_may_be_repeated(group: Group) -> None:
     batches = group.dispatch()
     rows = rows_for(batches, CFG)
     sent = [one.combine_async(r, b) for one, r, b in zip(group.ranks, rows, batches, strict=True)]
-    with pytest.raises(EPInputError, match="exact combine has no epilogue here"):
+    with pytest.raises(EPInputError, match="partial combine has no epilogue here"):
         group.first.combine_wait(sent[0], epilogue_data=rows[0])
     assert_bits(group.first.combine_wait(sent[0]), reference.combine(CFG, rows, group.want)[0], "rank 0")
 
@@ -224,11 +224,8 @@ class Bare:
 @pytest.mark.parametrize(
     ("match", "call"),
     [
-        pytest.param("exact combine needs them", lambda b: b.first.combine(b.rows, b.bare), id="exact without"),
         pytest.param(
-            "must be None in partial mode",
-            lambda b: b.first.combine(b.rows, b.full, b.weights, "partial"),
-            id="partial with its own",
+            "exact combine needs them", lambda b: b.first.combine(b.rows, b.bare, mode="exact"), id="exact without"
         ),
         pytest.param(
             "must be None in unweighted mode",
@@ -236,7 +233,9 @@ class Bare:
             id="unweighted with some",
         ),
         pytest.param(
-            "router_weights.shape", lambda b: b.first.combine(b.rows, b.full, b.weights[:1]), id="too few weights"
+            "router_weights.shape",
+            lambda b: b.first.combine(b.rows, b.full, b.weights[:1], "exact"),
+            id="too few weights",
         ),
         pytest.param(
             "mode = 'mean'", lambda b: b.first.combine(b.rows, b.full, b.weights, "mean"), id="a mode that is none"
@@ -254,27 +253,19 @@ def test_weights_against_the_rules_of_the_mode_are_refused_and_join_no_round(
     with pytest.raises(EPInputError, match=match):
         call(Bare(group.first, rows[0], bare[0], full[0], group.inputs[0].router_weights))
     weights = [one.router_weights for one in group.inputs]
-    got = [one.combine(r, b, w) for one, r, b, w in zip(group.ranks, rows, bare, weights, strict=True)]
-    for rank, value in enumerate(reference.combine(CFG, rows, group.want)):
+    got = [one.combine(r, b, w, "exact") for one, r, b, w in zip(group.ranks, rows, bare, weights, strict=True)]
+    for rank, value in enumerate(reference.combine(CFG, rows, group.want, mode="exact")):
         assert_bits(got[rank], value, f"rank {rank}")
 
 
 def test_a_wait_without_the_weights_that_it_needs_may_be_repeated_with_them(group: Group) -> None:
     bare, weights = group.dispatch(weights=False), group.inputs[0].router_weights
     rows = rows_for(bare, CFG)
-    sent = [one.combine_async(r, b) for one, r, b in zip(group.ranks, rows, bare, strict=True)]
+    sent = [one.combine_async(r, b, "exact") for one, r, b in zip(group.ranks, rows, bare, strict=True)]
     with pytest.raises(EPInputError, match="exact combine needs them"):
         group.first.combine_wait(sent[0])
-    want = reference.combine(CFG, rows, group.want)[0]
+    want = reference.combine(CFG, rows, group.want, mode="exact")[0]
     assert_bits(group.first.combine_wait(sent[0], weights), want, "second attempt")
-
-
-def test_a_wait_in_partial_mode_takes_no_weights(group: Group) -> None:
-    full = group.dispatch()
-    rows = rows_for(full, CFG)
-    sent = [one.combine_async(r, b, "partial") for one, r, b in zip(group.ranks, rows, full, strict=True)]
-    with pytest.raises(EPInputError, match="must be None in partial mode"):
-        group.first.combine_wait(sent[0], group.inputs[0].router_weights)
 
 
 # ---- halves

@@ -122,8 +122,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_batches_that_a_communicator_made_are_not_checked(rank: Communicator, checked: list[str]) -> None:
     """Neither the latest one nor earlier ones, fused or split."""
     batch = rank.dispatch(*inputs())
-    rank.combine(expert_rows(batch), batch)
-    rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
+    for mode in ("exact", "partial"):
+        rank.combine(expert_rows(batch), batch, mode=mode)
+        rank.combine_wait(rank.combine_async(expert_rows(batch), batch, mode))
     assert checked == []
     later = rank.dispatch(*inputs())
     rank.combine(expert_rows(batch), batch)
@@ -140,11 +141,11 @@ def test_batches_without_an_origin_are_checked(make_rank: MakeRank, checked: lis
 def test_weights_that_combine_is_given_are_checked(rank: Communicator) -> None:
     batch = rank.dispatch(*inputs())
     with pytest.raises(EPInputError, match=r"router_weights\.shape"):
-        rank.combine(expert_rows(batch), batch, batch.router_weights[:2])
+        rank.combine(expert_rows(batch), batch, batch.router_weights[:2], "exact")
 
 
 def test_without_its_rows_a_batch_is_as_it_was_made(rank: Communicator, launches: Launches, checked: list[str]) -> None:
-    """It has no weights, so none that would not be checked."""
+    """It has no weights of its own rank, so none that would not be checked."""
     x, ids, weights = inputs()
     batch = rank.dispatch(x, ids, weights)
     kept, rows = batch.without_rows(), expert_rows(batch)
@@ -152,14 +153,14 @@ def test_without_its_rows_a_batch_is_as_it_was_made(rank: Communicator, launches
     assert checked == [] and kept.is_latest_of(rank.origin)
     want = address(batch.row_map), address(batch.headers), address(batch.weights)
     assert launches.last().values("batch.row_map", "batch.headers", "batch.weights") == want
-    rank.combine(rows, kept, weights)
+    rank.combine(rows, kept, weights, "exact")
     with launches.forbidden():
         for wrong, rule in ((None, "router_weights = None"), (weights[:2], r"router_weights\.shape")):
             with pytest.raises(EPInputError, match=rule):
-                rank.combine(rows, kept, wrong)
+                rank.combine(rows, kept, wrong, "exact")
     rank.dispatch(x, ids, out=batch)
     with launches.forbidden(), pytest.raises(EPInputError, match="a later dispatch"):
-        rank.combine(rows, kept, weights)
+        rank.combine(rows, kept)
 
 
 def test_a_batch_has_no_attributes_besides_its_fields(rank: Communicator) -> None:

@@ -42,11 +42,12 @@ def test_a_derived_batch_gives_its_own_tensors(rank: Communicator, launches: Lau
         "router_weights": torch.ones(batch.topk_ids.shape),
     }
     blocks = torch.zeros(1000, CFG.hidden).bfloat16()
-    rank.combine(blocks, batch.derived(**given, tokens=blocks))
-    launch = launches.last("combine_exact")
     names = ("batch.row_map", "ids.data", "batch.weights", "sums.router_weights")
-    assert launch.values(*names) == tuple(tensor.data_ptr() for tensor in given.values())
-    assert launch.values("rows.data", "rows.capacity") == (blocks.data_ptr(), 1000)
+    for mode, own in (("exact", given["router_weights"].data_ptr()), ("partial", 0)):
+        rank.combine(blocks, batch.derived(**given, tokens=blocks), mode=mode)
+        launch = launches.last(f"combine_{mode}")
+        assert launch.values(*names) == (*(tensor.data_ptr() for tensor in list(given.values())[:3]), own)
+        assert launch.values("rows.data", "rows.capacity") == (blocks.data_ptr(), 1000)
 
 
 def test_a_derived_batch_whose_buffers_hold_a_later_one_is_refused(rank: Communicator, launches: Launches) -> None:

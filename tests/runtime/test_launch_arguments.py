@@ -168,14 +168,19 @@ def test_combine_reads_no_more_rows_than_dispatch_had_room_for(
     assert launches.last("combine").arguments["rows.capacity"] == read
 
 
-def test_partial_sums_without_weights_multiply_by_what_dispatch_wrote(rank: Communicator, launches: Launches) -> None:
-    """Ones for a source without weights: other sources may have given some."""
-    x, ids, _ = inputs()
-    batch = rank.dispatch(x, ids)
-    rank.combine(expert_rows(batch), batch, mode="partial")
-    sent, told = launches.first().arguments, launches.last("combine").arguments
-    assert sent["input.router_weights"] == told["sums.router_weights"] == 0
-    assert told["batch.weights"] == batch.weights.data_ptr() and told["batch.headers"] == batch.headers.data_ptr()
+def test_combine_multiplies_by_what_dispatch_wrote_if_no_mode_is_named(rank: Communicator, launches: Launches) -> None:
+    """Fused and split: by the weights that travelled, not by those of its own tokens."""
+    x, ids, weights = inputs()
+    batch = rank.dispatch(x, ids, weights)
+    rank.combine(expert_rows(batch), batch)
+    rank.combine_wait(rank.combine_async(expert_rows(batch), batch))
+    assert launches.first().arguments["input.router_weights"] == weights.data_ptr()
+    assert launches.kernels[1:] == ["combine_partial", "combine_async_partial", "combine_wait_partial"]
+    for kernel in ("combine_partial", "combine_async_partial"):
+        told = launches.only(kernel)
+        assert told.values("batch.weights", "batch.headers") == (batch.weights.data_ptr(), batch.headers.data_ptr())
+    for kernel in ("combine_partial", "combine_wait_partial"):
+        assert launches.only(kernel).arguments["sums.router_weights"] == 0
 
 
 @pytest.mark.parametrize("at_combine", [False, True], ids=["of dispatch", "of combine"])
@@ -185,8 +190,8 @@ def test_weights_of_combine_replace_those_of_dispatch(rank: Communicator, launch
     batch, other = rank.dispatch(x, ids, weights), torch.rand(5, 2)
     given, used = (other, other) if at_combine else (None, weights)
     rows = expert_rows(batch)
-    rank.combine(rows, batch, given)
-    rank.combine_wait(rank.combine_async(rows, batch), given)
+    rank.combine(rows, batch, given, "exact")
+    rank.combine_wait(rank.combine_async(rows, batch, "exact"), given)
     for kernel in ("combine_exact", "combine_wait_exact"):
         assert launches.only(kernel).arguments["sums.router_weights"] == used.data_ptr(), kernel
 
@@ -312,9 +317,9 @@ def test_a_number_as_global_scale_becomes_a_tensor(rank: Communicator, launches:
 def test_a_shared_expert_takes_all_tokens_of_its_rank(make_rank: MakeRank, launches: Launches) -> None:
     rank = make_rank(SHARED_EXPERT)
     batch = rank.dispatch(*inputs(5))
-    rank.combine(expert_rows(batch), batch)
+    rank.combine(expert_rows(batch), batch, mode="exact")
     later = rank.dispatch_wait(rank.dispatch_async(*inputs(3)))
-    rank.combine_wait(rank.combine_async(expert_rows(later), later))
+    rank.combine_wait(rank.combine_async(expert_rows(later), later, "exact"))
     names = ("shared.groups", "shared.first", "shared.rows")
     assert {launch.kernel: tuple(launch.arguments[name] for name in names) for launch in launches} == {
         "dispatch": (1, 0, 5),
@@ -350,7 +355,7 @@ def test_kernels_have_the_hooks_that_they_call(make_rank: MakeRank, launches: La
     rows = expert_rows(batch)
     for mode in ("exact", "partial", "unweighted"):
         rank.combine(rows, batch, mode=mode)
-    rank.combine_wait(rank.combine_async(rows, batch))
+    rank.combine_wait(rank.combine_async(rows, batch, "exact"))
     assert {launch.kernel: launch.variant.hooks for launch in launches} == {
         "dispatch": replace(HOOKS, epilogue=None),
         "combine_exact": replace(HOOKS, input_scale=None),
@@ -366,8 +371,8 @@ def test_with_hooks_weights_scales_and_epilogue_data_have_any_type(make_rank: Ma
     weights, scale, residual = weights.bfloat16(), torch.tensor([7], dtype=torch.int64), torch.ones(5, 128)
     batch = rank.dispatch(x, ids, weights, scale)
     rows = expert_rows(batch)
-    rank.combine(rows, batch, epilogue_data=residual)
-    rank.combine_wait(rank.combine_async(rows, batch), epilogue_data=residual)
+    rank.combine(rows, batch, mode="exact", epilogue_data=residual)
+    rank.combine_wait(rank.combine_async(rows, batch, "exact"), epilogue_data=residual)
     assert launches.only("dispatch").values("input.router_weights", "input.global_scale") == (
         weights.data_ptr(),
         scale.data_ptr(),

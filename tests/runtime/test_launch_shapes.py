@@ -59,7 +59,7 @@ def test_every_call_has_the_shape_of_the_tuning_that_is_set_then(rank: Communica
 
     batch = rank.dispatch(*inputs(5))
     assert Shape.of(launches.last()) == Shape(20, 10, 10, packed=0, message_slices=2, return_slices=1)
-    rank.combine(expert_rows(batch), batch)
+    rank.combine(expert_rows(batch), batch, mode="exact")
     wanted = Shape(30, 15, 15, packed=0, message_slices=None, return_slices=1)
     assert Shape.of(launches.last()) == wanted, "where whole rows come home, at most half of the CTAs send"
 

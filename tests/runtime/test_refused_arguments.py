@@ -173,7 +173,7 @@ def test_unweighted_combine_takes_no_weights_and_exact_combine_needs_them(
         rank.combine(expert_rows(batch), batch, torch.ones(5, 2), "unweighted")
     rule = "exact combine needs them, give them to dispatch or combine"
     with launches.forbidden(), pytest.raises(EPInputError, match=rule):
-        rank.combine(expert_rows(batch), batch)
+        rank.combine(expert_rows(batch), batch, mode="exact")
 
 
 def test_with_a_shared_expert_there_is_no_unweighted_combine(make_rank: MakeRank, launches: Launches) -> None:

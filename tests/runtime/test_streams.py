@@ -43,10 +43,11 @@ def test_ranks_that_share_a_gpu_have_streams_of_their_own(
         return result
 
     fused = keeps(rank.dispatch(x, ids, weights, scale, out), x, ids, weights, scale, *buffers)
-    keeps(rank.combine(rows, fused, out=sums), rows, sums, *batch)
+    keeps(rank.combine(rows, fused, mode="exact", out=sums), rows, sums, *batch)
     pending = keeps(rank.dispatch_async(x, ids, weights, scale), x, ids, weights, scale)
     split = keeps(rank.dispatch_wait(pending, out), *buffers)
-    sent = keeps(rank.combine_async(rows, split), rows, *(tensor for tensor in batch if tensor is not weights))
+    sending = (tensor for tensor in batch if tensor is not weights)
+    sent = keeps(rank.combine_async(rows, split, "exact"), rows, *sending)
     keeps(rank.combine_wait(sent, out=sums), rows, sums, *batch)
     assert waits == [(STREAM, before) for before in range(6)], "each launch waits once, before it"
 

@@ -86,7 +86,8 @@ def test_combine_returns_the_sums_at_the_last_entries() -> None:
     summed, derived = zip(*(sum_rows(one, batch) for one, batch in zip(rows, made, strict=True)), strict=True)
     last = [reference.count_routes(one.topk_ids, CFG.num_experts, CFG.world_size)[3] for one in made]
     derived = [one.derived(topk_ids=ids) for one, ids in zip(derived, last, strict=True)]
-    want = reference.combine(CFG, rows, made, mode="partial", dtype=torch.float32)
+    ones = [torch.ones(one.topk_ids.shape) for one in made]
+    want = reference.combine(CFG, rows, made, ones, mode="partial", dtype=torch.float32)
     for rank, other in enumerate(want):
         home = reference.unweighted_source(CFG, rank, summed, derived, torch.float32)
         torch.testing.assert_close(home.sum(1), other, rtol=2**-20, atol=2**-18)  # in another order

@@ -187,10 +187,11 @@ def _inputs(random: Random, cfg: EPConfig) -> InputSet:
         return random.choice((0, 1, most, most, min(most, LAMPORT_TOKENS), random.randint(0, most)))
 
     tokens = [count()] * cfg.world_size if cfg.skip_a2a else [count() for _ in range(cfg.world_size)]
-    weights_at = random.choice(("dispatch", "dispatch", "dispatch", "combine", "nowhere"))
+    places = ("dispatch", "dispatch", "dispatch", "combine", "nowhere")
+    weights_at = random.choice(places[:4] if cfg.fused_shared_expert else places)  # a sum needs some
     modes = {
         "exact": weights_at != "nowhere" and not cfg.is_rank_major,
-        "partial": True,
+        "partial": weights_at == "dispatch" or cfg.is_rank_major,
         "unweighted": not cfg.fused_shared_expert and not cfg.is_rank_major,
     }
     prequantized = random.random() < 0.2 and cfg.format.scale is not None
