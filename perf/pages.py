@@ -26,6 +26,7 @@ from perf.tables import (
     mirror_text,
     mirror_title,
     orders_table,
+    partial_name,
     peers_table,
     provenance_text,
     taken_text,
@@ -97,11 +98,11 @@ def headline(run: dict) -> str:
     warning = f", so with {largest[0]} tokens it loses to {' and '.join(lost)}" if lost else ""
     return (
         f"On {len(gpus)} x {gpus[0]} (hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, {sizes} BF16 "
-        f'tokens per rank) a dispatch and a combine take {times(partial)} us with `mode="partial"`: '
+        f"tokens per rank) a dispatch and a combine take {times(partial)} us: "
         f"{faster(partial, 'nccl')} times as fast as the fastest NCCL collectives in the same run, "
-        f"{faster(partial, 'deepep')} times as fast as DeepEP V1. The default mode, `exact`{note}, takes "
-        f"{times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as fast{warning}. "
-        "[Speed](#speed) has the conditions."
+        f"{faster(partial, 'deepep')} times as fast as DeepEP V1. Mode `exact`{note}, for sums that do not depend on "
+        f"where experts are, takes {times(exact)} us: {faster(exact, 'nccl')} and {faster(exact, 'deepep')} times as "
+        f"fast{warning}. [Speed](#speed) has the conditions."
     )
 
 
@@ -208,9 +209,9 @@ def fastest_table(run: dict) -> str:
     columns: dict[str, list[float | None]] = {}
     for fmt in QUICK_FORMATS:
         points = [(tokens, fmt) for tokens in README_TOKENS]
-        columns[f"partial {fmt}"] = [partial.get(point) for point in points]
+        columns[partial_name(fmt)] = [partial.get(point) for point in points]
         if fmt == "bf16":
-            columns[f"exact {fmt} (default)"] = [exact.get(point) for point in points]
+            columns[f"{fmt} exact"] = [exact.get(point) for point in points]
     for family in ("NCCL", "DeepEP"):
         for fmt in QUICK_FORMATS:
             columns[f"{family} {fmt}"] = [fastest(run, family.lower(), (tokens, fmt)) for tokens in README_TOKENS]

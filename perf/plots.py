@@ -14,7 +14,7 @@ from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, MEASURED_FORMATS
 from perf.model import fit_for, predict
 from perf.runs import ARTEFACTS, RUN_HELP, read_run
-from perf.tables import peer_columns
+from perf.tables import partial_name, peer_columns
 from perf.values import exact_pairs, ratio, swiglu_key
 
 COLORS = dict(zip(MEASURED_FORMATS, ("#1f4e79", "#2e8b57", "#c0792a", "#8e44ad", "#c0392b"), strict=True))
@@ -111,7 +111,7 @@ def draw_ratio(plt, run: dict):
 
 
 def draw_peers(plt, run: dict):
-    """Pairs beside those of other libraries, of the default mode too; solid: bf16, dashed: fp8, dotted: nvfp4."""
+    """Pairs beside those of other libraries, in exact mode too; solid: bf16, dashed: fp8, dotted: nvfp4."""
     rows = [row for row in run["peers"] if row["operation"] == "pair"]
     if not rows:
         return None
@@ -122,10 +122,11 @@ def draw_peers(plt, run: dict):
         if cases:
             ticks |= {case["tokens"] for case in cases}
             tokens, times = zip(*((case["tokens"], case["p50_us"]) for case in cases), strict=True)
-            axis.plot(tokens, times, "o" + style, color="#1f4e79", markersize=4, label=f"cute_ep {fmt} partial")
+            name = f"cute_ep {partial_name(fmt)}"
+            axis.plot(tokens, times, "o" + style, color="#1f4e79", markersize=4, label=name)
     exact = sorted((tokens, time) for (tokens, fmt), time in exact_pairs(run).items() if fmt == "bf16")
     if exact:
-        axis.plot(*zip(*exact, strict=True), "x-", color="#c0392b", markersize=5, label="cute_ep bf16 exact (default)")
+        axis.plot(*zip(*exact, strict=True), "x-", color="#c0392b", markersize=5, label="cute_ep bf16 exact")
     for peer, fmt in peer_columns(rows):
         own = sorted((row["tokens"], row["p50_us"]) for row in rows if (row["peer"], row["format"]) == (peer, fmt))
         color, marker = PEER_STYLES[peer]

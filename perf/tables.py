@@ -200,6 +200,11 @@ def peer_columns(rows: Iterable[dict]) -> list[tuple[str, str]]:
     return sorted({(row["peer"], row["format"]) for row in rows}, key=lambda pair: (order.index(pair[0]), pair[1]))
 
 
+def partial_name(fmt: str) -> str:
+    """Pairs with partial combine as tables and plots name them; the first format says that it is the default mode."""
+    return f"{fmt} partial (default)" if fmt == QUICK_FORMATS[0] else f"{fmt} partial"
+
+
 def exact_text(run: dict) -> str:
     """How `exact_pairs` of a run came about."""
     if medians(run, "pair_exact"):
@@ -221,10 +226,10 @@ def peers_table(run: dict, operation: str, of: str = "p50_us", sizes: Collection
         if row["operation"] == operation and of in row
     }
     here = [(fmt, own) for fmt in QUICK_FORMATS if any(key[1] == fmt for key in own)]
-    names = [f"cute_ep {fmt}{' partial' if exact else ''}" for fmt, _ in here]
+    names = [f"cute_ep {partial_name(fmt) if exact else fmt}" for fmt, _ in here]
     if exact:
         here.insert(1, ("bf16", exact))
-        names.insert(1, "cute_ep bf16 exact (default)")
+        names.insert(1, "cute_ep bf16 exact")
     columns = peer_columns(row for row in run["peers"] if row["operation"] == operation and of in row)
     rows = []
     for tokens in sorted({key[0] for key in own} | {key[0] for key in theirs}):

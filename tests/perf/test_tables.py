@@ -24,7 +24,7 @@ def test_tables_show_the_numbers() -> None:
     floor = run["orders"][0]["floor_us"]
     assert f"| dispatch | bf16 | 128 | 30.0 ({30 / floor:.2f}) | 20.0 ({20 / floor:.2f}) |" in text
     assert (
-        "| tokens per rank | cute_ep bf16 partial | cute_ep bf16 exact (default) | cute_ep fp8 partial | nccl ag"
+        "| tokens per rank | cute_ep bf16 partial (default) | cute_ep bf16 exact | cute_ep fp8 partial | nccl ag"
         in text
         and "| 50.5 |" in text
     )
