@@ -23,8 +23,8 @@ from cute_ep.ops.registry import communicator_of, registered
 class Batch(NamedTuple):
     """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
 
-    Tensors that the configuration has not are empty. In a batch from `dispatch` rows behind the last one are zeros,
-    unless it was told to leave them.
+    Tensors that the configuration has not are empty. Rows behind the last one, their `src_info`, and `row_map` of tokens
+    that do not exist hold anything, unless dispatch was told to clear them.
 
     Attributes:
         comm: name of the communicator.
@@ -99,7 +99,7 @@ def dispatch(
     capacity: int | None = None,
     clear: bool = False,
 ) -> Batch:
-    """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in exact mode.
+    """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in partial mode.
 
     Args:
         x, topk_ids, router_weights: as there; strided tensors are copied. Router weights get their gradient from
@@ -108,8 +108,8 @@ def dispatch(
         input_scale: as there, but a tensor, no number.
         capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`. If more come, all rows of
             this rank are lost.
-        clear: write zeros to all rows first, which takes time. False: rows behind the last one hold anything, for what
-            reads only rows within `row_offsets`, as grouped matmuls and their gradients do.
+        clear: write zeros to all rows first, which takes time. False is for what reads only rows within `row_offsets`,
+            as grouped matmuls and their gradients do.
 
     Raises:
         EPInputError: as there; or `x` requires a gradient, and the communicator has a format with scale factors or

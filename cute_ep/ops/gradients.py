@@ -19,15 +19,15 @@ from cute_ep.ops.library import LIBRARY
 from cute_ep.ops.registry import communicator_of
 
 
-def check_differentiable(comm: str, mode: str | None = None, *, weights: bool = False) -> None:
+def check_differentiable(comm: str, combine_mode: str | None = None, *, weights: bool = False) -> None:
     """EPInputError unless there are gradients with this communicator.
 
     Args:
-        mode: of combine; None for dispatch.
+        combine_mode: of combine; None for dispatch.
         weights: whether the router weights require a gradient.
     """
     communicator = communicator_of(comm)
-    cfg, name = communicator.cfg, "x" if mode is None else "rows or router_weights"
+    cfg, name = communicator.cfg, "x" if combine_mode is None else "rows or router_weights"
     if cfg.dispatch_format != BF16.name:
         raise EPInputError(
             f"{name}.requires_grad = True: must be False with dispatch_format {cfg.dispatch_format}, gradients travel "
@@ -38,7 +38,7 @@ def check_differentiable(comm: str, mode: str | None = None, *, weights: bool = 
             f"{name}.requires_grad = True: must be False with hooks, whose gradient is unknown; apply the functions "
             "outside of the kernels, or use no_grad()"
         )
-    if mode == "unweighted":
+    if combine_mode == "unweighted":
         raise EPInputError(
             "rows.requires_grad = True: must be False in unweighted mode, which has no gradient; use exact or partial "
             "mode, or no_grad()"

@@ -101,6 +101,7 @@ def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
         topk_ids=topk_ids.contiguous(),
         router_weights=None if router_weights is None else router_weights.contiguous(),
         return_slices=known.slices[tokens],
+        weighted=router_weights is not None,
     )
 
 
@@ -128,9 +129,7 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
     """
     *kept, comm, capacity, _ = arguments
     communicator, (topk_ids, weights, *_) = communicator_of(comm), kept
-    if weights is None:  # partial mode has multiplied by 1
-        weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
-    grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), weights.new_empty(0)
+    grad_rows, grad_weights = grad.new_empty(0, dtype=torch.bfloat16), grad.new_empty(0, dtype=torch.float32)
     if capacity is not None:
         buffers = communicator.allocate(capacity)
         for tensor in (buffers.tokens, buffers.row_weights):  # dispatch leaves rows behind the last one alone

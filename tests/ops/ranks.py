@@ -26,7 +26,7 @@ def counted(communicator: EPCommunicator) -> list[str]:
         calls.append("dispatch")
         return dispatch(*arguments, **named)
 
-    def combined(*arguments: Any, mode: Any, **named: Any) -> Any:
+    def combined(*arguments: Any, mode: Any = "partial", **named: Any) -> Any:
         calls.append(mode)
         return combine(*arguments, mode=mode, **named)
 

@@ -38,20 +38,6 @@ def test_gradients_are_those_of_a_dense_layer(cfg: EPConfig, routing: str, mode:
     assert calls == [["dispatch", mode, "dispatch", "unweighted", "partial"]] * 3
 
 
-def test_partial_mode_without_router_weights_has_the_gradients_of_ones() -> None:
-    one = given(CFG, TOKENS, "masked")
-    unit = replace(one, weights=[torch.ones_like(weights) for weights in one.weights])
-
-    def bare(comm, x, ids, weights, experts, mode):
-        return layer(comm, x, ids, None, experts, mode)
-
-    made, calls = on_all_ranks(
-        CFG, lambda rank, comm: gradients(unit, rank, comm, "partial", call=bare, weighted=False)
-    )
-    check_all(unit, made, weighted=False)
-    assert calls == [["dispatch", "partial", "dispatch", "exact"]] * 3
-
-
 def test_rank_major_rows_have_the_gradients_of_a_sum_over_ranks() -> None:
     """Every rank doubles the token; weights that require a gradient are refused."""
     cfg = replace(CFG, row_order="rank_major")
