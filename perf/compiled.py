@@ -55,7 +55,7 @@ def time_compiled(
     runner: Runner, function: Callable[[torch.Tensor, bool], object], inputs: Sequence[torch.Tensor], interleaved: bool
 ) -> dict[str, float]:
     """`summary` of a function compiled for these inputs; it is compiled and its kernels loaded before any gate."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(function, dynamic=False)
     compiled(inputs[0], interleaved)
     return time_calls(runner, inputs, lambda index: compiled(inputs[index], interleaved))

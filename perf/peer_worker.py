@@ -196,10 +196,11 @@ class Lane:
         import torch
 
         from cute_ep.bench.timing import QUEUED, QUEUEINGS
+        from cute_ep.torch_internals import sleep_on_gpu
 
         def queue(sleep: float) -> float:
             with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(sleep * CLOCK_HZ))
+                sleep_on_gpu(int(sleep * CLOCK_HZ))
                 start = time.perf_counter()
                 for index in range(QUEUED):
                     enqueue(index)
@@ -217,10 +218,12 @@ class Lane:
     ) -> tuple[list[float], bool]:
         import torch
 
+        from cute_ep.torch_internals import sleep_on_gpu
+
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1 if chained else 2 * count)]
         spans = list(pairwise(events)) if chained else list(zip(events[::2], events[1::2], strict=True))
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(sleep * CLOCK_HZ))
+            sleep_on_gpu(int(sleep * CLOCK_HZ))
             for index, (start, stop) in enumerate(spans):
                 if index == 0 or not chained:
                     start.record()

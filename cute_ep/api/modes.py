@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from cute_ep.torch_internals import count_function_modes
+
 
 @contextmanager
 def no_modes() -> Iterator[None]:
@@ -20,7 +22,7 @@ def no_modes() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 modes.enter_context(torch.autocast(kind, enabled=False))
         # a default device is a function mode, which costs each operation inside several us: none where none is hidden
-        if torch._C._len_torch_function_stack():
+        if count_function_modes():
             modes.enter_context(torch.device("cpu"))
         yield
 

@@ -17,6 +17,7 @@ from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 from cute_ep.runtime.gpus import sms_or_beside_nccl
 from cute_ep.runtime.routes import RouteCounts
+from cute_ep.torch_internals import timeout_of_group
 
 LOG = logging.getLogger(__name__)
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
@@ -183,11 +184,8 @@ def close() -> None:
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long the group's own collectives wait for late ranks, as `EPConfig.timeout_s`; its default where torch does
     not say."""
-    try:
-        found = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return EPConfig.timeout_s
-    return min(found.total_seconds(), LONGEST_S)
+    found = timeout_of_group(group, device)
+    return EPConfig.timeout_s if found is None else min(found.total_seconds(), LONGEST_S)
 
 
 def check_tokens(tokens: int, remedy: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_to_all_single
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError
@@ -25,6 +24,7 @@ from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import EFFECTS
 from cute_ep.ops.registry import is_open
+from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 
 require("torchtitan", (0, 3), below=(0, 4))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -18,6 +19,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
 from cute_ep.runtime import connection
 from cute_ep.runtime.gpus import sms_or_beside_nccl
+from cute_ep.torch_internals import Movable
 from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class _Origin(NamedTuple):
     options: dict[str, Any]
 
 
-class Connected(torch.nn.Module):
+class Connected(Movable):
     """A module that makes calls of a communicator. Layers of equal configurations, devices and groups share one.
 
     Copies, also those from pickle, begin without; their first call looks for an open one again.
@@ -117,12 +119,12 @@ class Connected(torch.nn.Module):
                 return group, options
         return _group_of_equals(self.cfg, self.place()), {}
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+    @contextmanager
+    def moving(self) -> Iterator[None]:
         before = self.place()
-        super()._apply(fn, recurse)
+        yield
         if self.place() != before:
             self._comm = None
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_comm": None, "_origin": None}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.torch_internals import Movable
 
 Score = Literal["softmax", "sigmoid"]
 SCORES = ("softmax", "sigmoid")
@@ -32,7 +34,7 @@ class Routing(NamedTuple):
     router_weights: Tensor
 
 
-class Router(torch.nn.Module):
+class Router(Movable):
     """Top-k of softmax or sigmoid scores, computed in float32 whatever the types of tokens and parameters are.
 
     s = softmax or sigmoid of (x @ weight.T + bias). With c = s + correction, the experts are the top_k of c, with
@@ -149,13 +151,13 @@ class Router(torch.nn.Module):
             choice = grouped.masked_fill(closed[:, :, None], -torch.inf).flatten(1)
         return choice.topk(self.top_k, dim=1).indices
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    @contextmanager
+    def moving(self) -> Iterator[None]:
         kept = self.correction
-        super()._apply(fn, recurse)
+        yield
         moved = self.correction
         if kept is not None and moved is not None and moved.dtype != kept.dtype:
             self.correction = kept.to(moved.device)
-        return self
 
     def extra_repr(self) -> str:
         groups = f", {self.topk_group} of {self.n_group} groups" if self.n_group > 1 else ""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_ep.api.errors import EPInputError
+from cute_ep.torch_internals import count_dispatch_modes, forward_ad_level, in_functorch
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors that the library's own calls take."""
@@ -15,8 +16,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 def refuse_transforms(**tensors: Tensor | None) -> None:
     """EPInputError in transforms of torch.func and for tensors with a tangent. The ops have no rules for them: torch
     would leave tangents out without a word."""
-    inside = torch._C._are_functorch_transforms_active()
-    if not inside and forward_ad._current_level < 0:
+    inside = in_functorch()
+    if not inside and forward_ad_level() < 0:
         return
     for name, tensor in tensors.items():
         if inside or (isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None):
@@ -33,6 +34,6 @@ def needs_op(**tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return True
     refuse_transforms(**tensors)
-    if torch._C._len_torch_dispatch_stack():
+    if count_dispatch_modes():
         return True
     return any(tensor is not None and type(tensor) not in PLAIN for tensor in tensors.values())

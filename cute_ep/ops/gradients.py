@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cute_ep.api.dispatched import BUFFERS
@@ -17,6 +16,7 @@ from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.ops.library import LIBRARY
 from cute_ep.ops.registry import communicator_of
+from cute_ep.torch_internals import BELOW_AUTOGRAD, BelowAutograd, functorch_config, get_proxy_mode
 
 
 def check_differentiable(comm: str, combine_mode: str | None = None, *, weights: bool = False) -> None:
@@ -135,7 +135,7 @@ def made_once(call: Callable[[], Any]) -> Any:
 
 def check_compiler() -> None:
     """EPInputError where a compiler has a budget of memory: for that it makes calls again or not by their sizes."""
-    budget = torch._functorch.config.activation_memory_budget
+    budget = functorch_config.activation_memory_budget
     if get_proxy_mode() is not None and budget != 1:
         raise EPInputError(
             f"torch._functorch.config.activation_memory_budget = {budget}: must be 1 where dispatch and combine are "
@@ -148,10 +148,10 @@ def _register(name: str, function: type[torch.autograd.Function]) -> None:
     op = getattr(torch.ops.cute_ep, name).default
 
     def differentiable(keyset: Any, *inputs: Any) -> Any:
-        below = keyset & torch._C._after_autograd_keyset
+        below = keyset & BELOW_AUTOGRAD
 
         def call(*inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
+            with BelowAutograd():
                 return made_once(lambda: op.redispatch(below, *inputs))
 
         if torch.is_grad_enabled() and any(isinstance(one, Tensor) and one.requires_grad for one in inputs):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.torch_internals import mark_static_address
 
 
 @cache
@@ -24,7 +25,7 @@ def order_of(device: torch.device) -> Tensor:
     """
     with torch.inference_mode(False):
         order = torch.zeros(1, dtype=torch.int32, device=device)
-    torch._dynamo.mark_static_address(order)
+    mark_static_address(order)
     return order
 
 

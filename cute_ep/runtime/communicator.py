@@ -33,11 +33,12 @@ from cute_ep.runtime.arguments import (
     sums_record,
     wire_record,
 )
-from cute_ep.runtime.driver import Kernel, current_stream
+from cute_ep.runtime.driver import Kernel
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import UNENCODED, RankParts
 from cute_ep.runtime.status import Status
+from cute_ep.torch_internals import current_stream
 
 
 def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from cute_ep.api.errors import EPError
+from cute_ep.torch_internals import default_store
 
 Made = TypeVar("Made")
 
@@ -40,7 +40,7 @@ class Meeting:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         names: list = [None] * self.size
         dist.all_gather_object(names, uuid4().hex, group)
-        self._store = dist.PrefixStore(f"cute_ep/{names[0]}", _get_default_store())
+        self._store = dist.PrefixStore(f"cute_ep/{names[0]}", default_store())
         self._count = 0
 
     def gather(self, one: Any, seconds: float = PATIENCE_S) -> list:

@@ -22,6 +22,7 @@ ROOMS = (
     "cute_ep.kernels.codec",
     "cute_ep.kernels.roles",
     "cute_ep.kernels",
+    "cute_ep.torch_internals",
     "cute_ep.api",
     "cute_ep.aot",
     "cute_ep.tuning",

@@ -43,6 +43,6 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
     monkeypatch.setattr(connection, "dist", dist)
     monkeypatch.setattr(meeting, "dist", dist)
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(meeting, "_get_default_store", lambda: store)
+    monkeypatch.setattr(meeting, "default_store", lambda: store)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(work, range(RANKS)))

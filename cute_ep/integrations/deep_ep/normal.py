@@ -28,6 +28,7 @@ from cute_ep.integrations.counts import Counting
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.routes import RouteCounts, count_routes
+from cute_ep.torch_internals import version_of
 
 WORDS = VECTOR_BYTES // 4
 """32-bit words that rows of words are a multiple of."""
@@ -126,7 +127,7 @@ class GivenLayout(NamedTuple):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> tuple[RouteCounts, int]:

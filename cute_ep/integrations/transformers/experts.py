@@ -21,6 +21,7 @@ from cute_ep.api.gates import Gate
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.nn.gates import plain
 from cute_ep.runtime.local_ops import fused_silu
+from cute_ep.torch_internals import version_of
 
 KNOWN_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm"}
 """What `run` computes. A class with another flag of this kind computes something else, so it is refused."""
@@ -144,7 +145,7 @@ class Shards:
             self._kept.pop(name, None)
             return self._parts(whole)
         found = self._kept.get(name)
-        state = (whole.data_ptr(), whole._version)
+        state = (whole.data_ptr(), version_of(whole))
         if found is None or found[0]() is not whole or found[1] != state:
             with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients of something else
                 found = self._kept[name] = (weakref.ref(whole), state, self._parts(whole))

@@ -1,0 +1,98 @@
+"""The private and moving parts of torch that cute_ep uses. No other file of cute_ep or perf touches any.
+
+`from cute_ep.torch_internals import default_store` looks for a name of PARTS when it is asked for, so what only some
+builds or releases of torch have is missed by those alone who need it. tests/test_torch_internals.py names what a
+release lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.autograd import forward_ad
+
+
+class Part(NamedTuple):
+    """Where torch has something, and what cute_ep does with it."""
+
+    module: str
+    name: str
+    use: str
+
+
+COLLECTIVES = "torch.distributed._functional_collectives"
+PARTS = {
+    # 50 ns; a range takes 20 us
+    "profiler_enabled": Part("torch.autograd", "_profiler_enabled", "launches are ranges of a profiler that is on"),
+    "count_function_modes": Part("torch._C", "_len_torch_function_stack", "default devices are hidden where there are"),
+    "count_dispatch_modes": Part("torch._C", "_len_torch_dispatch_stack", "a mode sees the calls of cute_ep.ops"),
+    "in_functorch": Part("torch._C", "_are_functorch_transforms_active", "cute_ep.ops refuses transforms"),
+    "default_store": Part("torch.distributed.distributed_c10d", "_get_default_store", "processes meet in connect"),
+    "mark_static_address": Part("torch._dynamo", "mark_static_address", "graphs write what orders cute_ep.ops"),
+    "BelowAutograd": Part("torch._C", "_AutoDispatchBelowAutograd", "cute_ep.ops register their own gradients"),
+    "BELOW_AUTOGRAD": Part("torch._C", "_after_autograd_keyset", "cute_ep.ops register their own gradients"),
+    "get_proxy_mode": Part("torch.fx.experimental.proxy_tensor", "get_proxy_mode", "rounds are not recomputed"),
+    "functorch_config": Part("torch._functorch", "config", "cute_ep.ops refuse budgets of activation memory"),
+    "AsyncCollectiveTensor": Part(COLLECTIVES, "AsyncCollectiveTensor", "torchtitan's experts hear numbers of tokens"),
+    "all_to_all_single": Part(COLLECTIVES, "all_to_all_single", "torchtitan's experts hear numbers of tokens"),
+    "sleep_on_gpu": Part("torch.cuda", "_sleep", "perf queues work behind it"),
+}
+"""By our name."""
+
+
+def find(name: str) -> Any:
+    """What torch has for a name of PARTS. ImportError: this torch has it not."""
+    module, inside, use = PARTS[name]
+    try:
+        return getattr(import_module(module), inside)
+    except (ImportError, AttributeError):
+        raise ImportError(f"torch {torch.__version__} has no {module}.{inside}: {use}") from None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PARTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = find(name)
+    return found
+
+
+def current_stream(device: int) -> int:
+    """Raw handle of the caller's stream on a device, an ordinal: without the object that
+    `torch.cuda.current_stream` makes, which takes 2 us of a host's time. Only builds with CUDA have it."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def forward_ad_level() -> int:
+    """How deep the caller is in forward-mode differentiation; below 0: not at all."""
+    return forward_ad._current_level
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, not one of inference mode, was written."""
+    return tensor._version
+
+
+def timeout_of_group(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long a group's collectives on a kind of device wait for late ranks; None: torch does not say."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+class Movable(torch.nn.Module):
+    """A module that is told when its tensors are moved or cast."""
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Entered before, left afterwards."""
+        yield
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        with self.moving():
+            return super()._apply(fn, recurse)
