@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from cuda.bindings import driver
 
 from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig
@@ -41,7 +40,8 @@ from cute_ep.layouts.maps.arguments import Regions
 from cute_ep.layouts.maps.record import RegionMap, align_up
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.runtime.driver import DeviceMemory, check, enable_all_peers, resident_ctas
+from cute_ep.runtime.driver import DeviceMemory, enable_all_peers, resident_ctas
+from cute_ep.runtime.driver_calls import fill_words
 from cute_ep.runtime.gpus import check_gpu
 from cute_ep.runtime.parts import RankParts, load_kernels, unload_kernels
 from cute_ep.tuning.builtin import built_in
@@ -114,7 +114,7 @@ class Blocks:
         with torch.cuda.device(device):
             for name in CONSUMED:
                 first = memory.address + getattr(self.arguments, name).at + 8 * GPUS
-                check(driver.cuMemsetD32(first, FOR_EVER, 2 * (ranks - GPUS)))
+                fill_words(first, FOR_EVER, 2 * (ranks - GPUS))
             torch.cuda.synchronize()
         return memory
 

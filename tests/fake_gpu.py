@@ -321,24 +321,6 @@ def local_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 LOCAL_CTAS = 8
 
 
-# ---- the driver
-
-
-def replace_driver(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., tuple]) -> list[int]:
-    """A driver that loads every kernel; returns the list of what they may have of shared memory."""
-    done, allowed = driver.driver.CUresult.CUDA_SUCCESS, []
-
-    def allow(function: int, attribute: driver.driver.CUfunction_attribute, value: int) -> tuple:
-        allowed.append(value)
-        return (done,)
-
-    for name in ("cuCtxGetCurrent", "cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
-        monkeypatch.setattr(driver.driver, name, lambda *_: (done, 0))
-    monkeypatch.setattr(driver.driver, "cuFuncSetAttribute", allow)
-    monkeypatch.setattr(driver.driver, "cuLaunchKernelEx", launch)
-    return allowed
-
-
 # ---- a machine
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from cuda.bindings import driver
 
 from cute_ep.api.errors import EPError
 from cute_ep.bench.timing import Runner, percentile
 from cute_ep.layouts.maps.launch import SLICE_BYTES
-from cute_ep.runtime.driver import check, enable_all_peers, resident_ctas
+from cute_ep.runtime import driver_calls
+from cute_ep.runtime.driver import enable_all_peers, resident_ctas
 from cute_ep.runtime.local_ops import copy_bytes
 
 COPY_BYTES = 3 << 28
@@ -141,7 +141,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
 
     def by_engine(lane: int, target: torch.Tensor) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        check(driver.cuMemcpyAsync(target.data_ptr(), sources[lane].data_ptr(), COPY_BYTES, stream))
+        driver_calls.copy(target.data_ptr(), sources[lane].data_ptr(), COPY_BYTES, stream)
 
     with Runner([torch.cuda.Stream(name) for name in names]) as runner:
 
@@ -207,19 +207,17 @@ def flag_seconds(names: Sequence[str]) -> float:
     ends = [names[0], names[-1]]
     flags = [torch.zeros(1, dtype=torch.int32, device=end) for end in ends]
     calls = [0, 0]
-    loaded = check(driver.cuLibraryLoadData(PING_PONG, None, None, 0, None, None, 0))
-    kernel = check(driver.cuLibraryGetKernel(loaded, b"ping_pong"))
+    loaded = driver_calls.load(PING_PONG)
 
     def play(lane: int, index: int) -> None:
         first = 1 + HOPS * calls[lane]
         calls[lane] += 1
         addresses = flags[lane].data_ptr(), flags[1 - lane].data_ptr()
         values = (*addresses, first, first + HOPS - 1, int(lane == 0), POLLS)
-        function = check(driver.cuKernelGetFunction(kernel))
-        stream = torch.cuda.current_stream().cuda_stream
-        check(driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, (values, _TYPES), 0))
+        function = driver_calls.function_of(loaded, "ping_pong")
+        driver_calls.launch_thread(function, torch.cuda.current_stream().cuda_stream, values, _TYPES)
 
     with Runner([torch.cuda.Stream(end) for end in ends]) as runner:
         spans = runner.time(COPY_SAMPLES, play)
-    check(driver.cuLibraryUnload(loaded))
+    driver_calls.unload(loaded)
     return percentile(spans, 50) / (2 * HOPS)

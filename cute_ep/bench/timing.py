@@ -21,10 +21,10 @@ from itertools import pairwise
 from types import TracebackType
 
 import torch
-from cuda.bindings import driver
 
 from cute_ep.api.errors import EPError
-from cute_ep.runtime.driver import HostMemory, check
+from cute_ep.runtime.driver import HostMemory
+from cute_ep.runtime.driver_calls import hold_stream
 
 SAMPLES = 200
 BURST = 32
@@ -84,8 +84,7 @@ class Gate:
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait for this turn's `open`."""
-        flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        check(driver.cuStreamWaitValue32(stream.cuda_stream, self._memory.address, self._turn, flags))
+        hold_stream(stream.cuda_stream, self._memory.address, self._turn)
 
     def open(self) -> None:
         """Release every stream that holds in this turn."""

@@ -1,4 +1,4 @@
-"""The CUDA driver calls that the runtime needs, through cuda-python: modules, launches, symmetric memory."""
+"""What the runtime needs of the CUDA driver: modules, launches, symmetric memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,16 @@ from contextlib import contextmanager
 from copy import copy as shallow_copy
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
-from cuda.bindings import driver
-from torch.autograd import _profiler_enabled  # 50 ns; a range takes 20 us
 from torch.autograd.profiler import record_function
 
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
 from cute_ep.layouts.maps.parameters import numbers
-
-
-def check(result: tuple) -> Any:
-    """Unwrap a driver call's (status, values...); EPError names the status."""
-    status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise EPError(f"CUDA driver: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
+from cute_ep.runtime import driver_calls
+from cute_ep.torch_internals import current_stream, profiler_enabled
 
 
 def architecture(device: torch.device) -> str:
@@ -38,21 +29,15 @@ def architecture(device: torch.device) -> str:
 
 
 @contextmanager
-def on_device(device: torch.device | int) -> Iterator[driver.CUcontext]:
+def on_device(device: torch.device | int) -> Iterator[int]:
     """Make a device the current one and its context the thread's, for driver calls. `torch.cuda.device` leaves a thread
     without a context that has used none, as in a process whose first use of a GPU this is."""
     with torch.cuda.device(device):
-        context = check(driver.cuCtxGetCurrent())
-        if not int(context):
-            context = check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(torch.cuda.current_device()))))
-            check(driver.cuCtxSetCurrent(context))
+        context = driver_calls.current_context()
+        if not context:
+            context = driver_calls.primary_context(torch.cuda.current_device())
+            driver_calls.set_context(context)
         yield context
-
-
-def current_stream(device: int) -> int:
-    """Raw handle of the caller's stream on a device, an ordinal: without the object that
-    `torch.cuda.current_stream` makes, which takes 2 us of a host's time."""
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 @cache
@@ -82,27 +67,16 @@ class Kernel:
 
     def __init__(self, entry: LibraryEntry, call: Sequence[str] = ()) -> None:
         """call: the records that change from launch to launch, in the order of `launch`; none: all numbers do."""
-        self._context = check(driver.cuCtxGetCurrent())
-        library = check(driver.cuLibraryLoadData(entry.read(), None, None, 0, None, None, 0))
-        self._library = library
-        self._function = check(
-            driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, entry.entry.encode())))
-        )
-        largest = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(driver.cuFuncSetAttribute(self._function, largest, entry.smem_bytes))
+        self._library = driver_calls.load(entry.read())
+        function = driver_calls.function_of(self._library, entry.entry)
+        driver_calls.allow_shared_memory(function, entry.smem_bytes)
+        context = driver_calls.current_context()
+        self._launcher = driver_calls.Launcher(function, context, THREADS, entry.smem_bytes)
         self._range = f"cute_ep.{entry.entry.removeprefix('cute_ep_').removesuffix('_0')}"
         self._names = [name for name, _ in entry.params]
         self._slots = slots(entry.params, call)
         self._hold([0] * len(self._slots))
-        early = driver.CUlaunchAttribute()
-        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        early.value.programmaticStreamSerializationAllowed = 1
         self._lock = threading.Lock()
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = 1
-        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = THREADS, 1, 1
-        self._config.sharedMemBytes = entry.smem_bytes
-        self._config.attrs = [early]
 
     def _hold(self, values: Sequence[int]) -> None:
         self._values = (ctypes.c_int64 * len(values))(*values)  # a kernel reads as many bytes of one as it wants
@@ -134,16 +108,9 @@ class Kernel:
             early: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
                 (programmatic dependent launch).
         """
-        config, pointers = self._config, self._pointers_at
-        with self._in_range() if _profiler_enabled() else self._lock:
+        with self._in_range() if profiler_enabled() else self._lock:
             _packer(len(given))(self._values, 0, *given)
-            config.gridDimX, config.hStream, config.numAttrs = grid, stream, int(early)
-            status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
-            if status[0] != driver.CUresult.CUDA_SUCCESS:
-                if status[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call
-                    check(driver.cuCtxSetCurrent(self._context))
-                    status = driver.cuLaunchKernelEx(config, self._function, pointers, 0)
-                check(status)
+            self._launcher.launch(grid, stream, self._pointers_at, early)
 
     @contextmanager
     def _in_range(self) -> Iterator[None]:
@@ -153,7 +120,7 @@ class Kernel:
 
     def unload(self) -> None:
         """Release the module; no launch may be running."""
-        check(driver.cuLibraryUnload(self._library))
+        driver_calls.unload(self._library)
 
 
 def allocate(nbytes: int) -> int:
@@ -163,17 +130,17 @@ def allocate(nbytes: int) -> int:
     Raises:
         EPError: there is not enough.
     """
-    status, address = driver.cuMemAlloc(nbytes)
-    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+    address = driver_calls.allocate(nbytes)
+    if address is None:
         torch.cuda.empty_cache()
-        status, address = driver.cuMemAlloc(nbytes)
-    if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        address = driver_calls.allocate(nbytes)
+    if address is None:
         free, total = (size // 2**20 for size in torch.cuda.mem_get_info())
         raise EPError(
             f"symmetric memory of {-(-nbytes // 2**20)} MiB: the GPU has {free} of {total} MiB free; fewer "
             "max_tokens_per_rank need less (cute_ep.memory_bytes)"
         )
-    return int(check((status, address)))
+    return address
 
 
 def launch_on(device: int, kernel: Kernel, grid: int, given: Sequence[int]) -> None:
@@ -198,9 +165,9 @@ class DeviceMemory:
             self._allocation = allocate(nbytes)
             self.address = self._allocation + begin
             try:
-                check(driver.cuMemsetD8(self._allocation, 0, nbytes))
+                driver_calls.fill(self._allocation, 0, nbytes)
                 for offset, count in ones:
-                    check(driver.cuMemsetD8(self.address + offset, 0xFF, count))
+                    driver_calls.fill(self.address + offset, 0xFF, count)
                 torch.cuda.synchronize(device)
             except BaseException:
                 self.free()
@@ -210,40 +177,36 @@ class DeviceMemory:
         """Write 64-bit words `offset` bytes from `address`; done when the device is synchronised."""
         content = struct.pack(f"{len(words)}Q", *words)
         with on_device(self.device):
-            check(driver.cuMemcpyHtoD(self.address + offset, content, len(content)))
+            driver_calls.write(self.address + offset, content)
 
     def handle(self) -> bytes:
         """Handle of the allocation for another process on this machine (CUDA IPC)."""
-        return bytes(check(driver.cuIpcGetMemHandle(self._allocation)).reserved)
+        return driver_calls.ipc_handle(self._allocation)
 
     def free(self) -> None:
         """Release the memory; no peer may still be writing to it."""
         with on_device(self.device):
-            check(driver.cuMemFree(self._allocation))
+            driver_calls.free(self._allocation)
 
 
 def open_handle(device: torch.device, handle: bytes) -> int:
     """Map another process's memory into `device`'s context; returns its address here."""
-    native = driver.CUipcMemHandle()
-    native.reserved = handle
-    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     with on_device(device):
-        return int(check(driver.cuIpcOpenMemHandle(native, flags)))
+        return driver_calls.open_ipc_handle(handle)
 
 
 def close_handle(device: torch.device, address: int) -> None:
     """Unmap what `open_handle` mapped."""
     with on_device(device):
-        check(driver.cuIpcCloseMemHandle(address))
+        driver_calls.close_ipc_handle(address)
 
 
 class HostMemory:
     """Page-locked host memory that kernels of any device can store to, seen by Python as `words`."""
 
     def __init__(self, words: int) -> None:
-        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
         with on_device(torch.cuda.current_device()):
-            self.address = int(check(driver.cuMemHostAlloc(4 * words, flags)))
+            self.address = driver_calls.allocate_host(4 * words)
         self.words = (ctypes.c_uint32 * words).from_address(self.address)
         ctypes.memset(self.address, 0, 4 * words)
 
@@ -251,7 +214,7 @@ class HostMemory:
         """Release the memory; no kernel may still be running. `words` keep their last values."""
         self.words = type(self.words)(*self.words)
         with on_device(torch.cuda.current_device()):
-            check(driver.cuMemFreeHost(self.address))
+            driver_calls.free_host(self.address)
 
 
 def enable_all_peers(devices: Iterable[torch.device]) -> None:
@@ -277,6 +240,4 @@ def enable_peer_access(device: int, peer: int) -> None:
     with on_device(peer) as context:
         pass
     with on_device(device):
-        status = driver.cuCtxEnablePeerAccess(context, 0)[0]
-    if status not in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
-        check((status,))
+        driver_calls.enable_peer_access(context)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,8 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection
 from cute_ep.runtime.connection import _check_places, _Place
+from cute_ep.runtime.parts import RankParts
+from tests.fake_driver import FakeDriver, cuda
 
 from .as_threads import RANKS, collective
 
@@ -21,21 +26,21 @@ CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world
 PLACES = [_Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
 
 
-class Machine:
-    """What `connect` takes from a machine and gives back, by rank; `broken` names (what, rank) that fail."""
+class Machine(FakeDriver):
+    """What `connect` takes from a machine and gives back: kernels and communicators by rank, here, and a driver's
+    memory; `broken` names (what, rank) that fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *broken: tuple[str, int]) -> None:
-        self.held: set[tuple] = set()
+        super().__init__(monkeypatch)
+        self.made: set[tuple] = set()
         self.broken = set(broken)
+        self.mappings = Counter[int]()
         fakes = {
             "check_gpu": lambda name, device: None,
             "find_tuning": lambda *args: None,
             "load_kernels": lambda cfg, device, library, hooks: self.take("kernels"),
-            "unload_kernels": lambda kernels, device: self.give_back(kernels),
-            "make_arena": lambda cfg, rank, device: self.arena(),
-            "open_handle": lambda device, handle: self.mapped(handle),
-            "close_handle": lambda device, address: self.give_back(("mapping", dist_rank(), address)),
-            "Communicator": lambda *args, release, **options: self.communicator(release),
+            "unload_kernels": lambda kernels, device: self.made.remove(kernels),
+            "Communicator": lambda parts, peers, release, **options: self.communicator(parts, peers, release),
             "Library": lambda folder: None,
             "load_local_kernels": lambda devices, library: None,
             "_max_ctas": lambda device, sms, ranks: 8,
@@ -45,43 +50,49 @@ class Machine:
         monkeypatch.setattr(connection._Place, "of", lambda cfg, device: PLACES[dist_rank()])
         for name, fake in {
             "current_device": lambda: 0,
+            "device": lambda device: nullcontext(),
             "device_count": lambda: int(("gpu", dist_rank()) not in self.broken),
             "get_device_name": str,
             "synchronize": self.synchronize,
         }.items():
             monkeypatch.setattr(connection.torch.cuda, name, fake)
 
-    def take(self, what: str, *more: object) -> tuple:
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """Kernels and communicators, allocations, mappings."""
+        return len(self.made), len(self.memory), len(self.mapped)
+
+    def take(self, what: str) -> tuple:
         if (what, dist_rank()) in self.broken:
             raise EPError(f"no {what}")
-        one = (what, dist_rank(), *more)
-        self.held.add(one)
+        one = (what, dist_rank())
+        self.made.add(one)
         return one
 
-    def give_back(self, one: tuple) -> None:
-        self.held.remove(one)
+    def cuMemAlloc(self, nbytes: int) -> tuple:
+        if ("arena", dist_rank()) in self.broken:
+            return cuda.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE, cuda.CUdeviceptr()
+        return super().cuMemAlloc(nbytes)
 
-    def arena(self) -> SimpleNamespace:
-        one = self.take("arena")
-        return SimpleNamespace(address=0, handle=lambda: dist_rank(), free=lambda: self.give_back(one))
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple:
+        rank = dist_rank()
+        self.mappings[rank] += 1
+        if ("mapping", rank) in self.broken and self.mappings[rank] == 2:
+            return cuda.CUresult.CUDA_ERROR_MAP_FAILED, cuda.CUdeviceptr()
+        return super().cuIpcOpenMemHandle(handle, flags)
 
-    def mapped(self, handle: int) -> int:
-        if ("mapping", dist_rank()) in self.broken and self.held & {
-            ("mapping", dist_rank(), peer) for peer in range(9)
-        }:
-            raise EPError("no second mapping")
-        self.held.add(("mapping", dist_rank(), handle))
-        return handle
-
-    def communicator(self, release: Callable) -> SimpleNamespace:
+    def communicator(self, parts: RankParts, peers: list[int], release: Callable) -> SimpleNamespace:
         one = self.take("rank")
-        made = SimpleNamespace(failed=False, free=lambda: self.give_back(one))
+        made = SimpleNamespace(failed=False, parts=parts, peers=peers, free=lambda: self.made.remove(one))
         made.close = lambda: release(made)
         return made
 
     def synchronize(self, device: object) -> None:
         if ("synchronize", dist_rank()) in self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+NOTHING = (0, 0, 0)
 
 
 def dist_rank() -> int:
@@ -92,26 +103,50 @@ def dist_rank() -> int:
 # ---- memory
 
 
-@pytest.mark.parametrize("what", ["kernels", "arena", "mapping", "rank"])
-def test_all_ranks_give_back_what_they_made_when_one_cannot_connect(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("kernels", "no kernels"),
+        ("arena", "CUDA driver: CUDA_ERROR_ECC_UNCORRECTABLE"),
+        ("mapping", "CUDA driver: CUDA_ERROR_MAP_FAILED"),
+        ("rank", "no rank"),
+    ],
+)
+def test_all_ranks_give_back_what_they_made_when_one_cannot_connect(
+    monkeypatch: pytest.MonkeyPatch, what: str, why: str
+) -> None:
     machine = Machine(monkeypatch, (what, 1))
     got = collective(monkeypatch, lambda rank: connection.connect(CFG))
-    assert "no " in str(got[1]) and all(isinstance(one, EPError) for one in got)
-    assert str(got[0]).startswith("rank 1 could not connect") and not machine.held
+    assert str(got[1]) == why and all(isinstance(one, EPError) for one in got)
+    assert str(got[0]) == f"rank 1 could not connect: EPError: {why}" and machine.held == NOTHING
+
+
+def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their handles; each knows its own arena by its address."""
+    machine = Machine(monkeypatch)
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    begins = [CFG.arena.begin(rank) for rank in range(RANKS)]
+    arenas = [one.parts.arena.address - begin for one, begin in zip(ranks, begins, strict=True)]
+    assert sorted(arenas) == sorted(machine.memory)
+    for rank, one in enumerate(ranks):
+        places = [address - begin for address, begin in zip(one.peers, begins, strict=True)]
+        assert [machine.mapped.get(place, place) for place in places] == arenas
+        assert [place in machine.mapped for place in places] == [peer != rank for peer in range(RANKS)]
 
 
 def test_ranks_that_close_give_back_all_that_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    ranks = collective(monkeypatch, lambda rank: connection.connect(CFG))
-    assert len(machine.held) == RANKS * (3 + RANKS - 1)
-    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and not machine.held
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    assert machine.held == (2 * RANKS, RANKS, RANKS * (RANKS - 1))
+    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
 
 
 def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rank of that device has the error."""
-    machine = Machine(monkeypatch, ("synchronize", 2))
-    ranks = collective(monkeypatch, lambda rank: connection.connect(CFG))
-    held = set(machine.held)
+    machine = Machine(monkeypatch)
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    machine.broken = {("synchronize", 2)}
+    held = machine.held
     got = collective(monkeypatch, lambda rank: ranks[rank].close())
     assert got[:2] == [None, None] and "illegal memory access" in str(got[2]) and machine.held == held
 

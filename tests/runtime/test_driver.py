@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,22 @@ from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.arena import SENTINEL
 from cute_ep.runtime import driver, parts
-from tests.fake_gpu import CFG, SHARED_EXPERT, SKIP_A2A, replace_driver
+from tests.fake_driver import OK, FakeDriver, cuda
+from tests.fake_gpu import CFG, SHARED_EXPERT, SKIP_A2A
 
-SUCCESS = driver.driver.CUresult.CUDA_SUCCESS
-ARENA_AT = 4096
+
+def entry_of(params: tuple = (), name: str = "kernel", smem_bytes: int = 0) -> Any:
+    """A kernel of a library."""
+    return SimpleNamespace(params=params, entry=name, smem_bytes=smem_bytes, read=bytes)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """One that torch takes for a GPU; a fake driver does the rest."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return torch.device("cuda", 3)
 
 
 # ---- launches
@@ -29,17 +42,16 @@ def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.Monk
     params = (("out.at", "i64"), ("group.arena", "i64"), ("group.rank", "i32"), ("input.x", "i64"), ("input.n", "i32"))
     launched, configs = [], []
 
-    def launch(config: driver.driver.CUlaunchConfig, function: int, address: int, extra: int) -> tuple[int]:
+    def launch(config: Any, function: Any, address: int, extra: int) -> tuple:
         pointers = (ctypes.c_void_p * len(params)).from_address(address)
         widths = [ctypes.c_int64 if kind == "i64" else ctypes.c_int32 for _, kind in params]
         launched.append([width.from_address(at).value for width, at in zip(widths, pointers, strict=True)])
         configs.append((config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), config.numAttrs))
-        return (SUCCESS,)
+        return OK
 
-    allowed = replace_driver(monkeypatch, launch)
-    entry = SimpleNamespace(params=params, entry="kernel", smem_bytes=48, read=bytes)
+    fake, entry = FakeDriver(monkeypatch, launch), entry_of(params, smem_bytes=48)
     kernel = driver.Kernel(entry, ("input", "out"))
-    assert allowed == [48], "shared memory that a launch may ask for"
+    assert fake.allowed == [48], "shared memory that a launch may ask for"
     kernel.launch(1, (1 << 50, 7), 1001)
     kernel.bind("group", (1 << 40, -1))
     kernel.bind("other", (9,))
@@ -79,48 +91,56 @@ def test_another_device_is_current_for_a_launch_on_it(monkeypatch: pytest.Monkey
 
 
 def test_a_record_is_bound_whole_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_driver(monkeypatch, lambda *_: (SUCCESS,))
-    params = (("group.arena", "i64"), ("group.rank", "i32"))
-    kernel = driver.Kernel(SimpleNamespace(params=params, entry="kernel", smem_bytes=0, read=bytes))
+    FakeDriver(monkeypatch)
+    kernel = driver.Kernel(entry_of((("group.arena", "i64"), ("group.rank", "i32"))))
     with pytest.raises(ValueError):
         kernel.bind("group", (1,))
 
 
 def test_a_thread_without_a_context_takes_that_of_the_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, launched_in = [0], []
+    launched_in = []
 
     def launch(*_: object) -> tuple:
-        launched_in.append(current[0])
-        return (SUCCESS if current[0] == 5 else driver.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        launched_in.append(fake.context)
+        return OK if fake.context == 5 else (cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
 
-    def enter(context: int) -> tuple:
-        current[0] = context
-        return (SUCCESS,)
+    fake = FakeDriver(monkeypatch, launch)
+    kernel = driver.Kernel(entry_of())
 
-    replace_driver(monkeypatch, launch)
-    monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (SUCCESS, 5))
-    monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", enter)
-    kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
-    kernel.launch(1, (), 7)
-    kernel.launch(1, (), 7)
+    def work() -> None:
+        cuda.cuCtxSetCurrent(0)
+        kernel.launch(1, (), 7)
+        kernel.launch(1, (), 7)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
     assert launched_in == [0, 5, 5]
 
 
 def test_a_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_driver(monkeypatch, lambda *_: (driver.driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,))
-    kernel = driver.Kernel(SimpleNamespace(params=(), entry="kernel", smem_bytes=0, read=bytes))
+    FakeDriver(monkeypatch, lambda *_: (cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED,))
+    kernel = driver.Kernel(entry_of())
     with pytest.raises(EPError, match="CUDA_ERROR_LAUNCH_FAILED"):
         kernel.launch(1, (), 7)
 
 
+def test_a_kernel_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(monkeypatch)
+    first, second = driver.Kernel(entry_of()), driver.Kernel(entry_of())
+    assert len(fake.loaded) == 2
+    first.unload()
+    second.unload()
+    assert not fake.loaded
+
+
 def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is recorded, and the lock is free, before and afterwards."""
-    replace_driver(monkeypatch, lambda *_: (SUCCESS,))
-    kernel = driver.Kernel(SimpleNamespace(params=(), entry="cute_ep_dispatch_bf16_0", smem_bytes=0, read=bytes))
+    FakeDriver(monkeypatch)
+    kernel = driver.Kernel(entry_of(name="cute_ep_dispatch_bf16_0"))
     monkeypatch.setattr(driver, "record_function", None)
     kernel.launch(1, (), 7)
     monkeypatch.undo()
-    replace_driver(monkeypatch, lambda *_: (SUCCESS,))
+    FakeDriver(monkeypatch)
     with torch.profiler.profile() as profile:
         kernel.launch(1, (), 7)
         kernel.launch(1, (), 7)
@@ -132,18 +152,14 @@ def test_launches_are_ranges_of_a_profiler_while_one_is_on(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("current", [0, 7], ids=["none", "one"])
-def test_a_thread_has_a_context_on_a_device(monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+def test_a_thread_has_a_context_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, current: int
+) -> None:
     """Its own where it has one, else the primary one of the device."""
-    contexts = [current]
-    cuda = SimpleNamespace(device=lambda _: nullcontext(), current_device=lambda: 3)
-    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(driver.driver, "cuCtxGetCurrent", lambda: (SUCCESS, contexts[-1]))
-    monkeypatch.setattr(driver.driver, "cuDeviceGet", lambda ordinal: (SUCCESS, ordinal + 10))
-    monkeypatch.setattr(driver.driver, "cuDevicePrimaryCtxRetain", lambda device: (SUCCESS, device + 100))
-    monkeypatch.setattr(driver.driver, "cuCtxSetCurrent", lambda context: (contexts.append(context), (SUCCESS,))[1])
-    with driver.on_device(3) as context:
-        assert contexts[-1] == context == (current or 113)
-    assert len(contexts) == (1 if current else 2)
+    fake = FakeDriver(monkeypatch, first_context=current)
+    with driver.on_device(device) as context:
+        assert fake.context == context == (current or 113)
+    assert ("cuCtxSetCurrent" in fake.calls) == (current == 0)
 
 
 # ---- memory
@@ -152,47 +168,65 @@ def test_a_thread_has_a_context_on_a_device(monkeypatch: pytest.MonkeyPatch, cur
 def test_memory_that_torch_holds_unused_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
     free, cached = [100 * 2**20], [50 * 2**20]
 
-    def allocate(nbytes: int) -> tuple[int, int | None]:
-        if nbytes > free[0]:
-            return driver.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
-        free[0] -= nbytes
-        return SUCCESS, ARENA_AT
+    class FullDriver(FakeDriver):
+        def cuMemAlloc(self, nbytes: int) -> tuple:
+            if nbytes > free[0]:
+                return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, cuda.CUdeviceptr()
+            free[0] -= nbytes
+            return super().cuMemAlloc(16)
 
     def empty_cache() -> None:
         free[0], cached[0] = free[0] + cached[0], 0
 
-    cuda = SimpleNamespace(empty_cache=empty_cache, mem_get_info=lambda: (free[0], 200 * 2**20))
-    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
-    assert driver.allocate(90 * 2**20) == ARENA_AT and cached[0]
-    assert driver.allocate(60 * 2**20) == ARENA_AT and not cached[0]
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 200 * 2**20))
+    fake = FullDriver(monkeypatch)
+    assert driver.allocate(90 * 2**20) in fake.memory and cached[0]
+    assert driver.allocate(60 * 2**20) in fake.memory and not cached[0]
     with pytest.raises(EPError, match=r"symmetric memory of 1 MiB: the GPU has 0 of 200 MiB free; .*tokens_per_rank"):
         driver.allocate(2**19)
+
+
+def test_memory_of_a_device_is_given_back_and_seen_by_others_through_its_handle(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    fake = FakeDriver(monkeypatch)
+    memory, other = driver.DeviceMemory(device, 64, begin=8), driver.DeviceMemory(device, 16)
+    memory.store(16, (1, 1 << 63))
+    handle = memory.handle()
+    assert type(handle) is bytes and len(handle) == 64 and handle != other.handle()
+    mapped = driver.open_handle(device, handle)
+    assert fake.bytes_at(mapped).raw == bytes(24) + b"\1" + bytes(7) + bytes(7) + b"\x80" + bytes(24)
+    driver.close_handle(device, mapped)
+    memory.free()
+    other.free()
+    assert not fake.mapped and not fake.memory
+    with pytest.raises(EPError, match="CUDA_ERROR_INVALID_VALUE"):
+        driver.open_handle(device, bytes(64))
+
+
+def test_words_of_the_host_keep_their_values_when_they_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    fake = FakeDriver(monkeypatch)
+    memory = driver.HostMemory(4)
+    assert list(memory.words) == [0] * 4 and ctypes.addressof(memory.words) == memory.address in fake.memory
+    memory.words[2] = 7
+    memory.free()
+    assert list(memory.words) == [0, 0, 7, 0] and not fake.memory
 
 
 @pytest.mark.parametrize("cfg", [CFG, SHARED_EXPERT, SKIP_A2A], ids=["plain", "shared expert", "skip_a2a"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_in_a_new_arena_every_lamport_word_is_the_sentinel_and_all_else_0(
-    monkeypatch: pytest.MonkeyPatch, cfg: EPConfig, rank: int
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, cfg: EPConfig, rank: int
 ) -> None:
     """Wherever the arena begins in its allocation."""
-    memory = bytearray()
-
-    def fill(address: int, byte: int, count: int) -> tuple[int]:
-        memory[address - ARENA_AT : address - ARENA_AT + count] = bytes([byte]) * count
-        return (SUCCESS,)
-
-    def allocate(nbytes: int) -> tuple[int, int]:
-        memory[:] = b"\xa5" * nbytes
-        return SUCCESS, ARENA_AT
-
-    monkeypatch.setattr(driver, "on_device", lambda _: nullcontext())
-    monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda _: None)))
-    monkeypatch.setattr(driver.driver, "cuMemAlloc", allocate)
-    monkeypatch.setattr(driver.driver, "cuMemsetD8", fill)
-    arena = parts.make_arena(cfg, rank, torch.device("cuda", 0))
+    fake = FakeDriver(monkeypatch)
+    arena = parts.make_arena(cfg, rank, device)
+    ((first, content),) = fake.memory.items()
+    memory, begin = bytearray(content.raw), arena.address - first
     assert arena.nbytes == len(memory) == memory_bytes(cfg)
-    begin = arena.address - ARENA_AT
     assert begin == (0 if cfg.skip_a2a else cfg.arena.begin(rank))
     assert not any(memory[:begin]) and not any(memory[begin + cfg.arena.nbytes :])
     words = torch.frombuffer(memory[begin : begin + cfg.arena.nbytes], dtype=torch.uint32)

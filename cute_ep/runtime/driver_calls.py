@@ -1,0 +1,195 @@
+"""The CUDA driver in plain numbers, bytes and names.
+
+The types of cuda-python change from release to release, so no other file touches them. `python -m tests.bindings` holds
+this one against the releases that users may have. Addresses, contexts and other handles are ints, a device is an
+ordinal, a stream is a raw handle. Each function raises EPError with the driver's name for what went wrong; without a
+driver cuda-python raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from cuda.bindings import driver
+
+from cute_ep.api.errors import EPError
+
+IPC_HANDLE_BYTES = int(driver.CU_IPC_HANDLE_SIZE)
+SUCCESS = driver.CUresult.CUDA_SUCCESS
+
+
+def check(result: tuple) -> Any:
+    """Unwrap a driver call's (status, values...)."""
+    status, *values = result
+    if status != SUCCESS:
+        raise EPError(f"CUDA driver: {status.name}")
+    return values[0] if values else None
+
+
+# ---- contexts
+
+
+def current_context() -> int:
+    """The calling thread's; 0: it has none."""
+    return int(check(driver.cuCtxGetCurrent()))
+
+
+def set_context(context: int) -> None:
+    """Make it the calling thread's."""
+    check(driver.cuCtxSetCurrent(context))
+
+
+def primary_context(device: int) -> int:
+    """That of a device, which keeps it until the process ends."""
+    return int(check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(device)))))
+
+
+def enable_peer_access(context: int) -> None:
+    """Let kernels of the current context use plain allocations of another one; nothing where they may already."""
+    result = driver.cuCtxEnablePeerAccess(context, 0)
+    if result[0] != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+        check(result)
+
+
+# ---- kernels
+
+
+def load(image: bytes) -> int:
+    """A library from a cubin, or from PTX that ends with a 0, for all contexts."""
+    return int(check(driver.cuLibraryLoadData(image, None, None, 0, None, None, 0)))
+
+
+def unload(library: int) -> None:
+    """Give a library back; none of its kernels may be running."""
+    check(driver.cuLibraryUnload(library))
+
+
+def function_of(library: int, name: str) -> int:
+    """A kernel of a library in the current context."""
+    return int(check(driver.cuKernelGetFunction(check(driver.cuLibraryGetKernel(library, name.encode())))))
+
+
+def allow_shared_memory(function: int, nbytes: int) -> None:
+    """Let launches of a function ask for so much dynamic shared memory."""
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(driver.cuFuncSetAttribute(function, most, nbytes))
+
+
+class Launcher:
+    """Launches one function of a context with so many threads a CTA and so much dynamic shared memory. One launch
+    overwrites the arguments of the one before: threads take turns."""
+
+    def __init__(self, function: int, context: int, threads: int, smem_bytes: int) -> None:
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = smem_bytes
+        config.attrs = [early]
+        self._config, self._context = config, context
+        self._function = driver.CUfunction(function)  # a number would be made into one at each launch
+
+    def launch(self, grid: int, stream: int, parameters: int, early: bool) -> None:
+        """Launch `grid` CTAs. parameters: address of the addresses of the kernel's arguments, which the driver has read
+        when this returns. early: the CTAs may start before the launch before has ended."""
+        config: driver.CUlaunchConfig = self._config
+        config.gridDimX, config.hStream, config.numAttrs = grid, stream, int(early)
+        result = driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+        if result[0] != SUCCESS:
+            if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread's first CUDA call
+                set_context(self._context)
+                result = driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+            check(result)
+
+
+def launch_thread(function: int, stream: int, values: Sequence[int], types: Sequence[type]) -> None:
+    """Launch one thread. types: of the values, in ctypes."""
+    check(driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, (tuple(values), tuple(types)), 0))
+
+
+def hold_stream(stream: int, address: int, least: int) -> None:
+    """Let a stream wait until the 32-bit word at an address is at least so much (as a cyclic counter)."""
+    flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    check(driver.cuStreamWaitValue32(stream, address, least, int(flags)))
+
+
+# ---- memory
+
+
+def allocate(nbytes: int) -> int | None:
+    """Address of new memory of the current context; None: too little is free."""
+    result = driver.cuMemAlloc(nbytes)
+    return None if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else int(check(result))
+
+
+def free(address: int) -> None:
+    """Give back what `allocate` gave."""
+    check(driver.cuMemFree(address))
+
+
+def fill(address: int, byte: int, count: int) -> None:
+    """Set `count` bytes."""
+    check(driver.cuMemsetD8(address, byte, count))
+
+
+def fill_words(address: int, word: int, count: int) -> None:
+    """Set `count` 32-bit words."""
+    check(driver.cuMemsetD32(address, word, count))
+
+
+def write(address: int, content: bytes) -> None:
+    """Copy bytes to a device."""
+    check(driver.cuMemcpyHtoD(address, content, len(content)))
+
+
+def copy(to: int, source: int, nbytes: int, stream: int) -> None:
+    """Queue a copy by the copy engine."""
+    check(driver.cuMemcpyAsync(to, source, nbytes, stream))
+
+
+def allocate_host(nbytes: int) -> int:
+    """Address of page-locked host memory that all devices see there."""
+    flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+    return int(check(driver.cuMemHostAlloc(nbytes, int(flags))))
+
+
+def free_host(address: int) -> None:
+    """Give back what `allocate_host` gave."""
+    check(driver.cuMemFreeHost(address))
+
+
+# ---- memory of other processes (CUDA IPC)
+
+
+def ipc_handle(address: int) -> bytes:
+    """IPC_HANDLE_BYTES that name an allocation to other processes on this machine."""
+    return handle_bytes(check(driver.cuIpcGetMemHandle(address)))
+
+
+def open_ipc_handle(handle: bytes) -> int:
+    """Map another process's allocation into the current context; returns its address here."""
+    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(check(driver.cuIpcOpenMemHandle(handle_of(handle), int(flags))))
+
+
+def close_ipc_handle(address: int) -> None:
+    """Unmap what `open_ipc_handle` mapped."""
+    check(driver.cuIpcCloseMemHandle(address))
+
+
+def handle_bytes(handle: driver.CUipcMemHandle) -> bytes:
+    """What the driver has written: its address is the one thing about a handle that all releases agree on."""
+    return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
+
+
+def handle_of(content: bytes) -> driver.CUipcMemHandle:
+    """The handle of `handle_bytes`."""
+    if len(content) != IPC_HANDLE_BYTES:
+        raise EPError(f"CUDA IPC handle of {len(content)} bytes: must be {IPC_HANDLE_BYTES}")
+    handle = driver.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), content, IPC_HANDLE_BYTES)
+    return handle

@@ -1,0 +1,158 @@
+"""A CUDA driver without a GPU, which takes and returns cuda-python's own types as the real one does, so that these are
+not hidden from tests without a GPU. `tests.runtime.stub_driver` is one behind cuda-python."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cute_ep.runtime import driver_calls
+
+cuda: Any = driver_calls.driver
+OK = (cuda.CUresult.CUDA_SUCCESS,)
+STEP = 1 << 40
+"""Between the addresses at which mappings of other processes' memory are told to be."""
+
+
+class FakeDriver:
+    """Device memory is this process's, any bytes at first. A thread's current context is `first_context` until it sets
+    another one. Launches call `launch(config, function, address of the addresses of the arguments, extra)`.
+
+    Attributes:
+        memory: by address, allocations of devices and of the host.
+        mapped: by the address of a mapping, that of the allocation.
+        loaded: libraries.
+        allowed: what functions may have of shared memory.
+        calls: names of all calls, the first one first.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, launch: Callable[..., tuple] = lambda *_: OK, first_context: int = 5
+    ) -> None:
+        self.launch, self.first_context = launch, first_context
+        self.memory: dict[int, ctypes.Array] = {}
+        self.mapped: dict[int, int] = {}
+        self.loaded: set[int] = set()
+        self.allowed: list[int] = []
+        self.calls: list[str] = []
+        self._handles: dict[bytes, int] = {}
+        self._thread = threading.local()
+        self._numbers = itertools.count(1)
+        for name in [name for name in dir(self) if name.startswith("cu")]:
+            monkeypatch.setattr(cuda, name, self._noted(name))
+
+    def _noted(self, name: str) -> Callable[..., tuple]:
+        def call(*arguments: Any) -> tuple:
+            self.calls.append(name)
+            return getattr(self, name)(*arguments)
+
+        return call
+
+    @property
+    def context(self) -> int:
+        """The calling thread's."""
+        return getattr(self._thread, "context", self.first_context)
+
+    def bytes_at(self, address: int) -> ctypes.Array:
+        """An allocation."""
+        return self.memory[self.mapped.get(address, address)]
+
+    def _new(self, nbytes: int) -> int:
+        made = ctypes.create_string_buffer(b"\xa5" * nbytes, nbytes)
+        self.memory[ctypes.addressof(made)] = made
+        return ctypes.addressof(made)
+
+    # contexts
+
+    def cuCtxGetCurrent(self) -> tuple:
+        return (*OK, cuda.CUcontext(self.context))
+
+    def cuCtxSetCurrent(self, context: Any) -> tuple:
+        self._thread.context = int(cuda.CUcontext(context))
+        return OK
+
+    def cuDeviceGet(self, ordinal: int) -> tuple:
+        return (*OK, cuda.CUdevice(ordinal + 10))
+
+    def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple:
+        return (*OK, cuda.CUcontext(100 + int(device)))
+
+    def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple:
+        return OK
+
+    # kernels
+
+    def cuLibraryLoadData(self, code: bytes, *options: Any) -> tuple:
+        number = next(self._numbers)
+        self.loaded.add(number)
+        return (*OK, cuda.CUlibrary(number))
+
+    def cuLibraryUnload(self, library: Any) -> tuple:
+        self.loaded.remove(int(cuda.CUlibrary(library)))
+        return OK
+
+    def cuLibraryGetKernel(self, library: Any, name: bytes) -> tuple:
+        return (*OK, cuda.CUkernel(int(cuda.CUlibrary(library))))
+
+    def cuKernelGetFunction(self, kernel: Any) -> tuple:
+        return (*OK, cuda.CUfunction(int(kernel)))
+
+    def cuFuncSetAttribute(self, function: Any, attribute: Any, value: int) -> tuple:
+        assert attribute == cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.allowed.append(value)
+        return OK
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: int) -> tuple:
+        assert isinstance(config, cuda.CUlaunchConfig) and isinstance(function, cuda.CUfunction)
+        return self.launch(config, function, parameters, extra)
+
+    # memory
+
+    def cuMemAlloc(self, nbytes: int) -> tuple:
+        return (*OK, cuda.CUdeviceptr(self._new(nbytes)))
+
+    def cuMemFree(self, address: Any) -> tuple:
+        del self.memory[int(cuda.CUdeviceptr(address))]
+        return OK
+
+    def cuMemsetD8(self, address: Any, byte: int, count: int) -> tuple:
+        ctypes.memset(int(cuda.CUdeviceptr(address)), byte, count)
+        return OK
+
+    def cuMemcpyHtoD(self, address: Any, content: bytes, count: int) -> tuple:
+        ctypes.memmove(int(cuda.CUdeviceptr(address)), content, count)
+        return OK
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple:
+        return (*OK, self._new(nbytes))
+
+    def cuMemFreeHost(self, address: int) -> tuple:
+        del self.memory[address]
+        return OK
+
+    # memory of other processes
+
+    def cuIpcGetMemHandle(self, address: Any) -> tuple:
+        handle, at = cuda.CUipcMemHandle(), int(cuda.CUdeviceptr(address))
+        content = bytes((at + 7 * place) % 256 for place in range(56)) + at.to_bytes(8, "little")
+        ctypes.memmove(handle.getPtr(), content, len(content))
+        self._handles[content] = at
+        return (*OK, handle)
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple:
+        assert isinstance(handle, cuda.CUipcMemHandle)
+        owner = self._handles.get(ctypes.string_at(handle.getPtr(), 64))
+        if owner is None:
+            return cuda.CUresult.CUDA_ERROR_INVALID_VALUE, cuda.CUdeviceptr()
+        address = STEP * next(self._numbers)
+        self.mapped[address] = owner
+        return (*OK, cuda.CUdeviceptr(address))
+
+    def cuIpcCloseMemHandle(self, address: Any) -> tuple:
+        del self.mapped[int(cuda.CUdeviceptr(address))]
+        return OK
