@@ -19,10 +19,10 @@ SAY       := @echo make:
 ARCH :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-upstream mutants soak sanitize perf lint docs build wheel clean
+.PHONY: help demo test test-gpu test-bindings test-versions test-upstream mutants soak sanitize perf lint docs build wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 demo: $(VENV)/package.stamp  ## one MoE layer on real text; GPUs if there are any, else the reference backend
 	@if $(HAS_GPU); then \
@@ -43,6 +43,12 @@ test-gpu: $(VENV)/package.stamp  ## tests on this machine's GPUs, with the kerne
 	CUDA_VISIBLE_DEVICES=$$every $(PY) -m pytest -n $$((4 * gpus)) --dist worksteal -k 'not process' tests/gpu || status=1; \
 	$(PY) -m pytest -k 'gpus or process' tests/gpu || status=1; \
 	exit $$status
+
+test-bindings: $(VENV)/test.stamp  ## what is used of cuda-python, in the releases that users may have (13 MB each)
+	$(PY) -m tests.bindings
+
+test-versions: $(VENV)/package.stamp  ## tests with the oldest and newest torch, cuda-python and rich (VERSIONS=newest: 7 GB)
+	$(PY) -m tests.versions $(VERSIONS)
 
 test-upstream: $(VENV)/package.stamp  ## DeepEP's tests over this package (DEEPEP_SOURCE=DIR, RANKS=2, which may share a GPU)
 	@test -f "$(DEEPEP_SOURCE)/tests/legacy/test_intranode.py" || \

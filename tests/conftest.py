@@ -1,5 +1,9 @@
 """Fixtures for all tests; `tests.fake_gpu` says what each of them is."""
 
+from __future__ import annotations
+
+import platform
+
 import pytest
 from hypothesis import settings
 
@@ -13,3 +17,11 @@ settings.load_profile("cute_ep")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cuda-bindings", metavar="VERSION", help="the cuda-bindings that must be found (tests.bindings)")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what has been tested: the first of each package on the path."""
+    from cute_ep.bench.machine import driver_version, nccl_version, packages
+
+    found = {"Python": platform.python_version(), **packages(), "NCCL": nccl_version(), "driver": driver_version()}
+    terminalreporter.write_line(", ".join(f"{name} {version}" for name, version in found.items() if version))

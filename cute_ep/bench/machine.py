@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -121,6 +122,43 @@ def git_commit() -> str | None:
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
+PACKAGES = (
+    "torch",
+    "triton",
+    "cuda-python",
+    "cuda-bindings",
+    "cuda-pathfinder",
+    "nvidia-cutlass-dsl",
+    "numpy",
+    "rich",
+    "transformers",
+    "megatron-core",
+    "torchtitan",
+    "flashinfer-python",
+    "sglang",
+    "vllm",
+)
+"""What can have a part in a run, by the names of distributions."""
+
+
+def packages() -> dict[str, str]:
+    """The version of each of PACKAGES that is installed: of the first one on Python's path, which is imported."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL in torch; None: it has none."""
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
 def environment(devices: Sequence[str], command: str) -> dict:
     """Facts that belong beside every measured number: devices, versions, date, commit, command line."""
     gpus = [device for device in dict.fromkeys(devices) if device != "cpu"]
@@ -134,7 +172,9 @@ def environment(devices: Sequence[str], command: str) -> dict:
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
+        "nccl": nccl_version(),
         "python": platform.python_version(),
+        "packages": packages(),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -95,3 +97,20 @@ def test_the_state_of_every_gpu_has_clocks_power_and_temperature(monkeypatch: py
     assert (busy["clocks.sm"], busy["power.draw"], idle["temperature.gpu"]) == ("1980 MHz", "312.40 W", "28")
     monkeypatch.setattr(machine, "_output", lambda *command: None)
     assert machine.gpu_state() == []
+
+
+def test_a_record_names_what_took_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a package that is there twice the one that is imported; nothing of what is missing."""
+    for folder, version in (("first", "9.8.7"), ("second", "1.2.3")):
+        info = tmp_path / folder / "rich-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rich\nVersion: {version}\n")
+    monkeypatch.setattr(machine, "PACKAGES", (*machine.PACKAGES, "no-such-package"))
+    monkeypatch.syspath_prepend(tmp_path / "second")
+    monkeypatch.syspath_prepend(tmp_path / "first")
+    found = machine.environment(["cpu"], "python -m pytest")
+    assert found["packages"]["rich"] == "9.8.7" and "no-such-package" not in found["packages"]
+    assert found["packages"]["torch"] == found["torch"] == torch.__version__
+    assert {"cuda-python", "cuda-bindings", "numpy"} <= found["packages"].keys()
+    assert found["nccl"] is None or torch.distributed.is_nccl_available()
+    json.dumps(found)

@@ -1,10 +1,13 @@
-"""Packs frameworks for a machine with a GPU and PyTorch but no network, so that tests run in them there.
+"""Packs what tests on a machine with a GPU and PyTorch but no network shall run with: frameworks, or the newest
+cuda-python.
 
-    python -m tests.integrations.offline frameworks|vllm OUT.tar.xz [--python 3.12]
+    python -m tests.integrations.offline cuda|frameworks|vllm OUT.tar.xz [--python 3.12]
 
 and on that machine, in a checkout with kernels in build/library:
 
     mkdir DIR && tar xf OUT.tar.xz -C DIR && PYTHONPATH=DIR:. python -m pytest tests/gpu/test_processes.py
+
+or, with an absolute DIR, PYTHONPATH=DIR make test-gpu, whose last lines name the versions that it found.
 
 An archive has the files that tests import, without sources of kernels that they never compile, and no package that
 comes with PyTorch and transformers. vLLM wants an older transformers than the others, so it has an archive of its own.
@@ -49,6 +52,8 @@ class Frameworks(NamedTuple):
 
 
 SETS = {
+    # newest of each: what pip brings to users
+    "cuda": Frameworks("cuda-bindings cuda-pathfinder cuda-python", ("*.cpp", "*.pyx", "*.pxd", "*.pxi", "*.h")),
     "frameworks": Frameworks(
         "transformers==5.24.0 megatron-core==0.16.1 torchtitan==0.3.0 sglang==0.5.23 flashinfer-python==0.7.2.post1 "
         "annotated-doc annotated-types apache-tvm-ffi==0.1.11 docstring_parser fastapi interegular msgspec orjson "
