@@ -33,11 +33,9 @@ PARTS = {
     "count_dispatch_modes": Part("torch._C", "_len_torch_dispatch_stack", "a mode sees the calls of cute_ep.ops"),
     "in_functorch": Part("torch._C", "_are_functorch_transforms_active", "cute_ep.ops refuses transforms"),
     "default_store": Part("torch.distributed.distributed_c10d", "_get_default_store", "processes meet in connect"),
-    "mark_static_address": Part("torch._dynamo", "mark_static_address", "graphs write what orders cute_ep.ops"),
     "BelowAutograd": Part("torch._C", "_AutoDispatchBelowAutograd", "cute_ep.ops register their own gradients"),
     "BELOW_AUTOGRAD": Part("torch._C", "_after_autograd_keyset", "cute_ep.ops register their own gradients"),
     "get_proxy_mode": Part("torch.fx.experimental.proxy_tensor", "get_proxy_mode", "rounds are not recomputed"),
-    "functorch_config": Part("torch._functorch", "config", "cute_ep.ops refuse budgets of activation memory"),
     "AsyncCollectiveTensor": Part(COLLECTIVES, "AsyncCollectiveTensor", "torchtitan's experts hear numbers of tokens"),
     "all_to_all_single": Part(COLLECTIVES, "all_to_all_single", "torchtitan's experts hear numbers of tokens"),
     "sleep_on_gpu": Part("torch.cuda", "_sleep", "perf queues work behind it"),
@@ -75,6 +73,19 @@ def forward_ad_level() -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, not one of inference mode, was written."""
     return tensor._version
+
+
+def keep_address(tensor: torch.Tensor) -> None:
+    """Tell compilers that a tensor stays where it is, so CUDA graphs may write it: what
+    `torch._dynamo.mark_static_address` does, whose import takes seconds."""
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+
+
+def activation_memory_budget() -> float:
+    """Part of the memory for activations that compilers may use; for less than 1 they compute some again."""
+    from torch._functorch import config
+
+    return config.activation_memory_budget
 
 
 def timeout_of_group(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -75,6 +76,19 @@ def test_a_tensor_that_is_written_has_another_version() -> None:
 def test_the_raw_stream_is_the_current_one() -> None:
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         assert torch_internals.current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_a_tensor_is_marked_as_dynamo_does() -> None:
+    ours, theirs = torch.zeros(1), torch.zeros(1)
+    torch_internals.keep_address(ours)
+    torch._dynamo.mark_static_address(theirs, guard=False)
+    assert vars(ours) == vars(theirs) != {}
+
+
+def test_compilers_may_use_all_memory_for_activations() -> None:
+    assert torch_internals.activation_memory_budget() == 1
+    with functorch_config.patch(activation_memory_budget=0.5):
+        assert torch_internals.activation_memory_budget() == 0.5
 
 
 class Tracker(torch_internals.Movable):

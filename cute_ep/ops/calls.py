@@ -23,8 +23,8 @@ from cute_ep.ops.registry import communicator_of, registered
 class Batch(NamedTuple):
     """One rank's share of a dispatched batch as plain tensors: those of `DispatchBuffers`, and these.
 
-    Tensors that the configuration has not are empty. Rows behind the last one, their `src_info`, and `row_map` of tokens
-    that do not exist hold anything, unless dispatch was told to clear them.
+    Tensors that the configuration has not are empty. Rows behind the last one and their `src_info` hold anything, and
+    so does `row_map` of tokens that do not exist, unless dispatch was told to clear them.
 
     Attributes:
         comm: name of the communicator.

@@ -16,7 +16,7 @@ from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS
 from cute_ep.ops.library import LIBRARY
 from cute_ep.ops.registry import communicator_of
-from cute_ep.torch_internals import BELOW_AUTOGRAD, BelowAutograd, functorch_config, get_proxy_mode
+from cute_ep.torch_internals import BELOW_AUTOGRAD, BelowAutograd, activation_memory_budget, get_proxy_mode
 
 
 def check_differentiable(comm: str, combine_mode: str | None = None, *, weights: bool = False) -> None:
@@ -135,8 +135,7 @@ def made_once(call: Callable[[], Any]) -> Any:
 
 def check_compiler() -> None:
     """EPInputError where a compiler has a budget of memory: for that it makes calls again or not by their sizes."""
-    budget = functorch_config.activation_memory_budget
-    if get_proxy_mode() is not None and budget != 1:
+    if get_proxy_mode() is not None and (budget := activation_memory_budget()) != 1:
         raise EPInputError(
             f"torch._functorch.config.activation_memory_budget = {budget}: must be 1 where dispatch and combine are "
             "compiled with gradients, else ranks would make other rounds again; use torch.utils.checkpoint"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.torch_internals import mark_static_address
+from cute_ep.torch_internals import keep_address
 
 
 @cache
@@ -25,7 +25,7 @@ def order_of(device: torch.device) -> Tensor:
     """
     with torch.inference_mode(False):
         order = torch.zeros(1, dtype=torch.int32, device=device)
-    mark_static_address(order)
+    keep_address(order)
     return order
 
 
