@@ -18,11 +18,13 @@ from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, max_rows
-from cute_ep.nn.connections import Connected
+from cute_ep.nn.connections import Connected, connected_in
 from cute_ep.nn.decode import decode_rows
 from cute_ep.nn.gates import add_bias, apply, gate_named
 from cute_ep.nn.mlp import INNER_MULTIPLE
 from cute_ep.nn.router import Router
+from cute_ep.nn.side_stream import Beside, SideStream, side_stream_of
+from cute_ep.ops.bypass import needs_op
 
 MODES = ("partial", "exact")
 
@@ -42,7 +44,7 @@ class MoELayer(Connected):
 
     Attributes:
         cfg: as given, but that scale factors are in layout linear.
-        router, shared: the modules given.
+        router, shared, overlap_shared: as given; `overlap_shared` may be changed between calls.
         gate_up: [local_experts, columns, hidden] parameter; columns is 2 * inner, gate rows and then up rows, or inner
             for gates that have one column.
         down: [local_experts, hidden, inner] parameter.
@@ -58,6 +60,12 @@ class MoELayer(Connected):
         gate: a name, "swiglu", "swiglu_clamped" (gpt-oss), "geglu_tanh" or "relu2", or a `cute_ep.Gate`.
         bias: whether experts have biases.
         shared: a module from [T, hidden] to [T, hidden], such as `GatedMLP`, whose output is added.
+        overlap_shared: whether `shared` computes on a side stream of the communicator, beside dispatch, the experts and
+            combine, forward and backward, also in a CUDA graph. The bits are the same. It stays on the layer's stream
+            in compiled code, under torch's dispatch modes, for tensor subclasses, and if it contains a layer of this
+            package. False is for modules that use memory of their own which work on other streams uses too, or that
+            make collectives where no SMs are left to them. Under DDP torch may warn once that the stream of
+            `AccumulateGrad` does not match: it waits there, and nothing is wrong.
         mode: of combine. "exact" sends more and rounds once a token, wherever experts are; "partial" once more per
             rank.
         capacity: rows to allocate for the experts; None: as many as any routing can bring, `cfg.max_rows`, or less
@@ -82,6 +90,7 @@ class MoELayer(Connected):
         gate: str | Gate = "swiglu",
         bias: bool = False,
         shared: torch.nn.Module | None = None,
+        overlap_shared: bool = True,
         mode: CombineMode = "partial",
         capacity: int | None = None,
         input_scale: float | None = None,
@@ -102,6 +111,8 @@ class MoELayer(Connected):
                 raise EPConfigError(f"{name} = {value!r}: must be {must!r} for a layer, {why}")
         if not (is_integer(inner) and inner > 0 and inner % INNER_MULTIPLE == 0):
             raise EPConfigError(f"inner = {inner!r}: must be a positive multiple of {INNER_MULTIPLE}")
+        if not isinstance(overlap_shared, bool):
+            raise EPConfigError(f"overlap_shared = {overlap_shared!r}: must be True or False")
         if mode not in MODES:
             raise EPConfigError(f"mode = {mode!r}: must be one of {', '.join(MODES)}")
         if capacity is not None and not (is_integer(capacity) and capacity >= 0):
@@ -120,7 +131,7 @@ class MoELayer(Connected):
                 if getattr(router, name) != getattr(cfg, name):
                     rule = f"must be cfg.{name} = {getattr(cfg, name)}"
                     raise EPConfigError(f"router.{name} = {getattr(router, name)}: {rule}")
-        self.router, self.shared = router, shared
+        self.router, self.shared, self.overlap_shared = router, shared, overlap_shared
         experts, columns = cfg.local_experts, self.gate.columns * self.inner
         self.gate_up = torch.nn.Parameter(torch.empty(experts, columns, cfg.hidden, **where))
         self.down = torch.nn.Parameter(torch.empty(experts, cfg.hidden, self.inner, **where))
@@ -156,10 +167,17 @@ class MoELayer(Connected):
         self._check_tokens(x)
         tokens = x.reshape(-1, self.cfg.hidden)
         topk_ids, router_weights = self.router(tokens)
-        out = self._experts(tokens, topk_ids, router_weights, self._capacity_behind_router())
-        if self.shared is not None:
-            out = out + self.shared(tokens)
-        return out.view(x.shape)
+        routed = tokens, topk_ids, router_weights, self._capacity_behind_router()
+        if self.shared is None:
+            return self._experts(*routed).view(x.shape)
+        side = self._side_stream(tokens)
+        if side is None:
+            return (self._experts(*routed) + self.shared(tokens)).view(x.shape)
+        with Beside(side, tokens) as beside:
+            batch = self._dispatch(*routed)
+            shared = beside.run(self.shared)  # after dispatch is launched, for which other ranks wait
+            out = self._combine(batch, x.dtype)
+        return (out + shared).view(x.shape)
 
     def experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor) -> Tensor:
         """Dispatch, the experts and combine, for a routing of your own. In format bf16 differentiable in tokens, router
@@ -180,6 +198,10 @@ class MoELayer(Connected):
 
     def _experts(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None) -> Tensor:
         """`experts`, with room for so many rows."""
+        return self._combine(self._dispatch(x, topk_ids, router_weights, capacity), x.dtype)
+
+    def _dispatch(self, x: Tensor, topk_ids: Tensor, router_weights: Tensor, capacity: int | None) -> cute_ep.ops.Batch:
+        """The first part of `experts`, with room for so many rows."""
         self._check_tokens(x)
         routed = (x.shape[0], self.cfg.top_k)
         if x.dim() != 2:
@@ -194,9 +216,12 @@ class MoELayer(Connected):
         comm = self._connected_name()
         given = x.to(torch.bfloat16), topk_ids, router_weights.float(), comm
         scale = self._scale_on_device()
-        batch = cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, clear=False)
+        return cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, clear=False)
+
+    def _combine(self, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
+        """The second part of `experts`."""
         rows = self.compute(self.decode(batch), batch.row_offsets)
-        return cute_ep.ops.combine(rows, batch, mode=self.mode, dtype=x.dtype)
+        return cute_ep.ops.combine(rows, batch, mode=self.mode, dtype=dtype)
 
     def decode(self, batch: cute_ep.ops.Batch | Dispatched) -> Tensor:
         """The rows that `compute` takes, of a batch that this layer's communicator dispatched with its `input_scale`.
@@ -237,6 +262,15 @@ class MoELayer(Connected):
     def place(self) -> torch.device:
         """Where the experts' parameters are."""
         return self.gate_up.device
+
+    def _side_stream(self, tokens: Tensor) -> SideStream | None:
+        """Where the shared expert computes; None: on the stream of the others."""
+        if not self.overlap_shared or needs_op(x=tokens) or tokens.device.type != "cuda":
+            return None
+        assert self.shared is not None
+        if next(connected_in(self.shared), None) is not None:
+            return None  # its calls come behind this layer's
+        return side_stream_of(self.communicator)
 
     def _capacity_behind_router(self) -> int | None:
         """`capacity`, or instead of None what tokens that name no expert twice can bring."""

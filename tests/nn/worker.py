@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cute_ep import dequantize
-from cute_ep.nn import MoELayer, connect, disconnect, shard_state_dict
+from cute_ep.nn import GatedMLP, MoELayer, connect, disconnect, shard_state_dict
 from cute_ep.reference.formats import quantize
 from cute_ep.testing.compare import assert_bits
 from tests.processes import join_group
@@ -98,12 +98,45 @@ def a_group_of_some_ranks_has_layers_of_its_own(rank: int, world: int, device: t
     assert_dense(got, place, layer.cfg.world_size)
 
 
+class Busy(GatedMLP):
+    """An expert whose kernels take a whole GPU for a while, on each rank for another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            square = torch.ones(4096, 4096, dtype=torch.bfloat16, device=x.device)
+            for _ in range(1 + 3 * dist.get_rank()):
+                square = square @ square
+        return super().forward(x)
+
+
+def shared_experts_on_a_side_stream_change_no_bit(rank: int, world: int, device: torch.device) -> None:
+    """Several layers deep, with nothing on the host between them."""
+    layer = layer_here(rank, world, device)
+    torch.manual_seed(1)
+    layer.shared = Busy(layer.cfg.hidden, INNER, device=device)
+    own, made = arguments(layer.cfg, TOKENS[world], ROUTING)[rank], []
+    with connect(layer):
+        for overlap in (False, True):
+            layer.overlap_shared = overlap
+            layer.zero_grad()
+            x = own["x"].bfloat16().to(device).requires_grad_()
+            out = x
+            for _ in range(5):
+                out = layer(out) / 4
+            out.backward(own["grad"].bfloat16().to(device))
+            made.append([part.cpu() for part in (out.detach(), x.grad, *(one.grad for one in layer.parameters()))])
+        layer.communicator.synchronize()
+    for number, pair in enumerate(zip(*made, strict=True)):
+        assert_bits(*pair, f"rank {rank}: part {number}")
+
+
 CHECKS: dict[str, Callable[[int, int, torch.device], None]] = {
     one.__name__: one
     for one in (
         first_calls_connect_and_compute_what_a_dense_layer_does,
         compiled_layers_compute_the_bits_of_eager_ones,
         a_group_of_some_ranks_has_layers_of_its_own,
+        shared_experts_on_a_side_stream_change_no_bit,
     )
 }
 
