@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from cute_ep.layouts.algebra.eager import evaluate
-from cute_ep.layouts.algebra.guards import inexact_composition, overlapping
+from cute_ep.layouts.algebra.guards import first_gap, inexact_composition, overlapping
 from cute_ep.layouts.algebra.layout import (
     ENUMERATED_SIZE,
     INT64_LIMIT,
@@ -90,17 +90,24 @@ def composition(outer: Layout, inner: Tiler, *, partial: bool = False) -> Layout
 
 
 def complement(layout: Layout, cotarget: int = 1) -> Layout:
-    """The ordered layout C of offsets that `layout` skips: (layout, C) reaches at least `cotarget`.
+    """The ordered layout C of offsets that `layout` skips: (layout, C) has every offset below `cotarget`.
 
     C is disjoint from `layout` except at 0. Leaves of stride 0 and extent 1 are ignored.
 
-    Raises LayoutError when leaves overlap or interleave, or `cotarget` < 1.
+    Raises LayoutError when leaves overlap or interleave, when a stride below `cotarget` is no multiple of what the
+    leaves of smaller stride reach, so that no C fills the gap, or `cotarget` < 1.
     """
     if cotarget < 1:
         raise LayoutError(f"complement: cotarget {cotarget} is below 1")
     reason = overlapping(layout.modes)
     if reason:
         raise LayoutError(f"complement of {layout}: {reason}")
+    gap = first_gap(layout.modes)
+    if gap is not None and gap < cotarget:
+        raise LayoutError(
+            f"complement of {layout}: no layout beside it has offset {gap} below {cotarget}; each stride must be a "
+            "multiple of what the leaves of smaller stride reach"
+        )
     return _run("complement", layout, cotarget)
 
 
@@ -111,13 +118,16 @@ def logical_divide(layout: Layout, tiler: Tiler, *, partial: bool = False) -> La
     mode. `partial` allows an extent that the tile does not divide: the rest is rounded up and offsets past
     the layout appear, which the caller must predicate.
 
-    Raises LayoutError on overlapping or broadcast tilers, on tiles that do not divide leaf by leaf, and on
-    everything that `composition` refuses.
+    Raises LayoutError on overlapping or broadcast tilers, on tiles that do not divide leaf by leaf, on tiles whose
+    gaps no other tiles fill (`complement`), and on everything that `composition` refuses.
     """
     for part, tile in _paired(layout, tiler):
         if not is_injective(tile):
             raise LayoutError(f"divide of {part} by {tile}: the tile repeats an offset")
-        rest = complement(tile, part.size)
+        try:
+            rest = complement(tile, part.size)
+        except LayoutError as error:
+            raise LayoutError(f"divide of {part} by {tile}: {error}") from None
         split = Layout((tile.shape, rest.shape), (tile.stride, rest.stride))
         if not partial and (split.size != part.size or split.cosize != part.size):
             raise LayoutError(

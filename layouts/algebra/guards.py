@@ -43,6 +43,21 @@ def overlapping(modes: Modes) -> str | None:
     return None
 
 
+def first_gap(modes: Modes) -> int | None:
+    """The smallest offset that leaves which nest cannot be completed to: None if each stride is a multiple of what the
+    leaves of smaller stride reach.
+
+    With (2, 2):(1, 3) the leaf of stride 1 reaches 2, and no whole number of steps of 2 leads to 3: 2 is left out, and
+    so is whatever lies at 2 behind each of the tiles.
+    """
+    reach = 1
+    for stride, extent in sorted((stride, extent) for extent, stride in modes if extent > 1 and stride > 0):
+        if stride % reach:
+            return stride - stride % reach
+        reach = extent * stride
+    return None
+
+
 def inexact_composition(outer: Modes, inner: Modes) -> str | None:
     """Why `composition(outer, inner)` is not the layout of `outer(inner(c))`, or None when it provably is.
 

@@ -1,7 +1,7 @@
 """Random layouts for the tests of this folder: what hypothesis draws, and CuTe itself to compare with.
 
-Strides are permuted compact (`compact`), the same with divisible gaps (`tractable`), or the latter with some strides 0
-(`broadcast`).
+Strides are permuted compact (`compact`), the same with divisible gaps (`tractable`), the latter with some strides 0
+(`broadcast`), or with gaps of any size, which may divide nothing (`gapped`).
 """
 
 from contextlib import contextmanager
@@ -44,12 +44,18 @@ def shapes(draw, leaves=LEAVES, depth=3, largest=LARGEST):
 
 @st.composite
 def layouts(draw, kind="tractable", leaves=LEAVES, **options):
-    """A random layout whose leaves nest in some order; with gaps, and with strides 0, as `kind` says."""
+    """A random layout whose leaves nest in some order; with gaps and strides 0 as `kind` says."""
     shape = draw(shapes(leaves, **options))
     extents = [extent for extent, _ in Layout(shape).modes]
     strides, reach = [0] * len(extents), 1
     for position in draw(st.permutations(range(len(extents)))):
-        reach *= 1 if kind == "compact" else draw(st.sampled_from((1, 1, 2, 4) if leaves == POWERS else (1, 1, 2, 3)))
+        if kind == "gapped":
+            reach += draw(st.sampled_from((0, 0, 1, 2, 3)))
+        reach *= (
+            1
+            if kind in ("compact", "gapped")
+            else draw(st.sampled_from((1, 1, 2, 4) if leaves == POWERS else (1, 1, 2, 3)))
+        )
         strides[position] = reach
         reach *= extents[position]
         if kind == "broadcast" and draw(st.booleans()):

@@ -95,7 +95,19 @@ WRONG = [
         "cute.logical_divide(L(72), L((4, 6), (1, 6)))",
         "((4,6),2):((1,6),36)",
         lambda: logical_divide(L("72:1"), L("(4,6):(1,6)")),
-        "24 x 2 coordinates over 72",
+        "no layout beside it has offset 4 below 72",
+    ),
+    (
+        "cute.complement(L((2, 2), (1, 3)), 6)",
+        "1:0",
+        lambda: complement(L("(2,2):(1,3)"), 6),
+        "no layout beside it has offset 2 below 6",
+    ),
+    (
+        "cute.logical_divide(L(12), L((2, 2), (1, 3)))",
+        "((2,2),2):((1,3),6)",
+        lambda: logical_divide(L("12:1"), L("(2,2):(1,3)"), partial=True),
+        "no layout beside it has offset 2 below 12",
     ),
 ]
 

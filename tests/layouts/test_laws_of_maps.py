@@ -3,6 +3,8 @@
 The laws: Cecka, arXiv 2603.02298; Carlisle, Shah, Stern, VanKoughnett, arXiv 2601.05972 (tractable layouts).
 """
 
+import re
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -172,6 +174,22 @@ def test_a_tractable_layout_and_its_complement_fill_an_interval(layout, cotarget
     whole = pair(layout, rest)
     assert sorted(offsets(whole)) == list(range(whole.size))
     assert complement(complement(rest, layout.cosize), cotarget) == rest
+
+
+@settings(law, max_examples=200)
+@given(layouts("gapped", largest=24), st.integers(1, 60))
+def test_a_layout_and_its_complement_have_every_offset_or_it_is_refused(layout, cotarget):
+    """Refused is only what CuTe answers with offsets missing."""
+    try:
+        have = set(offsets(pair(layout, complement(layout, cotarget))))
+    except LayoutError as refused:
+        with cute_context() as cute:
+            theirs = cute.complement(cute.make_layout(layout.shape, stride=layout.stride), cotarget)
+            (gap,) = map(int, re.findall(r"has offset (\d+) below", str(refused)))
+            found = Layout.parse(str(theirs))
+        assert gap < cotarget and gap not in offsets(pair(layout, found))
+    else:
+        assert set(range(cotarget)) <= have
 
 
 def test_the_documented_bound_on_the_cosize_is_wrong():

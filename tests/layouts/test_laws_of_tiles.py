@@ -49,17 +49,44 @@ def test_logical_divide_is_the_composition_with_the_tile_and_its_complement(layo
     assert sorted(offsets(divided)) == sorted(offsets(layout))
 
 
-@settings(law, max_examples=150)
-@given(layouts("broadcast"), layouts("tractable", largest=24), st.booleans())
-def test_divide_keeps_every_offset_or_is_refused(layout, tile, partial):
-    try:
-        divided = logical_divide(layout, tile, partial=partial)
-    except LayoutError:
-        return
-    if partial:
-        assert divided.size >= layout.size and not set(offsets(layout)) - set(offsets(divided))
-    else:
-        assert sorted(offsets(divided)) == sorted(offsets(layout))
+DIVIDES = [logical_divide, zipped_divide, tiled_divide, flat_divide]
+
+
+@settings(law, max_examples=300)
+@given(layouts("broadcast"), layouts("tractable", largest=24) | layouts("gapped", largest=24), st.booleans())
+def test_divides_keep_every_offset_or_are_refused(layout, tile, partial):
+    """All four alike."""
+    found = []
+    for divide in DIVIDES:
+        try:
+            found.append(divide(layout, tile, partial=partial))
+        except LayoutError:
+            found.append(None)
+    assert len({divided is None for divided in found}) == 1
+    for divided in found:
+        if divided is None:
+            continue
+        if partial:
+            assert divided.size >= layout.size and not set(offsets(layout)) - set(offsets(divided))
+        else:
+            assert sorted(offsets(divided)) == sorted(offsets(layout))
+
+
+@pytest.mark.parametrize("divide", DIVIDES, ids=lambda divide: divide.__name__)
+@pytest.mark.parametrize("layout, tile, gap", [
+    ("12:1", "(2,2):(1,3)", 2), ("72:1", "(4,6):(1,6)", 4), ("12:1", "(2,2):(3,1)", 2), ("9:2", "(2,2):(1,5)", 4),
+    ("24:1", "(2,2,2):(1,2,5)", 4), ("(4,3):(3,1)", "(3,2):(1,4)", 3), ("40:1", "(3,2):(2,7)", 6),
+])  # fmt: skip
+def test_tiles_with_a_gap_that_no_tiles_fill_are_refused(divide, layout, tile, gap):
+    """Also with partial=True, which allows offsets too many and none too few."""
+    for partial in (False, True):
+        with pytest.raises(LayoutError, match=rf"divide of .* by .*no layout beside it has offset {gap} below"):
+            divide(L(layout), L(tile), partial=partial)
+
+
+def test_a_gap_behind_the_layout_is_no_gap():
+    divided = logical_divide(L("2:1"), L("(2,2):(1,3)"), partial=True)
+    assert sorted(offsets(divided)) == [0, 1, 3, 4]
 
 
 @law
