@@ -126,9 +126,22 @@ CANONICAL_NAN = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0
 """Bits of the one NaN of each output type: what the hardware's conversions and arithmetic give for every NaN."""
 
 
+def _to_odd(value: torch.Tensor) -> torch.Tensor:
+    """float64 -> float32, exact, or of the two neighbours the one with an odd mantissa. Rounded to 16 bits afterwards,
+    which are fewer by more than two, it gives what rounding `value` once would; the nearest float32 may be a tie that
+    `value` is not, and torch's own conversion goes through it."""
+    nearest = value.float()
+    off = value - nearest.double()  # NaN for infinities
+    other = nearest.nextafter(torch.where(off > 0, torch.inf, -torch.inf).float())
+    even = (nearest.view(torch.int32) & 1) == 0
+    return torch.where(((off > 0) | (off < 0)) & even, other, nearest)
+
+
 def round_to(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 -> `dtype` (a key of CANONICAL_NAN), round to nearest even, infinity on overflow; every NaN becomes
-    the type's CANONICAL_NAN."""
+    """float32 or float64 -> `dtype` (a key of CANONICAL_NAN), round to nearest even, once, infinity on overflow; every
+    NaN becomes the type's CANONICAL_NAN."""
+    if value.dtype == torch.float64 and dtype != torch.float32:
+        value = _to_odd(value)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     nan = torch.tensor(CANONICAL_NAN[dtype], dtype=bits, device=value.device).view(dtype)
     return torch.where(value.isnan(), nan, value.to(dtype))

@@ -213,7 +213,7 @@ def fused_silu(
         with no_modes():
             each = None if bias is None else rows_of_groups(bias, bounds)
             activated = reference.swiglu(x[: bounds[-1]], interleaved, gate, each)
-            values = reference.round_to(activated.float(), torch.bfloat16)
+            values = reference.round_to(activated, torch.bfloat16)
         fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
     else:
         name, of_gate = _gate_arguments(gate, bias is not None, interleaved)

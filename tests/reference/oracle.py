@@ -73,6 +73,14 @@ def neighbours(values: np.ndarray) -> np.ndarray:
         return np.concatenate([np.nextafter(values, -inf), values, np.nextafter(values, inf)])
 
 
+def nearest(values: np.ndarray, bits: int, lowest: int) -> np.ndarray:
+    """float64 values rounded once, to even, to so many significant bits, and to multiples of 2**lowest."""
+    with np.errstate(all="ignore"):
+        exponent = np.frexp(values)[1] - bits
+        step = np.ldexp(1.0, np.maximum(exponent, lowest))
+        return np.where(np.isfinite(values), np.rint(values / step) * step, values)
+
+
 def e2m1(values: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         codes = np.clip(values, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)

@@ -94,6 +94,26 @@ def test_rounding_to_16_bits_ties_to_even_and_has_one_nan(dtype, numpy_dtype, na
     assert_bits(reference.round_to(values, dtype).view(torch.int16), want, str(dtype))
 
 
+@pytest.mark.parametrize("dtype, bits, lowest", [(torch.bfloat16, 8, -133), (torch.float16, 11, -24)], ids=str)
+def test_float64_is_rounded_once(dtype, bits, lowest):
+    """At every tie, and so near it that the nearest float32 is the tie; torch's conversion rounds these twice."""
+    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).double()
+    codes = codes[codes.isfinite() & (codes > 0)].unique()
+    ties = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[:1] / 2, codes[-1:] * (1 + 2.0 ** -(bits + 1))])
+    values = torch.cat([codes, *(ties * (1 + off) for off in (-0.3, -(2.0**-20), -(2.0**-40), 0, 2.0**-40, 2.0**-20))])
+    values = torch.cat(
+        [values, -values, torch.tensor([0.0, -0.0, 1e39, -1e39, 1e-300, -1e-300, torch.inf, -torch.inf])]
+    )
+    want = torch.from_numpy(oracle.nearest(values.double().numpy(), bits, lowest))
+    want = torch.where(want.abs() > codes[-1], torch.inf * want.sign(), want)
+    got = reference.round_to(values, dtype)
+    assert got.dtype == dtype
+    assert torch.equal(got.double(), want)
+    assert torch.equal(got.signbit(), values.signbit())
+    assert (values.to(dtype).double() != want).any(), "numbers that could tell nothing"
+    assert reference.round_to(torch.tensor([torch.nan], dtype=torch.float64), dtype).view(torch.int16).item() == 0x7FFF
+
+
 def test_rounding_to_float32_changes_only_nans():
     values = torch.tensor([1.0, -0.0, torch.inf, -torch.inf, 2.0**-149, torch.nan, -torch.nan])
     got = reference.round_to(values, torch.float32).view(torch.int32)

@@ -23,6 +23,7 @@ from cute_ep.runtime.local_ops import SwigluRows, copy_bytes, fused_silu, quanti
 from cute_ep.testing.compare import assert_prefix_and_poison
 from cute_ep.testing.verify import POISON, poison
 from tests.fake_gpu import LOCAL_CTAS, Launches
+from tests.reference import oracle
 
 ROWS, WIDTH, GROUPS = 6, 256, 3
 
@@ -167,6 +168,38 @@ def test_fused_silu_on_the_cpu_is_what_torch_computes(gate: Gate, has_bias: bool
     assert fused_silu(x, given, gate=gate, bias=bias, interleaved=interleaved, out=out) is out
     torch.testing.assert_close(out[:30].double(), wanted, rtol=2**-8, atol=1e-6)
     assert (out[30:].view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_fused_silu_on_the_cpu_is_rounded_once(gate: Gate) -> None:
+    """Every bfloat16 as gate beside a few up projections. Some products are so near a tie of bfloat16 that the nearest
+    float32 is the tie."""
+    told = 0
+    for up in (1.0078125, 0.388671875, -1.0234375, 1.9921875):
+        g = oracle.ALL_BF16.reshape(64, 1024)
+        x = torch.cat([g, torch.full_like(g, up)][: gate.columns], dim=1)
+        exact = reference.swiglu(x, gate=gate)
+        want = torch.from_numpy(oracle.nearest(exact.numpy(), 8, -133))
+        want = torch.where(want.abs() > torch.finfo(torch.bfloat16).max, torch.inf * want.sign(), want)
+        assert torch.equal(fused_silu(x, gate=gate).double().nan_to_num(7), want.nan_to_num(7)), up
+        told += int((exact.float().bfloat16().double() != want)[exact.isfinite()].sum())
+    assert told or gate.columns == 1, "numbers that could tell nothing"
+
+
+@pytest.mark.parametrize(
+    ("g", "up", "gate", "want"),
+    [
+        (-0.7578125, 0.388671875, Gate(), -0.09423828125),
+        (24.0, 1.0078125, Gate(), 24.125),
+        (12.0, 1.0078125, Gate(alpha=1.5), 12.0625),
+        (6.0, 1.0078125, Gate("gelu_tanh"), 6.03125),
+    ],
+    ids=str,
+)
+def test_products_next_to_a_tie(g: float, up: float, gate: Gate, want: float) -> None:
+    """Just below it or above; the float32 is the tie, and its even neighbour lies on the other side."""
+    x = torch.tensor([[g] * 8 + [up] * 8]).bfloat16()
+    assert fused_silu(x, gate=gate).tolist() == [[want] * 8]
 
 
 @pytest.mark.parametrize(("fmt", "layout"), WITH_SCALES)
