@@ -75,7 +75,8 @@ def run_on(devices: list[str], shape: Preset, args: argparse.Namespace, console:
     tokens = args.tokens if args.tokens is not None else CPU_TOKENS if on_cpu else GPU_TOKENS
     name, text = demo.read_text(args.text)
     configs = {
-        fmt: config(shape, len(devices), tokens, fmt) for fmt in formats_of(shape.hidden) or [next(iter(FORMATS))]
+        fmt: demo.as_linear(config(shape, len(devices), tokens, fmt))
+        for fmt in formats_of(shape.hidden) or [next(iter(FORMATS))]
     }
     batches = demo.text_batches(text, shape, len(devices), tokens, args.seed)
     cfg = next(iter(configs.values()))
@@ -220,7 +221,9 @@ def time_table(outcomes: dict, on_cpu: bool) -> Table:
     """Host wall-clock times of every stage."""
     stages = list(next(iter(outcomes.values()))[0].seconds)
     where = "the reference model on the CPU, no measure of the kernels" if on_cpu else "second run, launches included"
-    table = Table(title=f"time of each stage, all ranks, host clock ({where})")
+    table = Table(
+        title=f"time of each stage, all ranks, host clock ({where}); decode rows is torch, to bfloat16 for its matmuls"
+    )
     table.add_column("format")
     for stage in stages:
         table.add_column(stage, justify="right")

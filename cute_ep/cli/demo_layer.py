@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.presets import Preset
-from cute_ep.api.row_tensors import QuantizedRows
-from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
+from cute_ep.runtime.decode import decode_rows
 from cute_ep.runtime.local_ops import fused_silu
 
 DEFAULT_MODULE = "turtle"
@@ -173,27 +171,9 @@ def _settle(devices: Sequence[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def row_major_scales(cfg: EPConfig, batch: Dispatched, rows_of_group: Sequence[int]) -> torch.Tensor:
-    """[rows, hidden / block] scale factors of all rows, whatever their layout."""
-    assert batch.scales is not None
-    columns = cfg.hidden // cfg.format.block
-    if cfg.scales_as == ATOM:
-        return reference.unswizzle_scales(batch.scales, rows_of_group, columns)
-    return batch.scales.t() if cfg.scales_as == TRANSPOSED else batch.scales[:, :columns]
-
-
-def decode_rows(cfg: EPConfig, batch: Dispatched, offsets: list[int]) -> Callable[[slice], torch.Tensor]:
-    """A function from rows to their [rows, hidden] bfloat16 values, dequantised where the format needs it."""
-    if batch.scales is None:
-        return lambda rows: batch.tokens[rows]
-    scales = row_major_scales(cfg, batch, [after - before for before, after in pairwise(offsets)])
-
-    def decode(rows: slice) -> torch.Tensor:
-        own = None if batch.row_scales is None else batch.row_scales[rows]
-        quantized = QuantizedRows(batch.tokens[rows], scales[rows].contiguous(), own)
-        return reference.dequantize(quantized, cfg.format).bfloat16()
-
-    return decode
+def as_linear(cfg: EPConfig) -> EPConfig:
+    """The same deployment with scale factors beside the rows that they are of, as a decoder wants them."""
+    return cfg if cfg.format.scale is None else replace(cfg, scale_layout="linear")
 
 
 def run_experts(
@@ -206,20 +186,28 @@ def run_experts(
     """Per rank [num_rows, hidden] bfloat16: down(silu(gate x) * up x) of every received row.
 
     Reads `row_offsets` on the host once per rank. bfloat16 between the stages, on the CPU the products are float32.
+
+    Args:
+        cfg: the ranks', `as_linear`.
+        received: what dispatch returned, with `input_scale` 1.
+        experts, library: as of `run_layer`.
+        times: gets a stage for each step.
     """
     slices, inputs, inner, outputs = [], [], [], []
-    with times.stage("decode rows"):
+    with times.stage("row offsets"):
         for batch in received:
-            offsets = batch.row_offsets.tolist()
-            groups = {g: slice(*ends) for g, ends in enumerate(pairwise(offsets)) if ends[1] > ends[0]}
-            decode = decode_rows(cfg, batch, offsets)
-            slices.append(groups)
-            inputs.append({expert: decode(rows) for expert, rows in groups.items()})
+            ends = pairwise(batch.row_offsets.tolist())
+            slices.append({group: slice(*pair) for group, pair in enumerate(ends) if pair[1] > pair[0]})
+    with times.stage("decode rows"):
+        for batch, groups in zip(received, slices, strict=True):
+            rows = max((own.stop for own in groups.values()), default=0)
+            scales, row_scales = (None if part is None else part[:rows] for part in (batch.scales, batch.row_scales))
+            inputs.append(decode_rows(cfg.format, batch.tokens[:rows], scales, row_scales, None))
     with times.stage("gate|up"):
-        for batch, groups, rows, weights in zip(received, slices, inputs, experts, strict=True):
+        for batch, groups, x, weights in zip(received, slices, inputs, experts, strict=True):
             product = _empty(batch, weights.gate_up.shape[1])
-            for expert, x in rows.items():
-                product[groups[expert]] = _matmul(x, weights.of(expert)[0])
+            for expert, own in groups.items():
+                product[own] = _matmul(x[own], weights.of(expert)[0])
             inner.append(product)
     with times.stage("swiglu"):
         inner = [
@@ -256,7 +244,7 @@ def run_layer(
     """One layer on all ranks of this process, driven from this thread.
 
     Args:
-        communicators: all ranks, in order.
+        communicators: all ranks, in order, of a configuration that is `as_linear`.
         batches: per rank, on the rank's device.
         modes: combine modes to run on the same expert outputs.
         library: folder of compiled kernels to look in first.

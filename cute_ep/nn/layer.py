@@ -19,12 +19,12 @@ from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, max_rows
 from cute_ep.nn.connections import Connected, connected_in
-from cute_ep.nn.decode import decode_rows
 from cute_ep.nn.gates import add_bias, apply, gate_named
 from cute_ep.nn.mlp import INNER_MULTIPLE
 from cute_ep.nn.router import Router
 from cute_ep.nn.side_stream import Beside, SideStream, side_stream_of
 from cute_ep.ops.bypass import needs_op
+from cute_ep.runtime.decode import decode_rows
 
 MODES = ("partial", "exact")
 

@@ -58,7 +58,7 @@ def test_the_layer_of_the_demo_agrees_with_the_dense_one() -> None:
     assert len({tuple(row.tolist()) for row in batches[0].topk_ids}) > 4
     assert torch.allclose(batches[0].router_weights.sum(dim=1), torch.ones(48))
     for fmt in FORMATS:
-        cfg = demo.EPConfig(128, 8, 2, 48, 2, fmt)
+        cfg = demo.as_linear(demo.EPConfig(128, 8, 2, 48, 2, fmt))
         experts = demo.make_experts(cfg, shape, devices, seed=0)
         wanted = demo.dense_layer(cfg, batches, experts)
         assert 0.2 < torch.cat(wanted).std() < 2
@@ -66,6 +66,7 @@ def test_the_layer_of_the_demo_agrees_with_the_dense_one() -> None:
             results, times = demo.run_layer(connect_local(cfg, devices), batches, experts, ("exact", "partial"))
         assert set(times.seconds) == {
             "dispatch",
+            "row offsets",
             "decode rows",
             "gate|up",
             "swiglu",

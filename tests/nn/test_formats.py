@@ -17,8 +17,8 @@ from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
 from cute_ep.layouts.maps.formats import BF16, FORMATS, Format
 from cute_ep.nn import GatedMLP, MoELayer, Router
-from cute_ep.nn.decode import decode_rows
 from cute_ep.reference.formats import quantize
+from cute_ep.runtime.decode import decode_rows
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
 from tests.ops.ranks import counted, on_all_ranks
