@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cute_ep import distributed
-    from cute_ep.api.config import EPConfig, memory_bytes
+    from cute_ep.api.config import EPConfig, memory_bytes, tokens_per_rank
     from cute_ep.api.dispatched import DispatchBuffers, Dispatched
     from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
     from cute_ep.api.gates import Gate
@@ -53,6 +53,7 @@ _MODULE_OF = {
     "fused_silu": "runtime.local_ops",
     "memory_bytes": "api.config",
     "quantize": "runtime.local_ops",
+    "tokens_per_rank": "api.config",
 }
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "fused_silu",
     "memory_bytes",
     "quantize",
+    "tokens_per_rank",
 ]
 
 logging.getLogger("cute_ep").addHandler(logging.NullHandler())  # the application decides what is shown

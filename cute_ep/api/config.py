@@ -249,3 +249,31 @@ def memory_bytes(cfg: EPConfig) -> int:
     """
     check_config(cfg)
     return int(cfg.arena.allocation)
+
+
+def tokens_per_rank(batch_tokens: int, world_size: int, *, skip_a2a: bool = False) -> int:
+    """`max_tokens_per_rank` for a batch whose tokens are shared out evenly to ranks, rounded up.
+
+    4196 tokens over 8 ranks are 525 a rank, 10 over 3 are 4. Some rank has fewer where they do not divide.
+
+    Args:
+        batch_tokens: tokens of the largest batch, all ranks together.
+        world_size, skip_a2a: as in `EPConfig`; with `skip_a2a` every rank is given all tokens.
+
+    Raises:
+        EPConfigError: an argument breaks its rule, or a rank would have more tokens than `EPConfig` takes.
+    """
+    if not (is_integer(batch_tokens) and batch_tokens >= 1):
+        raise EPConfigError(f"batch_tokens = {batch_tokens!r}: must be a positive integer")
+    if not (is_integer(world_size) and 1 <= world_size <= MAX_RANKS):
+        raise EPConfigError(f"world_size = {world_size!r}: must be an integer in [1, {MAX_RANKS}]")
+    if not isinstance(skip_a2a, bool):
+        raise EPConfigError(f"skip_a2a = {skip_a2a!r}: must be True or False")
+    ranks = 1 if skip_a2a else int(world_size)
+    tokens = -(-int(batch_tokens) // ranks)
+    if tokens > MAX_TOKENS_PER_RANK:
+        raise EPConfigError(
+            f"batch_tokens = {batch_tokens}: must not exceed {ranks * MAX_TOKENS_PER_RANK}, {MAX_TOKENS_PER_RANK} for "
+            "each rank; split the batch, on all ranks"
+        )
+    return tokens
