@@ -14,7 +14,7 @@ import torch
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.dispatched import buffer_shapes
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.variants import ARCHITECTURES, COMBINE_KERNELS, DISPATCH_KERNELS
+from cute_ep.layouts.maps.variants import ARCHITECTURES
 from cute_ep.runtime import local_ops
 from tests.processes import ROOT, run_code
 
@@ -167,46 +167,13 @@ def test_tables_of_shapes_and_bytes(fmt: str, hidden: int) -> None:
     assert sizes == (record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes)
 
 
-@pytest.mark.parametrize("page", ["docs/seed_map.md", "docs/protocol.md", "docs/reference.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/protocol.md", "docs/reference.md", "README.md"])
 def test_named_tests_exist(page: str) -> None:
     for name in re.findall(r"`(tests/[^`\s]*)`", (ROOT / page).read_text()):
         path, _, function = name.partition("::")
         assert (ROOT / path).exists(), name
         if function:
             assert f"def {function}(" in (ROOT / path).read_text(), name
-
-
-def test_only_transport_across_nodes_is_left_for_later() -> None:
-    """Each row of the map has a state with a meaning, and a test unless it is left for later."""
-    text, _, not_taken = (ROOT / "docs/seed_map.md").read_text().partition("## Not taken")
-    tables = [line for line in text.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables if "| --- |" not in line]
-    rows = [row for row in rows if row[0] != "`ep_comm`"]
-    assert len(rows) > 70 and all(len(row) == 4 for row in rows), [row for row in rows if len(row) != 4]
-    assert len({name for part in (not_taken, *(row[0] for row in rows)) for name in re.findall(r"`[^`]+`", part)}) > 180
-    later = [name for name, _, _, state in rows if state.startswith("later")]
-    assert later == ["`use_shmem`, NVSHMEM, RC mapping, `n_nodes`"]
-    for name, _, shown_by, state in rows:
-        kind = re.match(r"works|replaced|new|later", state)
-        assert kind, name
-        assert "tests/" in shown_by or kind[0] == "later", name
-
-
-def test_files_and_names_of_the_map_exist() -> None:
-    """Every path of its second column, and there every name in the code of the project."""
-    folders = ("kernels", "layouts", "cute_ep")
-    code = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    words, found = {*re.findall(r"\w+", code), *DISPATCH_KERNELS, *COMBINE_KERNELS, "cute", "ep"}, 0
-    for line in (DOCS / "seed_map.md").read_text().splitlines():
-        cells = line.split("|")
-        for name in re.findall(r"`([^`]+)`", cells[2]) if len(cells) == 6 else ():
-            found += 1
-            if name.endswith(".py") or name.endswith("/"):
-                assert (ROOT / name).exists(), name
-            else:
-                parts = re.findall(r"[A-Za-z_]\w*[*]?", name)
-                assert all(part in words or part[-1] == "*" for part in parts), name
-    assert found > 140
 
 
 @pytest.mark.parametrize(
