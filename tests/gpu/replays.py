@@ -1,8 +1,8 @@
 """Captured layers that are replayed with their inputs changed in place, without a word from the host in between.
 
-A layer is a dispatch and a combine; its sums are the next layer's tokens. Each replay finds its outputs poisoned and
-its inputs new; what it wrote is copied aside, and compared when the last replay has ended. In between stand copies
-only, no kernel of torch's.
+A layer is a dispatch and a combine; its sums are the next layer's tokens. Each replay finds its outputs poisoned, NaN
+where sums will be, and its inputs new; what it wrote is copied aside, and compared when the last replay has ended. In
+between stand copies only, no kernel of torch's.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class RankMemory:
         ]
         outputs = [getattr(buffers, name) for buffers in self.buffers for name in BUFFERS]
         self._outputs = [memory_of(tensor) for tensor in (*outputs, *self.sums) if tensor is not None]
+        self._nan = [torch.full_like(sums, torch.nan) for sums in self.sums]
         self._poison = poison(torch.empty(max(map(len, self._outputs)), dtype=torch.uint8, device=device))
         self._saved = [[torch.empty_like(memory) for memory in self._outputs] for _ in every]
 
@@ -92,6 +93,8 @@ class RankMemory:
             target[: source.shape[0]].copy_(source)
         for output in self._outputs:
             output.copy_(self._poison[: len(output)])
+        for sums, nan in zip(self.sums, self._nan, strict=True):
+            sums.copy_(nan)
 
     def save(self, number: int) -> None:
         """Enqueue copies of all outputs."""
@@ -116,6 +119,7 @@ class Replays:
         layers: dispatches and combines in the capture; 2 leave each layer its parity, 3 change it.
         count: replays.
         streams: of the ranks; None: new ones.
+        others: more groups of the same ranks and configuration, which take the layers by turns, in one capture a rank.
     """
 
     def __init__(
@@ -125,8 +129,10 @@ class Replays:
         layers: int,
         count: int = 5,
         streams: list[Streams | None] | None = None,
+        others: Sequence[Sequence[Communicator]] = (),
     ) -> None:
         self.communicators, self.layers, self.count = communicators, layers, count
+        self.groups = [communicators, *others]
         self.streams = streams or Streams.of_ranks(communicators, False)
         self.inputs = [Inputs(communicators, tokens, layers, seed) for seed in range(count)]
         self.memory = [RankMemory(c, rank, self.inputs) for rank, c in enumerate(communicators)]
@@ -134,14 +140,22 @@ class Replays:
 
     def calls(self, rank: int) -> list[Callable[[], None]]:
         """What is captured of one rank."""
-        c, memory, made = self.communicators[rank], self.memory[rank], []
+        memory, made = self.memory[rank], []
+
+        def after(c: Communicator) -> None:
+            """Have the rank's stream wait for a call that ran on another one, that of a further group."""
+            if c.shares_device and c is not self.communicators[rank] and c.stream is not None:
+                torch.cuda.current_stream(c.device).wait_stream(c.stream)
 
         def dispatch(n: int) -> None:
-            x = memory.sums[n - 1] if n else memory.x
+            c, x = self.groups[n % len(self.groups)][rank], memory.sums[n - 1] if n else memory.x
             memory.batches[n] = c.dispatch(x, memory.ids[n], memory.weights[n], out=memory.buffers[n])
+            after(c)
 
         def combine(n: int) -> None:
+            c = self.groups[n % len(self.groups)][rank]
             c.combine(memory.rows[n], memory.batches[n], mode=MODES[n], out=memory.sums[n])
+            after(c)
 
         for n in range(self.layers):
             made += [lambda n=n: dispatch(n), lambda n=n: combine(n)]
@@ -179,7 +193,7 @@ class Replays:
     def check(self) -> None:
         """Wait for the end and compare every tensor of every replay; errors as `Run.check`."""
         cfg = self.communicators[0].cfg
-        for communicator in self.communicators:
+        for communicator in (one for group in self.groups for one in group):
             communicator.synchronize()
         for number, inputs in enumerate(self.inputs):
             results = [memory.results(number) for memory in self.memory]

@@ -95,6 +95,21 @@ def test_captured_layers_of_two_groups(devices: list[str], groups: Groups) -> No
     run_replays(one, Replays(second, tokens[::-1], 2, streams=one.streams if unshared(devices) else None), seed=3)
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("tokens", [(24, 0, 5, 100), (MANY, 0, MANY, 24)], ids=["few", "many"])
+def test_groups_that_alternate_in_one_graph(
+    devices: list[str], groups: Groups, tokens: tuple[int, ...], layers: int
+) -> None:
+    """Layers of two communicators by turns in one capture, each layer's sums the next one's tokens, replayed with
+    routes changed in place and NaN in all sums before; some rank has no tokens. With three layers each replay leaves
+    the groups another parity."""
+    devices = for_two(devices)
+    cfg = EPConfig(1024, 8 * len(devices), 4, MANY, len(devices), "nvfp4_row", 30)
+    first, second = (groups(cfg, devices, 2, number) for number in range(2))
+    counts = [tokens[rank % 4] for rank in range(len(devices))]
+    run_replays(Replays(first, counts, layers, others=[second]), seed=layers)
+
+
 def test_more_virtual_ranks_than_queues() -> None:
     """Rank by rank, so a rank's calls are all queued before the next one's: each stream needs a queue of its own, and
     CUDA reads the number of queues when a process begins."""

@@ -71,9 +71,11 @@ def test_two_groups_of_ranks_run_side_by_side() -> None:
     run_schedules(small("ahead"), small("split"))
 
 
+@pytest.mark.parametrize("groups", [1, 2], ids=["one group", "two groups by turns"])
 @pytest.mark.parametrize(("layers", "tokens"), [(2, [24, 5]), (3, [24, 5]), (3, [0, 1])])
-def test_a_wrong_byte_of_replayed_layers_is_found(layers: int, tokens: list[int]) -> None:
-    replays = Replays(connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")), tokens, layers, count=3)
+def test_a_wrong_byte_of_replayed_layers_is_found(layers: int, tokens: list[int], groups: int) -> None:
+    ranks, *others = (connect_reference(EPConfig(128, 16, 4, 24, 2, "nvfp4_row")) for _ in range(groups))
+    replays = Replays(ranks, tokens, layers, count=3, others=others)
     for number in range(3):
         replays.run_eagerly(number)
     replays.check()
