@@ -239,7 +239,6 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
     pytest.importorskip("cutlass")
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
     cuda = SimpleNamespace(
-        Stream=lambda device: stream,
         current_stream=lambda device: stream,
         current_device=lambda: None,
         synchronize=lambda device=None: None,
@@ -249,6 +248,8 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
     for name, fake in {
         "torch": SimpleNamespace(**{**vars(torch), "cuda": cuda}),
         "current_stream": lambda ordinal: cuda.current_stream(ordinal).cuda_stream,
+        "take_stream": lambda device: stream,
+        "give_back": lambda stream: None,
     }.items():
         monkeypatch.setattr(communicator_module, name, fake)
     for name, fake in {

@@ -38,6 +38,7 @@ from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import UNENCODED, RankParts
 from cute_ep.runtime.status import Status
+from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.torch_internals import current_stream
 
 
@@ -71,7 +72,6 @@ class Communicator(EPCommunicator):
         self.group, self.origin = group, Origin(rank)
         self.max_ctas, self.tuning = parts.max_ctas, parts.tuning
         self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.kernels)
-        self.stream = torch.cuda.Stream(device)
         self._shared_device = parts.shared_device
         self._release = release
         self._closed = False
@@ -88,6 +88,7 @@ class Communicator(EPCommunicator):
             kernel.bind("arena", layout.arguments(partial=name.endswith("_partial")))
             kernel.bind("wire", wire)
         torch.cuda.synchronize(device)
+        self.stream = take_stream(device)
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
         self._check_usable()
@@ -274,6 +275,7 @@ class Communicator(EPCommunicator):
         """Give back what the rank made itself; the group, which calls this when no kernel of the rank can run any more,
         gives back kernels and arena."""
         self._status.free()
+        give_back(self.stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -117,6 +117,11 @@ def hold_stream(stream: int, address: int, least: int) -> None:
     check(driver.cuStreamWaitValue32(stream, address, least, int(flags)))
 
 
+def create_stream() -> int:
+    """Raw handle of a new stream of the current device, which does not wait for the default stream."""
+    return int(check(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))))
+
+
 # ---- memory
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_round, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs
@@ -139,3 +140,30 @@ def test_many_virtual_ranks(ranks: int) -> None:
     with connected(cfg, ["cuda:0"] * ranks) as communicators:
         for seed in range(3):
             check_round(communicators, make_inputs(cfg, [64] * ranks, "uniform", seed))
+
+
+def test_ranks_of_two_communicators_never_wait_behind_each_other() -> None:
+    """Half of the second one's ranks are called first, then half of the first one's, then the others. With a stream for
+    two ranks, as torch gives the same one again after 32, each half would wait behind the other."""
+    ranks = 16
+    cfg = EPConfig(256, ranks, 2, 8, ranks, "bf16", timeout_s=5)
+    inputs = make_inputs(cfg, [8] * ranks, "uniform", 3)
+    given = [(one.x.to("cuda:0"), one.topk_ids.to("cuda:0"), one.router_weights.to("cuda:0")) for one in inputs]
+    with connected(cfg, ["cuda:0"] * ranks, sms=2) as first:
+        between = [torch.cuda.Stream("cuda:0") for _ in range(32 - ranks)]
+        with connected(cfg, ["cuda:0"] * ranks, sms=2) as second:
+            handles = {stream.cuda_stream for stream in between}
+            handles |= {communicator.stream.cuda_stream for communicator in (*first, *second)}
+            assert len(handles) == 32 + ranks
+            buffers = [[communicator.allocate() for communicator in group] for group in (first, second)]
+            torch.cuda.synchronize()
+            order = [(1, 1), (0, 0), (0, 1), (1, 0)]  # communicator, odd ranks or even ones
+            batches: list[dict[int, Dispatched]] = [{}, {}]
+            for which, odd in order:
+                for rank in range(odd, ranks, 2):
+                    batches[which][rank] = (first, second)[which][rank].dispatch(*given[rank], out=buffers[which][rank])
+            synchronize([*first, *second])
+            for received in batches:
+                assert sum(int(batch.num_rows) for batch in received.values()) == sum(
+                    int((one.topk_ids >= 0).sum()) for one in inputs
+                )

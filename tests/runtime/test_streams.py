@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from cute_ep.api.dispatched import tensors_of
 from cute_ep.runtime import communicator as communicator_module
+from cute_ep.runtime import streams
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import STREAM, Launches, MakeRank, expert_rows, inputs
 
@@ -26,7 +28,7 @@ def test_ranks_that_share_a_gpu_have_streams_of_their_own(
     waits: list[tuple[int, int]] = []
     kept: set[tuple[int, int]] = set()
     own = SimpleNamespace(cuda_stream=8, wait_stream=lambda other: waits.append((other.cuda_stream, len(launches))))
-    monkeypatch.setattr(communicator_module.torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(communicator_module, "take_stream", lambda device: own)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: kept.add((tensor.data_ptr(), stream.cuda_stream))
     )
@@ -94,3 +96,44 @@ def test_after_an_interrupted_synchronize_the_next_one_waits_for_the_same_stream
     rank.synchronize()
     rank.synchronize()
     assert waited == ["device"] * 2
+
+
+@pytest.fixture
+def created(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Handles of the streams that a driver has created, which no other test has."""
+    handles: list[int] = []
+
+    def create() -> int:
+        handles.append(len(handles) + 100)
+        return handles[-1]
+
+    monkeypatch.setattr(streams, "_unused", {})
+    monkeypatch.setattr(streams, "create_stream", create)
+    monkeypatch.setattr(streams, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(cuda_stream=handle, device=device)
+    )
+    return handles
+
+
+def test_no_two_open_ranks_have_one_stream_however_many_there_are(
+    make_rank: MakeRank, created: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has 32. What ranks gave back is taken again, so a process makes no more streams than it has ranks."""
+    monkeypatch.setattr(communicator_module, "take_stream", streams.take_stream)
+    monkeypatch.setattr(communicator_module, "give_back", streams.give_back)
+    for _ in range(3):
+        ranks = [make_rank(rank=number % 2, shared=True) for number in range(40)]
+        assert sorted(rank.stream.cuda_stream for rank in ranks) == created
+        assert len(created) == 40
+        for rank in ranks:
+            rank.close()
+            rank.close()
+
+
+def test_a_stream_stays_on_its_device(created: list[int]) -> None:
+    here, there = torch.device("cuda", 0), torch.device("cuda", 1)
+    first = streams.take_stream(here)
+    streams.give_back(first)
+    assert streams.take_stream(there) is not first
+    assert streams.take_stream(here) is first
