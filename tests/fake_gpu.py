@@ -61,6 +61,7 @@ class Launch:
         arguments: parameters that the host has set, in this launch or by binding them before, by name.
         parameters: all that the kernel has; those that are not set are 0.
         early: whether it may start before the launch before it has ended.
+        pairs: whether the CTAs come in clusters of 2.
     """
 
     variant: Variant
@@ -68,6 +69,7 @@ class Launch:
     arguments: dict[str, int]
     stream: int
     early: bool = False
+    pairs: bool = False
     parameters: frozenset[str] = frozenset()
 
     @property
@@ -159,7 +161,7 @@ class RecordingKernel:
         other.values = dict(self.values)
         return other
 
-    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False) -> None:
+    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
         fresh = dict(zip(self.slots, given, strict=False))
         assert len(fresh) == len(given), f"{self.variant.symbol} has no more than {len(self.slots)} parameters"
         self.values |= fresh
@@ -167,7 +169,7 @@ class RecordingKernel:
         assert all(type(value) is int for value in arguments.values())
         for name, width in self.parameters:
             assert -(1 << 31) <= arguments.get(name, 0) < 1 << (63 if width == "i64" else 32), name
-        self.launches.add(Launch(self.variant, grid, arguments, stream, early, frozenset(self.slots)))
+        self.launches.add(Launch(self.variant, grid, arguments, stream, early, pairs, frozenset(self.slots)))
 
     def unload(self) -> None:
         pass
@@ -234,8 +236,8 @@ def launches() -> Launches:
 
 @pytest.fixture
 def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
-    """make_rank(cfg=CFG, rank=0, hooks=NO_HOOKS, shared=False): a rank whose peers are absent, the only one on its GPU
-    unless it is `shared`."""
+    """make_rank(cfg=CFG, rank=0, hooks=NO_HOOKS, shared=False, pairs=False): a rank whose peers are absent, the only
+    one on its GPU unless it is `shared`; `pairs` as of `RankParts`."""
     pytest.importorskip("cutlass")
     stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: None)
     cuda = SimpleNamespace(
@@ -260,7 +262,9 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
         monkeypatch.setattr(parts, name, fake)
     monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
 
-    def make(cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False) -> Communicator:
+    def make(
+        cfg: EPConfig = CFG, rank: int = 0, hooks: Hooks = NO_HOOKS, *, shared: bool = False, pairs: bool = False
+    ) -> Communicator:
         device, peers = torch.device("cpu"), [rank] if cfg.skip_a2a else range(cfg.world_size)
         made = RankParts(
             cfg,
@@ -272,6 +276,7 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> MakeRank:
             MAX_CTAS,
             built_in(cfg, MAX_CTAS),
             shared,
+            pairs,
         )
         addresses = [arena_address(peer) for peer in peers]
         return Communicator(made, addresses, group=None, release=lambda communicator: communicator.free())
@@ -338,6 +343,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "unload_kernels": lambda kernels, device: None,
         "make_arena": lambda cfg, rank, device: SimpleNamespace(address=0, free=None),
         "resident_ctas": driver.resident_ctas.__wrapped__,
+        "has_clusters": lambda device: True,
         "Communicator": lambda parts, peers, **options: SimpleNamespace(**vars(parts), **options, free=None),
     }.items():
         monkeypatch.setattr(connection, name, fake)

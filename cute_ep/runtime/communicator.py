@@ -71,7 +71,7 @@ class Communicator(EPCommunicator):
         self._weights_dtype = None if parts.hooks.router_weights else torch.float32
         self.group, self.origin = group, Origin(rank)
         self.max_ctas, self.tuning = parts.max_ctas, parts.tuning
-        self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.kernels)
+        self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.pairs, parts.kernels)
         self._shared_device = parts.shared_device
         self._release = release
         self._closed = False
@@ -366,10 +366,10 @@ class Communicator(EPCommunicator):
             buffers.use.begin()
         try:
             if torch.cuda.current_device() == self.device.index:
-                kernel.launch(shape.ctas, call, stream, early=early)
+                kernel.launch(shape.ctas, call, stream, early=early, pairs=shape.pairs)
             else:
                 with torch.cuda.device(self.device):
-                    kernel.launch(shape.ctas, call, stream, early=early)
+                    kernel.launch(shape.ctas, call, stream, early=early, pairs=shape.pairs)
             count(*counted)
         except BaseException as error:
             self._interrupted = not isinstance(error, Exception)

@@ -40,6 +40,11 @@ def on_device(device: torch.device | int) -> Iterator[int]:
         yield context
 
 
+def has_clusters(device: torch.device) -> bool:
+    """Whether a device can launch CTAs in clusters."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @cache
 def resident_ctas(device: int) -> int:
     """CTAs of our kernels that fit a whole GPU, an ordinal, together."""
@@ -99,7 +104,7 @@ class Kernel:
         other._hold(list(self._values))
         return other
 
-    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False) -> None:
+    def launch(self, grid: int, given: Sequence[int], stream: int, *, early: bool = False, pairs: bool = False) -> None:
         """Launch `grid` CTAs on a stream (a raw handle) of the current device.
 
         Args:
@@ -107,10 +112,11 @@ class Kernel:
                 given, at first 0.
             early: the CTAs may start before the launch before has ended, if that allows it, and wait for its end
                 (programmatic dependent launch).
+            pairs: in clusters of 2, so `grid` must be even and the device of compute capability 9 or newer.
         """
         with self._in_range() if profiler_enabled() else self._lock:
             _packer(len(given))(self._values, 0, *given)
-            self._launcher.launch(grid, stream, self._pointers_at, early)
+            self._launcher.launch(grid, stream, self._pointers_at, early, pairs)
 
     @contextmanager
     def _in_range(self) -> Iterator[None]:

@@ -25,8 +25,8 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
 
 def sms_beside_nccl(device: torch.device) -> int | None:
     """`sms` of `connect` where NCCL kernels run on other streams, as FSDP's and DDP's do: all of the GPU but FREE_SMS.
-    None on a CPU. A dispatch that waits with CTAs on every SM would keep out a collective that its peer has before its
-    own dispatch."""
+    None on a CPU. A call that waits with CTAs on every SM would keep out a collective that its peer has before its
+    own call. The free SMs are whole TPCs (`RankParts.pairs`): NCCL launches clusters of 4."""
     return max(1, sm_budget(device, None) - FREE_SMS) if device.type == "cuda" else None
 
 

@@ -41,6 +41,7 @@ class LaunchShape(NamedTuple):
         grid: `pdl` where two such launches fit side by side, so that the next may start early (`docs/protocol.md`,
             Resident CTAs).
         shared: the shared expert's part in so many tokens.
+        pairs: the CTAs come in clusters of 2.
     """
 
     ctas: int
@@ -48,6 +49,7 @@ class LaunchShape(NamedTuple):
     return_slices: int
     grid: Grid
     shared: SharedExpert
+    pairs: bool
 
 
 class LaunchCache:
@@ -55,11 +57,12 @@ class LaunchCache:
 
     Args:
         max_ctas: CTAs of one launch at most, resident together.
+        pairs: as of `RankParts`.
         kernels: by name, bound to all but what changes from launch to launch.
     """
 
-    def __init__(self, cfg: EPConfig, rank: int, max_ctas: int, kernels: Mapping[str, Kernel]) -> None:
-        self.cfg, self.rank, self.max_ctas, self.kernels = cfg, rank, max_ctas, kernels
+    def __init__(self, cfg: EPConfig, rank: int, max_ctas: int, pairs: bool, kernels: Mapping[str, Kernel]) -> None:
+        self.cfg, self.rank, self.max_ctas, self.pairs, self.kernels = cfg, rank, max_ctas, pairs, kernels
         self._shapes: dict[tuple[str, int, bool], LaunchShape] = {}
         self._shapes_of: Tuning | None = None  # what they were found with
         self._receivers: WeakKeyDictionary[DispatchBuffers, dict[str, Kernel]] = WeakKeyDictionary()
@@ -74,7 +77,7 @@ class LaunchCache:
             if len(self._shapes) >= SHAPES_KEPT:
                 self._shapes.clear()
             expected = tokens or self.cfg.max_tokens_per_rank
-            shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows)
+            shape = tuning.shape(operation, expected, self.max_ctas, whole_rows=whole_rows, pairs=self.pairs)
             grid = Grid(
                 pdl=int(2 * shape.grid <= self.max_ctas),
                 send_ctas=shape.send_ctas,
@@ -83,7 +86,9 @@ class LaunchCache:
             )
             shared = shared_record(self.cfg, self.rank, tokens)
             back = tuning.shape("combine", expected, self.max_ctas).slices_log2
-            found = self._shapes[key] = LaunchShape(shape.grid, shape.slices_log2, back, grid, shared)
+            found = self._shapes[key] = LaunchShape(
+                shape.grid, shape.slices_log2, back, grid, shared, self.pairs and shape.grid > 1
+            )
         return found
 
     def receiver(self, name: str, out: DispatchBuffers) -> Kernel | None:

@@ -34,6 +34,7 @@ class RankParts:
         max_ctas: CTAs of one launch at most, resident together.
         tuning: launch shapes.
         shared_device: whether other ranks are on the same GPU.
+        pairs: whether CTAs are launched in clusters of 2, so that the SMs that they leave to others are whole TPCs.
     """
 
     cfg: EPConfig
@@ -45,6 +46,7 @@ class RankParts:
     max_ctas: int
     tuning: Tuning
     shared_device: bool = False
+    pairs: bool = False
 
 
 UNENCODED = "_unencoded"

@@ -113,7 +113,9 @@ class Tuning:
                 return entry
         raise AssertionError("unreachable")
 
-    def shape(self, operation: str, tokens: int, max_ctas: int, *, whole_rows: bool = False) -> Shape:
+    def shape(
+        self, operation: str, tokens: int, max_ctas: int, *, whole_rows: bool = False, pairs: bool = False
+    ) -> Shape:
         """Shape of one launch.
 
         Args:
@@ -122,9 +124,12 @@ class Tuning:
             max_ctas: CTAs that are resident together.
             whole_rows: combine returns rows, not partial sums. There is more to add up: at most half of the CTAs send
                 (4 x H200, 2026-11-22, 4096 tokens: 1100 us, by 160 of 264 CTAs 1163).
+            pairs: the CTAs come in pairs, so their number is even unless it is 1.
         """
         entry = self.entry(operation, tokens)
         grid = min(max_ctas, entry.grid)
+        if pairs and grid > 1:
+            grid -= grid % 2
         if operation.endswith("_async"):
             return Shape(grid, grid, grid, entry.slices)
         if operation.endswith("_wait"):

@@ -43,8 +43,8 @@ def test_one_process_a_rank() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="kernels of two processes on one GPU do not run side by side")
-def test_nccl_kernels_of_another_stream_end_beside_a_dispatch_that_waits() -> None:
-    """With the SMs that adapters take by default; with all of them both wait."""
+def test_nccl_kernels_of_another_stream_end_beside_a_call_that_waits() -> None:
+    """With the SMs that adapters take by default, in clusters; with all of them, or without clusters, both wait."""
     said = run_torchrun("--standalone", "--nproc-per-node", str(RANKS), "-m", "tests.gpu.nccl_worker")
     assert said.count(" ok") == RANKS
 

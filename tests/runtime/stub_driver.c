@@ -8,6 +8,7 @@
 #include <string.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, PEER_ACCESS_ALREADY_ENABLED = 704 };
+enum { CLUSTER_DIMENSION = 4 };
 typedef uint64_t u64;
 typedef struct { int id; char pad[4]; char value[64]; } Attribute;
 typedef struct { unsigned grid[3], block[3], smem; void *stream; Attribute *attributes; unsigned count; } Config;
@@ -57,8 +58,11 @@ static int launch_ex(const Config *of, u64 function, void **parameters, void **e
     note("launch_ex %lu: grid %u %u %u, block %u %u %u, %u bytes, stream %lu, %ld %ld, %d", function, of->grid[0],
          of->grid[1], of->grid[2], of->block[0], of->block[1], of->block[2], of->smem, (u64)of->stream,
          *(int64_t *)parameters[0], *(int64_t *)parameters[1], extra != NULL);
-    for (unsigned i = 0; i < of->count; i++)
-        note("attribute %d %d", of->attributes[i].id, *(int *)of->attributes[i].value);
+    for (unsigned i = 0; i < of->count; i++) {
+        const int *value = (const int *)of->attributes[i].value;
+        if (of->attributes[i].id == CLUSTER_DIMENSION) note("attribute 4 %d %d %d", value[0], value[1], value[2]);
+        else note("attribute %d %d", of->attributes[i].id, value[0]);
+    }
     return SUCCESS;
 }
 static int launch(u64 function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,

@@ -44,14 +44,14 @@ def filled(write: Callable[[int], object], nbytes: int = 16) -> str:
     return found
 
 
-def launched(early: bool, context: int = 5) -> None:
+def launched(early: bool, context: int = 5, *, pairs: bool = False) -> None:
     """Launches a kernel of two parameters, of context 6, where `context` is the current one."""
     values = (ctypes.c_int64 * 2)(-11, 1 << 40)
     first = ctypes.addressof(values)
     pointers = (ctypes.c_void_p * 2)(first, first + 8)
     launcher = calls.Launcher(9, 6, 512, 48)
     calls.set_context(context)
-    launcher.launch(3, 77, ctypes.addressof(pointers), early)
+    launcher.launch(4, 77, ctypes.addressof(pointers), early, pairs)
 
 
 def through_handle() -> list[bool]:
@@ -70,7 +70,7 @@ def copied(address: int) -> None:
     calls.copy(address + 4, address, 3, 77)
 
 
-LAUNCH = "launch_ex 9: grid 3 1 1, block 512 1 1, 48 bytes, stream 77, -11 1099511627776, 0"
+LAUNCH = "launch_ex 9: grid 4 1 1, block 512 1 1, 48 bytes, stream 77, -11 1099511627776, 0"
 WORDS = (ctypes.c_uint64, ctypes.c_uint32)
 CASES = {
     "no current context": Case(calls.current_context, 0),
@@ -87,6 +87,10 @@ CASES = {
     "shared memory": Case(lambda: calls.allow_shared_memory(9, 227 << 10), None, ("set_attribute 9 8 232448",)),
     "launch": Case(lambda: launched(False), None, ("set_current 5", LAUNCH)),
     "early launch": Case(lambda: launched(True), None, ("set_current 5", LAUNCH, "attribute 6 1")),
+    "launch in pairs": Case(lambda: launched(False, pairs=True), None, ("set_current 5", LAUNCH, "attribute 4 2 1 1")),
+    "early launch in pairs": Case(
+        lambda: launched(True, pairs=True), None, ("set_current 5", LAUNCH, "attribute 4 2 1 1", "attribute 6 1")
+    ),
     "launch of a thread without a context": Case(
         lambda: launched(False, 404), None, ("set_current 404", "set_current 6", LAUNCH)
     ),

@@ -108,6 +108,13 @@ def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in devices], sms=sms)
     assert [rank.max_ctas for rank in ranks] == ctas
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
+    assert [rank.pairs for rank in ranks] == [count < 264 for count in ctas], "who leaves SMs free leaves whole TPCs"
+
+
+def test_a_gpu_without_clusters_has_no_pairs(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "has_clusters", lambda device: False)
+    ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:0"] * 4)
+    assert [rank.pairs for rank in ranks] == [False] * 4
 
 
 def test_a_rank_has_at_least_one_cta(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

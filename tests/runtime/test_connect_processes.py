@@ -44,6 +44,7 @@ class Machine(FakeDriver):
             "Library": lambda folder: None,
             "load_local_kernels": lambda devices, library: None,
             "_max_ctas": lambda device, sms, ranks: 8,
+            "resident_ctas": lambda device: 8,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(connection, name, fake)

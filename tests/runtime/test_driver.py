@@ -61,13 +61,17 @@ def test_parameters_of_a_launch_are_given_or_bound_or_0(monkeypatch: pytest.Monk
     bound.launch(3, (3, 8), 1003)
     kernel.launch(4, (2, 9, 0), 1004)
     driver.Kernel(entry).launch(5, (1, 2, 3, 4, 5), 1005)
-    assert configs == [(grid, 512, 48, 1000 + grid, int(grid == 2)) for grid in (1, 2, 3, 4, 5)]
+    kernel.launch(6, (), 1006, early=True, pairs=True)
+    kernel.launch(8, (), 1008, pairs=True)
+    attributes = {2: 1, 6: 2, 8: 1}
+    assert configs == [(grid, 512, 48, 1000 + grid, attributes.get(grid, 0)) for grid in (1, 2, 3, 4, 5, 6, 8)]
     assert launched == [
         [0, 0, 0, 1 << 50, 7],
         [1 << 33, 1 << 40, -1, 0, -2],
         [5, 1 << 40, -1, 3, 8],
         [0, 1 << 40, -1, 2, 9],
         [1, 2, 3, 4, 5],
+        *[[0, 1 << 40, -1, 2, 9]] * 2,
     ]
 
 

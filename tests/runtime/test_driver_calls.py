@@ -132,7 +132,8 @@ VALUES = {
     ("CUlaunchAttribute", "value.programmaticStreamSerializationAllowed"): (0, 1),
 }
 """By structure and field, numbers to set."""
-BY_HAND = {("CUlaunchConfig", "attrs"), ("CUipcMemHandle", "getPtr")}
+CLUSTER = {("CUlaunchAttribute", f"value.clusterDim.{axis}") for axis in "xyz"}
+BY_HAND = {("CUlaunchConfig", "attrs"), ("CUipcMemHandle", "getPtr"), *CLUSTER}
 """Fields of which a test tells more."""
 
 
@@ -171,6 +172,16 @@ def test_a_launch_has_the_attributes_that_it_was_given() -> None:
     del one
     (kept,) = config.attrs
     assert (int(kept.id), kept.value.programmaticStreamSerializationAllowed) == (int(SERIALIZATION), 1)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_launch_has_the_attributes_of_its_cluster(cluster: int) -> None:
+    """The last one is left out of launches that do not start early."""
+    config = driver_calls.launch_config(512, 48, cluster)
+    *first, early = config.attrs
+    assert (config.blockDimX, config.sharedMemBytes, int(early.id)) == (512, 48, int(SERIALIZATION))
+    dimensions = [one.value.clusterDim for one in first]
+    assert [(one.x, one.y, one.z) for one in dimensions] == [(cluster, 1, 1)] * (cluster > 1)
 
 
 def test_a_handle_of_another_process_goes_there_and_back() -> None:
@@ -229,4 +240,4 @@ def test_every_call_has_a_case() -> None:
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[build.__module__])))
         if isinstance(node, ast.Attribute)
     }
-    assert public - used == {"check", "handle_bytes", "handle_of"}, "tested above"
+    assert public - used == {"check", "handle_bytes", "handle_of", "launch_config"}, "tested above"

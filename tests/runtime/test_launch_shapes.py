@@ -94,6 +94,31 @@ def test_a_launch_starts_early_when_it_and_the_one_before_fit_side_by_side(
     ]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_launches_that_leave_sms_free_are_of_pairs_of_ctas(
+    make_rank: MakeRank, launches: Launches, pairs: bool
+) -> None:
+    """Whatever the number of tokens and the operation; a grid of one CTA is none, and one CTA of an odd number stays
+    out. Roles and early starts go by the CTAs that there are."""
+    rank = make_rank(pairs=pairs)
+    for grid, pair_grid, senders in ((1, 1, 1), (2, 2, 1), (3, 2, 1), (33, 32, 16), (40, 40, 20), (64, 64, 32)):
+        rank.tuning = Tuning((Entry(MANY, grid, 0.5, 1, split_from=2),), (Entry(MANY, grid, 0.5, 1, split_from=2),))
+        before = len(launches)
+        for tokens in (0, 5):
+            batch = rank.dispatch(*inputs(tokens))
+            rank.combine(expert_rows(batch), batch, mode="partial")
+            batch = rank.dispatch_wait(rank.dispatch_async(*inputs(tokens)))
+            rank.combine_wait(rank.combine_async(expert_rows(batch), batch, "partial"))
+        made = list(launches)[before:]
+        assert len(made) == 12
+        wanted = pair_grid if pairs else grid
+        assert {(one.grid, one.pairs) for one in made} == {(wanted, pairs and grid > 1)}
+        assert {one.arguments["grid.pdl"] for one in made} == {int(2 * wanted <= MAX_CTAS)}
+        fused = [one.arguments["grid.send_ctas"] for one in made if one.kernel in ("dispatch", "combine_partial")]
+        assert fused == [senders if pairs else max(1, round(grid / 2))] * 4
+    assert any(launch.early for launch in launches)
+
+
 @pytest.mark.parametrize(("mode", "senders"), [("exact", 20), ("unweighted", 20), ("partial", 30)])
 def test_at_most_half_of_the_ctas_send_whole_rows(
     rank: Communicator, launches: Launches, mode: str, senders: int
