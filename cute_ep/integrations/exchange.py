@@ -7,6 +7,7 @@ autograd function makes a call for all ranks, forward and backward, so every ran
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from threading import RLock
 from typing import Any
@@ -31,15 +32,25 @@ UNCOUNTED_ENTRIES = 2048
 rows take 28 MiB."""
 
 
-def _close(communicators: Sequence[EPCommunicator]) -> None:
-    for communicator in communicators:
-        communicator.close()
+_CALLING = RLock()
+"""Of whoever launches the calls of all ranks, connects or closes. What connects or closes waits for all kernels that
+run in the process and keeps other threads from launching what these wait for."""
+_ABANDONED: deque[EPCommunicator] = deque()
+"""Ranks that nobody has any more. A garbage collector, which finds that, may run between the launches of two ranks,
+where closing would wait for the second one for ever."""
+
+
+def close_abandoned() -> None:
+    """Close the ranks of exchanges that were abandoned; between two calls only."""
+    with _CALLING:
+        while _ABANDONED:
+            _ABANDONED.popleft().close()
 
 
 class Exchange:
     """The communicators of all ranks, which are in this process. Its calls may come from any thread.
 
-    Closes its communicators when nobody has it any more, or with `close()`, which may be called again.
+    Closes its communicators with `close()`, or, when nobody has it any more, with the next call or the next exchange.
 
     Args:
         cfg: the group's configuration, of bfloat16 rows.
@@ -51,12 +62,25 @@ class Exchange:
 
     def __init__(self, cfg: EPConfig, devices: Sequence[torch.device]) -> None:
         self.cfg = cfg
-        self.communicators = connect_local(cfg, devices)
+        with _CALLING:
+            close_abandoned()
+            self.communicators = connect_local(cfg, devices)
         self.waits = any(communicator.shares_device for communicator in self.communicators)
         self._dispatch = DistributedEPDispatch(self.communicators)
         self._combine = DistributedEPCombine(self.communicators)
-        self._calling = RLock()
-        self.close = weakref.finalize(self, _close, self.communicators)
+        self._end = weakref.finalize(self, _ABANDONED.extend, self.communicators)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """Close the communicators; may be called again."""
+        if self._end.detach():
+            with _CALLING:
+                for communicator in self.communicators:
+                    communicator.close()
+
+    def abandon(self) -> None:
+        """Have the next call, or the next exchange, close the communicators."""
+        self._end()
 
     @property
     def devices(self) -> list[torch.device]:
@@ -79,7 +103,8 @@ class Exchange:
         buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
         for one in buffers:
             one.row_map.fill_(-1)
-        with self._calling:
+        with _CALLING:
+            close_abandoned()
             batches = self._dispatch(xs, ids, weights, outs=buffers)
             self._wait()
         return batches
@@ -93,7 +118,8 @@ class Exchange:
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
-        with self._calling:
+        with _CALLING:
+            close_abandoned()
             sums = self._combine(rows, batches, weights, mode=mode, dtype=dtype)
             self._wait()
         return sums

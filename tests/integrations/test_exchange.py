@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -84,3 +86,50 @@ def test_small_passes_do_not_wait(ranks: Exchange, no_wait: None) -> None:
     for first, gradients in ((1, True), (0, False)):
         with pytest.raises(AssertionError, match="the host waits"):
             Round(ranks, counted(ids[first:], weights[first:]), gradients=gradients, mode="partial")
+
+
+# ---- exchanges that nobody has any more
+
+
+@pytest.mark.parametrize("step", ["dispatch", "combine"])
+def test_a_collector_between_the_launches_of_two_ranks_closes_nothing(
+    step: str, ranks: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing waits for the kernel of the first rank, which waits for the second's. The next call closes."""
+    cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, max_tokens_per_rank=4, world_size=2)
+    lost = [Exchange(cfg, [torch.device("cpu")] * 2)]
+    gone = lost[0].communicators
+    ids = routes("any", 8)
+    last = ranks.communicators[-1]
+    open_between: list[bool] = []
+    prepare = getattr(type(last), f"_prepare_{step}")
+
+    def prepared(self: Any, *given: Any, **options: Any) -> Any:
+        launch = prepare(self, *given, **options)
+
+        def collected() -> Any:
+            if self is last:  # all others are launched
+                lost.clear()
+                gc.collect()
+                open_between.append(not any(one.closed for one in gone))
+            return launch()
+
+        return collected
+
+    monkeypatch.setattr(type(last), f"_prepare_{step}", prepared)
+    passed(ranks, ids)
+    assert open_between[:1] == [True]
+    assert step == "dispatch" or not any(one.closed for one in gone)
+    passed(ranks, ids)
+    assert all(one.closed for one in gone)
+
+
+def test_an_exchange_is_closed_once_however_it_ends() -> None:
+    cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, max_tokens_per_rank=4, world_size=2)
+    for ends in ([Exchange.close, Exchange.close], [Exchange.abandon, Exchange.close, Exchange.abandon]):
+        made = Exchange(cfg, [torch.device("cpu")] * 2)
+        for end in ends:
+            end(made)
+        assert all(one.closed == (ends[0] is Exchange.close) for one in made.communicators)
+        exchange.close_abandoned()
+        assert all(one.closed for one in made.communicators)

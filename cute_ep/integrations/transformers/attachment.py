@@ -19,7 +19,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
 from cute_ep.integrations import exchange
-from cute_ep.integrations.exchange import Exchange, Round
+from cute_ep.integrations.exchange import Exchange, Round, close_abandoned
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
     Shards,
@@ -43,7 +43,8 @@ NAME = "cute_ep"
 class Attachment:
     """What `attach` returned: the ranks on which the experts of one model run. A context manager, which detaches.
 
-    Holds neither the model nor its modules: when nobody has the model any more, the ranks are closed.
+    Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of another
+    one closes the ranks.
 
     Attributes:
         devices: one a rank.
@@ -73,6 +74,7 @@ class Attachment:
                 raise EPConfigError(f"{name}: is attached already, detach it first")
             if _is_split(module):
                 raise EPConfigError(f"{name}: is split over processes already, by the model's expert parallel plan")
+        close_abandoned()
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
         self._open: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -85,7 +87,8 @@ class Attachment:
         for module in found.values():
             _LAYERS[module] = _Layer(self, module)
         self._modules = weakref.WeakSet(found.values())
-        self._end = weakref.finalize(model, self._close)
+        self._end = weakref.finalize(model, self._abandon)
+        self._end.atexit = False
 
     def detach(self) -> None:
         """Give the model its experts implementation back, transformers' default where that was "cute_ep" as well, and
@@ -99,12 +102,15 @@ class Attachment:
             if config._experts_implementation == NAME:
                 config._experts_implementation = {"": before}
         self._before = []
-        self._end()
-
-    def _close(self) -> None:
+        self._end.detach()
         self._exchanges.clear()
         for one in list(self._open):
             one.close()
+
+    def _abandon(self) -> None:
+        self._exchanges.clear()
+        for one in list(self._open):
+            one.abandon()
 
     def __enter__(self) -> Self:
         return self
