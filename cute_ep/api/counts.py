@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.host import host_memory
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW
 
@@ -42,7 +43,7 @@ class HostCounts:
             if torch.cuda.is_current_stream_capturing():
                 raise EPInputError("stream: must not be capturing, a replay would not tell the host")
             groups = batch.row_counts.shape[0]
-            words = torch.empty(groups + 1, dtype=torch.int32, device="cpu", pin_memory=True)
+            words = host_memory((groups + 1,))
             words[:groups].copy_(batch.row_counts, non_blocking=True)
             words[groups:].copy_(batch.num_rows, non_blocking=True)
             self.event = torch.cuda.Event()

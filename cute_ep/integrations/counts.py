@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.host import host_memory
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import RANK_MAJOR
@@ -59,7 +60,7 @@ class Counting:
         self.table = self.out.tokens.view(torch.int32)
         self._on_host = self.table  # on the CPU
         if communicator.device.type != "cpu":
-            self._on_host = torch.empty(self.table.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+            self._on_host = host_memory(self.table.shape)
         self._words = (ctypes.c_int32 * self._on_host.numel()).from_address(self._on_host.data_ptr())
 
     def exchange(self, counts: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.host import host_list
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
@@ -166,7 +167,7 @@ class Round:
         cfg = self.exchange.cfg
         entries = by_expert.new_zeros(cfg.num_experts)
         entries[: len(by_expert)] = by_expert
-        return entries.view(cfg.world_size, cfg.local_experts).sum(1).tolist()
+        return host_list(entries.view(cfg.world_size, cfg.local_experts).sum(1))
 
     def share(self, whole: Tensor) -> list[Tensor]:
         """Each rank's part of the [T, ...] tensor of all tokens, on its device, contiguous."""

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from cute_ep.api.config import is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.gates import Gate
+from cute_ep.api.host import host_list
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.nn.gates import plain
 from cute_ep.runtime.local_ops import fused_silu
@@ -158,7 +159,7 @@ class Shards:
 
 def _by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """[N, in] rows by [G, in, out] weights to [N, out], group by group; the host reads the offsets."""
-    bounds = offsets.tolist()
+    bounds = host_list(offsets)
     groups = zip(bounds, bounds[1:], weight, strict=False)
     done = [x[start:end] @ one for start, end, one in groups]
     return torch.cat([*done, x.new_zeros(len(x) - bounds[-1], weight.shape[2])])

@@ -1,0 +1,30 @@
+"""Numbers on their way from a GPU to the host.
+
+A copy to pageable memory (`tolist`, `cpu`) holds up the other threads and streams of the process while it waits for its
+own stream: there no kernel starts and no event ends (driver 580, 2026-11-25). Where ranks share a process, one of those
+may be what it waits for. A copy to page-locked memory, behind which the host waits for an event, holds up nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def host_memory(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Uninitialised, page-locked."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+@torch.compiler.disable
+def host_list(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()`, which waits for the current stream of the tensor's device."""
+    if tensor.device.type == "cpu":
+        return tensor.tolist()
+    found = host_memory(tensor.shape, tensor.dtype)
+    stream = torch.cuda.current_stream(tensor.device)
+    with torch.cuda.stream(stream):
+        found.copy_(tensor.detach(), non_blocking=True)
+    stream.synchronize()
+    return found.tolist()
