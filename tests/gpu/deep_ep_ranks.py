@@ -4,6 +4,7 @@ it never is while another rank waits for the thread that loads."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -37,11 +38,18 @@ def assert_same(got: Any, want: Any) -> None:
 
 
 HIDDEN, EXPERTS, SLOTS, MOST = 512, 8, 3, 20
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""x, ids and weights of a rank, on its device before any rank begins."""
 
 
-def normal(buffer: Buffer, one: RankInputs, device: torch.device) -> tuple:
+def on_device(inputs: list[RankInputs], device: torch.device) -> list[Given]:
+    """What each rank is given."""
+    return [(one.x.to(device), one.topk_ids.to(device).long(), one.router_weights.to(device)) for one in inputs]
+
+
+def normal(buffer: Buffer, given: Given) -> tuple:
     """Rows, entries, sums, and the same with a handle and with room for any routing."""
-    x, ids, weights = one.x.to(device), one.topk_ids.to(device).long(), one.router_weights.to(device)
+    x, ids, weights = given
     by_rank, _, by_expert, goes, _ = buffer.get_dispatch_layout(ids, EXPERTS)
     layout = dict(num_tokens_per_rank=by_rank, num_tokens_per_expert=by_expert, is_token_in_rank=goes)
     entry = dict(topk_idx=ids, topk_weights=weights)
@@ -52,16 +60,16 @@ def normal(buffer: Buffer, one: RankInputs, device: torch.device) -> tuple:
     return by_rank, by_expert, goes, rows, got_ids, got_weights, again, worst[0][: len(rows)], worst[1], out, back
 
 
-def low_latency(buffer: Buffer, one: RankInputs, device: torch.device, *, fp8: bool, hook: bool) -> tuple:
+def low_latency(buffer: Buffer, given: Given, *, fp8: bool, hook: bool) -> tuple:
     """Counts, the first expert's rows and scale factors, and sums of rows that are numbers."""
-    x, ids, weights = one.x.to(device), one.topk_ids.to(device).long(), one.router_weights.to(device)
+    x, ids, weights = given
     rows, counts, handle, _, receive = buffer.low_latency_dispatch(
         x, ids, MOST, EXPERTS, use_fp8=fp8, return_recv_hook=hook
     )
     if hook:
         receive()
     payload, scales = rows if fp8 else (rows, None)
-    own = torch.ones(payload.shape, device=device).bfloat16() if fp8 else payload
+    own = torch.ones(payload.shape, device=x.device).bfloat16() if fp8 else payload
     out, _, receive = buffer.low_latency_combine(own, ids, weights, handle, return_recv_hook=hook)
     if hook:
         receive()
@@ -70,23 +78,36 @@ def low_latency(buffer: Buffer, one: RankInputs, device: torch.device, *, fp8: b
     return counts, layout_range, payload[0, :count].view(torch.uint8), () if scales is None else scales[0, :count], out
 
 
-def elastic(buffer: ElasticBuffer, one: RankInputs, device: torch.device, *, expand: bool) -> tuple:
-    """Rows, entries, what the handle says, and sums with and without a bias."""
-    x, ids, weights = one.x.to(device), one.topk_ids.to(device).long(), one.router_weights.to(device)
+def elastic(
+    buffer: ElasticBuffer, given: Given, *, expand: bool, begin: Callable[[str], None] = lambda stage: None
+) -> tuple:
+    """Rows, entries, what the handle says, and sums with and without a bias. `begin` is told of each of STAGES."""
+    x, ids, weights = given
     found: tuple = ()
     for wait in (True, False):
+        begin("dispatch" if wait else "dispatch, no wait")
         rows, local, got_weights, handle, _ = buffer.dispatch(
             x, ids, weights, num_experts=EXPERTS, num_max_tokens_per_rank=MOST, do_cpu_sync=wait, do_expand=expand
         )
+        begin("handle")
         names = ("dst_buffer_slot_idx", "psum_num_recv_tokens_per_expert", "psum_num_recv_tokens_per_scaleup_rank")
         found += tuple(getattr(handle, name) for name in names)
+        begin("numbers")
         count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         found += (handle.recv_src_metadata[:count],)
-        sums = buffer.combine(rows, handle)[0], *buffer.combine(rows, handle, got_weights, (x, x))[:2]
+        begin("combine")
+        sums: tuple = (buffer.combine(rows, handle)[0],)
+        begin("combine with weights")
+        sums += buffer.combine(rows, handle, got_weights, (x, x))[:2]
         if wait:
             found += (rows, () if local is None else local, got_weights)
         found += sums
     return found
+
+
+STAGES = "dispatch", "handle", "numbers", "combine", "combine with weights", "dispatch, no wait"
+LATE_S, WAITS_S = 0.1, 3.0
+"""How late a rank is, and after what a rank that waits gives up."""
 
 
 @pytest.mark.parametrize(
@@ -116,10 +137,38 @@ def test_ranks_of_one_gpu_with_a_buffer_of_deep_ep(
             on_buffers(
                 monkeypatch,
                 ranks,
-                lambda buffer, device=device, given=given: program(buffer, given[buffer._connections.rank], device),
+                lambda buffer, given=there: program(buffer, given[buffer._connections.rank]),
                 make,
                 device,
             )
             for device in (DEVICE, torch.device("cpu"))
+            for there in [on_device(given, device)]
         )
         assert_same(got, want)
+
+
+def test_a_late_rank_makes_others_wait_and_nobody_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is late, at whatever stage, also where the others then connect: no call of theirs may hold up its
+    launches."""
+    make = partial(ElasticBuffer, num_gpu_timeout_secs=WAITS_S)
+
+    def run(device: torch.device, tokens: list[int], late: tuple[int, str] | None = None) -> list:
+        cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, MOST, len(tokens))
+        given = on_device(make_inputs(cfg, tokens, "one_expert", 5), device)
+
+        def program(buffer: ElasticBuffer) -> tuple:
+            rank = buffer._connections.rank
+
+            def begin(stage: str) -> None:
+                if (rank, stage) == late:
+                    time.sleep(LATE_S)
+
+            return elastic(buffer, given[rank], expand=False, begin=begin)
+
+        return on_buffers(monkeypatch, len(tokens), program, make, device)
+
+    tokens = [MOST, 7]
+    want = run(torch.device("cpu"), tokens)
+    run(DEVICE, [MOST])  # the first use of torch's kernels, while nobody waits
+    for late in [None, *((rank, stage) for stage in STAGES for rank in (0, 1))]:
+        assert_same(run(DEVICE, tokens, late), want)

@@ -54,7 +54,10 @@ def connect(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPC
 
 def connect_on_gpu(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
     """In place of `cute_ep.connect`, for ranks that share the current GPU. As with a GPU of its own, a rank's kernels
-    run on the current stream, so each thread has another one."""
+    run on the current stream, so each thread has another one. As there, nothing is made before all ranks have come: the
+    load of a kernel waits for those that run, and holds up launches of the ranks that these wait for."""
+    _, cfgs = group.on_all_ranks(lambda: cfg, lambda made: made)
+    assert cfgs == [cfg] * group.size(), cfgs
 
     def make() -> list[Communicator]:
         return connect_local(cfg, ["cuda"] * group.size(), sms=sms, library=LIBRARY) if group.rank() == 0 else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -120,6 +121,23 @@ def test_all_ranks_give_back_what_they_made_when_one_cannot_connect(
     got = collective(monkeypatch, lambda rank: connection.connect(CFG))
     assert str(got[1]) == why and all(isinstance(one, EPError) for one in got)
     assert str(got[0]) == f"rank 1 could not connect: EPError: {why}" and machine.held == NOTHING
+
+
+def test_nothing_is_loaded_before_all_ranks_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load waits for the kernels that run, and holds up launches of the process: so all that these wait for must have
+    been launched, as all has that comes before `connect`."""
+    machine = Machine(monkeypatch)
+    came, loads = set[int](), list[bool]()
+    take = machine.take
+    monkeypatch.setattr(machine, "take", lambda what: loads.append(len(came) == RANKS) or take(what))
+
+    def connect(rank: int) -> Any:
+        time.sleep(0.1 * rank)
+        came.add(rank)
+        return connection.connect(CFG)
+
+    collective(monkeypatch, connect)
+    assert loads == [True] * len(loads) and len(loads) >= RANKS
 
 
 def test_every_rank_maps_what_the_others_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
