@@ -78,7 +78,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def keep_address(tensor: torch.Tensor) -> None:
     """Tell compilers that a tensor stays where it is, so CUDA graphs may write it: what
     `torch._dynamo.mark_static_address` does, whose import takes seconds."""
-    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+    tensor._dynamo_static_input_type = "unguarded"
 
 
 def activation_memory_budget() -> float:

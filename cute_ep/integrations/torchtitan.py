@@ -22,7 +22,7 @@ from cute_ep.integrations.connections import alignment_for, close, connections_o
 from cute_ep.integrations.exchange import RETURNED
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.ops.library import EFFECTS
+from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
 from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 
@@ -171,7 +171,7 @@ class CuteEPSelectiveAC(SelectiveAC):
 
     def get_save_ops(self) -> set:
         """torchtitan's set and the ops of cute_ep."""
-        return super().get_save_ops() | {getattr(torch.ops.cute_ep, name).default for name in EFFECTS}
+        return super().get_save_ops() | {getattr(torch.ops.cute_ep, name).default for name in FORWARD_OPS}
 
 
 @override(target=SelectiveAC.Config, description="Selective activation checkpointing that saves cute_ep's rounds.")

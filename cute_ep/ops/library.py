@@ -32,6 +32,8 @@ SCHEMAS = {
     "combine_out": f"(Tensor rows, {KEPT}, str comm, str combine_mode, {ORDER}, Tensor(a!) out) -> ()",
 }
 """By name. torch has an argument `mode` of its own where it makes in-place ops functional, so none is called that."""
+FORWARD_OPS = ("dispatch", "combine")
+"""Those of a forward pass whose results a backward pass needs."""
 
 if torch.__version__ < OLDEST_TORCH:
     raise ImportError(f"torch = {torch.__version__}: must be {OLDEST_TORCH} or newer for cute_ep.ops")
