@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cute_ep.api.config import check_alike
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
@@ -32,8 +33,9 @@ class _Operation:
         if len(communicators) != cfg.world_size:
             raise EPConfigError(f"communicators = {len(communicators)}: must be world_size = {cfg.world_size}")
         ranks = [communicator.rank for communicator in communicators]
-        if ranks != list(range(cfg.world_size)) or any(communicator.cfg != cfg for communicator in communicators):
+        if ranks != list(range(cfg.world_size)):
             raise EPConfigError(f"communicators of ranks {ranks}: must be all ranks of one group, in order")
+        check_alike([communicator.cfg for communicator in communicators])
         for communicator in communicators:
             if communicator.group is not communicators[0].group:
                 raise EPConfigError(

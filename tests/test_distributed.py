@@ -211,7 +211,9 @@ def test_an_operation_serves_its_formats_only(make_rank: MakeRank, operation: ty
             id="another order",
         ),
         pytest.param(
-            lambda ranks, other: [ranks[0], other], r"\[0, 1\]: must be all ranks of one group", id="of two groups"
+            lambda ranks, other: [ranks[0], other],
+            r"top_k = 2 on rank\(s\) \[0\], 1 on rank\(s\) \[1\]: must",
+            id="of two groups",
         ),
     ],
 )

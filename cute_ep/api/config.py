@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -237,6 +238,24 @@ def check_config(cfg: object) -> None:
     """EPConfigError unless it is an EPConfig."""
     if not isinstance(cfg, EPConfig):
         raise EPConfigError(f"cfg = {type(cfg).__name__}: must be an EPConfig")
+
+
+def differing(cfgs: Sequence[EPConfig]) -> dict[str, list]:
+    """The fields in which some of the configurations differ, each with the values of all, in their order."""
+    values = {field.name: [getattr(cfg, field.name) for cfg in cfgs] for field in fields(EPConfig)}
+    return {name: given for name, given in values.items() if any(one != given[0] for one in given)}
+
+
+def check_alike(cfgs: Sequence[EPConfig]) -> None:
+    """EPConfigError unless all ranks, in their order, have the same configuration: names the fields that differ."""
+    lines = []
+    for name, values in differing(cfgs).items():
+        owners: dict[object, list[int]] = {}
+        for rank, value in enumerate(values):
+            owners.setdefault(value, []).append(rank)
+        lines.append(f"{name} = {', '.join(f'{value!r} on rank(s) {ranks}' for value, ranks in owners.items())}")
+    if lines:
+        raise EPConfigError(f"{'; '.join(lines)}: must be the same on all ranks")
 
 
 def memory_bytes(cfg: EPConfig) -> int:

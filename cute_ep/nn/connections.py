@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig
+from cute_ep.api.config import EPConfig, differing
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
@@ -84,8 +84,8 @@ class Connected(Movable):
             EPConfigError: its configuration or device is not the module's.
             EPInputError: as `cute_ep.ops.register`.
         """
-        if communicator.cfg != self.cfg:
-            raise EPConfigError(f"communicator.cfg = {communicator.cfg}: must be the layer's, {self.cfg}")
+        for name, (given, own) in differing([communicator.cfg, self.cfg]).items():
+            raise EPConfigError(f"communicator.cfg.{name} = {given!r}: must be {own!r}, as of the layer")
         if communicator.device != self.place():
             raise EPConfigError(
                 f"communicator.device = {communicator.device}: must be {self.place()}, where the layer's parameters "
