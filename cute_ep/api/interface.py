@@ -295,7 +295,8 @@ class EPCommunicator(ABC):
         for.
 
         Raises:
-            EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer.
+            EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer,
+                or its process has ended.
         """
 
     # ---- what a backend fills in

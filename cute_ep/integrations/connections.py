@@ -16,8 +16,8 @@ from cute_ep.integrations.counts import Counting, ReceiveCounts, counting_config
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 from cute_ep.runtime.gpus import sms_or_beside_nccl
+from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.routes import RouteCounts
-from cute_ep.torch_internals import timeout_of_group
 
 LOG = logging.getLogger(__name__)
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
@@ -41,7 +41,8 @@ class Connections:
         self.rank, self.size = group.rank(), group.size()
         here = torch.cuda.current_device() if torch.cuda.is_available() else None
         self.device = torch.device("cpu") if here is None else torch.device("cuda", here)
-        self.timeout_s = timeout_of(group, self.device)
+        self.timeout_s = timeout_of(group)
+        self._meeting: Meeting | None = None  # of `barrier`
         self._open: dict[EPConfig, EPCommunicator] = {}
         self._found: dict[EPConfig, EPCommunicator] = {}  # what `get` has answered
         self._counting: dict[EPConfig, Counting] = {}  # made anew they would be empty in a graph's capture
@@ -129,6 +130,19 @@ class Connections:
         counting.exchange(routes.counts)
         return counting.wait(experts)
 
+    def barrier(self) -> None:
+        """Wait on the host until all ranks have called this: collective.
+
+        Raises:
+            EPError: a rank does not come within the group's timeout, or has ended; says which.
+        """
+        meeting, self._meeting = self._meeting, None  # after an error the ranks meet anew
+        if meeting is None:
+            meeting = Meeting(self._group, "call barrier")
+        else:
+            meeting.wait(meeting.patience_s, "call barrier")
+        self._meeting = meeting
+
     def synchronize(self) -> None:
         """`EPCommunicator.synchronize` of all communicators."""
         for communicator in self._open.values():
@@ -181,11 +195,11 @@ def close() -> None:
         connections.close()
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+def timeout_of(group: dist.ProcessGroup) -> float:
     """How long the group's own collectives wait for late ranks, as `EPConfig.timeout_s`; its default where torch does
     not say."""
-    found = timeout_of_group(group, device)
-    return EPConfig.timeout_s if found is None else min(found.total_seconds(), LONGEST_S)
+    found = group_timeout(group)
+    return EPConfig.timeout_s if found is None else min(found, LONGEST_S)
 
 
 def check_tokens(tokens: int, remedy: str) -> None:

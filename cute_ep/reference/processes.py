@@ -10,6 +10,7 @@ on the host, before its own call, for something that this rank does after its re
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import selectors
@@ -28,10 +29,12 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.waits import Wait
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.reference.backend import ReferenceCommunicator
 from cute_ep.reference.rounds import Collective, Exchange, Receiver, Round
 
+LOG = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MEETING_S = 60.0
 """How long ranks that connect wait for each other's sockets, which all exist by then."""
@@ -53,7 +56,11 @@ class OnAllRanks(Protocol):
     """Collective: this rank's make(), and share() of what every rank made; where it fails, it fails on all ranks."""
 
     def __call__(
-        self, make: Callable[[], Made], share: Callable[[Made], Any] = ..., undo: Callable[[Made], None] = ...
+        self,
+        make: Callable[[], Made],
+        share: Callable[[Made], Any] = ...,
+        undo: Callable[[Made], None] = ...,
+        doing: str = ...,
     ) -> tuple[Made, list]: ...
 
 
@@ -70,10 +77,13 @@ def connect_processes(cfg: EPConfig, rank: int, on_all_ranks: OnAllRanks) -> Ref
         lambda: (socket.create_server((HOST, 0), backlog=cfg.world_size), secrets.token_bytes(TOKEN_BYTES)),
         lambda made: (made[0].getsockname()[1], made[1]),
         lambda made: made[0].close(),
+        "open a socket",
     )
     with listener:
         mail, _ = on_all_ranks(
-            lambda: _meet(rank, doors, listener, token, cfg.timeout_s), undo=lambda made: made.close()
+            lambda: _meet(rank, doors, listener, token, cfg.timeout_s),
+            undo=lambda made: made.close(),
+            doing="connect to its peers' sockets",
         )
     joint = ProcessExchange(cfg, rank, mail)
     communicator = ReferenceCommunicator(cfg, rank, joint, group=joint)
@@ -96,14 +106,17 @@ def _meet(
                     to[peer].sendall(HELLO.pack(theirs, rank))
                 except OSError as error:
                     raise EPError(f"rank {rank}: rank {peer} could not be reached on port {port}: {error}") from error
-        deadline = time.monotonic() + MEETING_S
+        wait = Wait(MEETING_S, LOG)
         while len(of) < len(to):
-            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            listener.settimeout(max(wait.until_word, 1e-3))
             try:
                 link = undo.enter_context(listener.accept()[0])
             except TimeoutError:
                 absent = sorted(set(to) - set(of))
-                raise EPError(f"rank {rank}: rank(s) {absent} did not connect within {MEETING_S:g} s") from None
+                if wait.left <= 0:
+                    raise EPError(f"rank {rank}: rank(s) {absent} did not connect within {MEETING_S:g} s") from None
+                wait.say(rank, f"rank(s) {absent}", "connect to its socket")
+                continue
             source = _introduced(link, token)
             if source is None:
                 link.close()
@@ -193,16 +206,16 @@ class Mail:
         """(messages by peer, peers whose message is missing, whether those have gone): all of them, or what there is
         once `timeout_s` is over or a missing peer has gone. EPError: as `check_process`."""
         self.check_process()
-        deadline = time.monotonic() + timeout_s
+        wait = Wait(timeout_s, LOG)
         with self._news:
             while True:
                 box = dict(self._boxes[key])
                 absent = [peer for peer in self._of if peer not in box]
                 gone = [peer for peer in absent if peer in self._gone]
-                left = deadline - time.monotonic()
-                if gone or not absent or left <= 0:
+                if gone or not absent or wait.left <= 0:
                     return box, gone or absent, bool(gone)
-                self._news.wait(left)
+                wait.say(self.rank, f"rank(s) {absent}", f"send in round {key[1]} of phase {key[0].name}")
+                self._news.wait(wait.until_word)
 
     def discard(self, key: Key) -> None:
         """Forget the messages of a round."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.aot.library import Library
-from cute_ep.api.config import EPConfig, check_config, is_integer
+from cute_ep.api.config import EPConfig, check_alike, check_config, is_integer
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.validate import check_devices
@@ -31,12 +30,12 @@ from cute_ep.runtime.gpus import check_gpu, sm_budget
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
+from cute_ep.runtime.process import machine
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LEAST_PATIENCE_S = 10.0
 """Least time that ranks wait for each other when they close, however short `timeout_s` is."""
 
@@ -156,26 +155,37 @@ def connect(
             are on one GPU or on two machines, only some ranks have a GPU, an option breaks its rule, or a damaged file
             of `cute-ep tune`.
         VariantMissing: a kernel is not in the library.
-        EPError: another rank could not connect, or did not come within half an hour; says which and why.
+        EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
+            than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
     """
-    check_config(cfg)
-    without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
     if not dist.is_initialized():
+        check_config(cfg)
+        without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
         raise EPConfigError(
             f"group = {group}: must be initialised, call torch.distributed.init_process_group first ({without})"
         )
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if dist.get_rank(group) < 0:
+        raise EPConfigError(
+            f"group = {group}: must have this process, global rank {dist.get_rank()}, as one of its own"
+        )
+    with Meeting(group) as meeting:
+        return _connect(cfg, meeting, sms, library, hooks, tuning)
 
-    meeting = Meeting(group)
-    patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
+
+def _connect(
+    cfg: EPConfig, meeting: Meeting, sms: int | None, library: Path | str | None, hooks: Hooks, tuning: Tuning | None
+) -> EPCommunicator:
+    """`connect` of ranks that have met."""
+    rank, world = meeting.rank, meeting.size
 
     def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
+        check_config(cfg)
         _check_options(sms, tuning, hooks)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
             _check_reference(library, hooks)
-            return _Place(cfg, _machine(), None), None
+            return _Place(cfg, machine(), None), None
         device = torch.device("cuda", torch.cuda.current_device())
         most = _max_ctas(device, sms, 1)
         found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
@@ -203,41 +213,46 @@ def connect(
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             failure = error
-        keep = any(meeting.gather(failure is not None or communicator.failed, patience))
+        keep = any(meeting.gather(failure is not None or communicator.failed, patience, "close"))
         if failure is not None:
             raise failure
         if not keep:
             try:
                 mappings.close()
             finally:
-                meeting.wait(patience)
+                meeting.wait(patience, "unmap memory")
             communicator.free()
             own.close()
 
-    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0])
+    (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0], doing="look at its device")
     _check_places(rank, places)
+    patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
     device, max_ctas, shapes = gpu
     (parts, own), handles = meeting.on_all_ranks(
-        prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close()
+        prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close(), "load kernels and allocate memory"
     )
     peers = {} if cfg.skip_a2a else {peer: handle for peer, handle in enumerate(handles) if peer != rank}
     layout = cfg.arena
     try:
-        (mapped, mappings), _ = meeting.on_all_ranks(map_peers, undo=lambda made: made[1].close())
+        (mapped, mappings), _ = meeting.on_all_ranks(
+            map_peers, undo=lambda made: made[1].close(), doing="map the memory of its peers"
+        )
         theirs = {peer: address + layout.begin(peer) for peer, address in mapped.items()}
         here = parts.arena.address
         addresses = [here] if cfg.skip_a2a else [theirs.get(peer, here) for peer in range(world)]
         try:
             communicator, _ = meeting.on_all_ranks(
-                lambda: Communicator(parts, addresses, group=meeting, release=release), undo=lambda made: made.free()
+                lambda: Communicator(parts, addresses, group=meeting, release=release),
+                undo=lambda made: made.free(),
+                doing="finish connecting",
             )
         except Exception:
             mappings.close()
             raise
     except Exception:  # nobody frees what a peer has mapped: if the ranks have lost each other, nobody frees
-        meeting.wait(patience)
+        meeting.wait(patience, "unmap memory")
         own.close()
         raise
     return communicator
@@ -254,23 +269,14 @@ class _Place:
     @classmethod
     def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
         """This process's."""
-        return cls(cfg, _machine(), str(torch.cuda.get_device_properties(device).uuid))
-
-
-def _machine() -> str:
-    """The identity of the running kernel, which containers on one machine share; its name where that is hidden."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return platform.node()
+        return cls(cfg, machine(), str(torch.cuda.get_device_properties(device).uuid))
 
 
 def _check_places(rank: int, places: Sequence[_Place]) -> None:
     """EPConfigError unless all ranks have rank `rank`'s configuration and machine, and each a GPU of its own."""
     own = places[rank]
+    check_alike([place.cfg for place in places])
     for peer, place in enumerate(places):
-        if place.cfg != own.cfg:
-            raise EPConfigError(f"rank {peer} was configured with {place.cfg}, rank {rank} with {own.cfg}")
         if place.machine != own.machine:
             raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one")
         if (place.gpu is None) != (own.gpu is None):

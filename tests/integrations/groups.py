@@ -36,7 +36,9 @@ class ThreadGroup:
     def size(self) -> int:
         return self._size
 
-    def on_all_ranks(self, make: Callable, share: Callable = lambda made: None, undo: Callable | None = None) -> tuple:
+    def on_all_ranks(
+        self, make: Callable, share: Callable = lambda made: None, undo: Callable | None = None, doing: str = ""
+    ) -> tuple:
         made = make()
         self._given[self._rank] = share(made)
         self._barrier.wait()

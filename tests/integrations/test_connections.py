@@ -55,7 +55,7 @@ def test_too_many_tokens_are_refused_with_what_to_do() -> None:
 )
 def test_ranks_wait_as_long_as_their_group(options: Any, seconds: float) -> None:
     group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-    assert timeout_of(group, torch.device("cpu")) == seconds
+    assert timeout_of(group) == seconds
     EPConfig(64, 8, 2, 64, 2, timeout_s=seconds)
 
 
@@ -70,7 +70,7 @@ def test_nccl_kernels_have_sms_unless_somebody_says_how_many(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(connections, "timeout_of", lambda group, device: 30.0)
+    monkeypatch.setattr(connections, "timeout_of", lambda group: 30.0)
     monkeypatch.setattr(connections, "connect", lambda cfg, group, sms: said.append(sms))
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     connections.Connections(group).for_tokens((64, 8, 2), 5, "send fewer", sms=asked)

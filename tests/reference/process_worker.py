@@ -58,7 +58,9 @@ def check_refusals(rank: int, world: int) -> None:
     try:
         connect(replace(cfg, top_k=1) if rank == 1 else cfg)
     except EPConfigError as error:
-        assert "was configured with" in str(error), error
+        others = [peer for peer in range(world) if peer != 1]
+        wanted = f"top_k = 2 on rank(s) {others}, 1 on rank(s) [1]: must be the same on all ranks"
+        assert str(error) == wanted, error
     else:
         raise AssertionError("two configurations in one group")
 

@@ -106,7 +106,9 @@ def processes(cfg: EPConfig) -> Iterator[list[ReferenceCommunicator]]:
     barrier, given = threading.Barrier(cfg.world_size, timeout=30), [None] * cfg.world_size
 
     def connect(rank: int) -> ReferenceCommunicator:
-        def on_all_ranks(make: Callable, share: Callable = lambda made: None, undo: Callable | None = None) -> tuple:
+        def on_all_ranks(
+            make: Callable, share: Callable = lambda made: None, undo: Callable | None = None, doing: str = ""
+        ) -> tuple:
             made = make()
             given[rank] = share(made)
             barrier.wait()

@@ -18,13 +18,7 @@ RANKS = 3
 def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -> list[object]:
     """What call(rank) returns, or raises, on each rank; the test ends with an error where one of them is left waiting
     for another."""
-    barrier, mine, given = threading.Barrier(RANKS, timeout=30), threading.local(), [None] * RANKS
-
-    def all_gather_object(gathered: list, one: object, group: None) -> None:
-        given[mine.rank] = one
-        barrier.wait()
-        gathered[:] = given
-        barrier.wait()
+    mine = threading.local()
 
     def work(rank: int) -> object:
         mine.rank = rank
@@ -34,10 +28,11 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
             return error
 
     dist = SimpleNamespace(
-        all_gather_object=all_gather_object,
         PrefixStore=torch.distributed.PrefixStore,
         get_rank=lambda group: mine.rank,
         get_world_size=lambda group: RANKS,
+        get_process_group_ranks=lambda group: list(range(RANKS)),
+        group=SimpleNamespace(WORLD=SimpleNamespace(group_name="0")),
         is_initialized=lambda: True,
     )
     monkeypatch.setattr(connection, "dist", dist)

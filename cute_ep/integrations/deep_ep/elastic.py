@@ -154,10 +154,14 @@ class ElasticBuffer:
         return current_stream(self._connections.device)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say."""
+        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say.
+
+        Raises:
+            EPError: a rank does not come within the group's timeout, or has ended; says which.
+        """
         if self._connections.device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier(group=self.group)
+        self._connections.barrier()
 
     # ---- dispatch and combine
 
