@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import TypeGuard
@@ -40,6 +41,10 @@ def is_integer(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a real number, of NumPy too; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_in(value: object, names: Container[str]) -> bool:
+    return isinstance(value, str) and value in names
 
 
 @dataclass(frozen=True)
@@ -92,73 +97,82 @@ class EPConfig:
     row_order: RowOrder = EXPERT_MAJOR
 
     def __post_init__(self) -> None:
-        def require(ok: bool, name: str, rule: str) -> None:
-            if not ok:
-                raise EPConfigError(f"{name} = {getattr(self, name)!r}: {rule}")
-
-        for name, low, high in (
-            ("hidden", 1, MAX_HIDDEN),
-            ("world_size", 1, MAX_RANKS),
-            ("num_experts", 1, MAX_EXPERTS),
-            ("top_k", 1, MAX_TOP_K),
-            ("max_tokens_per_rank", 1, MAX_TOKENS_PER_RANK),
-        ):
-            value = getattr(self, name)
-            require(is_integer(value) and low <= value <= high, name, f"must be an integer in [{low}, {high}]")
-            object.__setattr__(self, name, int(value))
-        require(
-            self.num_experts % self.world_size == 0,
-            "num_experts",
-            f"must be a multiple of world_size = {self.world_size}",
-        )
-        require(self.top_k <= self.num_experts, "top_k", f"must not exceed num_experts = {self.num_experts}")
+        """Check each field after those that its rule depends on, so a rule holds whatever is mended afterwards."""
+        self._require("dispatch_format", _is_in(self.dispatch_format, FORMATS), f"one of {', '.join(FORMATS)}")
+        self._require("row_order", _is_in(self.row_order, ROW_ORDERS), f"one of {', '.join(ROW_ORDERS)}")
+        self._require("skip_a2a", isinstance(self.skip_a2a, bool), "True or False")
+        self._check_shared_expert()
+        fmt, ranks = self.format, MAX_RANKS
+        self._check_integer("world_size", ranks)
+        ranks = self.world_size
+        most, why = MAX_EXPERTS // ranks * ranks, "" if ranks == 1 else f" (world_size = {ranks})"
+        self._check_integer("num_experts", most, ranks, why)
+        why = f" (num_experts = {self.num_experts})" if self.num_experts < MAX_TOP_K else ""
+        self._check_integer("top_k", min(MAX_TOP_K, self.num_experts), why=why)
+        self._check_integer("hidden", MAX_HIDDEN, fmt.multiple, f" for {fmt.name}")
         in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= LONGEST_S
-        require(in_time, "timeout_s", f"must be a number in [1e-9, {LONGEST_S}] seconds")
+        self._require("timeout_s", in_time, f"a number in [1e-9, {LONGEST_S}] seconds")
         object.__setattr__(self, "timeout_s", float(self.timeout_s))
-        for name in ("fused_shared_expert", "skip_a2a"):
-            require(isinstance(getattr(self, name), bool), name, "must be True or False")
-        known = isinstance(self.row_order, str) and self.row_order in ROW_ORDERS
-        require(known, "row_order", f"must be one of {', '.join(ROW_ORDERS)}")
-        known = isinstance(self.dispatch_format, str) and self.dispatch_format in FORMATS
-        require(known, "dispatch_format", f"must be one of {', '.join(FORMATS)}")
         try:
-            self.format.check_hidden(self.hidden)
-            self.format.scale_layout(self.scale_layout)
+            fmt.scale_layout(self.scale_layout)
         except ValueError as error:
             raise EPConfigError(str(error)) from None
-        size = message_of(self.format, self.hidden).pitch
-        require(
-            self.max_tokens_per_rank * size < MAX_STRIDE,
-            "max_tokens_per_rank",
-            f"must leave the messages of a rank, {size} bytes each, below 2 GiB",
-        )
-        if self.format.scale is not None:
-            size = self.arena.nbytes
-            require(
-                size <= MAX_SCALED,
-                "max_tokens_per_rank",
-                f"must leave the arena of a rank, {size} bytes, within 64 GiB",
-            )
+        self._check_tokens()
+        self._check_rows_of_groups()
+
+    def _require(self, name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise EPConfigError(f"{name} = {getattr(self, name)!r}: must be {rule}")
+
+    def _check_integer(self, name: str, most: int, multiple: int = 1, why: str = "") -> None:
+        """Make a field that is an integer a plain one. EPConfigError unless it is a multiple of `multiple` up to
+        `most`."""
+        value = getattr(self, name)
+        kind = "an integer" if multiple == 1 else f"a multiple of {multiple}"
+        ok = is_integer(value) and multiple <= value <= most and value % multiple == 0
+        self._require(name, ok, f"{kind} in [{multiple}, {most}]{why}")
+        object.__setattr__(self, name, int(value))
+
+    def _check_shared_expert(self) -> None:
+        allowed: tuple[bool, ...] = (True, False)
+        rule = "True or False"
+        if self.block_rows is not None:
+            allowed, rule = (False,), "False with block_rows"
+        elif self.is_rank_major:
+            allowed, rule = (False,), "False with rank-major rows"
+        given = self.fused_shared_expert
+        self._require("fused_shared_expert", isinstance(given, bool) and given in allowed, rule)
+
+    def _check_tokens(self) -> None:
+        """EPConfigError unless a rank has memory for `max_tokens_per_rank`, which becomes a plain integer."""
+        message, most, why = message_of(self.format, self.hidden).pitch, MAX_TOKENS_PER_RANK, ""
+        if most * message >= MAX_STRIDE:
+            most = (MAX_STRIDE - 1) // message
+            why = f": the messages of a rank, {message} bytes each, must stay below 2 GiB"
+        if self.format.scale is not None and self._arena_of(most).nbytes > MAX_SCALED:
+            most = bisect_right(range(1, most), MAX_SCALED, key=lambda tokens: self._arena_of(tokens).nbytes)
+            why = ": the arena of a rank must stay within 64 GiB"
+        self._check_integer("max_tokens_per_rank", most, why=why)
+
+    def _check_rows_of_groups(self) -> None:
+        """EPConfigError unless groups can have blocks of `block_rows`, or begin at multiples of `row_alignment`; these
+        become plain integers."""
         allowed = [alignment for alignment in ROW_ALIGNMENTS if alignment % self.format.row_alignment == 0]
-        require(
-            self.row_alignment is None or (is_integer(self.row_alignment) and self.row_alignment in allowed),
-            "row_alignment",
-            f"must be one of {', '.join(map(str, allowed))} for {self.dispatch_format}",
-        )
-        if self.row_alignment is not None:
-            object.__setattr__(self, "row_alignment", int(self.row_alignment))
+        names = ", ".join(map(str, allowed))
         if self.block_rows is not None:
             multiple = ATOM_ROWS if self.scales_as == ATOM else 1
             words = max(1, scale_words(self.format.scale_bytes(self.hidden)), self.is_rank_major * self.top_k)
-            most = MAX_BLOCK_ROWS // (self.groups * words)
-            good = is_integer(self.block_rows) and 1 <= self.block_rows <= most and self.block_rows % multiple == 0
+            most = MAX_BLOCK_ROWS // (self.groups * words) // multiple * multiple
+            good = is_integer(self.block_rows) and multiple <= self.block_rows <= most
             kind = f"a multiple of {multiple}" if multiple > 1 else "an integer"
-            require(good, "block_rows", f"must be None or {kind} in [1, {most}]")
-            require(self.row_alignment is None, "row_alignment", "must be None with block_rows")
-            require(not self.fused_shared_expert, "fused_shared_expert", "must be False with block_rows")
+            rule = f"None or {kind} in [{multiple}, {most}]"
+            self._require("block_rows", good and self.block_rows % multiple == 0, rule)
+            self._require("row_alignment", self.row_alignment is None, "None with block_rows")
             object.__setattr__(self, "block_rows", int(self.block_rows))
-        if self.is_rank_major:
-            require(not self.fused_shared_expert, "fused_shared_expert", "must be False with rank-major rows")
+        elif self.row_alignment is not None:
+            good = is_integer(self.row_alignment) and self.row_alignment in allowed
+            self._require("row_alignment", good, f"None or one of {names} for {self.dispatch_format}")
+            object.__setattr__(self, "row_alignment", int(self.row_alignment))
 
     @property
     def format(self) -> Format:
@@ -223,11 +237,14 @@ class EPConfig:
     @property
     def arena(self) -> Arena:
         """Byte map of one rank's symmetric memory."""
+        return self._arena_of(self.max_tokens_per_rank)
+
+    def _arena_of(self, tokens: int) -> Arena:
         return Arena(
             ranks=self.peers,
             local_experts=self.local_experts,
             top_k=self.top_k,
-            max_tokens=self.max_tokens_per_rank,
+            max_tokens=tokens,
             message=message_of(self.format, self.hidden),
             hidden=self.hidden,
             slots=return_slots(self.peers, self.top_k),

@@ -92,7 +92,7 @@ class DispatchBuffers:
         None: `cfg.max_rows`, which no routing can exceed. EPInputError: as `rows_for`, `check_capacity`."""
         made = {
             name: None if want is None else torch.empty(want[0], dtype=want[1], device=device)
-            for name, want in buffer_shapes(cfg, rows_for(cfg, check_capacity(capacity))).items()
+            for name, want in buffer_shapes(cfg, rows_for(cfg, check_capacity(cfg, capacity))).items()
         }
         buffers = cls(**made)
         buffers.__dict__["made_for"] = cfg
@@ -102,7 +102,7 @@ class DispatchBuffers:
     def carve(cls, cfg: EPConfig, device: torch.device | str, capacity: int | None = None) -> DispatchBuffers:
         """As `allocate`, in less of the host's time: all tensors but the rows and their scale factors share an
         allocation, so each of them keeps the others' memory, and `torch.save` wants copies of those of other types."""
-        whole, pieces = _parts(cfg, rows_for(cfg, check_capacity(capacity)))
+        whole, pieces = _parts(cfg, rows_for(cfg, check_capacity(cfg, capacity)))
         buffers = object.__new__(cls)
         own = buffers.__dict__
         for name, want in whole.items():
@@ -139,12 +139,13 @@ class DispatchBuffers:
         return f"DispatchBuffers({_extents(self)})"
 
 
-def check_capacity(capacity: int | None) -> int | None:
-    """It as a plain integer; EPInputError if it is no number of rows."""
+def check_capacity(cfg: EPConfig, capacity: int | None) -> int | None:
+    """It as a plain integer; EPInputError if it is no number of rows for which there can be buffers."""
     if capacity is None:
         return None
     if not (is_integer(capacity) and capacity >= 0):
-        raise EPInputError(f"capacity = {capacity!r}: must be an integer that is not negative")
+        rule = "an integer that is not negative" if cfg.block_rows is None else _blocks_rule(cfg)
+        raise EPInputError(f"capacity = {capacity!r}: must be {rule}")
     return int(capacity)
 
 
@@ -160,10 +161,18 @@ def check_blocks(cfg: EPConfig, name: str, rows: int) -> None:
     """EPInputError unless `rows` rows are whole blocks, no larger than `cfg.block_rows`; without blocks any number."""
     if cfg.block_rows is None:
         return
-    multiple = cfg.groups * (ATOM_ROWS if cfg.scales_as == ATOM else 1)
-    if not 0 < rows <= cfg.max_rows or rows % multiple:
-        rule = f"a multiple of {multiple} in [{multiple}, {cfg.max_rows}], {cfg.groups} blocks"
-        raise EPInputError(f"{name} = {rows}: must be {rule}")
+    if not 0 < rows <= cfg.max_rows or rows % _rows_of_blocks(cfg):
+        raise EPInputError(f"{name} = {rows}: must be {_blocks_rule(cfg)}")
+
+
+def _rows_of_blocks(cfg: EPConfig) -> int:
+    """The fewest rows that are a block for each group; others are multiples."""
+    return cfg.groups * (ATOM_ROWS if cfg.scales_as == ATOM else 1)
+
+
+def _blocks_rule(cfg: EPConfig) -> str:
+    least = _rows_of_blocks(cfg)
+    return f"a multiple of {least} in [{least}, {cfg.max_rows}], {cfg.groups} blocks"
 
 
 BUFFERS = tuple(field.name for field in fields(DispatchBuffers))

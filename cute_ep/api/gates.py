@@ -39,20 +39,19 @@ class Gate:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise EPConfigError(f"kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
-        for name in ("alpha", "limit"):
-            value = getattr(self, name)
-            if value is not None and not (is_number(value) and _is_float32(value)):
-                raise EPConfigError(f"{name} = {value!r}: must be a finite float32 number, or None")
-        if self.limit is not None and _float32(self.limit) <= 0:
-            raise EPConfigError(f"limit = {self.limit!r}: must be positive")
-        if self.offset not in (0, 1):
-            raise EPConfigError(f"offset = {self.offset!r}: must be 0 or 1")
         if self.kind != "silu" and self.alpha is not None:
             raise EPConfigError(f"alpha = {self.alpha!r}: must be None, {self.kind} has no factor")
-        if self.columns == 1 and (self.limit is not None or self.offset):
+        if self.alpha is not None and not (is_number(self.alpha) and _is_float32(self.alpha)):
+            raise EPConfigError(f"alpha = {self.alpha!r}: must be None or a finite float32 number")
+        if self.columns == 1 and (self.limit is not None or self.offset != 0):
             raise EPConfigError(
-                f"limit = {self.limit!r}, offset = {self.offset}: must be None and 0, {self.kind} has no up"
+                f"limit = {self.limit!r}, offset = {self.offset!r}: must be None and 0, {self.kind} has no up"
             )
+        finite = self.limit is None or (is_number(self.limit) and _is_float32(self.limit))
+        if not finite or (self.limit is not None and _float32(self.limit) <= 0):
+            raise EPConfigError(f"limit = {self.limit!r}: must be None or a positive finite float32 number")
+        if self.offset not in (0, 1):
+            raise EPConfigError(f"offset = {self.offset!r}: must be 0 or 1")
 
     @property
     def columns(self) -> int:

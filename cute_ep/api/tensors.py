@@ -90,8 +90,10 @@ def _has_shape(got: Sequence[int], shape: Sequence[int | None]) -> bool:
 
 
 def _shape_rule(name: str, got: Sequence[int], shape: Sequence[int | None]) -> str:
-    """The wanted extents, and how to come to them from a tensor with a batch and a sequence dimension."""
-    wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+    """The wanted extents, letters for those that other rules are about, and how to come to them from a tensor with a
+    batch and a sequence dimension."""
+    free = iter("nmk")  # not "any", which would promise that there is no other rule
+    wanted = ", ".join(next(free) if extent is None else str(extent) for extent in shape)
     more = len(got) - len(shape)
     if more <= 0 or len(shape) < 2 or shape[-1] not in (None, got[-1]):
         return f"({wanted})"

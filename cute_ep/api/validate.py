@@ -136,6 +136,14 @@ def check_global_scale(value: float, name: str = "global_scale") -> None:
         raise EPInputError(f"{name} = {value!r}: must be a number in [2**-100, 2**100]")
 
 
+def check_row_offsets(row_offsets: torch.Tensor, device: torch.device | str) -> int:
+    """How many groups of rows they are of; EPInputError unless they are [G + 1] int32, of at least one group."""
+    if isinstance(row_offsets, Tensor) and (row_offsets.dim() != 1 or row_offsets.shape[0] < 2):
+        raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must be (G + 1,), of at least 2 elements")
+    check_tensor("row_offsets", row_offsets, dtype=torch.int32, device=device)
+    return row_offsets.shape[0] - 1
+
+
 def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
     """EPInputError when rows that are quantised already come with an input scale."""
     if input_scale is not None:
@@ -146,10 +154,11 @@ def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
 def check_mode(cfg: EPConfig, mode: str, dispatched: Dispatched) -> None:
     """EPInputError unless `mode` is one of COMBINE_MODES, and for rank-major rows the partial one, or the batch was
     derived with other ids."""
-    if mode not in COMBINE_MODES:
-        raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(COMBINE_MODES)}")
     if cfg.is_rank_major and mode != "partial" and not dispatched.derived_ids:
         raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
+    if mode not in COMBINE_MODES:
+        modes = [known for known in COMBINE_MODES if known != "unweighted" or not cfg.fused_shared_expert]
+        raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(modes)}")
 
 
 def check_batch(

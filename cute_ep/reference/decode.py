@@ -12,7 +12,7 @@ from cute_ep.api.modes import no_modes
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, as_own_types, payload_columns, payload_types, scale_types
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.types import FormatName, ScaleLayout
-from cute_ep.api.validate import check_global_scale
+from cute_ep.api.validate import check_global_scale, check_row_offsets
 from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.scales import ATOM, ATOM_BYTES, ATOM_ROWS, LINEAR, WORD_BYTES, scale_words
 from cute_ep.reference.formats import MODELS, as_format, row_chunks
@@ -49,7 +49,8 @@ def dequantize(
         fmt: a format or its name.
         global_scale: the input scale G of the rows: a number, a float32 tensor of one element, or one for each group,
             [G]. The values of tensors are checked on the CPU only.
-        scale_layout: how the scale factors lie; None: the format's default. Rows of `quantize` have only one.
+        scale_layout: how the scale factors lie; None: as the batch's configuration says, where it is known, else the
+            format's default. Rows of `quantize` have only one.
         row_offsets, scales_offsets: as `fused_silu` was given them. A batch has its own.
 
     Returns:
@@ -83,11 +84,7 @@ def dequantize(
         check_tensor("rows.row_scales", row_scales, shape=(count,), dtype=torch.bfloat16, device=device)
     elif row_scales is not None:
         raise EPInputError(f"rows.row_scales = {type(row_scales).__name__}: must be None, {fmt.name} has none")
-    if row_offsets is not None:
-        check_tensor("row_offsets", row_offsets, shape=(None,), dtype=torch.int32, device=device)
-        if row_offsets.shape[0] < 2:
-            raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must have at least 2 elements")
-    groups = 1 if row_offsets is None else row_offsets.shape[0] - 1
+    groups = 1 if row_offsets is None else check_row_offsets(row_offsets, device)
     if (scales_offsets is not None) != (layout == ATOM and row_offsets is not None):
         given_offsets = "None" if scales_offsets is None else "tensor"
         raise EPInputError(
@@ -105,13 +102,10 @@ def _check_payload(name: str, payload: torch.Tensor, fmt: Format) -> int:
     """Elements of a row of payload; EPInputError unless it has rows of `fmt`."""
     types = payload_types(fmt)
     check_tensor(name, payload, shape=(None, None), dtype=types)
-    hidden = payload.shape[1] * payload.itemsize * 8 // fmt.bits
-    try:
-        fmt.check_hidden(hidden)
-    except ValueError as error:
-        raise EPInputError(f"{name}: {error}") from None
-    check_tensor(name, payload, shape=(None, payload_columns(fmt, hidden)), dtype=types)
-    return hidden
+    columns, least = payload.shape[1], payload_columns(fmt, fmt.multiple)
+    if columns <= 0 or columns % least:
+        raise EPInputError(f"{name}.shape[1] = {columns}: must be a positive multiple of {least} for {fmt.name}")
+    return columns // least * fmt.multiple
 
 
 def _check_scales(
@@ -128,25 +122,45 @@ def _check_scales(
         layout = fmt.scale_layout(scale_layout)
     except ValueError as error:
         raise EPInputError(str(error)) from None
+    if isinstance(rows, DispatchBuffers) and rows.made_for is not None and scale_layout is None:
+        layout = rows.made_for.scales_as if rows.made_for.format is fmt else layout
     if fmt.scale is None:
         if scales is not None:
             raise EPInputError(f"rows.scales = {type(scales).__name__}: must be None, {fmt.name} has none")
         return None
-    count, words = payload.shape[0], scale_words(fmt.scale_bytes(hidden))
+    count = payload.shape[0]
     shape: tuple[int | None, ...]
     if isinstance(rows, QuantizedRows):  # which may be a view of padded rows
         layout, shape = None, (count, hidden // fmt.block)
         scales = scales.contiguous() if isinstance(scales, torch.Tensor) else scales
-    elif layout == ATOM:
-        shape = (None, words, 32, ATOM_ROWS // 32, WORD_BYTES)
     else:
-        shape = (count, words * WORD_BYTES // fmt.scale_itemsize) if layout == LINEAR else (words, count)
+        shapes = {one: _scale_shape(fmt, one, count, hidden) for one in fmt.scale_layouts}
+        shape = shapes[str(layout)]
+        if isinstance(scales, torch.Tensor) and not _fits(scales, shape):
+            for other in (one for one in shapes if _fits(scales, shapes[one])):
+                chosen = f"scale_layout = {layout!r}{'' if scale_layout else ', the default'}"
+                raise EPInputError(f"{chosen}: must be {other!r} for rows.scales.shape = {tuple(scales.shape)}")
     check_tensor("rows.scales", scales, shape=shape, dtype=scale_types(fmt), device=payload.device)
     if layout == ATOM and scales is not None and scales.shape[0] * ATOM_ROWS < count:
         raise EPInputError(
-            f"rows.scales.shape[0] = {scales.shape[0]}: must be a block for {ATOM_ROWS} rows, of {count}"
+            f"rows.scales.shape[0] = {scales.shape[0]}: must be at least {-(-count // ATOM_ROWS)}, a block for "
+            f"{ATOM_ROWS} rows each"
         )
     return layout
+
+
+def _scale_shape(fmt: Format, layout: str, rows: int, hidden: int) -> tuple[int | None, ...]:
+    """Shape of the scale factors of rows in a layout; None for any extent."""
+    words = scale_words(fmt.scale_bytes(hidden))
+    if layout == ATOM:
+        return (None, words, 32, ATOM_ROWS // 32, WORD_BYTES)
+    return (rows, words * WORD_BYTES // fmt.scale_itemsize) if layout == LINEAR else (words, rows)
+
+
+def _fits(tensor: torch.Tensor, shape: tuple[int | None, ...]) -> bool:
+    return tensor.dim() == len(shape) and all(
+        want in (None, got) for got, want in zip(tensor.shape, shape, strict=True)
+    )
 
 
 def _check_global(global_scale: float | torch.Tensor, groups: int, device: torch.device) -> None:

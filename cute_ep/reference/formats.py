@@ -19,6 +19,7 @@ from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.formats import (
     BF16,
+    FORMATS,
     FP8,
     FP8_POW2,
     MXFP4,
@@ -26,7 +27,6 @@ from cute_ep.layouts.maps.formats import (
     NVFP4,
     NVFP4_ROW,
     Format,
-    format_named,
 )
 
 CHUNK_ELEMENTS = 1 << 22
@@ -290,10 +290,11 @@ MODELS: dict[Format, Model] = {
 
 def as_format(fmt: Format | str) -> Format:
     """`fmt` or the format of that name; EPInputError lists the known ones."""
-    try:
-        return fmt if isinstance(fmt, Format) else format_named(fmt)
-    except ValueError as error:
-        raise EPInputError(str(error)) from None
+    if isinstance(fmt, Format):
+        return fmt
+    if not isinstance(fmt, str) or fmt not in FORMATS:
+        raise EPInputError(f"fmt = {fmt!r}: must be one of {', '.join(FORMATS)}")
+    return FORMATS[fmt]
 
 
 def check_x(x: torch.Tensor, fmt: Format) -> None:
@@ -306,7 +307,9 @@ def check_x(x: torch.Tensor, fmt: Format) -> None:
 
 
 def as_global_scale(value: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """[] float32 on `device`; EPInputError unless `value` is in [2**-100, 2**100]."""
+    """[] float32 on `device`; EPInputError unless `value` is one number in [2**-100, 2**100]."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise EPInputError(f"global_scale.shape = {tuple(value.shape)}: must have one element")
     check_global_scale(value.item() if isinstance(value, torch.Tensor) else value)
     return torch.as_tensor(value, dtype=torch.float32, device=device).reshape(())
 

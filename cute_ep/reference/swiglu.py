@@ -29,7 +29,7 @@ def _split(
     """(g, z, factor) in float64, such that y = g * sigmoid(z) * factor; relu squared: (max(g, 0), nothing, nothing)."""
     check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16)
     if x.shape[1] % gate.columns:
-        raise EPInputError(f"x.shape[1] = {x.shape[1]}: must be even, a gate and an up projection side by side")
+        raise EPInputError(f"x.shape[1] = {x.shape[1]}: must be even, a gate and an up element for each output")
     rows = x.float()
     if bias is not None:
         check_tensor("bias", bias, shape=x.shape, dtype=torch.bfloat16, device=x.device)

@@ -293,7 +293,7 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
 def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:
     """EPConfigError for what is wrong on any device."""
     if sms is not None and not (is_integer(sms) and sms > 0):
-        raise EPConfigError(f"sms = {sms!r}: must be a positive integer")
+        raise EPConfigError(f"sms = {sms!r}: must be an integer from 1 to the number of SMs")
     if not isinstance(tuning, Tuning | None):
         raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
     if not isinstance(hooks, Hooks):

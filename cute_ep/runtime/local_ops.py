@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import Literal, overload
 
 import torch
@@ -16,7 +17,7 @@ from cute_ep.api.modes import no_modes
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.api.tensors import check_tensor, check_written
 from cute_ep.api.types import FormatName, ScaledFormat, ScaleLayout, SwigluFormat
-from cute_ep.api.validate import check_global_scale, check_input_scale
+from cute_ep.api.validate import check_global_scale, check_input_scale, check_row_offsets
 from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import TILE_ELEMENTS, WARPS
 from cute_ep.layouts.maps.local_arguments import CopyArgs, RowsArgs
@@ -53,13 +54,11 @@ def quantize(
         EPInputError: an argument breaks its rule. Nothing was launched.
         VariantMissing: the kernel is not in the library.
     """
-    record = _format(fmt)
-    if not record.scale:
-        raise EPInputError(f"fmt = {fmt!r}: must have scales, there is nothing to quantise")
+    record = _format(fmt, [known for known in FORMATS.values() if known.scale], ", formats with scales")
     rows, hidden = _check_rows(record, x, halves=1)
+    if input_scale is not None and record.global_scale:
+        check_tensor("input_scale", input_scale, dtype=torch.float32, device=x.device)
     check_input_scale(record, input_scale)
-    if input_scale is not None:
-        check_tensor("input_scale", input_scale, shape=(1,), dtype=torch.float32, device=x.device)
     if not _on_gpu("x", x):
         if input_scale is not None:
             check_global_scale(input_scale.item(), "input_scale")
@@ -166,10 +165,7 @@ def fused_silu(
         EPInputError: an argument breaks its rule. Nothing was launched.
         VariantMissing: the kernel is not in the library.
     """
-    record = _format(fmt)
-    if record.row_scale:
-        names = ", ".join(known.name for known in FORMATS.values() if not known.row_scale)
-        raise EPInputError(f"fmt = {fmt!r}: must be a format without row scales, one of {names}")
+    record = _format(fmt, [known for known in FORMATS.values() if not known.row_scale], ", formats without row scales")
     if not isinstance(gate, Gate):
         raise EPInputError(f"gate = {gate!r}: must be a cute_ep.Gate")
     if interleaved and gate.columns == 1:
@@ -177,10 +173,7 @@ def fused_silu(
     rows, width = _check_rows(record, x, halves=gate.columns)
     groups = 1
     if row_offsets is not None:
-        check_tensor("row_offsets", row_offsets, shape=(None,), dtype=torch.int32, device=x.device)
-        groups = row_offsets.shape[0] - 1
-        if groups < 1:
-            raise EPInputError(f"row_offsets.shape = {tuple(row_offsets.shape)}: must have at least 2 elements")
+        groups = check_row_offsets(row_offsets, x.device)
     layout = _scale_layout(record, scale_layout)
     if (scales_offsets is not None) != (layout == ATOM and row_offsets is not None):
         rule = f"with row_offsets and scales in layout {ATOM}"
@@ -194,8 +187,8 @@ def fused_silu(
     if input_scales is not None:
         if not record.global_scale:
             raise EPInputError(f"input_scales = tensor: must be None, format {fmt} has no global scale")
-        check_tensor("input_scales", input_scales, shape=(None,), dtype=torch.float32, device=x.device)
-        if input_scales.shape[0] not in (1, groups):
+        check_tensor("input_scales", input_scales, dtype=torch.float32, device=x.device)
+        if input_scales.shape not in ((1,), (groups,)):
             rule = "(1,)" if groups == 1 else f"(1,) or ({groups},)"
             raise EPInputError(f"input_scales.shape = {tuple(input_scales.shape)}: must be {rule}")
     if bias is not None:
@@ -238,9 +231,11 @@ def fused_silu(
     return payload if scales is None else SwigluRows(payload, scales)
 
 
-def _format(name: str) -> Format:
-    if not isinstance(name, str) or name not in FORMATS:
-        raise EPInputError(f"fmt = {name!r}: must be one of {', '.join(FORMATS)}")
+def _format(name: str, allowed: Iterable[Format] = FORMATS.values(), why: str = "") -> Format:
+    """The format of that name; EPInputError unless it is one of those that are allowed."""
+    names = [fmt.name for fmt in allowed]
+    if not isinstance(name, str) or name not in names:
+        raise EPInputError(f"fmt = {name!r}: must be one of {', '.join(names)}{why}")
     return FORMATS[name]
 
 
@@ -248,14 +243,13 @@ def _check_rows(record: Format, x: torch.Tensor, halves: int) -> tuple[int, int]
     """(rows, elements of one output row) of a source tensor with `halves` elements for each."""
     check_tensor("x", x, shape=(None, None), dtype=torch.bfloat16, alignment=VECTOR_BYTES)
     rows, columns = x.shape
-    if columns % halves:
-        raise EPInputError(f"x.shape[1] = {columns}: must be even, a gate and an up element for each output")
-    try:
-        record.check_hidden(columns // halves, "x.shape[1]" if halves == 1 else f"x.shape[1] / {halves}")
-    except ValueError as error:
-        raise EPInputError(str(error)) from None
-    if rows > MAX_ROWS or columns > halves * MAX_HIDDEN:
-        raise EPInputError(f"x.shape = {(rows, columns)}: must not exceed ({MAX_ROWS}, {halves * MAX_HIDDEN})")
+    least, most = halves * record.multiple, halves * MAX_HIDDEN
+    if not least <= columns <= most or columns % least:
+        pairs = ", a gate and an up element for each output" if halves > 1 else ""
+        rule = f"a multiple of {least} in [{least}, {most}] for {record.name}{pairs}"
+        raise EPInputError(f"x.shape[1] = {columns}: must be {rule}")
+    if rows > MAX_ROWS:
+        raise EPInputError(f"x.shape[0] = {rows}: must not exceed {MAX_ROWS}")
     return rows, columns // halves
 
 

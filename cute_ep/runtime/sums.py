@@ -41,8 +41,8 @@ def sum_rows(
     """
     device = batch.row_map.device
     check_tensor("rows", rows, shape=(None, None), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
-    if rows.shape[1] % (VECTOR_BYTES // 2):
-        raise EPInputError(f"rows.shape[1] = {rows.shape[1]}: must be a multiple of {VECTOR_BYTES // 2}")
+    if not rows.shape[1] or rows.shape[1] % (VECTOR_BYTES // 2):
+        raise EPInputError(f"rows.shape[1] = {rows.shape[1]}: must be a positive multiple of {VECTOR_BYTES // 2}")
     sources, tokens, top_k = batch.row_map.shape
     room = min(len(rows), sources * tokens)
     sums, last_map = rows.new_empty(room, rows.shape[1]), torch.empty_like(batch.row_map)

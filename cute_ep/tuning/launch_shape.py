@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, MANY_SLICES, MAX_SLICES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
@@ -46,7 +47,7 @@ class Entry:
         split_from: CTAs from which on some only send and the others only receive; of fewer, every one does both.
 
     Raises:
-        EPConfigError: a field breaks its rule (the message has them).
+        EPConfigError: a field breaks its rule.
     """
 
     tokens: int
@@ -58,13 +59,16 @@ class Entry:
     split_from: int = 4
 
     def __post_init__(self) -> None:
-        counts = self.tokens, self.grid, self.slices, self.most_senders, self.split_from
-        whole = all(isinstance(number, int) and number > 0 for number in counts)
-        if not whole or not 0 <= self.senders < 1 or self.slices not in slices_for(self.tokens):
-            raise EPConfigError(
-                f"{self}: must be positive integers, senders in [0, 1), slices a power of two of at most {MAX_SLICES}, "
-                f"{MANY_SLICES} for more than {LAMPORT_TOKENS} tokens"
-            )
+        for name in ("tokens", "grid", "most_senders", "split_from"):
+            value = getattr(self, name)
+            if not is_integer(value) or value <= 0:
+                raise EPConfigError(f"{name} = {value!r}: must be a positive integer")
+        if not is_number(self.senders) or not 0 <= self.senders < 1:
+            raise EPConfigError(f"senders = {self.senders!r}: must be a number in [0, 1)")
+        allowed = slices_for(self.tokens)
+        if not is_integer(self.slices) or self.slices not in allowed:
+            names = ", ".join(map(str, allowed))
+            raise EPConfigError(f"slices = {self.slices!r}: must be one of {names} for {self.tokens} tokens")
 
 
 class Shape(NamedTuple):

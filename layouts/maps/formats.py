@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import lcm
 
 from cute_ep.layouts.maps.record import Int
 
@@ -63,23 +64,22 @@ class Format:
         """Bytes of one row's scale factors; 0 when the format has none."""
         return hidden // self.block * self.scale_itemsize
 
+    @property
+    def multiple(self) -> int:
+        """Least number of elements of a row that are whole blocks and whole 16-byte vectors; rows are multiples."""
+        return lcm(self.block, VECTOR_BYTES * 8 // self.bits)
+
     def check_hidden(self, hidden: int, name: str = "hidden") -> None:
-        """Raise ValueError unless rows of `hidden` elements, which the caller calls `name`, are whole blocks and whole
-        16-byte vectors."""
-        if hidden <= 0 or hidden % self.block:
-            raise ValueError(f"{name} = {hidden}: must be a positive multiple of the {self.name} block {self.block}")
-        if self.payload_bytes(hidden) % VECTOR_BYTES or hidden * self.bits % 8:
-            raise ValueError(
-                f"{name} = {hidden}: a {self.name} row takes {self.bits * hidden / 8:g} bytes, "
-                f"which must be a multiple of {VECTOR_BYTES}"
-            )
+        """Raise ValueError unless `hidden` elements, which the caller calls `name`, can be a row."""
+        if hidden <= 0 or hidden % self.multiple:
+            raise ValueError(f"{name} = {hidden}: must be a positive multiple of {self.multiple} for {self.name}")
 
     def scale_layout(self, wanted: str | None) -> str | None:
         """`wanted`, or for None the default (None for a format without scale factors); ValueError unless it is one of
         `scale_layouts`."""
         if wanted is not None and wanted not in self.scale_layouts:
             known = ", ".join(self.scale_layouts)
-            rule = f"one of {known} for {self.name}" if known else f"None, {self.name} has no scale factors"
+            rule = f"None or one of {known} for {self.name}" if known else f"None, {self.name} has no scale factors"
             raise ValueError(f"scale_layout = {wanted!r}: must be {rule}")
         return wanted or next(iter(self.scale_layouts), None)
 
@@ -96,13 +96,6 @@ NVFP4 = Format("nvfp4", "e2m1", 16, "e4m3", global_scale=True, scale_layouts=_BY
 NVFP4_ROW = Format("nvfp4_row", "e2m1", 16, "e4m3", row_scale=True, scale_layouts=_BYTE_SCALES)
 
 FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, FP8, FP8_POW2, MXFP8, MXFP4, NVFP4, NVFP4_ROW)}
-
-
-def format_named(name: str) -> Format:
-    """The registered format called `name`; ValueError lists the known ones."""
-    if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"format = {name!r}: must be one of {', '.join(FORMATS)}")
-    return FORMATS[name]
 
 
 def formats_of(hidden: int, formats: Iterable[str] = FORMATS) -> list[str]:

@@ -26,7 +26,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
         ),
         pytest.param(
             lambda x, ids, w: (x[:, :16].contiguous(), ids, w),
-            r"x\.shape = \(2, 16\): must be \(any, 32\)",
+            r"x\.shape = \(2, 16\): must be \(n, 32\)",
             id="narrow x",
         ),
         pytest.param(lambda x, ids, w: (x[0], ids, w), r"x\.shape", id="x of one token"),

@@ -53,9 +53,9 @@ def test_the_reference_backend_has_no_hooks() -> None:
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"sms": 0}, "sms = 0: must be a positive integer"),
-        ({"sms": 2.5}, "sms = 2.5: must be a positive integer"),
-        ({"sms": True}, "sms = True: must be a positive integer"),
+        ({"sms": 0}, "sms = 0: must be an integer from 1 to the number of SMs"),
+        ({"sms": 2.5}, "sms = 2.5: must be an integer from 1 to the number of SMs"),
+        ({"sms": True}, "sms = True: must be an integer from 1 to the number of SMs"),
         ({"library": "nowhere"}, "library = 'nowhere': must be a folder"),
         ({"tuning": "fast"}, "tuning = str: must be a Tuning"),
     ],
