@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cute_ep.layouts.maps.routing import BEYOND, INPUT_ERRORS, Phase
 
@@ -42,8 +42,9 @@ class VariantMissing(EPError, LookupError):
     """No compiled kernel fits: carries the command that builds it."""
 
 
-def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) -> None:
-    """EPInputError unless `found` is empty: (index, expected, seen) of each kind out of INPUT_ERRORS."""
+def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]], others: Sequence[str] = ()) -> None:
+    """EPInputError unless both are empty: `found`, (index, expected, seen) of each kind out of INPUT_ERRORS, and what
+    else is wrong, in words."""
     texts = []
     for phase in INPUT_ERRORS:
         if phase in found:
@@ -55,5 +56,5 @@ def raise_input_error(rank: int, found: Mapping[Phase, tuple[int, int, int]]) ->
             else:
                 value = f"{BEYOND} or beyond 32 bits" if seen == BEYOND else seen
                 texts.append(f"topk_ids.flatten()[{index}] = {value}: must be -1 or in [0, {expected})")
-    if texts:
-        raise EPInputError(f"rank {rank}: {'; '.join(texts)}")
+    if texts or others:
+        raise EPInputError(f"rank {rank}: {'; '.join([*texts, *others])}")

@@ -12,7 +12,8 @@ import torch
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
-from cute_ep.api.errors import EPError
+from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.finite import FiniteCheck
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.tensors import check_apart, check_tensor, overlap
 from cute_ep.api.types import CombineMode
@@ -84,6 +85,34 @@ class EPCommunicator(ABC):
     def closed(self) -> bool:
         """Whether `close` has been called."""
         return self._closed
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether dispatches look for NaN and infinities in what this rank sends; False, and may be set at any time.
+
+        Formats that quantise hide some of them (docs/reference.md, "NaN and infinities"). A call that finds one sends
+        as it would without the check, so no rank waits for this one, and the next `synchronize` raises EPInputError
+        with the first token of the first such call: "rank 2: token 17 of dispatch call 5 has a NaN". The check reads
+        `x` once more with operations of torch on the current stream, and takes about a dozen of their launches a call;
+        of rows that come quantised it reads elements and scale factors, and needs memory for as many bytes. CUDA graphs
+        that were captured with it look in each replay, also once it is off.
+
+        Raises:
+            EPInputError: set to what is neither True nor False.
+            EPError: set while a CUDA graph is being captured, or after `close`.
+        """
+        return self._check_finite
+
+    @check_finite.setter
+    def check_finite(self, value: bool) -> None:
+        self._check_usable()
+        if not isinstance(value, bool):
+            raise EPInputError(f"check_finite = {value!r}: must be True or False")
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise EPError("check_finite: must be set before a CUDA graph is captured")
+        if value and self._finite is None:
+            self._finite = FiniteCheck(self.cfg, self.device)  # kept for good: a graph may write to its memory
+        self._check_finite = value
 
     @abstractmethod
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
@@ -285,7 +314,8 @@ class EPCommunicator(ABC):
             EPTimeout: a peer did not arrive in time; names the peers, the phase, and what was awaited and seen.
             EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
                 another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
-            EPInputError: an expert id outside [-1, num_experts), or more rows than the output buffers hold; once.
+            EPInputError: an expert id outside [-1, num_experts), more rows than the output buffers hold, or what
+                `check_finite` found; once.
         """
 
     @abstractmethod
@@ -304,6 +334,18 @@ class EPCommunicator(ABC):
     _dispatches: Rounds
     _combines: Rounds
     _weights_dtype: torch.dtype | None = torch.float32  # of router weights; None: any, a hook reads them
+    _check_finite: bool = False
+    _finite: FiniteCheck | None = None
+
+    def _look(self, given: DispatchInput) -> None:
+        """Look at what is sent next, where the caller wants that."""
+        if self._check_finite and self._finite is not None:
+            self._finite.look(given)
+
+    def _looked(self) -> list[str]:
+        """What was found since the last time."""
+        found = self._finite.take() if self._check_finite and self._finite is not None else None
+        return [] if found is None else [found]
 
     @abstractmethod
     def _check_usable(self) -> None:

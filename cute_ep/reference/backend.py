@@ -116,7 +116,7 @@ class ReferenceCommunicator(EPCommunicator):
             self._failure = self._failure or collective.overdue(self.rank)
         self._raise_failure()
         wrong, self._wrong_input = self._wrong_input, {}
-        raise_input_error(self.rank, wrong)
+        raise_input_error(self.rank, wrong, self._looked())
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
         self._check_usable()
@@ -152,6 +152,7 @@ class ReferenceCommunicator(EPCommunicator):
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
         pending = OwnPending(given.topk_ids, given.router_weights, 0, ())
         pending.read_again = ReadAgain(copied(given.topk_ids), copied(given.router_weights))
+        self._look(given)
         self._join(self._exchange.dispatch, pending, source)
         return pending
 

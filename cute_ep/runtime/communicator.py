@@ -113,6 +113,7 @@ class Communicator(EPCommunicator):
             if planned:
                 self._check_usable()
                 self._dispatches.check_fused()
+            self._look(given)
             count = self._dispatches.count_fused
             self._launch(kernel, shape, call, sent.keep_alive, count, buffers=buffers, planned_on=planned_on)
             return self._result(sent, buffers)
@@ -123,6 +124,7 @@ class Communicator(EPCommunicator):
         sent, shape, ids, sending = self._prepare_send("dispatch_async", given)
         call = dispatch_numbers(shape.grid, shape.shared, ids, sending, (), ())
         kernel = self._kernels[self._send_kernel("dispatch_async", given)]
+        self._look(given)
         self._launch(kernel, shape, call, sent.keep_alive, self._dispatches.count_sent, sent)
         return sent
 
@@ -263,7 +265,7 @@ class Communicator(EPCommunicator):
             self._streams |= used
             raise
         self._status.raise_failure()
-        self._status.raise_input_error()
+        self._status.raise_input_error(self._looked())
 
     def close(self) -> None:
         """Release the communicator's memory. After a timeout the arena is kept, since peers may still write to it."""

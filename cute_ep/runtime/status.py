@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord
@@ -49,14 +51,15 @@ class Status:
         phases = sorted({Phase(record[0]).name for record in missing.values()})
         raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
 
-    def raise_input_error(self) -> None:
-        """EPInputError when a kernel found this rank's input wrong, once; of each kind the latest is told."""
+    def raise_input_error(self, others: Sequence[str] = ()) -> None:
+        """EPInputError when a kernel found this rank's input wrong, once; of each kind the latest is told. `others`:
+        what else is wrong, in words."""
         found = {}
         for number, (phase, index, expected, seen) in list(enumerate(self._records()))[len(self.peers) :]:
             if phase:
                 self.memory.words[len(StatusWord) * number] = Phase.NONE
                 found[Phase(phase)] = index, expected, seen - (1 << 32) if seen >> 31 else seen
-        raise_input_error(self.rank, found)
+        raise_input_error(self.rank, found, others)
 
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of every kind of input error."""
