@@ -12,6 +12,25 @@ ID_TYPES = (torch.int32, torch.int64)
 """Element types of `topk_ids`."""
 
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size, whatever its strides. A view of another size needs a stride of 1 in
+    the last dimension, which a contiguous tensor may not have where that has one element."""
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory of a contiguous tensor, with the strides of a new one, also in dimensions of one element."""
+    strides, step = [], 1
+    for extent in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(1, extent)
+    return tensor.as_strided(tensor.shape, strides[::-1])
+
+
 class QuantizedRows(NamedTuple):
     """Rows in a token format, scale factors row-major.
 

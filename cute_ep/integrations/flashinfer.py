@@ -18,6 +18,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.connections import release, share
 from cute_ep.integrations.versions import require
@@ -265,7 +266,7 @@ class CuteEPCommunication(MoEEpCommunication):
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return with_plain_strides(tensor.contiguous()).view(torch.uint8)
 
 
 def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:

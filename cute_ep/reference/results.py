@@ -18,7 +18,7 @@ from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
-from cute_ep.api.row_tensors import QuantizedRows
+from cute_ep.api.row_tensors import QuantizedRows, as_bits
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
@@ -49,7 +49,7 @@ class ReadAgain:
 
 
 def _check_unchanged(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
-    if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
+    if not torch.equal(as_bits(before), as_bits(now)):
         raise EPInputError(f"{name}: changed since dispatch; combine reads it again, so leave it until then")
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from cute_ep.api.row_tensors import as_bits
 
 
 def _bits(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device).view(_BITS[tensor.element_size()])
+    return as_bits(tensor.detach().to(device))
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:

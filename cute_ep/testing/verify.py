@@ -15,6 +15,7 @@ import torch
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
@@ -34,7 +35,7 @@ GUARD_BYTES = 1 << 16
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill every byte of `tensor` with POISON."""
     if tensor.numel():
-        tensor.view(torch.uint8).fill_(POISON)
+        with_plain_strides(tensor).view(torch.uint8).fill_(POISON)
     return tensor
 
 

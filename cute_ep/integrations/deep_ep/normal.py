@@ -23,6 +23,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.connections import Connections, config_of, room_for
 from cute_ep.integrations.counts import Counting
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
@@ -281,7 +282,7 @@ def padded(words: torch.Tensor) -> torch.Tensor:
 
 def as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     """[T, hidden / 128] float32 that has the words of `scales` first."""
-    words, columns = scales.contiguous().view(torch.float32), hidden // FP8.block
+    words, columns = with_plain_strides(scales.contiguous()).view(torch.float32), hidden // FP8.block
     if words.shape[1] > columns:
         raise EPInputError(f"x[1].shape[1] = {words.shape[1]}: must not exceed hidden / {FP8.block} = {columns}")
     if words.shape[1] == columns:
