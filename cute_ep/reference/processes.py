@@ -16,7 +16,6 @@ import secrets
 import selectors
 import socket
 import struct
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -182,14 +181,15 @@ class Mail:
         Returns:
             The peers that did not take their message in time: what is sent to them next would be taken for its rest.
         """
-        deadline = time.monotonic() + self._timeout_s
+        wait = Wait(self._timeout_s, LOG)
         whole = memoryview(HEADER.pack(*key, len(message)) + message)
         unsent = dict.fromkeys(self._to, whole)
         with selectors.DefaultSelector() as selector:
             for peer, link in self._to.items():
                 selector.register(link, selectors.EVENT_WRITE, peer)
-            while unsent and (left := deadline - time.monotonic()) > 0:
-                for ready, _ in selector.select(left):
+            while unsent and wait.left > 0:
+                wait.say(self.rank, f"rank(s) {sorted(unsent)}", f"take the message of round {key[1]}")
+                for ready, _ in selector.select(wait.until_word):
                     peer = ready.data
                     try:
                         unsent[peer] = unsent[peer][self._to[peer].send(unsent[peer]) :]

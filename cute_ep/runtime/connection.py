@@ -142,6 +142,9 @@ def connect(
 ) -> EPCommunicator:
     """This process's communicator, on its current CUDA device; collective over `group`, and so is its `close`.
 
+    The ranks meet through the group's store, so it is no collective of the group itself. Groups of the same ranks
+    connect in the same order on all of them, also from several threads.
+
     Memory is exchanged by CUDA IPC, so all ranks must be on one machine. Where no rank has a GPU it is the reference
     backend, on the CPU (`cute_ep.reference.processes`), whose calls wait for their results.
 

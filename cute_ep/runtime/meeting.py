@@ -12,6 +12,8 @@ meet these ranks, which an atomic counter in the store counts for each rank:
   that counted one attempt. So ranks that try again after an error come to have equal numbers, however late one was.
 - A rank that leaves out an attempt, or is killed, writes nothing. The others wait for it until their time is over, or
   until they see that its process has ended. What they say has the numbers of the ranks that are behind.
+- Who waits for ranks that are ahead, which have left without a word (killed, and started again with the same store),
+  ends the meeting: they will not come back to it.
 
 A meeting has steps. In each a rank writes its part, waits for the parts of all, and reads them. One key, the state, is
 "<steps completed> <why the meeting has ended, if it has>". It changes by compare-and-set only, so all ranks see the
@@ -21,6 +23,7 @@ before completes no step any more. So ranks never part with one half connected.
 | wait | ends by |
 | --- | --- |
 | for the parts of a step | the last rank's part; a reason in the state; the time; the end of a missing rank's process |
+| for the first step too | a missing rank's higher number |
 
 Groups of the same ranks share their numbers: torch may give one group other names on other ranks, and the same name
 twice. So they connect in the same order on all ranks; a rank that connects another group than its peers is told, where
@@ -54,6 +57,8 @@ meet, where torch does not know the group's timeout."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.001, 0.05
 """Times between looks at the store: Python serves signals in between. A wait of the store itself would log each time
 that is over."""
+SURELY_S = 1.0
+"""Longer than a rank, on another thread of which the next meeting begins, takes between its number and its part."""
 STATE = "state"
 """Key of "<steps completed> <why the meeting has ended>"."""
 
@@ -200,6 +205,8 @@ class Meeting:
             gone = [rank for rank in gone if not self._store.check([keys[rank]])]  # perhaps its last act
             if gone:
                 self._settle(f"{self._named(gone)} ended before they could {doing}")
+            elif ahead := self._ahead(missing) if self._step == 1 and wait.elapsed > SURELY_S else []:
+                self._settle(f"{self._named(ahead)} left attempt {self._number} to {doing} for a later one")
             elif wait.left <= 0 and missing:
                 waited = f"rank {self.rank} waited {seconds:g} s for"
                 self._settle(f"{waited} {self._named(missing)} to {doing}{self._behind(missing)}")
@@ -233,6 +240,10 @@ class Meeting:
     def _state(self) -> _State:
         done, _, reason = self._store.get(STATE).decode().partition(" ")
         return _State(int(done), reason)
+
+    def _ahead(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have begun a later meeting."""
+        return [rank for rank in ranks if self._counts.add(f"began/{rank}", 0) > self._number]
 
     def _behind(self, ranks: Sequence[int]) -> str:
         """How often ranks have begun to meet, of those that have more than this attempt to make up for."""

@@ -191,6 +191,25 @@ def test_ranks_that_try_again_meet_however_many_attempts_the_late_one_missed(mon
         assert "makes attempt 2, rank 1 has made 0" in words[1] and words[2] == str(["here"] * RANKS)
 
 
+def test_a_rank_that_waits_for_one_that_is_ahead_is_told_and_meets_it_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has begun an attempt and left it without a word, as one that was killed and started again."""
+    monkeypatch.setattr(meeting, "SURELY_S", 0.2)
+    began = time.monotonic()
+
+    def meet(rank: int) -> list[str]:
+        if rank == 0:
+            meeting.dist.PrefixStore("cute_ep/0,1,2", meeting._get_default_store()).add("began/0", 1)
+            return [str(Meeting(None).gather("here"))]
+        with pytest.raises(EPError) as caught:
+            Meeting(None)
+        return [str(caught.value), str(Meeting(None).gather("here"))]
+
+    first, *others = collective(monkeypatch, meet)
+    assert first == [str(["here"] * RANKS)] and time.monotonic() - began < 20
+    for told, met in others:  # type: ignore[misc]
+        assert "rank(s) [0] left attempt 1 to connect for a later one" in told and met == str(["here"] * RANKS)
+
+
 def test_ranks_that_call_something_else_are_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
     got = collective(monkeypatch, lambda rank: Meeting(None, "call barrier" if rank == 2 else "connect"))
     wants = "rank 0 wants to connect, rank 1 wants to connect, rank 2 wants to call barrier"
