@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import pytest
 from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: threads of several workers on a core wait for each other
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ["OMP_NUM_THREADS"] = str(max(1, share))
 
 from tests.fake_gpu import gpus, launches, local_launches, make_rank, rank
 

@@ -30,10 +30,8 @@ def use_library_by_default() -> None:
     os.environ["XDG_CACHE_HOME"] = str(cache)
 
 
-def take_share(worker: int, workers: int) -> None:
-    """Leave to this process, which has not used a GPU yet, its share of the cores, and one of the GPUs in
-    CUDA_VISIBLE_DEVICES."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+def take_share(worker: int) -> None:
+    """Leave to this process, which has not used a GPU yet, one of the GPUs in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         devices = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[worker % len(devices)]
@@ -42,7 +40,7 @@ def take_share(worker: int, workers: int) -> None:
 if LIBRARY.exists():
     use_library_by_default()
 if "PYTEST_XDIST_WORKER" in os.environ:
-    take_share(int(os.environ["PYTEST_XDIST_WORKER"][len("gw") :]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    take_share(int(os.environ["PYTEST_XDIST_WORKER"][len("gw") :]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

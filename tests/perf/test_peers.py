@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_ep import torch_internals
 from cute_ep.bench import measure as measure_module
 from cute_ep.bench import timing
 from cute_ep.bench.measure import make_sets, set_generator
@@ -167,8 +168,8 @@ def test_a_lane_drops_bursts_that_began_early(monkeypatch: pytest.MonkeyPatch, c
         calls[0] += 1
 
     fakes = {"Event": Event, "stream": lambda stream: nullcontext(), "Stream": object}
-    fakes |= {"synchronize": lambda: None, "_sleep": sleep}
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes))
+    monkeypatch.setattr(torch_internals, "sleep_on_gpu", sleep)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes, synchronize=lambda: None))
     lane = peer_worker.Lane(SimpleNamespace(highest=lambda values: [float(value) for value in values]))
     seconds, ahead = lane.time(20, enqueue, chained=chained)
     assert ahead and seconds == pytest.approx([3e-3] * 20)
@@ -189,7 +190,8 @@ def test_host_time_of_a_peer_is_the_least_of_its_slowest_rank(monkeypatch: pytes
         done.append(index)
 
     fakes = {"stream": lambda stream: nullcontext(), "Stream": object, "synchronize": lambda: done.append("wait")}
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes, _sleep=lambda cycles: done.append(float(cycles))))
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**fakes))
+    monkeypatch.setattr(torch_internals, "sleep_on_gpu", lambda cycles: done.append(float(cycles)))
     monkeypatch.setattr(peer_worker.time, "perf_counter", lambda: now[0])
     lane = peer_worker.Lane(SimpleNamespace(highest=lambda values: [2 * float(value) for value in values]))
     assert lane.host_time(enqueue) == pytest.approx(2 * 3e-6)
