@@ -28,6 +28,7 @@ from cute_ep.api.validate import (
     check_unscaled,
     combine_weights,
 )
+from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 
 
@@ -316,6 +317,17 @@ class EPCommunicator(ABC):
                 another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
             EPInputError: an expert id outside [-1, num_experts), more rows than the output buffers hold, or what
                 `check_finite` found; once.
+        """
+
+    @abstractmethod
+    def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
+        """What is known by now to be wrong with this rank's input, and then forgotten. Waits for nothing, so what a
+        call has sent may be found wrong later. `synchronize` raises the same; this is for callers that never wait, or
+        name the arguments otherwise.
+
+        Returns:
+            (index, expected, seen) of the latest of each kind out of `cute_ep.layouts.maps.routing.INPUT_ERRORS`, as
+            `cute_ep.api.errors.raise_input_error` takes them; empty after `close`.
         """
 
     @abstractmethod

@@ -115,8 +115,11 @@ class ReferenceCommunicator(EPCommunicator):
         for collective in (self._exchange.dispatch, self._exchange.combine):
             self._failure = self._failure or collective.overdue(self.rank)
         self._raise_failure()
+        raise_input_error(self.rank, self.take_input_errors(), self._looked())
+
+    def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
         wrong, self._wrong_input = self._wrong_input, {}
-        raise_input_error(self.rank, wrong, self._looked())
+        return {} if self._closed else wrong
 
     def allocate(self, capacity: int | None = None) -> DispatchBuffers:
         self._check_usable()

@@ -18,6 +18,7 @@ from cute_ep.api.types import CombineMode
 from cute_ep.api.use import Origin
 from cute_ep.api.validate import check_buffers, check_rows
 from cute_ep.layouts.maps.arguments import Batch, Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
+from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.arguments import (
     NO_BATCH,
     NO_IDS,
@@ -266,6 +267,9 @@ class Communicator(EPCommunicator):
             raise
         self._status.raise_failure()
         self._status.raise_input_error(self._looked())
+
+    def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
+        return {} if self._closed else self._status.take_input_errors()
 
     def close(self) -> None:
         """Release the communicator's memory. After a timeout the arena is kept, since peers may still write to it."""

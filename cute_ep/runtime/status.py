@@ -20,6 +20,7 @@ class Status:
         self.rank, self.peers = rank, peers
         self.memory = HostMemory(len(StatusWord) * (len(peers) + len(INPUT_ERRORS)))
         self._phases = slice(StatusWord.PHASE, len(StatusWord) * len(peers), len(StatusWord))
+        self._kinds = slice(len(StatusWord) * len(peers), None, len(StatusWord))
         self.address, self.free = self.memory.address, self.memory.free
 
     @property
@@ -51,15 +52,21 @@ class Status:
         phases = sorted({Phase(record[0]).name for record in missing.values()})
         raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
 
-    def raise_input_error(self, others: Sequence[str] = ()) -> None:
-        """EPInputError when a kernel found this rank's input wrong, once; of each kind the latest is told. `others`:
-        what else is wrong, in words."""
-        found = {}
+    def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
+        """What kernels have found wrong with this rank's input, and then forgotten: (index, expected, seen) of the
+        latest of each kind."""
+        found: dict[Phase, tuple[int, int, int]] = {}
+        if not any(self.memory.words[self._kinds]):
+            return found
         for number, (phase, index, expected, seen) in list(enumerate(self._records()))[len(self.peers) :]:
             if phase:
                 self.memory.words[len(StatusWord) * number] = Phase.NONE
                 found[Phase(phase)] = index, expected, seen - (1 << 32) if seen >> 31 else seen
-        raise_input_error(self.rank, found, others)
+        return found
+
+    def raise_input_error(self, others: Sequence[str] = ()) -> None:
+        """EPInputError of what `take_input_errors` finds. `others`: what else is wrong, in words."""
+        raise_input_error(self.rank, self.take_input_errors(), others)
 
     def _records(self) -> list[tuple[int, int, int, int]]:
         """(phase, index, expected, seen) of every peer, then of every kind of input error."""

@@ -8,7 +8,7 @@ import torch
 from cute_ep import reference
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
-from cute_ep.layouts.maps.routing import LOST_ROW
+from cute_ep.layouts.maps.routing import LOST_ROW, Phase
 from cute_ep.layouts.maps.variants import COMBINE_MODES
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
@@ -99,7 +99,11 @@ def test_an_expert_id_out_of_range_is_masked_and_reported(bad: int, split: bool)
         for rank, value in enumerate(reference.combine(cfg, rows, want, mode=mode)):
             check_filled(cfg, batches[rank], want[rank], f"rank {rank}")
             assert_bits(got[rank], value, f"{mode} rank {rank}")
-    with pytest.raises(EPInputError, match=rf"rank 1: topk_ids.flatten\(\)\[7\] = {bad}: must be -1 or in \[0, 6\)"):
-        communicators[1].synchronize()
+    if split:
+        assert communicators[1].take_input_errors() == {Phase.EXPERT_ID: (7, 6, bad)}
+    else:
+        rule = rf"rank 1: topk_ids.flatten\(\)\[7\] = {bad}: must be -1 or in \[0, 6\)"
+        with pytest.raises(EPInputError, match=rule):
+            communicators[1].synchronize()
     for one in communicators:
         one.synchronize()

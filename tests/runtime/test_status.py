@@ -99,6 +99,25 @@ def test_an_input_error_comes_again_when_kernels_report_it_again(rank: Communica
             rank.synchronize()
 
 
+def test_input_errors_are_taken_once_without_waiting(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then `synchronize` has nothing to raise; a closed communicator knows of none."""
+
+    def waits() -> None:
+        raise AssertionError("the host waits for the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank, "_work_stream", waits)
+        assert rank.take_input_errors() == {}
+        report(rank, Phase.EXPERT_ID, 3, 8, 2**32 - 2)
+        report(rank, Phase.ROW_CAPACITY, 0, 64, 70)
+        assert rank.take_input_errors() == {Phase.EXPERT_ID: (3, 8, -2), Phase.ROW_CAPACITY: (0, 64, 70)}
+        assert rank.take_input_errors() == {}
+    rank.synchronize()
+    report(rank, Phase.EXPERT_ID, 3, 8, 9)
+    rank.close()
+    assert rank.take_input_errors() == {}
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_input_error_with_skip_a2a_is_one_of_all_experts(make_rank: MakeRank, number: int) -> None:
     rank = make_rank(SKIP_A2A, number)
