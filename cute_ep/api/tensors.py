@@ -23,6 +23,7 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     device: torch.device | str | None = None,
     alignment: int = 1,
+    strict: bool = True,
 ) -> None:
     """Check one argument: a row-major contiguous tensor of the given extents, type and place, which does not require a
     gradient while gradients are enabled.
@@ -32,6 +33,7 @@ def check_tensor(
         shape: expected extents, None for any extent; None accepts any number of them.
         dtype, device: what is expected; None accepts any, a tuple of types each of them.
         alignment: bytes that the address of the first element must be a multiple of.
+        strict: False takes any strides and addresses, and tensors that require a gradient.
 
     Raises:
         EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
@@ -46,6 +48,8 @@ def check_tensor(
         raise EPInputError(f"{name}.dtype = {kind}: must be {wanted}{f'; use {name}.float()' if own else ''}")
     if device is not None and tensor.device != device and tensor.device != (device := torch.device(device)):
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
+    if not strict:
+        return
     if not tensor.is_contiguous():
         more = "" if name.startswith("out") else f"; use {name}.contiguous()"
         raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous{more}")

@@ -7,9 +7,10 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.connections import config_of
+from cute_ep.integrations.checks import Names, named_config
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 
@@ -18,6 +19,7 @@ PACKED_COLUMNS = FP8.block * PACKED
 
 
 def block_config(
+    names: Names,
     hidden: int,
     num_experts: int,
     top_k: int,
@@ -25,17 +27,20 @@ def block_config(
     ranks: int,
     dispatch_format: FormatName,
     timeout_s: float = 60.0,
+    error: type[EPError] = EPInputError,
 ) -> EPConfig:
     """That of blocks with room for every row that may come: S = ranks * max_tokens.
 
     Args:
+        names, error: as of `named_config`.
         dispatch_format: bf16, or fp8 or fp8_pow2, whose rows are quantised while they are sent, a scale factor per 128
             elements.
 
     Raises:
-        EPConfigError: a size breaks its rule.
+        EPInputError, or `error`: a size breaks its rule.
     """
-    return config_of(
+    return named_config(
+        names,
         hidden,
         num_experts,
         top_k,
@@ -43,6 +48,7 @@ def block_config(
         ranks,
         dispatch_format,
         timeout_s,
+        error=error,
         scale_layout=None if dispatch_format == "bf16" else "transposed",
         block_rows=ranks * max_tokens,
     )
@@ -58,14 +64,16 @@ class Blocks:
             neighbours along S. None in bfloat16.
     """
 
-    def __init__(self, communicator: EPCommunicator, *, packed: bool = False) -> None:
+    def __init__(self, communicator: EPCommunicator, slots: int, *, packed: bool = False) -> None:
         """
         Args:
-            communicator: of a `block_config`.
+            communicator: of a `block_config`, with blocks of S rows or more.
+            slots: S.
             packed: pack scale factors, powers of two; `hidden` must be a multiple of PACKED_COLUMNS.
         """
-        self.out: DispatchBuffers = DispatchBuffers.carve(communicator.cfg, communicator.device)
-        self.rows = self.out.tokens.view(communicator.cfg.local_experts, communicator.cfg.block_rows, -1)
+        experts = communicator.cfg.local_experts
+        self.out: DispatchBuffers = DispatchBuffers.carve(communicator.cfg, communicator.device, experts * slots)
+        self.rows = self.out.tokens.view(experts, slots, -1)
         self._packed = packed
         self.scales = None if self.out.scales is None else _for_matmul(self.out.scales, packed)
 

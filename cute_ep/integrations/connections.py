@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from cute_ep.api.config import LONGEST_S, EPConfig
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.checks import Names, check_group, check_integer, in_words, own_device, roomy_config
 from cute_ep.integrations.counts import Counting, ReceiveCounts, counting_config
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
+from cute_ep.integrations.reports import Words
+from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 from cute_ep.runtime.gpus import sms_or_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
 from cute_ep.runtime.routes import RouteCounts
 
 LOG = logging.getLogger(__name__)
-config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
-"""An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
-LEAST_TOKENS = 64
-"""Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
+SAME: Mapping[str, str] = MappingProxyType({})
+"""Names of an interface that calls the fields of EPConfig as it does."""
 
 
 class Connections:
@@ -32,26 +34,34 @@ class Connections:
 
     Attributes:
         rank, size: of this process in the group.
-        device: where tensors of calls are: the current GPU, or the CPU if there is none.
+        device: where tensors of calls are: the current GPU of the first call, or the CPU if there is none.
         timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
+
+    Raises:
+        EPConfigError: `group` is no process group, or too large.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        check_group("group", group)
         self._group = group
         self.rank, self.size = group.rank(), group.size()
-        here = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.device = torch.device("cpu") if here is None else torch.device("cuda", here)
-        self.timeout_s = timeout_of(group)
+        self.timeout_s, self.device = timeout_of(group), own_device()
         self._meeting: Meeting | None = None  # of `barrier`
         self._open: dict[EPConfig, EPCommunicator] = {}
         self._found: dict[EPConfig, EPCommunicator] = {}  # what `get` has answered
         self._counting: dict[EPConfig, Counting] = {}  # made anew they would be empty in a graph's capture
 
-    def get(self, cfg: EPConfig, sms: int | None = None) -> EPCommunicator:
-        """A communicator of this configuration, or of one for more tokens.
+    @cached_property
+    def device(self) -> torch.device:
+        """See above: a process may choose its GPU after a framework has made this."""
+        return own_device()
+
+    def get(self, cfg: EPConfig, sms: int | None = None, names: Names = SAME) -> EPCommunicator:
+        """A communicator of this configuration, or of one with more room (`serves`).
 
         Args:
             sms: as of `connect`, where there is none yet.
+            names: what an interface calls the fields of EPConfig, for errors.
 
         Raises:
             EPConfigError, EPError: as of `connect`.
@@ -59,23 +69,49 @@ class Connections:
         """
         if (known := self._found.get(cfg)) is not None:
             return known
-        for own, communicator in self._open.items():
-            if own.max_tokens_per_rank >= cfg.max_tokens_per_rank and own == replace(
-                cfg, max_tokens_per_rank=own.max_tokens_per_rank
-            ):
-                self._found[cfg] = communicator
-                return communicator
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise EPError(f"there is no communicator for {cfg} yet: make this call once before capturing a CUDA graph")
-        LOG.info("rank %d connects for %s", self.rank, cfg)
-        made = self._open[cfg] = connect(cfg, self._group, sms=sms)
+        found = [own for own in self._open if serves(own, cfg)]
+        if found:
+            made = self._open[max(found, key=lambda own: own.max_tokens_per_rank)]
+        else:
+            if self.capturing():
+                raise EPError("the first call of its sizes connects the ranks: make it before capturing a CUDA graph")
+            LOG.info("rank %d connects for %s", self.rank, cfg)
+            made = self._open[cfg] = self._connect(cfg, sms, names)
+        self._found[cfg] = made
         return made
+
+    def _connect(self, cfg: EPConfig, sms: int | None, names: Names) -> EPCommunicator:
+        try:
+            return connect(cfg, self._group, sms=sms)
+        except EPConfigError as error:
+            raise EPConfigError(in_words(str(error), names)) from None
+
+    def capturing(self) -> bool:
+        """Whether what the current stream is given goes into a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def raise_found(self, words: Words) -> None:
+        """Raise what is known by now to be wrong with earlier calls' input, once, without waiting (`reports`). To be
+        called before a call sends anything.
+
+        Raises:
+            EPInputError: an expert id was out of range, or more rows came than there was room for.
+        """
+        for communicator in self._open.values():
+            if found := communicator.take_input_errors():
+                words.raise_found(communicator, found)
+
+    def config(
+        self, names: Names, sizes: tuple[int, int, int], tokens: int, row_alignment: int | None = None
+    ) -> EPConfig:
+        """That of `for_tokens`. EPInputError: an argument breaks its rule."""
+        return roomy_config(names, *sizes, tokens, self.size, timeout_s=self.timeout_s, row_alignment=row_alignment)
 
     def for_tokens(
         self,
+        names: Names,
         sizes: tuple[int, int, int],
         tokens: int,
-        remedy: str,
         *,
         row_alignment: int | None = None,
         sms: int | None = None,
@@ -83,17 +119,16 @@ class Connections:
         """A communicator for calls in which no rank has more tokens; it waits for late ranks as long as the group does.
 
         Args:
+            names: as of `get`.
             sizes: hidden, experts of all ranks, top-k.
-            remedy, row_alignment, sms: as of `check_tokens`, `EPConfig` and `connect`; sms None: `sms_beside_nccl`.
+            row_alignment, sms: as of `EPConfig` and `connect`; sms None: `sms_beside_nccl`.
 
         Raises:
-            EPInputError: as `check_tokens`.
+            EPInputError: a size breaks a rule of EPConfig.
             EPConfigError, EPError: as `get`.
         """
-        check_tokens(tokens, remedy)
-        room = room_for(tokens)
-        cfg = config_of(*sizes, room, self.size, timeout_s=self.timeout_s, row_alignment=row_alignment)
-        return self.get(cfg, sms_or_beside_nccl(self.device, sms))
+        cfg = self.config(names, sizes, tokens, row_alignment)
+        return self.get(cfg, sms_or_beside_nccl(self.device, sms), names)
 
     def counting(self, words: int, *, sms: int | None = None, timeout_s: float | None = None) -> Counting:
         """What exchanges counts of so many words between the ranks.
@@ -143,17 +178,28 @@ class Connections:
             meeting.wait(meeting.patience_s, "call barrier")
         self._meeting = meeting
 
-    def synchronize(self) -> None:
-        """`EPCommunicator.synchronize` of all communicators."""
+    def synchronize(self, words: Words) -> None:
+        """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of
+        `raise_found`, EPTimeout as of `EPCommunicator.synchronize`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.raise_found(words)
         for communicator in self._open.values():
             communicator.synchronize()
 
     def close(self) -> None:
-        """Close all communicators; collective."""
+        """Close all communicators; collective. What was found wrong with their input, and not told, is logged."""
         self._found.clear()
         self._counting.clear()
         while self._open:
-            self._open.pop(next(iter(self._open))).close()
+            self._close(next(iter(self._open)))
+
+    def _close(self, cfg: EPConfig) -> None:
+        """Close one; collective."""
+        communicator = self._open.pop(cfg)
+        if found := communicator.take_input_errors():
+            LOG.warning("rank %d: wrong input was found, and no later call has told: %s", self.rank, found)
+        communicator.close()
 
 
 _SHARED: dict[dist.ProcessGroup, tuple[Connections, set[object]]] = {}
@@ -202,27 +248,28 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return EPConfig.timeout_s if found is None else min(found, LONGEST_S)
 
 
-def check_tokens(tokens: int, remedy: str) -> None:
-    """EPInputError, with what to do about it: the rank with the most tokens has more than any communicator takes."""
-    if tokens > MAX_TOKENS_PER_RANK:
-        raise EPInputError(
-            f"hidden_states.shape[0] = {tokens}, of the rank with the most tokens: must not exceed "
-            f"{MAX_TOKENS_PER_RANK}; {remedy}"
-        )
+def serves(own: EPConfig, cfg: EPConfig) -> bool:
+    """Whether a communicator of configuration `own` takes the calls of `cfg`: with room for as many tokens, and in
+    blocks as large; all else is the same. Blocks are as large as the call's buffers."""
+    blocks = own.block_rows
+    if own.max_tokens_per_rank < cfg.max_tokens_per_rank or (blocks is None) != (cfg.block_rows is None):
+        return False
+    if blocks is not None and cfg.block_rows is not None and blocks < cfg.block_rows:
+        return False
+    return own == replace(cfg, max_tokens_per_rank=own.max_tokens_per_rank, block_rows=blocks)
 
 
-def room_for(tokens: int) -> int:
-    """`max_tokens_per_rank` of a communicator for calls with so many tokens, if there is one."""
-    return max(LEAST_TOKENS, tokens, min(1 << (tokens - 1).bit_length(), MAX_TOKENS_PER_RANK))
-
-
-def alignment_for(multiple: int) -> int:
+def alignment_for(multiple: int, name: str = "padding") -> int:
     """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this.
+
+    Args:
+        name: what an interface calls the multiple.
 
     Raises:
         EPConfigError: there is none.
     """
+    check_integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:
             return alignment
-    raise EPConfigError(f"padding to a multiple of {multiple} rows: must be a divisor of {ROW_ALIGNMENTS[-1]}")
+    raise EPConfigError(f"{name} = {multiple}: must be a divisor of {ROW_ALIGNMENTS[-1]}")

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPError
 from cute_ep.api.host import host_list
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
@@ -52,17 +53,19 @@ class Exchange:
     """The communicators of all ranks, which are in this process. Its calls may come from any thread.
 
     Closes its communicators with `close()`, or, when nobody has it any more, with the next call or the next exchange.
+    Then its calls raise EPError.
 
     Args:
         cfg: the group's configuration, of bfloat16 rows.
         devices: one a rank, as of `connect_local`.
+        closed: what to say where a call comes after `close`.
 
     Raises:
         EPConfigError, VariantMissing: as `connect_local`.
     """
 
-    def __init__(self, cfg: EPConfig, devices: Sequence[torch.device]) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: EPConfig, devices: Sequence[torch.device], closed: str = "the exchange was closed") -> None:
+        self.cfg, self._closed = cfg, closed
         with _CALLING:
             close_abandoned()
             self.communicators = connect_local(cfg, devices)
@@ -100,6 +103,7 @@ class Exchange:
         Returns:
             One batch a rank, in memory of its own. `row_map` is -1 for tokens that do not exist.
         """
+        self._check_open()
         pairs = zip(self.communicators, capacities, strict=True)
         buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
         for one in buffers:
@@ -119,11 +123,16 @@ class Exchange:
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
+        self._check_open()
         with _CALLING:
             close_abandoned()
             sums = self._combine(rows, batches, weights, mode=mode, dtype=dtype)
             self._wait()
         return sums
+
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise EPError(self._closed)
 
     def _wait(self) -> None:
         if self.waits:

@@ -9,19 +9,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.row_tensors import with_plain_strides
+from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
+from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.integrations.checks import Names, as_rows, check_given, check_sms, in_words, named_config
 from cute_ep.integrations.connections import release, share
+from cute_ep.integrations.flashinfer_arguments import PARAMS, Arguments, group_of
 from cute_ep.integrations.versions import require
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 require("flashinfer", (0, 7, 2), (0, 7, 3), package="flashinfer-python")
@@ -76,10 +79,14 @@ class CuteEPCommunication(MoEEpCommunication):
     is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
     objects of a process group in a process share communicators. Calls compute no gradients.
 
+    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
+    (EPInputError). A call that raises EPInputError has sent nothing: make it again.
+
     Args:
         bootstrap: rank, world size and process group (None: the default group, which must be initialised).
         params: sizes; `dtype` must be bfloat16 or None.
         config: options, the same on all ranks.
+        names: what the interface that was called names arguments and sizes.
 
     Raises:
         EPConfigError: a size or option breaks a rule of `cute_ep.EPConfig`, or the group is not that of `bootstrap`.
@@ -88,13 +95,22 @@ class CuteEPCommunication(MoEEpCommunication):
 
     supports_cuda_graph = True
 
-    def __init__(self, bootstrap: BootstrapConfig, params: MoEEpCommParams, config: CuteEPConfig | None = None) -> None:
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        params: MoEEpCommParams,
+        config: CuteEPConfig | None = None,
+        *,
+        names: tuple[Arguments, Names] = (Arguments(), PARAMS),
+    ) -> None:
         super().__init__(bootstrap, params)
         self.config = CuteEPConfig() if config is None else config
+        self._arguments, self._params = names
+        self._words = self._arguments.words
         self._round: _Round | None = None
         self._destroyed = False
-        names = "bootstrap.rank, bootstrap.world_size"
-        self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, names)
+        given = "bootstrap.rank, bootstrap.world_size"
+        self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
         if params.dtype not in (None, torch.bfloat16):
             raise EPConfigError(f"params.dtype = {params.dtype}: must be torch.bfloat16 or None, experts return it")
         wanted = getattr(params.dispatch_format, "name", None)
@@ -103,9 +119,12 @@ class CuteEPCommunication(MoEEpCommunication):
                 f"params.dispatch_format = {wanted}: must be None or one of {', '.join(map(str, FORMATS))}"
             )
         sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
-        timeout_s, most = self.config.timeout_s, params.max_tokens_per_rank
-        cfg = EPConfig(*sizes, timeout_s=timeout_s, block_rows=most, row_order=RANK_MAJOR)
+        options: dict[str, Any] = {"timeout_s": self.config.timeout_s, "row_order": RANK_MAJOR}
+        most = params.max_tokens_per_rank
+        cfg = named_config(self._params, *sizes, error=EPConfigError, block_rows=most, **options)
         self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
+        self._config(FORMATS[wanted])
+        check_sms("config.sms", self.config.sms)
         self._connections = share(self._group, self)
         try:
             self._connect(FORMATS[wanted])
@@ -137,8 +156,9 @@ class CuteEPCommunication(MoEEpCommunication):
                 hidden_size bytes (bfloat16; fewer are padded), hidden_size (8-bit elements) or hidden_size / 2 (4-bit
                 ones); its scale factors have hidden_size / 32 bytes (MXFP8, MXFP4, float32 per 128 elements),
                 hidden_size / 16 (NVFP4), or there are none (bfloat16, 8-bit elements).
-            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Copied.
-            topk_weights: [T, top_k], travel as float32.
+            topk_ids: [T, top_k] int32 or int64; -1 and `params.invalid_expert_id` mask an entry. Another one out of
+                range masks too, and a later call tells it. Copied.
+            topk_weights: [T, top_k] of a floating type, travel as float32.
             max_tokens_per_rank: rows for each source, the same on all ranks, at least T; None: `params` has it.
             eplb_local_stats: must be None.
 
@@ -149,22 +169,22 @@ class CuteEPCommunication(MoEEpCommunication):
             hidden states and scale factors may be anything.
 
         Raises:
-            EPInputError: an argument breaks its rule. Nothing was sent.
-            EPError: the dispatch before has had no combine, or the object was destroyed.
+            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
+            EPError: the dispatch before has had no combine (`give_up`), or the object was destroyed.
             EPTimeout: an earlier wait had timed out.
         """
+        self.raise_found()
         if self._round is not None:
-            raise EPError("dispatch: the one before must have its combine first")
+            raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
         if eplb_local_stats is not None:
             raise EPInputError("eplb_local_stats = tensor: must be None, statistics are not gathered")
-        most, tokens = self.params.max_tokens_per_rank, hidden_states.shape[0]
+        names, most = self._arguments, self.params.max_tokens_per_rank
         stride = most if max_tokens_per_rank is None else max_tokens_per_rank
-        if not 0 < stride <= most:
-            raise EPInputError(f"max_tokens_per_rank = {stride}: must be in [1, {most}], the last is that of params")
-        if tokens > stride:
-            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must not exceed max_tokens_per_rank = {stride}")
-        kind, payload, scales = self._as_sent(hidden_states, hidden_states_scale)
-        ids = topk_ids.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        names.check(
+            hidden_states, hidden_states_scale, topk_ids, topk_weights, stride, most, self.params.top_k, self.device
+        )
+        kind, payload, scales = names.as_sent(hidden_states, hidden_states_scale, self.params.hidden_size)
+        ids = topk_ids.clone(memory_format=torch.contiguous_format)  # not narrowed, since the kernel checks them
         invalid = self.params.invalid_expert_id
         if invalid != -1:
             ids.masked_fill_(ids == invalid, -1)
@@ -201,20 +221,38 @@ class CuteEPCommunication(MoEEpCommunication):
             [T, hidden]; zero where all of a token's entries are masked.
 
         Raises:
-            EPInputError: an argument breaks its rule. Nothing was sent, and combine can be called again.
+            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent, and combine can be
+                called again.
             EPError: there is no dispatch to combine.
             EPTimeout: an earlier wait had timed out.
         """
+        self.raise_found()
         if self._round is None:
             raise EPError("combine: there must be a dispatch first")
         communicator, batch, count = self._round
-        rows = expert_output.flatten(0, 1) if expert_output.dim() == 3 else expert_output
-        shape = (count, self.params.hidden_size)
-        if rows.shape != shape:
-            raise EPInputError(f"expert_output.shape = {tuple(expert_output.shape)}: must be {shape}, as rows")
-        total = communicator.combine(rows.contiguous(), batch, mode="partial", out=output)
+        name, hidden = self._arguments.output, self.params.hidden_size
+        check_given(name, expert_output, dtype=torch.bfloat16, device=self.device)
+        shapes = (count, hidden), (self.ep_size, count // self.ep_size, hidden)
+        if expert_output.shape not in shapes:
+            raise EPInputError(f"{name}.shape = {tuple(expert_output.shape)}: must be {shapes[0]} or {shapes[1]}")
+        rows = as_rows(expert_output).view(count, hidden)
+        if output is not None:
+            check_written("output", output)
+            shape, types = (batch.topk_ids.shape[0], hidden), tuple(OUTPUT_TYPES)
+            check_tensor("output", output, shape=shape, dtype=types, device=self.device, alignment=VECTOR_BYTES)
+            check_apart("output", output, **{name: rows})
+        total = communicator.combine(rows, batch, mode="partial", out=output)
         self._round = None
         return total
+
+    def raise_found(self) -> None:
+        """EPInputError of what is known by now to be wrong with earlier calls' input; waits for nothing."""
+        self._connections.raise_found(self._words)
+
+    def give_up(self) -> None:
+        """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
+        combine waits for all. Sends nothing; without such a dispatch it does nothing."""
+        self._round = None
 
     @property
     def device(self) -> torch.device:
@@ -222,9 +260,9 @@ class CuteEPCommunication(MoEEpCommunication):
         return self._connections.device
 
     def synchronize(self) -> None:
-        """Wait for this rank's work, and raise what was found wrong, as `cute_ep.EPCommunicator.synchronize`: expert
-        ids out of range, which count as masked, and ranks that did not come."""
-        self._connections.synchronize()
+        """Wait for this rank's work, and raise what was found wrong: expert ids out of range, which count as masked
+        (EPInputError), and ranks that did not come (EPTimeout)."""
+        self._connections.synchronize(self._words)
 
     def destroy(self) -> None:
         """Give up the communicators, which close with the last object of the process group; then collective."""
@@ -234,54 +272,15 @@ class CuteEPCommunication(MoEEpCommunication):
     def _connect(self, kind: FormatName) -> EPCommunicator:
         if self._destroyed:
             raise EPError("the communication was destroyed: make another one, on all ranks")
+        return self._connections.get(self._config(kind), self.config.sms, self._params)
+
+    def _config(self, kind: FormatName) -> EPConfig:
         if kind not in self._cfgs:
-            self._cfgs[kind] = replace(self._cfgs["bf16"], dispatch_format=kind, scale_layout="linear")
-        return self._connections.get(self._cfgs[kind], self.config.sms)
-
-    def _as_sent(
-        self, payload: torch.Tensor, scale: torch.Tensor | None
-    ) -> tuple[FormatName, torch.Tensor, torch.Tensor | None]:
-        """The format that has rows of this size, and rows and scale factors in its types."""
-        hidden = self.params.hidden_size
-        if payload.dim() != 2 or (scale is not None and scale.dim() != 2):
-            raise EPInputError("hidden_states, hidden_states_scale: must have two dimensions")
-        size = payload.shape[1] * payload.itemsize
-        factors = 0 if scale is None else scale.shape[1] * scale.itemsize
-        if scale is None and payload.itemsize == 2 and size <= 2 * hidden:
-            wide = payload.view(torch.bfloat16)
-            if size < 2 * hidden:
-                wide = torch.nn.functional.pad(wide, (0, hidden - payload.shape[1]))
-            return "bf16", wide.contiguous(), None
-        if size == hidden and factors in (0, hidden // 32):
-            empty = (len(payload), hidden // 32)
-            bits = payload.new_zeros(empty, dtype=torch.uint8) if scale is None else _bytes(scale)
-            return "mxfp8", payload.contiguous().view(torch.float8_e4m3fn), bits
-        kinds: dict[int, FormatName] = {hidden // 32: "mxfp4", hidden // 16: "nvfp4"}
-        if 2 * size == hidden and scale is not None and factors in kinds:
-            return kinds[factors], _bytes(payload), _bytes(scale)
-        raise EPInputError(
-            f"hidden_states, hidden_states_scale: have {size} and {factors} bytes a row: must be as dispatch documents "
-            f"them for hidden_size = {hidden}"
-        )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return with_plain_strides(tensor.contiguous()).view(torch.uint8)
-
-
-def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:
-    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size, which
-    arguments of these names have."""
-    if group is None:
-        if not dist.is_initialized():
-            raise EPConfigError(
-                "process_group = None: needs a default group, call torch.distributed.init_process_group first"
-            )
-        group = dist.group.WORLD
-    found = group.rank(), group.size()
-    if found != (rank, size):
-        raise EPConfigError(f"{names} = {rank}, {size}: must be those of the process group, {found[0]}, {found[1]}")
-    return group
+            try:
+                self._cfgs[kind] = replace(self._cfgs["bf16"], dispatch_format=kind, scale_layout="linear")
+            except EPConfigError as error:
+                raise EPConfigError(in_words(str(error), self._params)) from None
+        return self._cfgs[kind]
 
 
 def register() -> None:

@@ -7,15 +7,29 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_ep.api.config import is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations.flashinfer import (
-    BootstrapConfig,
-    CuteEPCommunication,
-    CuteEPConfig,
-    MoEEpCommParams,
-    group_of,
-)
+from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.integrations.checks import Names, check_given, named_config, own_device
+from cute_ep.integrations.flashinfer import BootstrapConfig, CuteEPCommunication, CuteEPConfig, MoEEpCommParams
+from cute_ep.integrations.flashinfer_arguments import Arguments, group_of
+from cute_ep.layouts.maps.routing import RANK_MAJOR
 
+SIZES: Names = {
+    "hidden": "hidden_size",
+    "max_tokens_per_rank": "max_num_tokens",
+    "world_size": "mapping.moe_ep_size",
+    "block_rows": "max_num_tokens",
+}
+"""What this interface calls the fields of EPConfig that it names otherwise."""
+ARGUMENTS = Arguments(
+    "input_payloads[0]",
+    "the scale factors of input_payloads",
+    "token_selected_experts",
+    "the router weights of input_payloads",
+    "runtime_max_tokens_per_rank",
+    "payload",
+)
 ORDER = "hidden states, their scale factors if any, token_selected_experts, router weights if any"
 """What `input_payloads` are."""
 
@@ -77,15 +91,20 @@ class MoeAlltoAll:
             )
         if enable_rank_mask:
             raise EPConfigError("enable_rank_mask = True: must be False, all ranks take part")
+        for name in ("moe_ep_rank", "moe_ep_size"):
+            if not hasattr(mapping, name):
+                raise EPConfigError(f"mapping = {type(mapping).__name__}: must be FlashInfer's Mapping, with {name}")
         self.ep_rank, self.ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
+        sizes = 128 if hidden_size is None else hidden_size, num_experts, top_k, max_num_tokens, self.ep_size
+        named_config(SIZES, *sizes, error=EPConfigError, block_rows=max_num_tokens, row_order=RANK_MAJOR)
         backend_group = getattr(getattr(mnnvl_config, "comm_backend", None), "_group", None)
         names = "mapping.moe_ep_rank, mapping.moe_ep_size"
         self._group = group_of(backend_group, self.ep_rank, self.ep_size, names)
         self._made: dict[int, CuteEPCommunication] = {}
         self._round: tuple[CuteEPCommunication, int] | None = None
         if hidden_size is not None:
-            self._communication(hidden_size)
+            self._communication(hidden_size, "hidden_size")
 
     @torch.no_grad()
     def dispatch(
@@ -118,22 +137,29 @@ class MoeAlltoAll:
             are 0 where ids are invalid. In rows that no token has hidden states and scale factors may be anything.
 
         Raises:
-            EPInputError: an argument breaks its rule. Nothing was sent.
-            EPError: the dispatch before has had no combine, or the object was destroyed.
+            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
+            EPError: the dispatch before has had no combine (`give_up`), or the object was destroyed.
             EPTimeout: an earlier wait had timed out.
         """
+        for one in self._made.values():
+            one.raise_found()
         if self._round is not None:
-            raise EPError("dispatch: the one before must have its combine first")
+            raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
         for name, tensor in (("eplb_local_stats", eplb_local_stats), ("active_rank_mask", active_rank_mask)):
             _require(tensor is None, f"{name} = tensor: must be None")
+        check_given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
         places = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
         rows = input_payloads[0]
         scales = None if places.scales is None else input_payloads[places.scales]
         weights = None if places.weights is None else input_payloads[places.weights]
-        ids, invalid = token_selected_experts, -1 if invalid_token_expert_id is None else invalid_token_expert_id
+        invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
+        _require(is_integer(invalid), f"invalid_token_expert_id = {invalid!r}: must be an integer or None")
+        given = rows, scales, token_selected_experts, weights, runtime_max_tokens_per_rank
+        ARGUMENTS.check(*given, self.max_num_tokens, self.top_k, own_device())
+        communication = self._communication(_elements(rows, scales), "elements of a row of input_payloads[0]")
+        ids = token_selected_experts
         if not -1 <= invalid < self.num_experts:
             ids = ids.masked_fill(ids == invalid, -1)
-        communication = self._communication(_elements(rows, scales))
         got = communication.dispatch(
             rows,
             ids,
@@ -177,7 +203,8 @@ class MoeAlltoAll:
             [T, hidden]; zero where all of a token's entries are masked.
 
         Raises:
-            EPInputError: an argument breaks its rule. Nothing was sent, and combine can be called again.
+            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent, and combine can be
+                called again.
             EPError: there is no dispatch to combine.
             EPTimeout: an earlier wait had timed out.
         """
@@ -186,7 +213,9 @@ class MoeAlltoAll:
         for name, tensor in (("output_scales", output_scales), ("active_rank_mask", active_rank_mask)):
             _require(tensor is None, f"{name} = tensor: must be None")
         communication, shape = self._outstanding("combine", runtime_max_tokens_per_rank)
-        _require(payload.shape == shape, f"payload.shape = {tuple(payload.shape)}: must be {shape}")
+        check_given("payload", payload, shape=shape)
+        if output is not None:
+            check_given("output", output, dtype=torch.bfloat16)
         total = communication.combine(payload, output=output)
         self._round = None
         return total
@@ -206,6 +235,12 @@ class MoeAlltoAll:
         _require(dtype == torch.bfloat16, f"dtype = {dtype}: must be torch.bfloat16, rows come home in it")
         return torch.empty(shape, dtype=dtype, device=communication.device)
 
+    def give_up(self) -> None:
+        """As of `CuteEPCommunication`; FlashInfer's class has no such call."""
+        self._round = None
+        for one in self._made.values():
+            one.give_up()
+
     def synchronize(self) -> None:
         """As of `CuteEPCommunication`; FlashInfer's class has no such call."""
         for one in self._made.values():
@@ -218,12 +253,14 @@ class MoeAlltoAll:
         for one in self._made.values():
             one.destroy()
 
-    def _communication(self, hidden: int) -> CuteEPCommunication:
-        """That for rows of so many elements; connects where the group has none, then collective."""
+    def _communication(self, hidden: int, name: str) -> CuteEPCommunication:
+        """That for rows of so many elements, which a caller calls `name`; connects where the group has none, then
+        collective."""
         if hidden not in self._made:
             bootstrap = BootstrapConfig(world_size=self.ep_size, rank=self.ep_rank, process_group=self._group)
             params = MoEEpCommParams(self.num_experts, self.top_k, self.max_num_tokens, hidden)
-            self._made[hidden] = CuteEPCommunication(bootstrap, params, CuteEPConfig())
+            names = ARGUMENTS, {**SIZES, "hidden": name}
+            self._made[hidden] = CuteEPCommunication(bootstrap, params, CuteEPConfig(), names=names)
         return self._made[hidden]
 
     def _outstanding(self, call: str, tokens: int) -> tuple[CuteEPCommunication, tuple[int, int, int]]:
@@ -236,7 +273,11 @@ class MoeAlltoAll:
 
     def _places(self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None) -> _Payloads:
         """Where `payloads` has what, by ORDER."""
+        given = isinstance(payloads, list | tuple)
+        _require(given, f"input_payloads = {type(payloads).__name__}: must be a list of {ORDER}")
         _require(len(payloads) > 0, f"input_payloads = []: must be {ORDER}")
+        for place, one in enumerate(payloads):
+            check_given(f"input_payloads[{place}]", one)
         same = [place for place, one in enumerate(payloads) if place and _is_same(one, ids)]
         _require(
             index is None or index in same, f"expert_id_payload_index = {index}: must be that of token_selected_experts"

@@ -13,9 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
+from cute_ep.integrations.checks import (
+    FLOATS,
+    Names,
+    check_given,
+    check_group,
+    check_mode,
+    check_most,
+    check_sms,
+    named_config,
+)
 from cute_ep.integrations.connections import alignment_for, close, connections_of
+from cute_ep.integrations.reports import Words
 from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.integrations.versions import require
 from cute_ep.runtime.routes import count_routes
@@ -30,6 +41,15 @@ __all__ = ["CuteEPManager", "close", "install"]
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
 """What to do about too many tokens."""
+NAMES: Names = {
+    "hidden": "hidden_states.shape[1]",
+    "top_k": "router_topk",
+    "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
+    "world_size": "group.size()",
+}
+"""What Megatron calls the fields of EPConfig that it names otherwise."""
+WORDS = Words("token_indices", "hidden_states")
+"""Of what kernels have found wrong."""
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
@@ -67,19 +87,32 @@ class CuteEPManager(token_dispatcher._DispatchManager):
                 "overlap_moe_expert_parallel_comm = True: must be False with cute_ep, whose kernels of two streams "
                 "may wait for each other's SMs"
             )
+        check_group("group", group)
+        sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()
+        named_config(NAMES, *sizes, error=EPConfigError)
+        check_sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
         self.row_alignment = 1
         if config.moe_router_padding_for_quantization:
-            self.row_alignment = alignment_for(get_align_size_for_quantization(config))
+            padding = get_align_size_for_quantization(config)
+            self.row_alignment = alignment_for(padding, "moe_router_padding_for_quantization")
         self.token_indices: Tensor | None = None
         self.token_probs: Tensor | None = None
         self.dispatched_probs: Tensor | None = None
         self.tokens_per_expert: Tensor | None = None
         self._batch: cute_ep.ops.Batch | None = None
+        self._received: tuple[int, ...] = ()  # shape of the rows of the batch
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
+        """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape.
+
+        Raises:
+            EPInputError: they are not.
+        """
+        shape = None, self.group.size(), self.num_local_experts
+        check_given("routing_map", routing_map, shape=shape, dtype=torch.bool)
+        check_given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
         chosen = torch.where(routing_map, probs, -torch.inf).flatten(1)
         values, ids = chosen.topk(self.router_topk, dim=-1)
         dropped = values == -torch.inf
@@ -95,17 +128,27 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         `dispatched_probs` and `tokens_per_expert`.
 
         Raises:
-            EPInputError: tokens are not bfloat16, or too many.
-            EPConfigError, EPError, EPTimeout: as of `cute_ep.connect` and `EPCommunicator.dispatch`.
+            EPInputError: tokens are not bfloat16, or too many, or not those of the routing; or an argument of an
+                earlier call was wrong. Nothing was sent.
+            EPError: `setup_metadata` was not called.
+            EPConfigError, EPError, EPTimeout: as of `cute_ep.connect`, or a rank does not come.
         """
-        assert self.token_indices is not None and self.token_probs is not None
+        if self.token_indices is None or self.token_probs is None:
+            raise EPError("dispatch: setup_metadata must be called first")
+        ranks, sms = connections_of(self.group), self.config.moe_deepep_num_sms
+        ranks.raise_found(WORDS)
+        check_given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         if hidden_states.dtype != torch.bfloat16:
             raise EPInputError(
                 f"hidden_states.dtype = {hidden_states.dtype}: must be torch.bfloat16; train with bf16=True"
             )
-        hidden = hidden_states.shape[1]
+        (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
+        check_most("hidden_states.shape[0]", tokens, FEWER)
+        if tokens != routed:
+            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must be {routed}, as of routing_map")
+        check_given("routing_map", self.token_indices, device=ranks.device)
+        ranks.config(NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
-        ranks, sms = connections_of(self.group), self.config.moe_deepep_num_sms
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
         every = counts.padded(self.row_alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
@@ -113,7 +156,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         received = dispatch_weighted(
             hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=sum(every)
         )
-        self._batch = received.batch
+        self._batch, self._received = received.batch, tuple(received.tokens.shape)
         probs = received.weights
         self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
         return received.tokens
@@ -122,15 +165,28 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         """Name of the communicator for rows of `hidden` elements."""
         sizes, sms = (hidden, self.num_experts, self.router_topk), self.config.moe_deepep_num_sms
         ranks = connections_of(self.group)
-        return cute_ep.ops.register(ranks.for_tokens(sizes, tokens, FEWER, row_alignment=self.row_alignment, sms=sms))
+        return cute_ep.ops.register(ranks.for_tokens(NAMES, sizes, tokens, row_alignment=self.row_alignment, sms=sms))
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
-        """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden]."""
-        batch, self._batch = self._batch, None
-        assert batch is not None
-        return cute_ep.ops.combine(hidden_states, batch, mode=self.mode)
+        """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden].
+
+        Raises:
+            EPInputError: they are not the rows of the dispatch; or an argument of an earlier call was wrong. Nothing
+                was sent.
+            EPError: there was no dispatch.
+            EPTimeout: a rank does not come.
+        """
+        ranks, batch = connections_of(self.group), self._batch
+        ranks.raise_found(WORDS)
+        if batch is None:
+            raise EPError("combine: there was no dispatch")
+        shape = self._received
+        check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=ranks.device)
+        out = cute_ep.ops.combine(hidden_states, batch, mode=self.mode)
+        self._batch = None
+        return out
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rows and their probabilities as they came."""
@@ -152,7 +208,11 @@ def install(mode: CombineMode = "partial") -> None:
     Args:
         mode: how rows of a token are added up. "partial" adds those of each rank first, which rounds once more a rank.
             "exact" adds all in float32 and rounds once, wherever experts are, and sends more.
+
+    Raises:
+        EPConfigError: `mode` is neither.
     """
+    check_mode("mode", mode)
     CuteEPManager.mode = mode
     token_dispatcher._DeepepManager = CuteEPManager
     LOG.info("Megatron's flex dispatcher uses cute_ep where its backend is deepep")

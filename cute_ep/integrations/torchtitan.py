@@ -16,10 +16,23 @@ import torch
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep.api.config import is_integer, is_number
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import alignment_for, close, connections_of, room_for
+from cute_ep.integrations.checks import (
+    FLOATS,
+    Names,
+    check_given,
+    check_mode,
+    check_most,
+    check_sms,
+    named_config,
+    room_for,
+)
+from cute_ep.integrations.connections import Connections, alignment_for, close, connections_of
 from cute_ep.integrations.exchange import RETURNED
+from cute_ep.integrations.reports import Words
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
@@ -36,6 +49,12 @@ __all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispa
 
 FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
 """What to do about too many tokens."""
+NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]", "world_size": "ep_mesh.size()"}
+"""What dispatch calls the fields of EPConfig that it names otherwise."""
+CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
+"""The same of the configuration."""
+WORDS = Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
+"""Of what kernels have found wrong."""
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
@@ -47,7 +66,11 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
     Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
     there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
-    there becomes NaN, and `synchronize` of the communicator raises EPInputError.
+    there becomes NaN.
+
+    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range,
+    or rows that found no room (EPInputError), and checks its own arguments. A call that raises EPInputError has sent
+    nothing: make it again. Compiled code does neither.
 
     Attributes:
         communicator: name of the communicator in `cute_ep.ops`; None until it is connected.
@@ -72,9 +95,11 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
-        if factor is not None and not 0 < factor <= 1:
-            raise EPConfigError(f"non_blocking_capacity_factor = {factor}: must be in (0, 1], or None")
-        self.config, self.alignment = config, alignment_for(config.pad_multiple or 1)
+        if factor is not None and not (is_number(factor) and 0 < factor <= 1):
+            raise EPConfigError(f"non_blocking_capacity_factor = {factor!r}: must be in (0, 1], or None")
+        check_mode("mode", config.mode)
+        check_sms("sms", config.sms)
+        self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
         self.communicator: str | None = None
         self._room = 0
 
@@ -82,6 +107,11 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         """Take the mesh; collective over it where the configuration says enough to connect."""
         if ep_mesh is None:
             raise EPConfigError("ep_mesh = None: must be a mesh; set parallelism.expert_parallel_degree to 2 or more")
+        tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
+        if is_integer(tokens):
+            check_most("num_max_tokens_per_rank", tokens, FEWER)
+        sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, 1 if tokens is None else tokens
+        named_config(CONFIGURED, *sizes, ep_mesh.size(), error=EPConfigError)
         super().wire_meshes(ep_mesh=ep_mesh)
 
     def init_buffer(self) -> None:
@@ -90,16 +120,19 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         if hidden is not None and tokens is not None:
             self._connect(hidden, tokens)
 
+    def _ranks(self) -> Connections:
+        if self.ep_mesh is None:
+            raise EPError("the dispatcher has no mesh: wire_meshes must be called first")
+        return connections_of(self.ep_mesh.get_group())
+
     def _connect(self, hidden: int, tokens: int) -> None:
         if torch.compiler.is_compiling():
             raise EPError(
                 "the dispatcher is not connected: make an eager forward pass first, or build the model with "
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
-        assert self.ep_mesh is not None
         sizes, sms = (hidden, self.num_experts, self.top_k), self.config.sms
-        ranks = connections_of(self.ep_mesh.get_group())
-        made = ranks.for_tokens(sizes, tokens, FEWER, row_alignment=self.alignment, sms=sms)
+        made = self._ranks().for_tokens(NAMES, sizes, tokens, row_alignment=self.alignment, sms=sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
     def _is_connected(self, tokens: int) -> bool:
@@ -120,13 +153,20 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         Args:
             x_TD: [T, D] of a floating type.
             topk_scores_TK: [T, K] of a floating type.
-            topk_expert_ids_TK: [T, K] int32 or int64.
+            topk_expert_ids_TK: [T, K] int32 or int64. One out of range brings its token to no expert, and a later call
+                tells it.
             num_local_tokens_per_expert_E: [E] integers, how many entries of the ids name each expert.
 
         Returns:
             [R, D] rows of the type of `x_TD` by expert; with a capacity factor zeros behind the last one. [e] int32
             rows of each local expert, padding included. What `combine` takes.
+
+        Raises:
+            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
+            EPConfigError, EPError, EPTimeout: as of `cute_ep.connect`, or a rank does not come.
         """
+        if not torch.compiler.is_compiling():
+            self._check_dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         tokens, hidden = x_TD.shape
         if not self._is_connected(tokens):
             self._connect(hidden, tokens)
@@ -147,10 +187,37 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
 
     def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:
-        """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""
+        """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`.
+
+        Raises:
+            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
+            EPTimeout: a rank does not come.
+        """
+        if not torch.compiler.is_compiling():
+            ranks = self._ranks()
+            ranks.raise_found(WORDS)
+            if not isinstance(metadata, cute_ep.ops.Batch):
+                raise EPInputError(f"metadata = {type(metadata).__name__}: must be what dispatch returned")
+            check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
+            shape = metadata.tokens.shape[0], x_TD.shape[1]
+            check_given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
         dtype = x_TD.dtype if x_TD.dtype in RETURNED else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
         return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
+
+    def _check_dispatch(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> None:
+        """EPInputError: an argument of dispatch breaks its rule, or one of an earlier call did."""
+        ranks = self._ranks()
+        ranks.raise_found(WORDS)
+        check_given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
+        tokens, hidden = x.shape
+        check_most("x_TD.shape[0]", tokens, FEWER)
+        shape = tokens, self.top_k
+        check_given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=ranks.device)
+        check_given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
+        experts = (self.num_experts,)
+        check_given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
+        ranks.config(NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")

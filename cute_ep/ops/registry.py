@@ -93,7 +93,10 @@ def registered(name: str) -> Registered:
     """What is known of the communicator of a name. EPInputError: there is none."""
     found = _BY_NAME.get(name)
     if found is None:
-        raise EPInputError(f"comm = {name!r}: must be what cute_ep.ops.register returned for a communicator that lives")
+        raise EPInputError(
+            f"comm = {name!r}: must be what cute_ep.ops.register returned for a communicator that lives; one that an "
+            "adapter's close() has closed serves no backward pass any more"
+        )
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations import connections
+from cute_ep.integrations import connections, growing
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
@@ -75,6 +75,7 @@ def on_groups(
     """What program(group) returns on each rank. Several ranks on a GPU need CUDA_MODULE_LOADING=EAGER: CUDA may load a
     kernel only once the GPU is idle, and it never is while a rank waits for another one."""
     monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_on_gpu)
+    monkeypatch.setattr(growing, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:

@@ -52,6 +52,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from cute_ep.api.errors import EPConfigError, EPInputError  # noqa: E402
 from cute_ep.integrations import connections, megatron  # noqa: E402
+from cute_ep.integrations.checks import LEAST_TOKENS  # noqa: E402
 
 moe_utils.te_general_gemm = None  # a name that 0.16.1 leaves undefined without TransformerEngine
 if DEVICE == "cpu":
@@ -159,8 +160,8 @@ def routings(rank: int, *, even: bool = False) -> Iterator[tuple[str, Tensor]]:
         yield "uneven", random(5 + 30 * rank)
         yield "a rank without tokens", random(17 * rank)
         yield "dropped entries", random(24) & (torch.rand(24, EXPERTS) < 0.6)
-    yield "as many tokens as there is room for", random(connections.LEAST_TOKENS)
-    yield "more tokens than before", random(connections.LEAST_TOKENS + 1)
+    yield "as many tokens as there is room for", random(LEAST_TOKENS)
+    yield "more tokens than before", random(LEAST_TOKENS + 1)
 
 
 def check_dispatchers(ep: bool) -> None:

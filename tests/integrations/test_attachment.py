@@ -97,15 +97,19 @@ def test_layers_of_one_shape_share_ranks() -> None:
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_masked_entries_as_transformers_writes_them(gradients: bool) -> None:
-    """The id of a masked entry is the number of experts, here also that of an expert that 4 ranks pad with."""
+    """The id of a masked entry is the number of experts, here also that of an expert that 4 ranks pad with. So mask
+    all that are no expert's."""
     experts = experts_of(build("mixtral"))
-    x = torch.randn(5, 64).bfloat16().float().requires_grad_(gradients)
-    ids = torch.tensor([[0, EXPERTS], [EXPERTS, EXPERTS], [5, 2], [-1, 3], [EXPERTS + 1, 1]])
-    weights = torch.rand(5, 2).requires_grad_(gradients)
+    ids = torch.tensor([
+        [0, EXPERTS], [EXPERTS, EXPERTS], [5, 2], [-1, 3], [EXPERTS + 1, 1], [-2, 4], [2**32 + 3, 0],
+        [2**63 - 1, -(2**63)], [2**31 - 1, -(2**31)],
+    ])  # fmt: skip
+    x = torch.randn(len(ids), 64).bfloat16().float().requires_grad_(gradients)
+    weights = torch.rand(ids.shape).requires_grad_(gradients)
     masked = (ids < 0) | (ids >= EXPERTS)
     with torch.set_grad_enabled(gradients):
         wanted = experts(x, ids.clamp(0, EXPERTS - 1), weights * ~masked)
-        with attach(experts, devices=["cpu"] * 4, max_tokens=5):
+        with attach(experts, devices=["cpu"] * 4, max_tokens=9):
             before = ids.clone()
             out = experts(x, ids, weights)
             assert torch.equal(ids, before) and not out[1].any()
@@ -146,12 +150,6 @@ def test_all_tokens_to_one_expert_and_an_expert_twice() -> None:
                 assert distance(experts(x, ids, weights), wanted) <= 2**-8
 
 
-def test_weights_beside_ids_of_another_shape_are_refused() -> None:
-    experts = experts_of(build("mixtral"))
-    with attach(experts, devices=["cpu"], max_tokens=4), pytest.raises(EPInputError, match=r"top_k_weights\.shape"):
-        experts(torch.zeros(4, 64), torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 6))
-
-
 @pytest.mark.parametrize("frozen", ["experts", "router", "all but the router"])
 def test_parts_without_gradients(frozen: str) -> None:
     """The others get theirs."""
@@ -186,7 +184,7 @@ def test_detaching_restores_and_closes() -> None:
     one.detach()
     one.detach()
     assert model.config._experts_implementation == "batched_mm" and all(rank.closed for rank in communicators)
-    with pytest.raises(EPError, match="the communicator is closed"):
+    with pytest.raises(EPError, match=r"the experts were detached .* make the backward pass before detach\(\)"):
         logits.sum().backward()
     attach(model, devices=["cpu"], max_tokens=18).detach()
 
@@ -369,7 +367,7 @@ def test_a_module_around_a_model() -> None:
         ({"devices": "cpu"}, r"devices = 'cpu': must be a list, one per rank, such as \[\"cpu\"\] \* 2"),
         ({"devices": None}, "devices = NoneType: must be a list of names"),
         ({"devices": ["gpu"]}, r"devices = \['gpu'\]: must be a list of names"),
-        ({"max_tokens": 0}, "max_tokens = 0: must be a positive integer"),
+        ({"max_tokens": 0}, r"max_tokens = 0: must be an integer in \[1, 32768\]"),
         ({"max_tokens": 2.5}, "max_tokens = 2.5"),
         ({"model": nn.Linear(2, 2)}, "model = Linear: has no experts"),
         ({"model": "mixtral"}, "model = str: has no experts"),
@@ -389,12 +387,3 @@ def test_a_model_is_attached_once() -> None:
         ):
             attach(model, devices=["cpu"], max_tokens=1)
         assert model.config._experts_implementation == "cute_ep"
-
-
-def test_a_hidden_size_that_cannot_travel() -> None:
-    model = build("mixtral", hidden_size=60, head_dim=16)
-    with (
-        attach(model, devices=["cpu"], max_tokens=18),
-        pytest.raises(EPConfigError, match="hidden = 60: must be a multiple of 8 in"),
-    ):
-        model.model.layers[0].mlp.experts(torch.zeros(1, 60), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2))

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPInputError
 from cute_ep.integrations import connections
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
+from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.communicator import Communicator
-from tests.fake_gpu import Launches, MakeRank
+from tests.fake_gpu import Launches, MakeRank, report
 
 TOKENS, HIDDEN, SLOTS, EXPERTS = 16, 1024, 4, 8
 IDS = torch.rand(TOKENS, EXPERTS).topk(SLOTS).indices
@@ -142,3 +144,40 @@ def test_an_elastic_buffer_sends_expanded_rows_from_where_they_are(group: Any, l
     buffer.combine(rows, handle)
     home = launches.last("combine_exact")
     assert home.values("rows.data", "rows.capacity") == (rows.data_ptr(), len(rows))
+
+
+def test_calls_tell_what_kernels_have_reported_before_they_launch(
+    group: Any, launches: Launches, no_wait: None
+) -> None:
+    """Every call of both buffers, whichever call the report is of; made again it goes on."""
+    buffer, elastic = Buffer(group), ElasticBuffer(group, num_max_tokens_per_rank=TOKENS)
+    given = (None, *layout(buffer), IDS, WEIGHTS)
+    worst, most, static = {"num_worst_tokens": 2 * TOKENS}, (TOKENS, EXPERTS), {"num_experts": EXPERTS}
+    rows, *_, handle, _ = buffer.dispatch(X, *given, **worst)
+    blocks, _, own, *_ = buffer.low_latency_dispatch(X, IDS, *most, use_fp8=False)
+    elastic_rows, _, _, other, _ = elastic.dispatch(X, IDS, **static, do_cpu_sync=False)
+    calls: list[tuple[Any, Any]] = [
+        (one, call)
+        for one in (handle.route.of_rows.communicator, own.communicator)
+        for call in (
+            lambda: buffer.get_dispatch_layout(IDS, EXPERTS),
+            lambda: buffer.dispatch(X, *given, **worst),
+            lambda: buffer.dispatch(X, handle),
+            lambda: buffer.combine(rows, handle),
+            lambda: buffer.low_latency_dispatch(X, IDS, *most, use_fp8=False),
+            lambda: buffer.low_latency_dispatch(X, IDS, *most, use_fp8=False, return_recv_hook=True)[4](),
+            lambda: buffer.low_latency_combine(blocks, IDS, WEIGHTS, own),
+        )
+    ]
+    of_elastic = other.route.of_rows.communicator
+    calls += [
+        (of_elastic, lambda: elastic.dispatch(X, IDS, **static, do_cpu_sync=False)),
+        (of_elastic, lambda: elastic.dispatch(X, handle=other)),
+        (of_elastic, lambda: elastic.combine(elastic_rows, other)),
+    ]
+    for one, call in calls:
+        report(one, Phase.EXPERT_ID, 6, EXPERTS, EXPERTS + 3)
+        rule = rf"rank 0: topk_idx\[1, 2\] = {EXPERTS + 3}: must be -1 or in \[0, {EXPERTS}\)"
+        with launches.forbidden(), pytest.raises(EPInputError, match=rule):
+            call()
+        call()

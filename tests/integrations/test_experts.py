@@ -20,14 +20,14 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from transformers.integrations.moe import use_experts_implementation
 
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.errors import EPConfigError
 from cute_ep.api.gates import Gate
 from cute_ep.integrations import exchange
 from cute_ep.integrations.exchange import Exchange
 from cute_ep.integrations.transformers import attach
 from cute_ep.integrations.transformers.experts import KNOWN_FLAGS, FoundGate, Shards, find_gate, grouped_linear
 from cute_ep.runtime.local_ops import fused_silu
-from tests.integrations.models import EXPERTS, build, distance
+from tests.integrations.models import EXPERTS, distance
 
 ROUNDING = 2.0**-8
 TOKENS, SLOTS = 10, 3
@@ -281,24 +281,3 @@ def test_copies_on_other_devices_are_kept_until_the_parameter_changes() -> None:
     with pytest.raises(EPConfigError, match=r"w\.shape\[0\] = 3: must be the number of experts, 4"):
         module.w = nn.Parameter(torch.randn(3, 2))
         shards.of(module, "w")
-
-
-@pytest.mark.parametrize(
-    ("hidden", "ids", "weights", "rule"),
-    [
-        ((4, 64), (3, 2), (3, 2), "hidden_states.shape = (4, 64): must be [T, hidden] and top_k_index.shape = (3, 2)"),
-        ((1, 4, 64), (1, 2), (1, 2), "hidden_states.shape = (1, 4, 64)"),
-        ((4, 64), (4, 2), (4, 1), "top_k_weights.shape = (4, 1): must be (4, 2), as top_k_index"),
-    ],
-)
-def test_tensors_of_different_tokens_are_refused(
-    hidden: tuple[int, ...], ids: tuple[int, ...], weights: tuple[int, ...], rule: str
-) -> None:
-    model = build("mixtral")
-    with (
-        attach(model, devices=["cpu"], max_tokens=18),
-        pytest.raises(EPInputError, match=re.escape(rule)),
-    ):
-        model.model.layers[0].mlp.experts(
-            torch.zeros(hidden), torch.zeros(ids, dtype=torch.int64), torch.zeros(weights)
-        )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.integrations import connections
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs
@@ -231,35 +231,6 @@ def test_the_adapter_takes_calls_as_its_base_class_does(library: Any) -> None:
 
 
 # ---- errors
-
-
-def refused(call: Any, rule: str, kind: type[Exception] = EPInputError) -> None:
-    with pytest.raises(kind, match=rule):
-        call()
-
-
-def test_arguments_that_break_a_rule_are_refused(monkeypatch: Patch, library: Any) -> None:
-    (own,) = inputs(2, "uniform")[:1]
-    x, ids = own.x, own.topk_ids
-
-    def program(comm: Any) -> None:
-        refused(lambda: comm.combine(x), "combine: there must be a dispatch first", EPError)
-        refused(lambda: comm.dispatch(x, ids, max_tokens_per_rank=10), r"max_tokens_per_rank = 10: must be in \[1, 9\]")
-        refused(lambda: comm.dispatch(x, ids, max_tokens_per_rank=8), r"hidden_states\.shape\[0\] = 9: must not exceed")
-        refused(lambda: comm.dispatch(x, ids, eplb_local_stats=ids), "eplb_local_stats = tensor: must be None")
-        refused(lambda: comm.dispatch(x[:, :, None], ids), "must have two dimensions")
-        refused(lambda: comm.dispatch(x.float(), ids), "have 512 and 0 bytes a row")
-        refused(lambda: comm.dispatch(x, ids, hidden_states_scale=x), "have 256 and 256 bytes a row")
-        refused(lambda: comm.dispatch(x, ids[:, :2]), "topk_ids.shape")
-        got = comm.dispatch(x, ids)
-        refused(lambda: comm.dispatch(x, ids), "dispatch: the one before must have its combine", EPError)
-        refused(
-            lambda: comm.combine(got.hidden_states[:-1]), r"expert_output\.shape = \(17, 128\): must be \(18, 128\)"
-        )
-        refused(lambda: comm.combine(got.hidden_states.float()), "rows")
-        comm.combine(got.hidden_states)
-
-    on_ranks(monkeypatch, library, 2, program)
 
 
 @pytest.mark.parametrize(

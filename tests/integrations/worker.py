@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations import connections
+from cute_ep.integrations import checks, connections
 from cute_ep.integrations.transformers import close, expert_parallel
 from tests.integrations.models import distance, text, trained
 from tests.processes import join_group
@@ -71,7 +71,7 @@ def check(folder: Path, rank: int, sizes: dict[str, int], *, same_batch: bool, *
 def main(store: Path, rank: int, world: int, models: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     join_group(store, rank, world)
-    connections.LEAST_TOKENS = 1  # so that more tokens than before connect again
+    checks.LEAST_TOKENS = 1  # so that more tokens than before connect again
     with mock.patch.object(expert_parallel, "run", wraps=expert_parallel.run) as by_rows:
         for folder in sorted(models.iterdir()):
             both = {"experts_implementation": "cute_ep"}  # is for `attach`, and has no effect here

@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig, memory_bytes
+from cute_ep.api.config import memory_bytes
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.connections import Connections
+from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.integrations.checks import as_rows, check_given, check_integer, check_most, check_sms, roomy_config
 from cute_ep.integrations.deep_ep.calls import (
     Rows,
     absent,
     begin,
+    check_biases,
     check_experts,
     check_payload,
     current_stream,
@@ -24,17 +26,11 @@ from cute_ep.integrations.deep_ep.calls import (
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
-from cute_ep.integrations.deep_ep.low_latency import LowLatency
-from cute_ep.integrations.deep_ep.normal import (
-    GivenLayout,
-    Handle,
-    NormalMode,
-    Route,
-    first_rows,
-    joined,
-    prefix_matrix,
-    routes_of,
-)
+from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
+from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
+from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, first_rows, joined, prefix_matrix
+from cute_ep.integrations.growing import GrowingConnections
+from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 
 class Buffer(LowLatency):
@@ -43,6 +39,9 @@ class Buffer(LowLatency):
     Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
     the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments, as
     DeepEP's do.
+
+    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
+    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
@@ -81,13 +80,15 @@ class Buffer(LowLatency):
             raise EPConfigError("enable_shrink = True: must be False, a group keeps all its ranks")
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        connections = Connections(group)
+        connections = GrowingConnections(group)
         super().__init__(connections)
         self.rank, self.group_size = connections.rank, connections.size
         self._normal = NormalMode(connections, lambda: Buffer.num_sms)
 
     def destroy(self) -> None:
-        """Give all memory back; collective. Later calls would connect again."""
+        """Give all memory back; collective. Hooks and handles from before are of no use then; later calls connect
+        again."""
+        self._halves.forget()
         self._connections.close()
 
     # ---- facts
@@ -99,9 +100,9 @@ class Buffer(LowLatency):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set `Buffer.num_sms`, an even number."""
-        if new_num_sms % 2:
-            raise EPInputError(f"new_num_sms = {new_num_sms}: must be even")
+        """Set `Buffer.num_sms`, an even number of SMs that the GPU has."""
+        check_sms("new_num_sms", new_num_sms, error=EPInputError)
+        require(new_num_sms is not None and new_num_sms % 2 == 0, "new_num_sms = {}: must be even", new_num_sms)
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -113,9 +114,13 @@ class Buffer(LowLatency):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that a bfloat16 communicator of low-latency mode takes with 8 experts per token, for information."""
-        experts = min(8, num_experts)
-        return memory_bytes(EPConfig(hidden, num_experts, experts, num_max_dispatch_tokens_per_rank, num_ranks))
+        """Bytes that a bfloat16 communicator of low-latency mode takes with 8 experts per token, for information.
+        EPInputError: an argument breaks its rule."""
+        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        most = num_max_dispatch_tokens_per_rank
+        check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
+        return memory_bytes(roomy_config(names, hidden, num_experts, min(8, num_experts), most, num_ranks))
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that calls run on: the current one. EPError: there is no GPU."""
@@ -149,11 +154,13 @@ class Buffer(LowLatency):
             the event.
 
         Raises:
-            EPInputError: the experts do not fit the ranks, or `topk_idx` is no matrix.
+            EPInputError: an argument breaks its rule, or an earlier call's did.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
+        self._connections.raise_found(self._normal.words)
         check_experts(num_experts, self.group_size)
-        require(topk_idx.dim() == 2, "topk_idx.dim() = {}: must be 2", topk_idx.dim())
+        check_given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._connections.device)
+        check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
         routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
         return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
 
@@ -185,7 +192,8 @@ class Buffer(LowLatency):
                 and top-k arguments is read then.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
                 `is_token_in_rank` says, whatever entries they have.
-            topk_idx: [T, K] int64 expert ids, -1 masks; beside `topk_weights`, or neither.
+            topk_idx: [T, K] int64 expert ids, -1 masks; beside `topk_weights`, or neither. One out of range masks too,
+                and a later call tells it.
             topk_weights: [T, K] float32.
             expert_alignment: multiple to which numbers in the returned list are rounded up.
             num_worst_tokens: rows to return whatever arrives, the same on all ranks, at least R times the tokens of any
@@ -202,14 +210,16 @@ class Buffer(LowLatency):
             EPTimeout: a rank does not come.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        payload, scales = x if isinstance(x, tuple) else (x, None)
-        check_payload(payload, scales)
-        tokens = payload.shape[0]
+        self._connections.raise_found(self._normal.words)
+        payload, scales = check_payload(x, self._connections.device)
+        tokens, room, ranks = payload.shape[0], num_worst_tokens, self.group_size
+        check_most("x.shape[0]", tokens)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
             route = _handle(handle).route
-            own = route.routes.ids.size(0)
+            own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
+            self._normal.check_route(payload, route, scaled=scales is not None)
             rows, factors, _ = self._normal.dispatch(payload, scales, None, route)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -217,30 +227,37 @@ class Buffer(LowLatency):
                 "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: must be what get_dispatch_layout "
                 "returned, without a handle"
             )
+        known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+        if known is None:
+            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
+            check_layout(*layout, topk_idx, ranks, self._connections.device)
+        own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
+        require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
-        shape = (tokens, self.group_size)
-        require(is_token_in_rank.shape == shape, "is_token_in_rank.shape: must be {}", shape)
-        experts = num_tokens_per_expert.shape[0]
-        check_experts(experts, self.group_size)
-        room, most = num_worst_tokens, -(-num_worst_tokens // self.group_size)
-        if num_worst_tokens:
+        if topk_idx is not None and topk_weights is not None:
+            shape, device = topk_idx.shape, self._connections.device
+            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
+        check_integer("expert_alignment", expert_alignment)
+        check_integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
+        if room:
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
-            require(tokens <= most, rule, room, self.group_size, tokens)
-        known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+            require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
+        routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
+        route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
+        self._normal.check_route(payload, route, scaled=scales is not None)
         words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
         counting = self._normal.counting(words.size(0))
         counting.exchange(words)
         prefix, received = prefix_matrix(counting.table), []
-        if not num_worst_tokens:
+        if not room:
             counts = counting.wait(experts)
-            room, most, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
-        routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
-        route, sent = Route(routes, of, most, room), topk_weights
-        if topk_weights is not None and routes.ids.shape != topk_weights.shape:
-            sent = torch.nn.functional.pad(topk_weights, (0, routes.ids.shape[1] - topk_weights.shape[1]))
-        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route, exact=not num_worst_tokens)
-        ids = weights = None
+            route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
+        sent = None if topk_weights is None else topk_weights.contiguous()
+        if sent is not None and routes.ids.shape != sent.shape:
+            sent = torch.nn.functional.pad(sent, (0, routes.ids.shape[1] - sent.shape[1]))
+        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route, exact=not room)
+        room, ids, weights = route.rows, None, None
         if topk_idx is not None:
             ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
         made = Handle(prefix, None, None, first_rows(batch.src_info, room).select(1, 0), is_token_in_rank, None)
@@ -276,12 +293,16 @@ class Buffer(LowLatency):
             EPInputError: an argument breaks its rule.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        route = _handle(handle).route
-        require(x.dtype == torch.bfloat16, "x.dtype = {}: must be torch.bfloat16", x.dtype)
-        require(len(x) == route.rows, "x.shape[0] = {}: must be {}, the rows of the dispatch", len(x), route.rows)
-        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        out = self._normal.combine(x.contiguous(), route, biases)
-        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
+        self._connections.raise_found(self._normal.words)
+        own, device = _handle(handle), self._connections.device
+        extents = self._normal.check_returned(own.route)
+        check_given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
+        biases = check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)
+        if topk_weights is not None:
+            check_given("topk_weights", topk_weights, shape=(extents[0], None), dtype=torch.float32, device=device)
+            check_integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
+        out = self._normal.combine(as_rows(x), own.route, biases)
+        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, own.route)
         return out, weights, finished(async_finish)
 
     # ---- what there is not

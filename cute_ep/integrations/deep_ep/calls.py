@@ -9,12 +9,19 @@ from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.tensors import check_written
+from cute_ep.integrations.checks import check_given, check_integer
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
+from cute_ep.integrations.reports import Words
+from cute_ep.layouts.maps.formats import FP8
+from cute_ep.layouts.maps.routing import MAX_EXPERTS
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
+WORDS = Words("topk_idx", "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens")
+"""Of what a kernel has found wrong."""
 
 
 def require(ok: bool, rule: str, *values: object) -> None:
@@ -36,14 +43,23 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
     return wrapped
 
 
-def check_experts(num_experts: int, ranks: int) -> None:
+def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> None:
     """EPInputError unless each rank has as many experts."""
-    ok = num_experts > 0 and num_experts % ranks == 0
-    require(ok, "num_experts = {}: must be a positive multiple of the group's {} ranks", num_experts, ranks)
+    check_integer(name, num_experts, 1, MAX_EXPERTS)
+    ok = num_experts % ranks == 0
+    require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
+
+
+def check_event(name: str, event: object, *kinds: type) -> None:
+    """EPInputError unless it is of one of these types of events, or None."""
+    if event is not None and not isinstance(event, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
 
 
 def begin(previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
     """Have the current stream wait for the event, if there is one. EPInputError: the options do not go together."""
+    check_event("previous_event", previous_event, EventOverlap)
     event = None if previous_event is None else previous_event.event
     ok = not on_comm_stream or (event is not None and async_finish)
     require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
@@ -73,13 +89,42 @@ def absent(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def check_payload(payload: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """EPInputError unless these are `Rows`: scale factors of 32 bits, as many rows as the payload."""
-    wanted = torch.bfloat16 if scales is None else torch.float8_e4m3fn
-    require(payload.dim() == 2, "x.dim() = {}: must be 2", payload.dim())
-    require(payload.dtype == wanted, "x.dtype = {}: must be {}", payload.dtype, wanted)
-    if scales is not None:
-        ok = scales.dtype in (torch.float32, torch.int32)
-        require(ok, "x[1].dtype = {}: must be torch.float32 or torch.int32", scales.dtype)
-        shape, rows = scales.shape, payload.shape[0]
-        require(len(shape) == 2 and shape[0] == rows, "x[1].shape = {}: must be ({}, n)", tuple(shape), rows)
+def check_payload(x: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rows, scale factors or None) of a dispatch's `x`. EPInputError unless these are `Rows`: with 32-bit scale
+    factors, at most one for 128 elements, as many rows of them as of the payload."""
+    if not isinstance(x, tuple):
+        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
+        return x, None
+    require(len(x) == 2, "len(x) = {}: must be 2, rows and their scale factors", len(x))
+    payload, scales = x
+    check_given("x[0]", payload, shape=(None, None), dtype=torch.float8_e4m3fn, device=device)
+    rows, hidden = payload.shape
+    multiple = FP8.block
+    require(hidden > 0 and hidden % multiple == 0, "x[0].shape[1] = {}: must be a multiple of {}", hidden, multiple)
+    check_given("x[1]", scales, shape=(rows, None), dtype=(torch.float32, torch.int32), device=device)
+    columns, most = scales.shape[1], hidden // multiple
+    require(columns <= most, "x[1].shape[1] = {}: must not exceed x[0].shape[1] / {} = {}", columns, multiple, most)
+    return payload, scales
+
+
+def check_stats(stats: torch.Tensor | None, experts: int, device: torch.device) -> None:
+    """EPInputError unless a dispatch can add numbers of rows of so many local experts to this, or it is None."""
+    if stats is not None:
+        name = "cumulative_local_expert_recv_stats"
+        check_given(name, stats, shape=(experts,), dtype=torch.int32, device=device)
+        check_written(name, stats)
+
+
+def check_biases(
+    bias: torch.Tensor | tuple[torch.Tensor, ...] | None, shape: tuple[int, int], device: torch.device
+) -> list[torch.Tensor]:
+    """A combine's biases. EPInputError unless they are up to two bfloat16 tensors of the output's shape."""
+    if bias is None:
+        return []
+    if not isinstance(bias, tuple):
+        check_given("bias", bias, shape=shape, dtype=torch.bfloat16, device=device)
+        return [bias]
+    require(len(bias) <= 2, "len(bias) = {}: must be at most 2", len(bias))
+    for place, one in enumerate(bias):
+        check_given(f"bias[{place}]", one, shape=shape, dtype=torch.bfloat16, device=device)
+    return list(bias)

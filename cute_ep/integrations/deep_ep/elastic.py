@@ -6,24 +6,28 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig, memory_bytes
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.connections import Connections
+from cute_ep.api.config import LONGEST_S, is_number, memory_bytes
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations.checks import as_rows, check_given, check_integer, check_sms, named_config
 from cute_ep.integrations.deep_ep.calls import (
+    WORDS,
     Rows,
     absent,
+    check_biases,
+    check_event,
     check_experts,
     check_payload,
+    check_stats,
     current_stream,
     finished,
     require,
     without_gradients,
 )
-from cute_ep.integrations.deep_ep.elastic_mode import ElasticMode, EPHandle, Layout
+from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
-from cute_ep.layouts.maps.formats import FP8
+from cute_ep.integrations.growing import GrowingConnections
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 
 SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
@@ -38,6 +42,9 @@ class ElasticBuffer:
     Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
     the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
     no gradients and drop those of their arguments. All results are deterministic.
+
+    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
+    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
@@ -59,7 +66,7 @@ class ElasticBuffer:
         num_rdma_ranks, num_nvlink_ranks: 1, all.
 
     Raises:
-        EPConfigError: `group` or `num_cpu_bytes` cannot be served.
+        EPConfigError: an argument breaks its rule, or cannot be served.
     """
 
     def __init__(
@@ -85,7 +92,12 @@ class ElasticBuffer:
             raise EPConfigError("group: must be a torch.distributed process group")
         if num_cpu_bytes:
             raise EPConfigError(f"num_cpu_bytes = {num_cpu_bytes}: must be 0, buffers are on GPUs only")
-        connections = Connections(group)
+        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
+        in_time = is_number(num_gpu_timeout_secs) and 1e-9 <= num_gpu_timeout_secs <= LONGEST_S
+        if not in_time:
+            rule = f"must be a number of seconds up to {LONGEST_S}"
+            raise EPConfigError(f"num_gpu_timeout_secs = {num_gpu_timeout_secs!r}: {rule}")
+        connections = GrowingConnections(group)
         self.group, self.rank_idx, self.num_ranks = group, connections.rank, connections.size
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
         self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
@@ -97,14 +109,15 @@ class ElasticBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         if num_bytes is None:
             sizes = num_max_tokens_per_rank, hidden, num_topk
-            num_bytes = self.get_buffer_size_hint(group, *sizes) if num_max_tokens_per_rank and hidden else 0
+            known = num_max_tokens_per_rank and hidden
+            num_bytes = _size_hint(group.size(), *sizes, error=EPConfigError) if known else 0
         self.num_bytes = num_bytes
         self._connections = connections
         timeout_s = float(num_gpu_timeout_secs)
         self._mode = ElasticMode(connections, OVERLAPPED_SMS, timeout_s, reduce=allow_multiple_reduction)
 
     def destroy(self) -> None:
-        """Give all memory back; collective. Later calls would connect again."""
+        """Give all memory back; collective. Handles from before cannot be combined then; later calls connect again."""
         self._connections.close()
 
     # ---- facts
@@ -120,10 +133,8 @@ class ElasticBuffer:
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes that a bfloat16 communicator takes with as many experts as entries, a multiple of 2 MiB; for
-        information."""
-        ranks, entries = group.size(), max(num_topk, 1)
-        cfg = EPConfig(hidden, align_up(entries, ranks), entries, num_max_tokens_per_rank, ranks)
-        return align_up(memory_bytes(cfg), SIZE_UNIT)
+        information. EPInputError: a size breaks its rule."""
+        return _size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """(1, ranks): all are on one machine."""
@@ -158,10 +169,12 @@ class ElasticBuffer:
 
         Raises:
             EPError: a rank does not come within the group's timeout, or has ended; says which.
+            EPInputError: once all are here, an argument of an earlier call was wrong.
         """
         if self._connections.device.type == "cuda":
             torch.cuda.synchronize()
         self._connections.barrier()
+        self._connections.raise_found(WORDS)
 
     # ---- dispatch and combine
 
@@ -193,7 +206,8 @@ class ElasticBuffer:
         Args:
             x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
                 strides, n <= hidden / 128), which travel unchanged.
-            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle.
+            topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle. One out of range masks too, and a later
+                call tells it.
             topk_weights: [T, K] float32, or None.
             cumulative_local_expert_recv_stats: [L] int32, to which the entries of each local expert are added.
             num_experts: of all ranks; from the handle if there is one.
@@ -224,37 +238,46 @@ class ElasticBuffer:
             EPTimeout: a rank does not come.
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        payload, scales = x if isinstance(x, tuple) else (x, None)
-        check_payload(payload, scales)
-        tokens, hidden = payload.shape
-        multiple = 8 if scales is None else FP8.block
-        require(hidden % multiple == 0, "x.shape[1] = {}: must be a multiple of {}", hidden, multiple)
+        connections, mode = self._connections, self._mode
+        connections.raise_found(WORDS)
+        payload, scales = check_payload(x, connections.device)
+        tokens = payload.shape[0]
         require(do_expand or not do_zero_padding, "do_zero_padding = True: must come with do_expand")
-        self._mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
+        check_integer("num_sms", num_sms, 0)
+        check_sms("num_sms", num_sms or None, error=EPInputError)
         if handle is None:
             if topk_idx is None or num_experts is None:
                 raise EPInputError("topk_idx, num_experts: must be given without a handle")
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-            layout = Layout(num_experts, most, expert_alignment or 1, do_expand)
-            _check_layout(layout, topk_idx, self.num_ranks)
+            layout = Layout(num_experts, most, 1 if expert_alignment is None else expert_alignment, do_expand)
+            _check_layout(layout, self.num_ranks)
+            check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=connections.device)
+            check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
             require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
-            ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
-            wait = do_cpu_sync is None or do_cpu_sync
-            made = self._mode.route(ids, layout, self._mode.sms, wait=wait)
+            shape = tuple(topk_idx.shape)
         else:
-            made = _checked(handle)
-            layout = made.layout
+            layout, shape = _checked(handle).layout, tuple(handle.topk_idx.shape)
             given = num_experts, num_max_tokens_per_rank, expert_alignment, do_expand
             for name, value, own in zip(Layout._fields, given, layout, strict=True):
                 require(value is None or value == own, "{} = {}: must be {}, as of the handle", name, value, own)
             require(topk_idx is None, "topk_idx: must be None with a handle")
             require(not do_cpu_sync, "do_cpu_sync = True: must be False with a handle")
-        shape = tuple(made.topk_idx.shape)
-        require(tokens == shape[0], "x.shape[0] = {}: must be {}, as of topk_idx", tokens, shape[0])
+            require(tokens == shape[0], "x.shape[0] = {}: must be {}, as of the handle", tokens, shape[0])
         if topk_weights is not None:
-            ok = tuple(topk_weights.shape) == shape and topk_weights.dtype == torch.float32
-            require(ok, "topk_weights: must be float32 of shape {}, as topk_idx", shape)
-        send = self._mode.expanded if layout.do_expand else self._mode.by_rank
+            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=connections.device)
+            topk_weights = topk_weights.contiguous()
+        check_stats(cumulative_local_expert_recv_stats, layout.num_experts // self.num_ranks, connections.device)
+        mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
+        if handle is None:
+            assert topk_idx is not None
+            ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
+            route = mode.route(ids, layout)
+            mode.check(payload, route, layout, scaled=scales is not None)
+            made = mode.handle(ids, layout, route, wait=do_cpu_sync is None or do_cpu_sync)
+        else:
+            made = handle
+            mode.check(payload, made.route, layout, scaled=scales is not None)
+        send = mode.expanded if layout.do_expand else mode.by_rank
         rows, factors, entries, weights = send(made, payload, scales, topk_weights)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(made.num_unaligned_recv_tokens_per_expert)
@@ -296,22 +319,16 @@ class ElasticBuffer:
             EPInputError: an argument breaks its rule.
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        own = _checked(handle)
+        self._connections.raise_found(WORDS)
+        own, device = _checked(handle), self._connections.device
         rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
-        require(x.dtype == torch.bfloat16, "x.dtype = {}: must be torch.bfloat16", x.dtype)
-        extents = tuple(x.shape)
-        ok = len(extents) == 2 and extents[0] == rows
-        require(ok, "x.shape = {}: must be ({}, hidden), as dispatched", extents, rows)
-        biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        shape = own.topk_idx.shape[0], x.shape[1]
-        for one in biases:
-            ok = one.dtype == torch.bfloat16 and tuple(one.shape) == shape
-            require(ok, "bias: must be bfloat16 of shape {}", shape)
+        _, hidden = self._mode.check_returned(own.route)
+        check_given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
+        biases = check_biases(bias, (own.topk_idx.shape[0], hidden), device)
         if topk_weights is not None:
             wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
-            ok = topk_weights.dtype == torch.float32 and tuple(topk_weights.shape) == wanted
-            require(ok, "topk_weights: must be float32 of shape {}", wanted)
-        out = self._mode.combine_rows(own, x.contiguous(), biases)
+            check_given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
+        out = self._mode.combine_rows(own, as_rows(x), biases)
         weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
         return out, weights, finished(async_with_compute_stream)
 
@@ -332,6 +349,9 @@ def _begin(
     event: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None, on_comm_stream: bool
 ) -> None:
     """Have the current stream wait for the events. EPInputError: the options do not go together."""
+    given = {"previous_event": event, "previous_event_before_epilogue": before_epilogue}
+    for name, one in given.items():
+        check_event(name, one, EventHandle, EventOverlap)
     require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
     for one in (event, before_epilogue):
         if one is not None:
@@ -344,14 +364,23 @@ def _checked(handle: EPHandle) -> EPHandle:
     return handle
 
 
-def _check_layout(layout: Layout, topk_idx: torch.Tensor, ranks: int) -> None:
+def _check_layout(layout: Layout, ranks: int) -> None:
     check_experts(layout.num_experts, ranks)
-    require(topk_idx.dim() == 2, "topk_idx.dim() = {}: must be 2", topk_idx.dim())
-    require(topk_idx.dtype == torch.int64, "topk_idx.dtype = {}: must be torch.int64", topk_idx.dtype)
     most, alignment = layout.num_max_tokens_per_rank, layout.expert_alignment
-    require(most > 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
-    ok = alignment in ROW_ALIGNMENTS if layout.do_expand else alignment > 0
+    require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
+    check_integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+    check_integer("expert_alignment", alignment)
+    ok = not layout.do_expand or alignment in ROW_ALIGNMENTS
     require(ok, "expert_alignment = {}: must be one of {} with do_expand", alignment, ALIGNMENTS)
+
+
+def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: type[EPError] = EPInputError) -> int:
+    """`ElasticBuffer.get_buffer_size_hint`."""
+    check_integer("num_topk", entries, 0, MAX_TOP_K, error=error)
+    entries = max(entries, 1)
+    names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
+    cfg = named_config(names, hidden, align_up(entries, ranks), entries, tokens, ranks, error=error)
+    return align_up(memory_bytes(cfg), SIZE_UNIT)
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:

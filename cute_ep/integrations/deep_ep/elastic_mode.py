@@ -14,13 +14,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.integrations.connections import Connections, config_of
-from cute_ep.integrations.deep_ep.normal import NormalMode, Returned, Route, as_wide, buffers_for
+from cute_ep.integrations.checks import Names, as_rows, named_config
+from cute_ep.integrations.deep_ep.normal import NormalMode, Route, as_wide, buffers_for
+from cute_ep.integrations.growing import GrowingConnections
 from cute_ep.integrations.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.runtime.sums import sum_rows
+
+NAMES: Names = {
+    "hidden": "x.shape[1]",
+    "top_k": "topk_idx.shape[1]",
+    "max_tokens_per_rank": "num_max_tokens_per_rank",
+    "world_size": "group.size()",
+    "timeout_s": "num_gpu_timeout_secs",
+    "row_alignment": "expert_alignment",
+}
 
 
 class Layout(NamedTuple):
@@ -198,26 +209,54 @@ class ElasticMode(NormalMode):
         reduce: whether expanded rows are added on their rank first.
     """
 
-    def __init__(self, connections: Connections, sms: int, timeout_s: float, *, reduce: bool) -> None:
+    names: Names = NAMES
+    _made = staticmethod(named_config)
+
+    def __init__(self, connections: GrowingConnections, sms: int, timeout_s: float, *, reduce: bool) -> None:
         super().__init__(connections, lambda: self.sms)
         self.sms, self._timeout_s, self._reduce = sms, timeout_s, reduce
 
-    def route(self, ids: torch.Tensor, layout: Layout, sms: int, *, wait: bool) -> EPHandle:
-        """Where tokens go, and how many rows come or can come; `wait` for all ranks' numbers on the host."""
-        ranks, most, alignment = self._ranks, layout.num_max_tokens_per_rank, layout.expert_alignment
-        local = layout.num_experts // ranks
-        routes = count_routes(ids, layout.num_experts, ranks)
+    def check(self, x: torch.Tensor, route: Route, layout: Layout, *, scaled: bool) -> None:
+        """EPInputError unless rows like these can be sent along a route."""
+        if layout.do_expand:
+            self._expanded_config(x.shape[1], route, layout, scaled)
+        else:
+            self.check_route(x, route, scaled=scaled)
+
+    def _expanded_config(self, hidden: int, route: Route, layout: Layout, scaled: bool) -> EPConfig:
+        """Of rows per (token, expert). EPInputError: a size breaks its rule."""
+        return named_config(
+            self.names,
+            hidden,
+            layout.num_experts,
+            route.routes.ids.shape[1],
+            layout.num_max_tokens_per_rank,
+            self._ranks,
+            "mxfp8" if scaled else "bf16",
+            self._timeout_s,
+            scale_layout="linear" if scaled else None,
+            row_alignment=layout.expert_alignment,
+        )
+
+    def route(self, ids: torch.Tensor, layout: Layout) -> Route:
+        """Where tokens go, for as many rows as can come."""
+        routes, most = count_routes(ids, layout.num_experts, self._ranks), layout.num_max_tokens_per_rank
+        return Route(routes, layout.num_experts, most, self._ranks * most)
+
+    def handle(self, ids: torch.Tensor, layout: Layout, route: Route, *, wait: bool) -> EPHandle:
+        """What a dispatch along a route returns; `wait` for all ranks' numbers of rows on the host."""
+        alignment, local, rows = layout.expert_alignment, layout.num_experts // self._ranks, route.rows
+        padded: list[int] = []
         if wait:
             counts = self._connections.exchange_counts(
-                routes, layout.num_experts, sms=self._sms(), timeout_s=self._timeout_s
+                route.routes, layout.num_experts, sms=self._sms(), timeout_s=self._timeout_s
             )
             rows, padded = counts.arriving, counts.padded(alignment)
             expanded = sum(padded)
         else:
-            rows, padded = ranks * most, []
             expanded = align_up(rows * min(ids.shape[1], local) + (alignment - 1) * local, alignment)
-        route = Route(routes, layout.num_experts, most, rows)
-        return EPHandle(layout, sms, ids, routes, rows, expanded, padded, route)
+        route.rows = rows
+        return EPHandle(layout, self.sms, ids, route.routes, rows, expanded, padded, route)
 
     def by_rank(
         self, handle: EPHandle, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None
@@ -237,26 +276,15 @@ class ElasticMode(NormalMode):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
         """(rows, their scale factors, None, [rows] weights), one row per (token, expert)."""
         rows, wire = handle.num_expanded_tokens, None
-        cfg = config_of(
-            x.shape[1],
-            handle.num_experts,
-            handle.routes.ids.shape[1],
-            handle.num_max_tokens_per_rank,
-            self._ranks,
-            "bf16" if scales is None else "mxfp8",
-            self._timeout_s,
-            scale_layout=None if scales is None else "linear",
-            row_alignment=handle.expert_alignment,
-        )
         if scales is not None:  # a format with as many bytes of scale factors, and rows that need no alignment
             wire = as_wide(scales, x.shape[1]).view(torch.uint8)
-        communicator = self._connections.get(cfg, self.sms)
+        communicator = self._connect(self._expanded_config(x.shape[1], handle.route, handle.layout, scales is not None))
         out = buffers_for(communicator, rows)
-        batch = communicator.dispatch(x.contiguous(), handle.routes.ids, weights, scales=wire, out=out)
-        if handle.arrived is None:
+        batch = communicator.dispatch(as_rows(x), handle.routes.ids, weights, scales=wire, out=out)
+        if handle.arrived is None or handle.route.of_rows is None or not handle.route.of_rows.usable:
             kept = batch.without_rows()
             handle.arrived = Expanded(kept, batch.row_counts, handle.num_recv_tokens)
-            handle.route.of_rows = Returned(communicator, kept)
+            handle.route.of_rows = self.returned(communicator, kept)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
@@ -264,8 +292,7 @@ class ElasticMode(NormalMode):
 
     def combine_rows(self, handle: EPHandle, rows: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""
-        assert handle.route.of_rows is not None
-        communicator, batch = handle.route.of_rows
+        communicator, batch = self._home(handle.route)
         if handle.do_expand and self._reduce:
             rows, batch = sum_rows(rows, batch, sms=handle.num_sms)
         if not handle.do_expand or self._reduce:
@@ -288,6 +315,3 @@ class ElasticMode(NormalMode):
         if handle.do_expand:
             weights = weights[slots.clamp(min=0)]
         return self.combine_weights(torch.where(slots >= 0, weights, 0), handle.route)
-
-    def _room(self, tokens: int) -> int:
-        return tokens

@@ -3,19 +3,43 @@ call in two halves if wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPInputError
+from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.deep_ep.calls import Rows, begin, check_experts, finished, require, without_gradients
+from cute_ep.integrations.checks import Names, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.deep_ep.calls import (
+    WORDS,
+    Rows,
+    begin,
+    check_experts,
+    check_stats,
+    finished,
+    require,
+    without_gradients,
+)
 from cute_ep.integrations.deep_ep.events import EventOverlap
+from cute_ep.integrations.growing import GrowingConnections, Hold
+from cute_ep.integrations.halves import Halves, Hook
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+
+NAMES: Names = {
+    "hidden": "x.shape[1]",
+    "top_k": "topk_idx.shape[1]",
+    "max_tokens_per_rank": "num_max_dispatch_tokens_per_rank",
+    "world_size": "group.size()",
+    "block_rows": "group.size() * num_max_dispatch_tokens_per_rank",
+}
+DISPATCH, COMBINE = "low_latency_dispatch", "low_latency_combine"
 
 
 class _Fields(NamedTuple):
@@ -33,19 +57,24 @@ class LowLatencyHandle(_Fields):
         src_info: [L, S] int32, the row's token index on its source rank.
         layout_range: [L, R] int64, rows of each source in a block: first << 32 | number.
         communicator: that of the dispatch.
+        hold: keeps it open until the rows were combined.
         batch: which combine returns rows of; None before the hook was called.
     """
 
     communicator: EPCommunicator
+    hold: Hold
     batch: Dispatched | None = None
 
 
 class LowLatency:
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: GrowingConnections) -> None:
         self._connections = connections
-        self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
+        self._halves = Halves(connections.capturing, "give them up with clean_low_latency_buffer(...)")
+        self._combine_memory: torch.Tensor | None = None
+        self._combine_views: dict[tuple[int, ...], torch.Tensor] = {}
+        self._captured_memory: list[torch.Tensor] = []  # which graphs use
 
     @without_gradients
     def low_latency_dispatch(
@@ -61,20 +90,22 @@ class LowLatency:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Send tokens to their experts, into one block of S = R * num_max_dispatch_tokens_per_rank slots per expert.
-        Nothing waits on the host, once connected.
+        Nothing waits on the host, unless it connects: in the first call of its kind, and when
+        `num_max_dispatch_tokens_per_rank` exceeds what was seen before.
 
         Args:
             x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements.
-            topk_idx: [T, K] int64 expert ids, -1 masks.
-            num_max_dispatch_tokens_per_rank: the same on all ranks.
+            topk_idx: [T, K] int64 expert ids, -1 masks. One out of range masks too, and a later call tells it.
+            num_max_dispatch_tokens_per_rank: at least T, the same on all ranks.
             cumulative_local_expert_recv_stats: [L] int32, to which the numbers of rows are added.
             dispatch_wait_recv_cost_stats: must be None.
             round_scale: make scale factors powers of two.
             use_ue8m0: pack their exponents, four in an int32; with `round_scale`.
             return_recv_hook: send only. The caller calls the hook before using results, in the order of dispatches; at
-                most two may be outstanding. Not with `async_finish`.
+                most two may be outstanding. The next call receives and drops what a hook was for that nobody has any
+                more. Not with `async_finish`.
 
         Returns:
             Rows [L, S, hidden] bfloat16, or float8_e4m3fn and scale factors [L, S, hidden / 128] float32 (packed: [L,
@@ -82,43 +113,61 @@ class LowLatency:
             then token; the handle; the event; the hook, or None.
 
         Raises:
-            EPInputError: an argument breaks its rule.
+            EPInputError: an argument breaks its rule, or an earlier call's did.
+            EPTimeout: a rank did not come.
         """
         begin(None, async_finish, False)
+        connections, ranks = self._connections, self._connections.size
+        connections.raise_found(WORDS)
         _check_options(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
-        ranks, hidden = self._connections.size, x.shape[1]
+        most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
+        check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        check_experts(num_experts, ranks)
+        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=connections.device)
+        tokens, hidden = x.shape
+        require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_dispatch_tokens_per_rank = {}", tokens, most)
+        check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=connections.device)
         require(
             not use_ue8m0 or hidden % PACKED_COLUMNS == 0,
             "x.shape[1] = {}: must be a multiple of {}",
             hidden,
             PACKED_COLUMNS,
         )
-        check_experts(num_experts, ranks)
-        sizes = hidden, num_experts, topk_idx.shape[1], num_max_dispatch_tokens_per_rank, ranks
+        check_stats(stats, num_experts // ranks, connections.device)
         fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
-        cfg = block_config(*sizes, fp8 if use_fp8 else "bf16")
-        communicator = self._connections.get(cfg)
-        blocks, experts = Blocks(communicator, packed=use_ue8m0), cfg.local_experts
+        cfg = _config(hidden, num_experts, topk_idx.shape[1], most, ranks, fp8 if use_fp8 else "bf16")
+        self._halves.drop_lost()
+        communicator = connections.get(cfg, names=NAMES)
+        self._halves.make_way(communicator, DISPATCH, whole=not return_recv_hook)
+        captured = connections.note_capture(communicator)
+        blocks, experts = Blocks(communicator, ranks * most, packed=use_ue8m0), cfg.local_experts
         out = blocks.out
         assert out.source_ranges is not None
         layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
         source_tokens = out.src_info[:, 0].view(experts, -1)
-        handle = LowLatencyHandle(source_tokens, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts)
-        handle.communicator = communicator
+        handle = LowLatencyHandle(source_tokens, layout_range, most, hidden, num_experts)
+        handle.communicator, handle.hold = communicator, connections.hold(communicator)
 
         def receive(batch: Dispatched) -> None:
             handle.batch = batch
             blocks.received()
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(out.row_counts)
+            if stats is not None:
+                stats.add_(out.row_counts)
 
-        ids, hook = topk_idx.to(torch.int32, copy=True), None  # a copy, since combine reads them again
+        # a copy, since combine reads them again; not narrowed, since the kernel checks them
+        ids, hook = topk_idx.clone(memory_format=torch.contiguous_format), None
         if return_recv_hook:
-            pending = communicator.dispatch_async(x.contiguous(), ids)
-            hook = _once(lambda: receive(communicator.dispatch_wait(pending, out)))
+            pending = communicator.dispatch_async(as_rows(x), ids)
+            hook = self._halves.sent(
+                communicator,
+                DISPATCH,
+                lambda: receive(communicator.dispatch_wait(pending, out)),
+                lambda: communicator.dispatch_wait(pending, out),
+                captured=captured,
+            )
         else:
-            receive(communicator.dispatch(x.contiguous(), ids, out=out))
+            receive(communicator.dispatch(as_rows(x), ids, out=out))
         rows = blocks.rows if blocks.scales is None else (blocks.rows, blocks.scales)
         return rows, out.row_counts, handle, finished(async_finish), hook
 
@@ -135,7 +184,7 @@ class LowLatency:
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Send rows home and add them up with weights at the source, in float32, rounded once.
 
         Args:
@@ -154,44 +203,88 @@ class LowLatency:
             [T, hidden] bfloat16; the event; the hook, or None.
 
         Raises:
-            EPInputError: an argument breaks its rule.
+            EPInputError: an argument breaks its rule, or an earlier call's did.
+            EPTimeout: a rank did not come.
         """
         begin(None, async_finish, False)
+        connections = self._connections
+        connections.raise_found(WORDS)
         _check_options(async_finish, return_recv_hook, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         own = _own(handle)
-        batch, communicator = own.batch, own.communicator
+        batch, communicator, hold = own.batch, own.communicator, own.hold
+        hold.check_open("handle")
         if batch is None:
-            raise EPInputError("handle: the dispatch's hook must be called before its rows are combined")
-        for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            want, got = tuple(batch.topk_ids.shape), tuple(tensor.shape)
-            require(got == want, "{}.shape = {}: must be {}, as in the dispatch", name, got, want)
-        extents = *own.src_info.shape, own.hidden
-        rows = self.get_next_low_latency_combine_buffer(own) if zero_copy else x.contiguous()
-        require(rows.shape == extents, "x.shape = {}: must be {}", tuple(rows.shape), extents)
+            raise EPInputError(
+                "handle: the dispatch's hook must be called before its rows are combined; dispatch again if it was lost"
+            )
+        place, entries, extents = connections.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
+        check_given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
+        check_given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
+        if zero_copy:
+            rows = self.get_next_low_latency_combine_buffer(own)
+        else:
+            check_given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
+            rows = as_rows(x)
+        if out is not None:
+            check_written("out", out)
+            shape = entries[0], own.hidden
+            check_tensor("out", out, shape=shape, dtype=torch.bfloat16, device=place, alignment=VECTOR_BYTES)
+            check_apart("out", out, x=rows, topk_idx=topk_idx, topk_weights=topk_weights)
+        self._halves.make_way(communicator, COMBINE, whole=not return_recv_hook)
+        captured = connections.note_capture(communicator)
         weights = torch.where(topk_idx >= 0, topk_weights, 0)
         if out is None:
-            out = torch.empty((len(topk_idx), own.hidden), dtype=torch.bfloat16, device=rows.device)
+            out = torch.empty((entries[0], own.hidden), dtype=torch.bfloat16, device=place)
         rows, hook = rows.view(-1, own.hidden), None
         if return_recv_hook:
             pending = communicator.combine_async(rows, batch.derived(router_weights=weights), mode="exact")
-            hook = _once(lambda: communicator.combine_wait(pending, out=out))
+
+            def receive() -> None:
+                communicator.combine_wait(pending, out=out)
+                hold.end()
+
+            hook = self._halves.sent(
+                communicator, COMBINE, receive, lambda: communicator.combine_wait(pending), captured=captured
+            )
         else:
             communicator.combine(rows, batch, weights, mode="exact", out=out)
+            hold.end()
         return out, finished(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
-        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; the same for all handles of these
-        sizes. EPInputError: the handle is none."""
+        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; all handles share it, so it is for the
+        most rows seen. EPInputError: the handle is none."""
         own = _own(handle)
         extents = *own.src_info.shape, own.hidden
-        if extents not in self._combine_buffers:
+        if extents not in self._combine_views:
+            elements, memory = own.src_info.numel() * own.hidden, self._combine_memory
             with torch.inference_mode(False):  # a later caller need not be in it
-                memory = torch.empty(extents, dtype=torch.bfloat16, device=self._connections.device)
-            self._combine_buffers[extents] = memory
-        return self._combine_buffers[extents]
+                if memory is None or memory.numel() < elements:
+                    memory = torch.empty(elements, dtype=torch.bfloat16, device=self._connections.device)
+                    self._combine_memory, self._combine_views = memory, {}
+                self._combine_views[extents] = memory[:elements].view(extents)
+        if self._connections.capturing():
+            self._captured_memory.append(self._combine_views[extents])
+        return self._combine_views[extents]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing: both modes may be mixed."""
+        """Give up every round whose hook was not called: it is received and dropped, and its hook raises EPError. So a
+        request may be aborted between the halves of a call, on the ranks that all have sent it. Otherwise nothing: both
+        modes may be mixed, whatever the arguments say.
+
+        Raises:
+            EPTimeout: a rank has not sent such a round.
+        """
+        self._halves.give_up()
+
+
+def _config(hidden: int, experts: int, top_k: int, most: int, ranks: int, fmt: FormatName) -> EPConfig:
+    """That of a communicator with room for `most` tokens a rank, rounded up if the rules allow it. EPInputError: an
+    argument breaks its rule."""
+    try:
+        return block_config(NAMES, hidden, experts, top_k, room_for(most), ranks, fmt, error=EPConfigError)
+    except EPConfigError:
+        return block_config(NAMES, hidden, experts, top_k, most, ranks, fmt)
 
 
 def _own(handle: tuple) -> LowLatencyHandle:
@@ -205,14 +298,3 @@ def _check_options(async_finish: bool, return_recv_hook: bool, **stats: torch.Te
     require(not (async_finish and return_recv_hook), "return_recv_hook = True: must be False with async_finish")
     for name, tensor in stats.items():
         require(tensor is None, "{} = tensor: must be None, waits are not measured", name)
-
-
-def _once(call: Callable[[], object]) -> Callable[[], None]:
-    """`call`, that later calls of the hook leave out."""
-    calls = [call]
-
-    def hook() -> None:
-        if calls:
-            calls.pop()()
-
-    return hook

@@ -14,25 +14,33 @@ numbers, and a token has an entry more for each rank that it goes to. Three comm
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
-from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.integrations.connections import Connections, config_of, room_for
+from cute_ep.integrations.checks import Names, as_rows, roomy_config
 from cute_ep.integrations.counts import Counting
+from cute_ep.integrations.deep_ep.calls import WORDS
+from cute_ep.integrations.deep_ep.layout import LayoutWords
+from cute_ep.integrations.growing import GrowingConnections, Hold
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
-from cute_ep.runtime.routes import RouteCounts, count_routes
-from cute_ep.torch_internals import version_of
+from cute_ep.runtime.routes import RouteCounts
 
-WORDS = VECTOR_BYTES // 4
+VECTOR_WORDS = VECTOR_BYTES // 4
 """32-bit words that rows of words are a multiple of."""
+NAMES: Names = {
+    "hidden": "x.shape[1]",
+    "num_experts": "num_tokens_per_expert.shape[0]",
+    "top_k": "topk_idx.shape[1]",
+    "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
+    "world_size": "group.size()",
+}
 
 
 class _Fields(NamedTuple):
@@ -58,10 +66,17 @@ class Handle(_Fields):
 
 
 class Returned(NamedTuple):
-    """A communicator, and a batch of it whose rows combine can return; it holds no rows itself."""
+    """A communicator, and a batch of it whose rows combine can return; it holds no rows itself. `hold`: keeps the
+    communicator open."""
 
     communicator: EPCommunicator
     batch: Dispatched
+    hold: Hold
+
+    @property
+    def usable(self) -> bool:
+        """Whether the communicator is open."""
+        return not self.communicator.closed
 
 
 @dataclass
@@ -73,6 +88,7 @@ class Route:
         experts: how many experts these are out of.
         tokens: what no rank has more tokens than.
         rows: rows received, or that there is room for.
+        own: whether a token has an entry of each rank behind those that it was given.
         of_rows: for sums of rows, once they were sent.
         of_words: for sums of top-k weights, once there was need; by the number of words of a row.
     """
@@ -81,80 +97,59 @@ class Route:
     experts: int
     tokens: int
     rows: int
+    own: bool = False
     of_rows: Returned | None = None
-    of_words: dict[int, Returned] | None = None
-
-
-class GivenLayout(NamedTuple):
-    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change. It is
-    an attribute of `goes`, which it does not refer to: there would be garbage to collect.
-
-    Attributes:
-        counts, by_rank, by_expert, ids, last_ids: of `RouteCounts`.
-        topk_idx: the entries.
-        versions: of these, the counts, and `goes`.
-    """
-
-    counts: torch.Tensor
-    by_rank: torch.Tensor
-    by_expert: torch.Tensor
-    ids: torch.Tensor
-    last_ids: torch.Tensor
-    topk_idx: torch.Tensor
-    versions: tuple[int, int, int]
-
-    @classmethod
-    def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> RouteCounts:
-        """Count; `known` finds it again by `goes`."""
-        routes = count_routes(topk_idx, num_experts, ranks)
-        counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
-        versions = _version(topk_idx), _version(counts), _version(goes)
-        goes._cute_ep_layout = cls(counts, by_rank, by_expert, ids, last_ids, topk_idx, versions)
-        return routes
-
-    @staticmethod
-    def known(
-        goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
-    ) -> RouteCounts | None:
-        """The counts, if all these are of one layout, unchanged. Of inference tensors torch does not know that."""
-        made: GivenLayout | None = getattr(goes, "_cute_ep_layout", None)
-        if made is None or made.topk_idx is not topk_idx:
-            return None
-        if made.by_rank is not by_rank or made.by_expert is not by_expert:
-            return None
-        if made.versions != (_version(topk_idx), _version(made.counts), _version(goes)):
-            return None
-        return RouteCounts(made.counts, by_rank, by_expert, goes, made.ids, made.last_ids)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> tuple[RouteCounts, int]:
-    """Entries that bring each token where `goes` [T, R] says, and out of how many experts they are: the [T, K] ones
-    that there are, but for those of other ranks, then one for each rank."""
-    ranks, local = goes.shape[1], 1 if topk_idx is None else num_experts // goes.shape[1] + 1
-    own = torch.arange(local - 1, local * ranks, local, dtype=torch.int32, device=goes.device)
-    entries = torch.where(goes, own, -1)
-    if topk_idx is not None:
-        server = topk_idx.clamp(min=0, max=num_experts - 1) // (local - 1)
-        gone = (topk_idx < 0) | ((topk_idx < num_experts) & ~goes.gather(1, server.long()))
-        entries = torch.cat([torch.where(gone, -1, topk_idx + server).int(), entries], dim=1)
-    return count_routes(entries, local * ranks, ranks), local * ranks
+    of_words: dict[int, Returned] = field(default_factory=dict)
 
 
 class NormalMode:
-    """Normal mode over the communicators of a group. All runs on the current stream."""
+    """Normal mode over the communicators of a group. All runs on the current stream.
 
-    def __init__(self, connections: Connections, sms: Callable[[], int]) -> None:
+    Attributes:
+        words: of what kernels have found wrong.
+    """
+
+    names: Names = NAMES
+    _made = staticmethod(roomy_config)
+
+    def __init__(self, connections: GrowingConnections, sms: Callable[[], int]) -> None:
         """`sms`: says how many SMs kernels may take, when a communicator is connected."""
         self._connections, self._sms = connections, sms
         self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
+        self.words = LayoutWords(WORDS.ids, WORDS.room)
 
     def counting(self, words: int) -> Counting:
         """`Connections.counting` for this mode."""
         return self._connections.counting(words, sms=self._sms(), timeout_s=self._timeout_s)
+
+    def config(self, hidden: int, tokens: int, experts: int, top_k: int, *, scaled: bool = False) -> EPConfig:
+        """Of rank-major rows of `hidden` elements, FP8 if `scaled`, for at least `tokens` tokens a rank. EPInputError:
+        a size breaks its rule."""
+        return self._made(
+            self.names,
+            hidden,
+            experts,
+            top_k,
+            tokens,
+            self._ranks,
+            # the format with as many bytes of scale factors whose rows need no padding
+            dispatch_format="mxfp8" if scaled else "bf16",
+            timeout_s=self._timeout_s,
+            scale_layout="linear" if scaled else None,
+            row_alignment=1,
+            row_order=RANK_MAJOR,
+        )
+
+    def check_route(self, x: torch.Tensor, route: Route, *, scaled: bool) -> None:
+        """EPInputError unless rows like these can be sent along a route."""
+        self.config(x.shape[1], route.tokens, route.experts, route.routes.ids.shape[1], scaled=scaled)
+
+    @staticmethod
+    def check_returned(route: Route) -> tuple[int, int]:
+        """The shape of rows that go home by a route. EPInputError: its communicator was closed."""
+        assert route.of_rows is not None
+        route.of_rows.hold.check_open("handle")
+        return route.rows, route.of_rows.communicator.cfg.hidden
 
     # ---- rows
 
@@ -177,30 +172,42 @@ class NormalMode:
         Returns:
             The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch.
         """
-        hidden, scaled = x.shape[1], scales is not None
+        hidden, ids = x.shape[1], route.routes.ids
         wire = None if scales is None else as_wide(scales, hidden).view(torch.uint8)
-        communicator = self._connect(hidden, route.tokens, route.experts, route.routes.ids.shape[1], scaled)
+        cfg = self.config(hidden, route.tokens, route.experts, ids.shape[1], scaled=scales is not None)
+        communicator = self._connect(cfg)
+        (self.words.own.add if route.own else self.words.own.discard)(communicator)
         out = buffers_for(communicator, route.rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        batch = communicator.dispatch(x.contiguous(), route.routes.ids, weights, scales=wire, out=out)
+        batch = communicator.dispatch(as_rows(x), ids, weights, scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[: route.rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        if route.of_rows is None:
-            route.of_rows = Returned(communicator, batch.without_rows())
+        if route.of_rows is None or not route.of_rows.usable:
+            route.of_rows = self.returned(communicator, batch.without_rows())
         return first_rows(batch.tokens, route.rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
-        assert route.of_rows is not None
-        communicator, batch = route.of_rows
+        communicator, batch = self._home(route)
         if not biases:
             return communicator.combine(rows, batch, mode="partial")
         total = communicator.combine(rows, batch, mode="partial", dtype=torch.float32)
         for bias in biases:
             total += bias.float()
         return total.bfloat16()
+
+    def _home(self, route: Route) -> tuple[EPCommunicator, Dispatched]:
+        """What rows of a route go home by."""
+        assert route.of_rows is not None
+        communicator, batch, _ = route.of_rows
+        self._connections.note_capture(communicator)
+        return communicator, batch
+
+    def returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
+        """What a route keeps of a batch, without its rows, for calls to come."""
+        return Returned(communicator, batch, self._connections.hold(communicator))
 
     # ---- top-k entries
 
@@ -217,15 +224,15 @@ class NormalMode:
         """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
         slots = weights.shape[1]
         words = padded(weights)
-        width, goes = words.shape[1], route.routes.goes
-        of_words = route.of_words = route.of_words or {}
-        if width not in of_words:
-            communicator = self._connect(width * 2, route.tokens, self._ranks, self._ranks)
+        width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
+        if width not in of_words or not of_words[width].usable:
+            communicator = self._connect(self.config(width * 2, route.tokens, self._ranks, self._ranks))
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ranks = torch.where(goes, torch.arange(self._ranks, dtype=torch.int32, device=goes.device), -1)
             batch = communicator.dispatch(nothing, ranks, out=buffers_for(communicator, route.rows))
-            of_words[width] = Returned(communicator, batch.without_rows().derived(topk_ids=ranks))
-        communicator, batch = of_words[width]
+            of_words[width] = self.returned(communicator, batch.without_rows().derived(topk_ids=ranks))
+        communicator, batch, _ = of_words[width]
+        self._connections.note_capture(communicator)
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]
         total = home[:, 0]
@@ -233,25 +240,11 @@ class NormalMode:
             total = total + home[:, column]
         return total
 
-    def _connect(self, hidden: int, tokens: int, experts: int, top_k: int, scaled: bool = False) -> EPCommunicator:
-        """The communicator for rank-major rows of `hidden` elements, FP8 if `scaled`, `tokens` per rank."""
-        cfg = config_of(
-            hidden,
-            experts,
-            top_k,
-            self._room(tokens),
-            self._ranks,
-            "mxfp8" if scaled else "bf16",  # the format with as many bytes of scale factors whose rows need no padding
-            self._timeout_s,
-            scale_layout="linear" if scaled else None,
-            row_alignment=1,
-            row_order=RANK_MAJOR,
-        )
-        return self._connections.get(cfg, self._sms())
-
-    def _room(self, tokens: int) -> int:
-        """`max_tokens_per_rank` of a communicator for so many tokens."""
-        return room_for(tokens)
+    def _connect(self, cfg: EPConfig) -> EPCommunicator:
+        """The communicator for rows that are sent next."""
+        communicator = self._connections.get(cfg, self._sms(), self.names)
+        self._connections.note_capture(communicator)
+        return communicator
 
 
 def prefix_matrix(table: torch.Tensor) -> torch.Tensor:
@@ -277,14 +270,12 @@ def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 def padded(words: torch.Tensor) -> torch.Tensor:
     """[n, words] of 32 bits with zeros up to whole vectors."""
-    return torch.nn.functional.pad(words, (0, -words.shape[1] % WORDS)).contiguous()
+    return torch.nn.functional.pad(words, (0, -words.shape[1] % VECTOR_WORDS)).contiguous()
 
 
 def as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     """[T, hidden / 128] float32 that has the words of `scales` first."""
     words, columns = with_plain_strides(scales.contiguous()).view(torch.float32), hidden // FP8.block
-    if words.shape[1] > columns:
-        raise EPInputError(f"x[1].shape[1] = {words.shape[1]}: must not exceed hidden / {FP8.block} = {columns}")
     if words.shape[1] == columns:
         return words
     wide = torch.zeros((words.shape[0], columns), dtype=torch.float32, device=words.device)

@@ -10,12 +10,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
+from cute_ep.integrations.checks import (
+    FLOATS,
+    as_rows,
+    check_given,
+    check_group,
+    check_integer,
+    check_sms,
+    named_config,
+)
 from cute_ep.integrations.connections import connections_of
+from cute_ep.integrations.reports import Words
 from cute_ep.integrations.scales import PACKED, packed_exponents
 from cute_ep.integrations.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
@@ -41,12 +51,18 @@ ALIGNMENT = 128
 TIMEOUT_S = 300.0
 """How long a rank waits for others: in a first pass they may be compiling."""
 LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+NAMES = {"hidden": "hidden_size", "top_k": "router_topk", "max_tokens_per_rank": LIMIT, "world_size": "group.size()"}
+"""What SGLang calls the fields of EPConfig that it names otherwise."""
+WORDS = Words("topk_output.topk_ids", LIMIT)
+"""Of what kernels have found wrong."""
 
 
 class CuteEPDispatcher(BaseDispatcher):
     """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
+    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
+    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
     Arguments are those that SGLang gives; SMs and most tokens of a rank come from its variables, which all ranks must
     have set alike.
 
@@ -78,6 +94,7 @@ class CuteEPDispatcher(BaseDispatcher):
         activation_scale_block_size: int = 128,
     ) -> None:
         super().__init__()
+        check_group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
         _require(params_dtype == torch.bfloat16, f"--dtype = {params_dtype}: must be bfloat16")
         _require(
@@ -85,10 +102,12 @@ class CuteEPDispatcher(BaseDispatcher):
             f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks; choose "
             "--ep-num-redundant-experts so that all ranks have as many",
         )
-        _require(0 < tokens <= MAX_TOKENS_PER_RANK, f"{LIMIT} = {tokens}: must be in [1, {MAX_TOKENS_PER_RANK}]")
+        check_integer("num_local_experts", num_local_experts, error=EPConfigError)
+        check_integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
+        check_sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
         fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
-        self.cfg = EPConfig(
-            hidden_size, num_experts, router_topk, tokens, ranks,
+        self.cfg = named_config(
+            NAMES, hidden_size, num_experts, router_topk, tokens, ranks, error=EPConfigError,
             dispatch_format=fmt, timeout_s=TIMEOUT_S, row_alignment=ALIGNMENT,
             scale_layout="linear" if use_fp8_dispatch else None,
         )  # fmt: skip
@@ -104,12 +123,13 @@ class CuteEPDispatcher(BaseDispatcher):
     def dispatch(self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput) -> DeepEPv2DispatchOutput:
         """Send tokens to their experts, and receive those of this rank's experts.
 
-        In an extend batch the host waits for the ranks' numbers of rows, and errors of earlier calls are raised: no
-        graph can capture it. A decode batch has room for all rows that may come, and waits for nothing.
+        In an extend batch the host waits for the ranks' numbers of rows: no graph can capture it. A decode batch has
+        room for all rows that may come, and waits for nothing.
 
         Args:
             hidden_states: [T, hidden_size] bfloat16.
-            topk_output: [T, router_topk] expert ids, -1 masks, and weights; unchanged until the combine has run.
+            topk_output: [T, router_topk] expert ids, int32 or int64, -1 masks, and weights of a floating type;
+                unchanged until the combine has run. An id out of range masks too, and a later call tells it.
 
         Returns:
             hidden_states: [N, hidden_size] rows, bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
@@ -120,27 +140,26 @@ class CuteEPDispatcher(BaseDispatcher):
             topk_weights: [N] float32 ones. topk_ids: None.
 
         Raises:
-            EPInputError: an argument breaks its rule; from earlier calls also an expert id out of range.
+            EPInputError: an argument breaks its rule, or an earlier call's did.
             EPTimeout: a rank did not come in time.
-            EPError: the dispatch before has had no combine.
+            EPError: the dispatch before has had no combine (`give_up`).
         """
+        ranks = connections_of(self._group)
+        ranks.raise_found(WORDS)
         if self._batch is not None:
-            raise EPError("dispatch: the batch of the dispatch before has not been combined")
-        tokens, most = hidden_states.shape[0], self.cfg.max_tokens_per_rank
-        if tokens > most:
-            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must not exceed {LIMIT} = {most}; raise it")
+            raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
+        tokens = self._check_dispatch(hidden_states, topk_output, ranks.device)
         communicator = self._connected()
-        ids = topk_output.topk_ids.to(torch.int32).contiguous()
+        ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = topk_output.topk_weights.to(torch.float32).contiguous()
         masked, together = not get_is_extend_in_batch(), 0
         if masked:
             together = self._tokens_of_all(tokens)
             room = max_rows(1, self.cfg.top_k, together, self.cfg.local_experts, ALIGNMENT, 0)
         else:
-            room = self._wait_for_rows(ids)
-            communicator.synchronize()  # raises what was wrong before; the stream has nothing left to do
+            room, ids = self._wait_for_rows(ids)
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
-        batch = communicator.dispatch(hidden_states.contiguous(), ids, weights, out=out)
+        batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
         self._batch = batch.without_rows()  # the runner may free rows and scale factors
         rows = batch.tokens.shape[0]
         sent = tokens * self.cfg.world_size * self.cfg.top_k
@@ -153,7 +172,7 @@ class CuteEPDispatcher(BaseDispatcher):
             is_expanded=True,
             use_masked_gemm=masked,
             expected_m=sent // self.cfg.num_experts + 1 if masked else 0,
-            masked_max_m=min(align_up(together, ALIGNMENT), self.cfg.world_size * most),
+            masked_max_m=min(align_up(together, ALIGNMENT), self.cfg.world_size * self.cfg.max_tokens_per_rank),
             total_expanded=rows if masked else 0,
             expert_alignment=ALIGNMENT,
             activation_scale_block_size=self._block,
@@ -171,26 +190,57 @@ class CuteEPDispatcher(BaseDispatcher):
             [T, hidden_size] bfloat16. NaN for every token with a row on a rank that had no room for all its rows.
 
         Raises:
-            EPInputError: the rows are not those of the dispatch, or not final (`routewise_layout`).
+            EPInputError: the rows are not those of the dispatch, or not final (`routewise_layout`), or an argument of
+                an earlier call broke its rule; combine can be called again.
             EPError: there was no dispatch.
             EPTimeout: a rank did not come in time.
         """
-        batch, self._batch = self._batch, None
+        connections_of(self._group).raise_found(WORDS)
+        batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
         if not isinstance(combine_input, DeepEPv2CombineInput):
             raise EPInputError(f"combine_input = {type(combine_input).__name__}: must be DeepEPv2CombineInput")
         if combine_input.routewise_layout is not None:
             raise EPInputError("combine_input.routewise_layout: must be None, the model has to finish its rows first")
-        rows, room = combine_input.hidden_states, batch.tokens.shape[0]
-        if rows.shape[0] != room:
-            raise EPInputError(f"hidden_states.shape[0] = {rows.shape[0]}: must be {room}, the rows of the dispatch")
-        return self._connected().combine(rows.contiguous(), batch, mode="partial")
+        communicator, rows, room = self._communicator, combine_input.hidden_states, batch.tokens.shape[0]
+        if communicator is None or communicator.closed:
+            raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
+        check_given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
+        if rows.shape != (room, self.cfg.hidden):
+            rule = f"must be {(room, self.cfg.hidden)}, as the rows of the dispatch"
+            raise EPInputError(f"combine_input.hidden_states.shape = {tuple(rows.shape)}: {rule}")
+        total = communicator.combine(as_rows(rows), batch, mode="partial")
+        self._batch = None
+        return total
+
+    def give_up(self) -> None:
+        """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
+        combine waits for all. Sends nothing; without such a dispatch it does nothing."""
+        self._batch = None
+
+    def _check_dispatch(
+        self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput, device: torch.device
+    ) -> int:
+        """The number of tokens. EPInputError: an argument of dispatch breaks its rule."""
+        most = self.cfg.max_tokens_per_rank
+        shape = None, self.cfg.hidden
+        check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
+        tokens = hidden_states.shape[0]
+        if tokens > most:
+            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must not exceed {LIMIT} = {most}; raise it")
+        for name, types in (("topk_ids", ID_TYPES), ("topk_weights", FLOATS)):
+            given = getattr(topk_output, name, None)
+            if given is None:
+                raise EPInputError(f"topk_output = {type(topk_output).__name__}: must be StandardTopKOutput")
+            entries = tokens, self.cfg.top_k
+            check_given(f"topk_output.{name}", given, shape=entries, dtype=types, device=device)
+        return tokens
 
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            self._communicator = connections_of(self._group).get(self.cfg, _sms())
+            self._communicator = connections_of(self._group).get(self.cfg, _sms(), NAMES)
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -203,11 +253,13 @@ class CuteEPDispatcher(BaseDispatcher):
             return most
         return min(most, max(1, tokens * ranks + ranks - 1))
 
-    def _wait_for_rows(self, ids: torch.Tensor) -> int:
-        """Rows that come to this rank, padding included; collective, and the host waits."""
+    def _wait_for_rows(self, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Rows that come to this rank, padding included, and the ids as they were counted; collective, and the host
+        waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
         ranks, experts = connections_of(self._group), self.cfg.num_experts
-        return sum(ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S).padded(ALIGNMENT))
+        counts = ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S)
+        return sum(counts.padded(ALIGNMENT)), routes.ids
 
 
 def _sms() -> int | None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cute_ep.api.config import EPConfig, is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
 from cute_ep.integrations import exchange
+from cute_ep.integrations.checks import Names, check_integer, check_mode, named_config
 from cute_ep.integrations.exchange import Exchange, Round, close_abandoned
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
@@ -26,18 +26,31 @@ from cute_ep.integrations.transformers.experts import (
     check_experts,
     check_routed,
     find_gate,
+    hidden_size,
     is_experts,
     run,
     weight_names,
 )
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
+from cute_ep.runtime.gpus import check_gpu
 from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
 
 NAME = "cute_ep"
 """Of the experts implementation, in transformers' registries."""
+NAMES: Names = {
+    "hidden": "hidden_states.shape[1]",
+    "top_k": "top_k_index.shape[1]",
+    "max_tokens_per_rank": "tokens of a rank",
+    "world_size": "len(devices)",
+}
+"""What the experts interface calls the fields of EPConfig that it names otherwise."""
+DETACHED = (
+    "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
+    "`with attach(...)`, and while there is the model"
+)
 
 
 class Attachment:
@@ -56,12 +69,12 @@ class Attachment:
         self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode
     ) -> None:
         self.devices = check_devices(devices)
-        if not 1 <= len(self.devices) <= MAX_RANKS:
-            raise EPConfigError(f"len(devices) = {len(self.devices)}: must be in [1, {MAX_RANKS}], one a rank")
-        if not (is_integer(max_tokens) and max_tokens > 0):
-            raise EPConfigError(f"max_tokens = {max_tokens!r}: must be a positive integer")
-        if mode not in ("partial", "exact"):
-            raise EPConfigError(f"mode = {mode!r}: must be partial or exact")
+        ranks = len(self.devices)
+        if not 1 <= ranks <= MAX_RANKS:
+            raise EPConfigError(f"len(devices) = {ranks}: must be in [1, {MAX_RANKS}], one a rank")
+        _check_kinds(self.devices)
+        check_integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
+        check_mode("mode", mode)
         self.max_tokens, self.mode = int(max_tokens), mode
         found = dict(_experts_of(model)) if isinstance(model, nn.Module) else {}
         if not found:
@@ -74,6 +87,10 @@ class Attachment:
                 raise EPConfigError(f"{name}: is attached already, detach it first")
             if _is_split(module):
                 raise EPConfigError(f"{name}: is split over processes already, by the model's expert parallel plan")
+            padded = f"{name}: experts, padded to equal parts of the ranks,"
+            names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
+            sizes = hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
+            named_config(names, *sizes, error=EPConfigError)
         close_abandoned()
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
@@ -112,6 +129,10 @@ class Attachment:
         for one in list(self._open):
             one.abandon()
 
+    def _room(self) -> int:
+        """Tokens of a rank in a pass of `max_tokens`."""
+        return -(-self.max_tokens // len(self.devices))
+
     def __enter__(self) -> Self:
         return self
 
@@ -125,7 +146,8 @@ class Attachment:
         with twice the room or more, when more tokens come. One with less room closes when no graph needs it any more.
 
         Raises:
-            EPConfigError, VariantMissing: as `connect_local`; or there are too many tokens for any communicator.
+            EPConfigError, VariantMissing: as `connect_local`.
+            EPInputError: the shapes break a rule, or there are too many tokens for any communicator.
         """
         ranks = len(self.devices)
         key, need = (hidden, align_up(experts, ranks), top_k), -(-tokens // ranks)
@@ -138,13 +160,13 @@ class Attachment:
                     f"hidden_states.shape[0] = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens a rank, here "
                     f"{MAX_TOKENS_PER_RANK * ranks}; use shorter or fewer sequences a pass"
                 )
-            room = -(-self.max_tokens // ranks)
+            room = self._room()
             if found is not None:
                 room = 2 * found.cfg.max_tokens_per_rank
                 LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
                 del self._exchanges[key], found  # frees its memory, unless a graph needs it
             room = min(max(room, need), MAX_TOKENS_PER_RANK)
-            made = Exchange(EPConfig(*key, max_tokens_per_rank=room, world_size=ranks), self.devices)
+            made = Exchange(named_config(NAMES, *key, room, ranks), self.devices, DETACHED)
             self._exchanges[key] = made
             self._open.add(made)
             return made
@@ -165,16 +187,25 @@ def attach(
     Args:
         model: a model of transformers, or any module that contains one or its experts.
         devices: one a rank, as of `cute_ep.connect_local`: several GPUs, one GPU several times, or "cpu" everywhere.
-        max_tokens: most tokens (sequences times their length) that one pass has. If more come the ranks connect again,
-            with more room.
+        max_tokens: most tokens (sequences times their length) that one pass has, up to 32768 a rank. If more come the
+            ranks connect again, with more room.
         mode: of combine, and of the sums of gradients. "partial" rounds the sum of each rank to bfloat16 before it
             travels; "exact" sends all rows, and gives the same bits on any number of ranks.
 
     Raises:
-        EPConfigError: the model has no such experts, or some that are attached already, are quantised, or compute
-            something that this version does not know; or an argument breaks its rule.
+        EPConfigError: the model has no such experts, or some that are attached already, are quantised, compute
+            something that this version does not know, or have sizes that cannot travel; or an argument breaks its rule.
     """
     return Attachment(model, devices, max_tokens, mode)
+
+
+def _check_kinds(devices: Sequence[torch.device]) -> None:
+    """EPConfigError unless ranks can be on these devices together."""
+    if {device.type for device in devices} not in ({"cpu"}, {"cuda"}):
+        raise EPConfigError(f"devices = {[str(device) for device in devices]}: must be all CUDA or all cpu")
+    for device in devices:
+        if device.index is not None and device.type == "cuda":
+            check_gpu("devices", device.index)
 
 
 def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -227,7 +258,7 @@ class _Layer:
         self.gates: list[FoundGate | None] = []  # one, looked up when the layer runs first: before, weights may lack
 
     def forward(self, module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        check_routed(hidden, ids, weights)
+        check_routed(hidden, ids, weights, hidden_size(module))
         if not self.gates:
             self.gates.append(find_gate(module))
         names, experts = weight_names(module), module.num_experts
@@ -256,7 +287,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     Args:
         module: an attached experts module.
         hidden_states: [T, hidden], of any floating type.
-        top_k_index: [T, K] int32 or int64 expert ids; one that is negative or no expert's masks the entry.
+        top_k_index: [T, K] int32 or int64 expert ids; one that is no expert's masks the entry, as transformers' own do
+            with the number of experts.
         top_k_weights: [T, K] router weights, of any floating type.
 
     Returns:

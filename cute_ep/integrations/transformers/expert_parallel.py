@@ -11,8 +11,10 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError
+from cute_ep.integrations.checks import Names, check_given, check_most, named_config
 from cute_ep.integrations.connections import connections_of
 from cute_ep.integrations.exchange import RETURNED
+from cute_ep.integrations.row_weights import SCALAR_HIDDEN
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
     check_experts,
@@ -23,6 +25,17 @@ from cute_ep.integrations.transformers.experts import (
     weight_names,
 )
 from cute_ep.runtime.routes import count_routes
+
+NAMES: Names = {
+    "hidden": "hidden_states.shape[1]",
+    "num_experts": "experts of all ranks",
+    "top_k": "top_k_index.shape[1]",
+    "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
+    "world_size": "ep_size",
+}
+"""What the plan calls the fields of EPConfig."""
+FEWER = "use shorter or fewer sequences a pass"
+"""What to do about too many tokens."""
 
 
 class CuteEP(EPImplementation):
@@ -44,6 +57,8 @@ class CuteEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
+        sizes = SCALAR_HIDDEN, self.num_experts, 1, 1, ep_mesh.size()
+        named_config(NAMES, *sizes, error=EPConfigError)
         self._experts: Any = experts
         self._known: bool | None = None  # whether `run` computes what they do; None before the first call
         self._gate: FoundGate | None = None
@@ -54,16 +69,19 @@ class CuteEP(EPImplementation):
 
         Args:
             hidden_states: [T, hidden], of any floating type.
-            top_k_index: [T, K] int32 or int64 ids of all ranks' experts; one of no expert masks the entry.
+            top_k_index: [T, K] int32 or int64 ids of all ranks' experts; one of no expert masks the entry, as
+                transformers' own do with the number of experts.
             top_k_weights: [T, K] router weights, of any floating type.
 
         Returns:
             [T, hidden] of the type of `hidden_states`.
 
         Raises:
-            EPInputError, EPTimeout: as the calls of a communicator; EPConfigError, VariantMissing: as `connect`.
+            EPInputError: an argument breaks its rule. Nothing was sent.
+            EPConfigError, VariantMissing: as `connect`. EPTimeout: a rank does not come.
         """
         check_routed(hidden_states, top_k_index, top_k_weights)
+        check_most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
         own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))
         out = self._exchange(*own)
         if self.tp_mesh.size() == 1:
@@ -80,13 +98,15 @@ class CuteEP(EPImplementation):
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         group = self.ep_mesh.get_group()
+        ranks, sizes = connections_of(group), (x.shape[1], self.num_experts, ids.shape[1])
+        check_given("hidden_states", x, device=ranks.device)
+        ranks.config(NAMES, sizes, len(x))
         with_gradient = torch.is_grad_enabled() and weights.requires_grad
         given = None if with_gradient else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
-        ranks = connections_of(group)
         counts = ranks.exchange_counts(routes, self.num_experts)
-        rows, sizes = sum(counts.entries), (x.shape[1], self.num_experts, ids.shape[1])
-        communicator = ranks.for_tokens(sizes, counts.tokens, "use shorter or fewer sequences a pass")
+        rows = sum(counts.entries)
+        communicator = ranks.for_tokens(NAMES, sizes, counts.tokens)
         comm = cute_ep.ops.register(communicator)
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows, clear=False)

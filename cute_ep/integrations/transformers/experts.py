@@ -19,7 +19,10 @@ from cute_ep.api.config import is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.gates import Gate
 from cute_ep.api.host import host_list
+from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.integrations.checks import check_given, check_integer
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import plain
 from cute_ep.runtime.local_ops import fused_silu
 from cute_ep.torch_internals import version_of
@@ -55,17 +58,24 @@ def check_experts(name: str, module: nn.Module) -> None:
             )
 
 
-def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """EPInputError unless they are of the same tokens, [T, hidden], [T, K] and [T, K]; before anything is sent."""
-    if hidden_states.dim() != 2 or top_k_index.dim() != 2 or len(hidden_states) != len(top_k_index):
-        raise EPInputError(
-            f"hidden_states.shape = {tuple(hidden_states.shape)}: must be [T, hidden] and top_k_index.shape = "
-            f"{tuple(top_k_index.shape)} [T, K], of the same T tokens"
-        )
-    if top_k_weights.shape != top_k_index.shape:
-        raise EPInputError(
-            f"top_k_weights.shape = {tuple(top_k_weights.shape)}: must be {tuple(top_k_index.shape)}, as top_k_index"
-        )
+def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None = None) -> None:
+    """EPInputError unless they are of the same tokens, [T, hidden], [T, K] and [T, K], on one device. `hidden`: None
+    for any."""
+    check_given("hidden_states", hidden_states, shape=(None, hidden))
+    tokens, place = hidden_states.shape[0], hidden_states.device
+    if not hidden_states.is_floating_point():
+        raise EPInputError(f"hidden_states.dtype = {hidden_states.dtype}: must be a floating type")
+    check_given("top_k_index", top_k_index, shape=(tokens, None), dtype=ID_TYPES, device=place)
+    check_integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
+    check_given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
+    if not top_k_weights.is_floating_point():
+        raise EPInputError(f"top_k_weights.dtype = {top_k_weights.dtype}: must be a floating type")
+
+
+def hidden_size(module: Any) -> int:
+    """Elements of a row that the experts take."""
+    whole = getattr(module, weight_names(module)[0])
+    return int(whole.shape[1] if module.is_transposed else whole.shape[2])
 
 
 def weight_names(module: Any) -> tuple[str, ...]:

@@ -12,12 +12,13 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
+from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer, Sending
-from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending
+from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import BF16
@@ -48,7 +49,7 @@ class CuteEPBatched(CuteEPLayer):
     ) -> None:
         """Arguments as of `CuteEPStandard`."""
         sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
-        super().__init__(manager, block_config(*sizes, "bf16", options.timeout_s), options)
+        super().__init__(manager, _config(*sizes, "bf16", options.timeout_s), options)
         self._packed = False
 
     @property
@@ -85,7 +86,7 @@ class CuteEPBatched(CuteEPLayer):
                 )
             kind: FormatName = "fp8_pow2" if self._packed else "fp8"
             sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
-            self._cfg = block_config(*sizes, kind, cfg.timeout_s)
+            self._cfg = _config(*sizes, kind, cfg.timeout_s)
         elif isinstance(quant.quant_dtype, str) and not (fused_experts.expects_unquantized_inputs or _is_nvfp4(quant)):
             raise EPConfigError(
                 f"quant_dtype = {quant.quant_dtype!r}: has no batched format; use --all2all-backend cute_ep"
@@ -97,7 +98,6 @@ class CuteEPBatched(CuteEPLayer):
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        num_experts: int,
         weighted: bool,
         quant: FusedMoEQuantConfig,
         deferred: bool,
@@ -106,9 +106,9 @@ class CuteEPBatched(CuteEPLayer):
         quantized = cfg.format is not BF16
         if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        self._check_tokens(topk_ids.shape[0], cfg.max_tokens_per_rank, LIMIT)
-        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, weighted)
-        blocks = Blocks(communicator, packed=self._packed)
+        a1, weights = self._inputs(a1, topk_weights, weighted)
+        assert cfg.block_rows is not None
+        blocks = Blocks(communicator, cfg.block_rows, packed=self._packed)
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
             blocks.received()
@@ -126,6 +126,21 @@ class CuteEPBatched(CuteEPLayer):
             name = type(weight_and_reduce_impl).__name__
             raise EPInputError(f"weight_and_reduce_impl = {name}: must be TopKWeightAndReduceDelegate, combine sums")
         return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
+
+
+def _config(
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens: int,
+    ranks: int,
+    dispatch_format: FormatName,
+    timeout_s: float,
+) -> EPConfig:
+    """`block_config` in vLLM's words. EPConfigError: a size breaks its rule."""
+    names = {**NAMES, "block_rows": "ranks x --max-num-batched-tokens"}
+    sizes = hidden, num_experts, top_k, max_tokens, ranks
+    return block_config(names, *sizes, dispatch_format, timeout_s, error=EPConfigError)
 
 
 def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:

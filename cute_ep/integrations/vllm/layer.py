@@ -14,14 +14,19 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_may
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.tensors import overlap
+from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep.api.tensors import check_tensor, check_written, overlap
+from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.integrations.checks import FLOATS, as_rows, check_given
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 LIMIT = "--max-num-batched-tokens of the server"
 """What the most tokens of a call on a rank come from."""
+PREPARE, FINALIZE = "prepare", "finalize"
 
 
 class Sending(NamedTuple):
@@ -44,12 +49,22 @@ class Sending(NamedTuple):
     result: Callable[[Dispatched], mk.PrepareResultType]
 
 
+class Prepared(NamedTuple):
+    """A batch that waits for its finalize, and how many rows prepare has returned of it."""
+
+    batch: Dispatched
+    rows: int
+
+
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
 
     All ranks of the manager make the same calls. Everything runs on the current stream. With `--enable-dbo` two
     batches, each in a thread, take turns: prepare and finalize alternate in each, and between two turns each phase has
     at most one round that was sent and not received.
+
+    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
+    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
     """
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
@@ -62,7 +77,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         self._manager, self._options, self._cfg = manager, options, cfg
         self._mode = options.mode
         self._communicator: EPCommunicator | None = None
-        self._batches: dict[int, Dispatched] = {}  # by vLLM's number of the micro-batch
+        self._batches: dict[int, Prepared] = {}  # by vLLM's number of the micro-batch
 
     # ---- what vLLM asks
 
@@ -101,6 +116,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             a1: [T, hidden] bfloat16.
             topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
             topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry; unchanged until finalize.
+                One out of range masks too, and a later call tells it.
             num_experts: of the whole model.
             expert_map: not read; placement is linear.
             apply_router_weight_on_input: apply weights here.
@@ -111,14 +127,16 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             What the layer's class says.
 
         Raises:
-            EPInputError, EPTimeout: as of `EPCommunicator.dispatch`.
+            EPInputError: an argument breaks its rule, or an earlier call's did.
+            EPTimeout: a rank did not come.
         """
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
-        given = self._sending(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
-        x, ids, weights, scales, out, result = given
-        batch = self._connected().dispatch(x, ids, weights, out=out, scales=scales)
-        self._batches[dbo_current_ubatch_id()] = batch
-        return result(batch)
+        self._check_prepare(a1, topk_weights, topk_ids, num_experts, weighted)
+        communicator = self._connected()
+        self._manager.halves.make_way(communicator, PREPARE, whole=True)
+        x, ids, weights, scales, out, result = self._sending(a1, topk_weights, topk_ids, weighted, quant, deferred)
+        batch = communicator.dispatch(x, ids, weights, out=out, scales=scales)
+        return self._prepared(dbo_current_ubatch_id(), batch, result)
 
     def prepare_async(
         self,
@@ -138,15 +156,28 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         if not dbo_enabled():
             made = self.prepare(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
             return lambda: made
-        given = self._sending(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
-        x, ids, weights, scales, out, result = given
+        self._check_prepare(a1, topk_weights, topk_ids, num_experts, weighted)
         communicator, number = self._connected(), dbo_current_ubatch_id()
+        self._manager.halves.make_way(communicator, PREPARE, whole=False)
+        x, ids, weights, scales, out, result = self._sending(a1, topk_weights, topk_ids, weighted, quant, deferred)
         pending = communicator.dispatch_async(x, ids, weights, scales=scales)
+        received: list[Dispatched] = []
+        hook = self._manager.halves.sent(
+            communicator,
+            PREPARE,
+            lambda: received.append(communicator.dispatch_wait(pending, out)),
+            lambda: communicator.dispatch_wait(pending, out),
+            captured=self._manager.capturing(),
+        )
+        return hook, lambda: self._prepared(number, received[0], result)
 
-        def receive() -> None:
-            self._batches[number] = communicator.dispatch_wait(pending, out)
-
-        return receive, lambda: result(self._batches[number])
+    def _prepared(
+        self, number: int, batch: Dispatched, result: Callable[[Dispatched], mk.PrepareResultType]
+    ) -> mk.PrepareResultType:
+        """What prepare returns of a batch, which waits for its finalize from now on."""
+        made = result(batch)
+        self._batches[number] = Prepared(batch, made[0].numel() // max(1, made[0].shape[-1]))
+        return made
 
     @abstractmethod
     def _sending(
@@ -154,12 +185,11 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        num_experts: int,
         weighted: bool,
         quant: FusedMoEQuantConfig,
         deferred: bool,
     ) -> Sending:
-        """The dispatch for the arguments of `prepare`, checked."""
+        """The dispatch for the arguments of `prepare`, of which `_check_prepare` has checked the tensors."""
 
     # ---- finalize
 
@@ -182,10 +212,14 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             weight_and_reduce_impl: checked in blocks only, where it must leave weights and sums to this call.
 
         Raises:
-            EPInputError, EPTimeout: as of `EPCommunicator.combine`.
+            EPInputError: an argument breaks its rule, or an earlier call's did; finalize can be called again.
+            EPTimeout: a rank did not come.
         """
+        communicator = self._connected()
         rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
-        self._connected().combine(rows, batch, mode=self._mode, out=output)
+        self._manager.halves.make_way(communicator, FINALIZE, whole=True)
+        communicator.combine(rows, batch, mode=self._mode, out=output)
+        del self._batches[dbo_current_ubatch_id()]
 
     def finalize_async(
         self,
@@ -201,12 +235,17 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         dbo_maybe_run_recv_hook()
         communicator = self._connected()
         rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
+        self._manager.halves.make_way(communicator, FINALIZE, whole=False)
         pending = communicator.combine_async(rows, batch, mode=self._mode)
-
-        def receive() -> None:
-            communicator.combine_wait(pending, out=output)
-
-        return receive, lambda: None
+        del self._batches[dbo_current_ubatch_id()]
+        hook = self._manager.halves.sent(
+            communicator,
+            FINALIZE,
+            lambda: communicator.combine_wait(pending, out=output),
+            lambda: communicator.combine_wait(pending),
+            captured=self._manager.capturing(),
+        )
+        return hook, lambda: None
 
     # ---- parts
 
@@ -225,35 +264,59 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     def _connected(self) -> EPCommunicator:
         if self._communicator is None:
             raise EPConfigError("the layer is not connected: vLLM calls post_init_setup before it prepares")
+        if self._communicator.closed:
+            raise EPError("the layer's all2all manager was destroyed: make the layer again")
         return self._communicator
 
-    def _inputs(
+    def _check_prepare(
         self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, weighted: bool
-    ) -> tuple[Tensor, Tensor]:
-        """[T, hidden] rows and [T, K] float32 weights to dispatch, checked. `weighted`: multiply rows by their weights;
-        combine then multiplies by 1."""
-        cfg = self._cfg
+    ) -> None:
+        """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
+        self._manager.raise_found()
+        cfg, device = self._cfg, self._manager.device
+        check_given("a1", a1, shape=(None, cfg.hidden), device=device)
         if a1.dtype != torch.bfloat16:
             raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
         if num_experts != cfg.num_experts:
             raise EPInputError(f"num_experts = {num_experts}: must be {cfg.num_experts}, as the layer's")
+        shape = a1.shape[0], cfg.top_k
+        check_most(shape[0], cfg.max_tokens_per_rank, LIMIT)
+        check_given("topk_ids", topk_ids, shape=shape, dtype=ID_TYPES, device=device)
+        check_given("topk_weights", topk_weights, shape=shape, dtype=FLOATS, device=device)
+        if weighted and cfg.top_k != 1:
+            raise EPInputError(f"topk_ids.shape[1] = {cfg.top_k}: must be 1 to weight inputs")
+
+    def _inputs(self, a1: Tensor, topk_weights: Tensor, weighted: bool) -> tuple[Tensor, Tensor]:
+        """[T, hidden] rows and [T, K] float32 weights to dispatch. `weighted`: multiply rows by their weights; combine
+        then multiplies by 1."""
         weights = topk_weights.float().contiguous()
         if weighted:
-            if topk_ids.shape[1] != 1:
-                raise EPInputError(f"topk_ids.shape[1] = {topk_ids.shape[1]}: must be 1 to weight inputs")
             a1, weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(weights)
-        return a1.contiguous(), weights
-
-    def _check_tokens(self, tokens: int, most: int, rule: str) -> None:
-        if tokens > most:
-            raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, {rule}")
+        return as_rows(a1), weights
 
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
     ) -> tuple[Tensor, Dispatched]:
-        """The experts' rows, and the batch that they are of, which the layer then forgets."""
-        batch = self._batches.pop(dbo_current_ubatch_id(), None)
-        if batch is None:
+        """The experts' rows, and the batch that they are of. EPInputError: an argument of finalize breaks its rule, or
+        one of an earlier call did."""
+        self._manager.raise_found()
+        prepared = self._batches.get(dbo_current_ubatch_id())
+        if prepared is None:
             raise EPInputError("finalize must follow a prepare of the same layer")
-        rows = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()
+        batch, count = prepared
+        hidden, device, rows = self._cfg.hidden, self._manager.device, fused_expert_output
+        check_given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
+        if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
+            rule = f"must be {count} rows of {hidden} elements, as prepare returned"
+            raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
+        check_written("output", output)
+        shape, types = (batch.topk_ids.shape[0], hidden), tuple(OUTPUT_TYPES)
+        check_tensor("output", output, shape=shape, dtype=types, device=device, alignment=VECTOR_BYTES)
+        rows = as_rows(rows.reshape(-1, hidden))
         return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
+
+
+def check_most(tokens: int, most: int, rule: str) -> None:
+    """EPInputError unless a call may have so many tokens; `rule` says where the limit comes from."""
+    if tokens > most:
+        raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, {rule}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
@@ -11,14 +12,26 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.checks import check_sms
 from cute_ep.integrations.connections import Connections
 from cute_ep.integrations.counts import ReceiveCounts
+from cute_ep.integrations.halves import Halves
+from cute_ep.integrations.reports import Words
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.runtime.routes import RouteCounts
 
+NAMES = {"max_tokens_per_rank": "--max-num-batched-tokens", "world_size": "expert parallel ranks"}
+"""What vLLM calls the fields of EPConfig that it names otherwise."""
+WORDS = Words("topk_ids", "--max-num-batched-tokens")
+"""Of what kernels have found wrong."""
+
 
 class CuteEPAll2AllManager(All2AllManagerBase):
-    """Layers of equal sizes share a communicator, which receives in the order of sending."""
+    """Layers of equal sizes share a communicator, which receives in the order of sending.
+
+    Attributes:
+        halves: rounds that wait for their hooks, of all layers.
+    """
 
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
         """Collective over the group. EPConfigError: it is of several machines."""
@@ -29,6 +42,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
                 "--all2all-backend, or fewer ranks"
             )
         self._connections = Connections(cpu_group)
+        self.halves = Halves(self._connections.capturing, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
         """The communicator for the configuration `cfg`; connects where there is none, then collective.
@@ -38,7 +52,21 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         """
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
-        return self._connections.get(cfg, options.sms)
+        check_sms("additional_config['cute_ep']['sms']", options.sms)
+        return self._connections.get(cfg, options.sms, NAMES)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of calls are."""
+        return self._connections.device
+
+    def capturing(self) -> bool:
+        """Whether what the current stream is given goes into a CUDA graph."""
+        return self._connections.capturing()
+
+    def raise_found(self) -> None:
+        """EPInputError of what is known by now to be wrong with earlier calls' input; waits for nothing."""
+        self._connections.raise_found(WORDS)
 
     def exchange_counts(self, routes: RouteCounts, experts: int, options: Options) -> ReceiveCounts:
         """`Connections.exchange_counts` with these options."""
@@ -62,4 +90,5 @@ class CuteEPAll2AllManager(All2AllManagerBase):
 
     def destroy(self) -> None:
         """Close the communicators; collective."""
+        self.halves.forget()
         self._connections.close()

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from cute_ep.api.config import LONGEST_S, is_integer, is_number
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.types import CombineMode
+from cute_ep.integrations.checks import check_mode
 
 KEY = "cute_ep"
 
@@ -30,13 +32,25 @@ class Options:
     sms: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("partial", "exact"):
-            raise EPConfigError(f"additional_config[{KEY!r}]['mode'] = {self.mode!r}: must be 'partial' or 'exact'")
+        check_mode(f"additional_config[{KEY!r}]['mode']", self.mode)
+        rules = {
+            "static_rows": (is_integer(self.static_rows) and self.static_rows >= 0, "an integer of at least 0"),
+            "timeout_s": (
+                is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= LONGEST_S,
+                f"a number of seconds up to {LONGEST_S}",
+            ),
+            "sms": (self.sms is None or (is_integer(self.sms) and self.sms > 0), "a positive integer or None"),
+        }
+        for name, (good, rule) in rules.items():
+            if not good:
+                raise EPConfigError(f"additional_config[{KEY!r}][{name!r}] = {getattr(self, name)!r}: must be {rule}")
 
     @classmethod
     def of(cls, additional: Any) -> Self:
         """Those in vLLM's `additional_config`. EPConfigError: one is unknown, or breaks its rule."""
         given = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise EPConfigError(f"additional_config[{KEY!r}] = {given!r}: must be a mapping of options")
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:

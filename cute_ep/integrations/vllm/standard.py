@@ -17,11 +17,11 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
-from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.vllm.layer import LIMIT, CuteEPLayer, Sending
-from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.integrations.checks import as_rows, named_config
+from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending, check_most
+from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import FP8
@@ -35,10 +35,12 @@ class Room(NamedTuple):
     Attributes:
         rows: that come, or at most can come, with those that pad an expert's.
         counts: [L] int32 rows of each local expert, on the CPU; None: not known there.
+        ids: [T, K] to send, where rows are counted as they were counted.
     """
 
     rows: int
     counts: Tensor | None
+    ids: Tensor
 
 
 class CuteEPStandard(CuteEPLayer):
@@ -49,7 +51,7 @@ class CuteEPStandard(CuteEPLayer):
     expert's rows in FP8 are padded with zeros to a multiple of 4.
 
     It waits on the host for the numbers of rows if there may be more than `Options.static_rows`, unless a CUDA graph is
-    being captured. It then raises what was found wrong in earlier calls (`EPCommunicator.synchronize`).
+    being captured.
 
     Where vLLM captures CUDA graphs, the memory that its experts compute in does not grow afterwards. So the first call
     of each micro-batch, in vLLM's profiling run, returns as many rows as `max_tokens` tokens a rank can ever bring.
@@ -76,7 +78,8 @@ class CuteEPStandard(CuteEPLayer):
             sp_size: ranks that share out the tokens of one data parallel rank.
             graphs: whether vLLM captures CUDA graphs.
         """
-        cfg = EPConfig(hidden, num_experts, top_k, max_tokens, manager.world_size, timeout_s=options.timeout_s)
+        sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
+        cfg = named_config(NAMES, *sizes, error=EPConfigError, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
         self._sp_size, self._graphs = sp_size, graphs
         self._called: set[int] = set()  # by which micro-batches
@@ -106,7 +109,6 @@ class CuteEPStandard(CuteEPLayer):
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        num_experts: int,
         weighted: bool,
         quant: FusedMoEQuantConfig,
         deferred: bool,
@@ -114,7 +116,7 @@ class CuteEPStandard(CuteEPLayer):
         quantized = self._cfg.format is FP8
         if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        a1, weights = self._inputs(a1, topk_weights, topk_ids, num_experts, weighted)
+        a1, weights = self._inputs(a1, topk_weights, weighted)
         scales = None
         if quantized:
             a1, scales = quantize(a1, quant, quant.a1_scale)
@@ -127,7 +129,7 @@ class CuteEPStandard(CuteEPLayer):
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
-            ids = self._row_ids(batch, room, topk_ids.dtype)
+            numbers = self._row_ids(batch, room, topk_ids.dtype)
             rows = batch.tokens[: room.rows]
             factors = None if batch.scales is None else batch.scales[: room.rows]
             if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
@@ -136,20 +138,20 @@ class CuteEPStandard(CuteEPLayer):
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
             meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
-            return rows, factors, meta, ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+            ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
+            return rows, factors, meta, numbers, ones
 
-        return Sending(a1.contiguous(), topk_ids.contiguous(), weights, scales, out, result)
+        return Sending(as_rows(a1), room.ids, weights, scales, out, result)
 
     # ---- parts
 
     def _most_tokens(self, tokens: int) -> int:
-        """What no rank has more tokens than in this call, the same number on all ranks."""
-        most, rule = self._cfg.max_tokens_per_rank, LIMIT
+        """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
         context = get_forward_context() if is_forward_context_available() else None
-        if context is not None and context.dp_metadata is not None:
-            most = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max()))
-            rule = "the most that vLLM says a rank has"
-        self._check_tokens(tokens, most, rule)
+        if context is None or context.dp_metadata is None:
+            return self._cfg.max_tokens_per_rank
+        most = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max()))
+        check_most(tokens, most, "the most that vLLM says a rank has")
         return most
 
     def _room(self, topk_ids: Tensor) -> Room:
@@ -158,11 +160,11 @@ class CuteEPStandard(CuteEPLayer):
         if most > self._options.static_rows and not _capturing(topk_ids.device):
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
             counts = self._manager.exchange_counts(routes, cfg.num_experts, self._options)
-            self._connected().synchronize()
-            if not first:
-                entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
-                return Room(sum(counts.padded(cfg.alignment)), entries)
-        return Room(self._reserved_rows() if first else most, None)
+            if first:
+                return Room(self._reserved_rows(), None, routes.ids)
+            entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
+            return Room(sum(counts.padded(cfg.alignment)), entries, routes.ids)
+        return Room(self._reserved_rows() if first else most, None, topk_ids.contiguous())
 
     def _reserved_rows(self) -> int:
         """What later calls can need: those that do not count rows, and those that do, whose tokens name an expert

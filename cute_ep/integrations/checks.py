@@ -1,0 +1,134 @@
+"""Rules for arguments that adapters have in common, told in the words of the interface that was called.
+
+An adapter checks what it is given at its own border, before it sends anything: then no rank waits for one that has
+refused its arguments, and the call can be made again. Nothing here reads a tensor's elements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.row_tensors import with_plain_strides
+from cute_ep.api.tensors import check_tensor
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
+from cute_ep.runtime.gpus import sm_budget
+
+Names = Mapping[str, str]
+"""What an interface calls the fields of EPConfig."""
+FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
+"""Types of router weights that adapters widen."""
+_FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(EPConfig))})(?= = )")
+
+config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
+"""An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
+LEAST_TOKENS = 64
+"""Tokens per rank that communicators are made for at least; then powers of two, so that few are made."""
+
+
+def room_for(tokens: int) -> int:
+    """`max_tokens_per_rank` of a communicator for calls with so many tokens, if there is one."""
+    return max(LEAST_TOKENS, tokens, min(1 << (tokens - 1).bit_length(), MAX_TOKENS_PER_RANK))
+
+
+def in_words(text: str, names: Names) -> str:
+    """A message of EPConfig or of `connect`, with an interface's names of the fields that it gives values of."""
+    return _FIELD.sub(lambda found: names.get(found[1], found[1]), text)
+
+
+def named_config(names: Names, *sizes: Any, error: type[EPError] = EPInputError, **options: Any) -> EPConfig:
+    """`config_of`, whose errors have an interface's names.
+
+    Args:
+        names: of the fields.
+        sizes, options: of EPConfig.
+        error: type of the error: EPInputError for arguments of a call, EPConfigError for those of a constructor.
+    """
+    try:
+        return config_of(*sizes, **options)
+    except EPConfigError as failure:
+        raise error(in_words(str(failure), names)) from None
+
+
+def roomy_config(
+    names: Names, hidden: int, experts: int, top_k: int, tokens: int, ranks: int, **options: Any
+) -> EPConfig:
+    """That of a communicator for `room_for(tokens)` tokens; for `tokens` where so much room would break a rule.
+
+    Raises:
+        EPInputError: as `named_config`.
+    """
+    try:
+        return config_of(hidden, experts, top_k, room_for(tokens), ranks, **options)
+    except EPConfigError:
+        return named_config(names, hidden, experts, top_k, tokens, ranks, **options)
+
+
+def check_given(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    shape: Sequence[int | None] | None = None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """`check_tensor` of a tensor with any strides, that may require a gradient."""
+    check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, strict=False)
+
+
+def check_integer(
+    name: str, value: object, low: int = 1, high: int | None = None, *, error: type[EPError] = EPInputError
+) -> None:
+    """An error unless it is an integer that lies in [low, high]."""
+    whole = type(value) is int or is_integer(value)  # the first is soon found
+    if whole and low <= value and (high is None or value <= high):  # type: ignore[operator]
+        return
+    rule = f"in [{low}, {high}]" if high is not None else "that is positive" if low == 1 else f"of at least {low}"
+    raise error(f"{name} = {value!r}: must be an integer {rule}")
+
+
+def check_most(name: str, tokens: int, remedy: str = "") -> None:
+    """EPInputError, with what to do about it, for more tokens of a rank than any communicator takes."""
+    if tokens > MAX_TOKENS_PER_RANK:
+        more = f"; {remedy}" if remedy else ""
+        raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
+
+
+def own_device() -> torch.device:
+    """Where this rank's tensors are: the current GPU, or the CPU if there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
+    """An error unless it is a number of SMs that the current GPU has, or None."""
+    if sms is not None:
+        device = own_device()
+        check_integer(name, sms, 1, None if device.type == "cpu" else sm_budget(device, None), error=error)
+
+
+def check_mode(name: str, mode: object) -> None:
+    """EPConfigError unless it is a mode in which combine weights and sums."""
+    if not (isinstance(mode, str) and mode in ("exact", "partial")):
+        raise EPConfigError(f"{name} = {mode!r}: must be 'partial' or 'exact'")
+
+
+def check_group(name: str, group: object) -> None:
+    """EPConfigError unless it is a process group that no more ranks have than communicators serve."""
+    if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
+        raise EPConfigError(f"{name} = {type(group).__name__}: must be a torch.distributed process group")
+    if group.size() > MAX_RANKS:  # type: ignore[attr-defined]
+        raise EPConfigError(f"{name}.size() = {group.size()}: must not exceed {MAX_RANKS} ranks")  # type: ignore[attr-defined]
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same rows where kernels can read them: row after row, from a multiple of 16 bytes on."""
+    tensor = with_plain_strides(tensor.contiguous())
+    return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()

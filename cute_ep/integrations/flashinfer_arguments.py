@@ -1,0 +1,114 @@
+"""Arguments of FlashInfer's interfaces: what they are called, their rules, and how rows travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
+from cute_ep.api.types import FormatName
+from cute_ep.integrations.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer
+from cute_ep.integrations.reports import Words
+
+PARAMS: Names = {
+    "hidden": "params.hidden_size",
+    "num_experts": "params.num_experts",
+    "top_k": "params.top_k",
+    "max_tokens_per_rank": "params.max_tokens_per_rank",
+    "world_size": "bootstrap.world_size",
+    "timeout_s": "config.timeout_s",
+    "block_rows": "params.max_tokens_per_rank",
+}
+"""What `CuteEPCommunication` calls sizes and options."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the interface that was called names the arguments of dispatch and combine."""
+
+    rows: str = "hidden_states"
+    scales: str = "hidden_states_scale"
+    ids: str = "topk_ids"
+    weights: str = "topk_weights"
+    most: str = "max_tokens_per_rank"
+    output: str = "expert_output"
+
+    @property
+    def words(self) -> Words:
+        """Of what kernels have found wrong."""
+        return Words(self.ids, self.most)
+
+    def check(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        stride: int,
+        most: int,
+        top_k: int,
+        device: torch.device,
+    ) -> None:
+        """EPInputError unless a dispatch can send these, which its callers call as the attributes say.
+
+        Args:
+            stride, most: rows for each source, and how many there may be.
+            top_k: entries of a token.
+            device: where tensors must be.
+        """
+        check_integer(self.most, stride, 1, most)
+        check_given(self.rows, rows, shape=(None, None), device=device)
+        tokens = rows.shape[0]
+        if tokens > stride:
+            raise EPInputError(f"{self.rows}.shape[0] = {tokens}: must not exceed {self.most} = {stride}")
+        check_given(self.ids, ids, shape=(tokens, top_k), dtype=ID_TYPES, device=device)
+        if weights is not None:
+            check_given(self.weights, weights, shape=(tokens, top_k), dtype=FLOATS, device=device)
+        if scales is not None:
+            check_given(self.scales, scales, shape=(tokens, None), device=device)
+
+    def as_sent(
+        self, payload: torch.Tensor, scale: torch.Tensor | None, hidden: int
+    ) -> tuple[FormatName, torch.Tensor, torch.Tensor | None]:
+        """The format that has rows of this size, and rows and scale factors in its types. EPInputError: none has."""
+        size = payload.shape[1] * payload.itemsize
+        factors = 0 if scale is None else scale.shape[1] * scale.itemsize
+        if scale is None and payload.itemsize == 2 and size <= 2 * hidden:
+            wide = payload.view(torch.bfloat16)
+            if size < 2 * hidden:
+                wide = torch.nn.functional.pad(wide, (0, hidden - payload.shape[1]))
+            return "bf16", as_rows(wide), None
+        if size == hidden and factors in (0, hidden // 32):
+            empty = (len(payload), hidden // 32)
+            bits = payload.new_zeros(empty, dtype=torch.uint8) if scale is None else _bytes(scale)
+            return "mxfp8", as_rows(payload).view(torch.float8_e4m3fn), bits
+        kinds: dict[int, FormatName] = {hidden // 32: "mxfp4", hidden // 16: "nvfp4"}
+        if 2 * size == hidden and scale is not None and factors in kinds:
+            return kinds[factors], as_rows(payload).view(torch.uint8), _bytes(scale)
+        raise EPInputError(
+            f"{self.rows}, {self.scales}: have {size} and {factors} bytes a row: must be as dispatch documents them "
+            f"for rows of {hidden} elements"
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return with_plain_strides(tensor.contiguous()).view(torch.uint8)
+
+
+def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) -> dist.ProcessGroup:
+    """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size, which
+    arguments of these names have."""
+    if group is None:
+        if not dist.is_initialized():
+            raise EPConfigError(
+                "process_group = None: needs a default group, call torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD
+    check_group("process_group", group)
+    found = group.rank(), group.size()
+    if found != (rank, size):
+        raise EPConfigError(f"{names} = {rank}, {size}: must be those of the process group, {found[0]}, {found[1]}")
+    return group

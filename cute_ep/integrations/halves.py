@@ -1,0 +1,155 @@
+"""Calls in two halves: rounds that were sent and wait for the hook that receives them.
+
+A communicator receives in the order of sending, and has room for MAX_OUTSTANDING rounds. A hook that nobody has any
+more, as where a request was aborted between the halves, would end that: so the next call receives its round and drops
+it. No other rank has to take part, since all have sent the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.rounds import MAX_OUTSTANDING
+
+
+@dataclass(eq=False)
+class Round:
+    """One that was sent.
+
+    Attributes:
+        call: what sent it.
+        receive: what its hook does.
+        drop: receives it for nobody.
+        captured: whether sending went into a CUDA graph.
+        lost: whether nobody has the hook any more.
+        ended: "received", or "given up"; None: neither yet.
+    """
+
+    communicator: EPCommunicator
+    call: str
+    receive: Callable[[], object]
+    drop: Callable[[], object]
+    captured: bool
+    lost: bool = False
+    ended: str | None = None
+
+
+class Hook:
+    """Receives one round. Later calls do nothing, and a call that raises can be made again."""
+
+    __slots__ = ("_halves", "_round")
+
+    def __init__(self, halves: Halves, one: Round) -> None:
+        self._halves, self._round = halves, one
+
+    def __call__(self) -> None:
+        """EPInputError: the hook of an earlier call must be called first. EPError: the round was given up. EPTimeout: a
+        rank does not come."""
+        self._halves.receive(self._round)
+
+    def __del__(self) -> None:
+        self._round.lost = True
+
+
+class Halves:
+    """The rounds of an adapter that wait for their hooks, in the order of sending.
+
+    Args:
+        capturing: says whether what is enqueued goes into a CUDA graph.
+        remedy: how a caller gives rounds up whose hooks it has, for errors.
+    """
+
+    def __init__(self, capturing: Callable[[], bool], remedy: str) -> None:
+        self._capturing, self._remedy = capturing, remedy
+        self._waiting: list[Round] = []
+
+    def make_way(self, communicator: EPCommunicator, call: str, *, whole: bool) -> None:
+        """To be called before a round is sent: drops lost ones.
+
+        Args:
+            call: what sends it; rounds of different calls do not wait for each other.
+            whole: whether the call sends and receives.
+
+        Raises:
+            EPInputError: as many rounds wait for their hooks as there may be.
+        """
+        self.drop_lost()
+        waiting, most = sum(1 for one in self._waiting if _same(one, communicator, call)), MAX_OUTSTANDING
+        if waiting and (whole or waiting >= most):
+            rule = "before a call without one" if whole else f"at most {most} may be left"
+            raise EPInputError(
+                f"{call}: {waiting} hook(s) of earlier calls have not been called: must be called first, {rule}; or "
+                f"{self._remedy}"
+            )
+
+    def sent(
+        self,
+        communicator: EPCommunicator,
+        call: str,
+        receive: Callable[[], object],
+        drop: Callable[[], object],
+        *,
+        captured: bool,
+    ) -> Hook:
+        """The hook of a round that was sent; the arguments are attributes of `Round`."""
+        one = Round(communicator, call, receive, drop, captured)
+        self._waiting.append(one)
+        return Hook(self, one)
+
+    def receive(self, one: Round) -> None:
+        """What a hook does."""
+        if one.ended == "received":
+            return
+        if one.ended is not None:
+            raise EPError(f"hook of {one.call}: its round was {one.ended}; make the call again")
+        self.drop_lost()
+        if self._oldest(one) is not one:
+            raise EPInputError(f"hook of {one.call}: must be called after those of earlier calls; or {self._remedy}")
+        one.receive()
+        self._end(one, "received")
+
+    def drop_lost(self) -> None:
+        """Receive rounds whose hooks nobody has any more, as far as none that waits is before them."""
+        for one in [one for one in self._waiting if one.lost]:
+            if self._oldest(one) is one:
+                self._drop(one)
+
+    def give_up(self) -> None:
+        """Receive all rounds and drop them; their hooks then raise EPError."""
+        for one in list(self._waiting):
+            self._drop(one)
+
+    def forget(self) -> None:
+        """End all rounds without receiving them, as the communicators are closed."""
+        for one in list(self._waiting):
+            self._end(one, "given up by destroy()")
+
+    def _drop(self, one: Round) -> None:
+        capturing = self._capturing()
+        if capturing and not one.captured:
+            raise EPError(
+                f"{one.call}: an earlier call's hook was lost, and no graph may receive its round; before a capture "
+                f"{self._remedy}"
+            )
+        if one.captured and not capturing:
+            raise EPError(f"{one.call}: was captured into a CUDA graph without its hook; destroy() and begin again")
+        one.drop()
+        self._end(one, "given up")
+
+    def _end(self, one: Round, how: str) -> None:
+        self._waiting.remove(one)
+        one.ended, one.receive, one.drop = how, _nothing, _nothing  # they hold tensors
+
+    def _oldest(self, one: Round) -> Round:
+        return next(other for other in self._waiting if _same(other, one.communicator, one.call))
+
+
+def _same(one: Round, communicator: EPCommunicator, call: str) -> bool:
+    return one.communicator is communicator and one.call == call
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,59 @@
+"""What kernels have found wrong with the contents of tensors, told by an adapter's next call.
+
+Adapters do not wait for the device, so a call cannot say that its own expert ids are wrong. Kernels report it to the
+host's memory, the entry counts as masked (one beyond 32 bits as its lower half), and the round goes on. Every call
+looks there before it sends anything: one that raises can be made again, and no other rank notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cute_ep.api.errors import EPInputError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.layouts.maps.routing import BEYOND, Phase
+from cute_ep.reference.routes import NO_EXPERT
+
+Found = Mapping[Phase, tuple[int, int, int]]
+"""What `EPCommunicator.take_input_errors` returns."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """How an interface calls what may be wrong.
+
+    Attributes:
+        ids: the argument that has expert ids, [T, K].
+        room: what says how many rows there is room for.
+    """
+
+    ids: str
+    room: str
+
+    def entry(self, communicator: EPCommunicator, index: int, experts: int, seen: int) -> str:
+        """An expert id out of range: entry `index` of all, of so many experts."""
+        token, slot = divmod(index, communicator.cfg.top_k)
+        value = f"{seen} or beyond 32 bits" if seen in (BEYOND, NO_EXPERT) else seen
+        return f"{self.ids}[{token}, {slot}] = {value}: must be -1 or in [0, {experts})"
+
+    def rows(self, communicator: EPCommunicator, index: int, room: int, seen: int) -> str:
+        """More rows than there was room for; `index`: 0, or one more than the group whose block was full."""
+        if not index:
+            return f"{self.room}: left room for {room} rows, but {seen} came, and all are lost"
+        if communicator.cfg.is_rank_major:
+            return f"{self.room}: left room for {room} rows of a rank, but {seen} came from rank {index - 1}"
+        return (
+            f"{self.ids}: brought {seen} rows to local expert {index - 1}, whose block has room for {room}, as where "
+            "tokens name an expert twice"
+        )
+
+    def raise_found(self, communicator: EPCommunicator, found: Found) -> None:
+        """EPInputError of what a communicator has found wrong in an earlier call; nothing may have been sent since."""
+        tell = {Phase.EXPERT_ID: self.entry, Phase.ROW_CAPACITY: self.rows}
+        texts = [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]
+        if texts:
+            raise EPInputError(
+                f"rank {communicator.rank}: {'; '.join(texts)} (found in an earlier call; this one has sent nothing, "
+                "make it again)"
+            )
