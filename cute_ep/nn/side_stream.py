@@ -13,7 +13,8 @@ These waits cannot form a circle with those of dispatch and combine:
   call of other ranks. It comes behind the shared experts of earlier layers only.
 - So everything waits for what its rank has enqueued before, or for the same call of other ranks, and all ranks make
   their calls in the same order. That is why each communicator has a side stream of its own: in one that two ranks of a
-  process shared, work of one rank would stand behind later calls of the other.
+  process shared, work of one rank would stand behind later calls of the other. Layers have a rank per device and
+  process. Torch may hand out a stream twice; what one rank enqueues on it stays in the order of its calls.
 
 Memory that crosses: the allocator gives a freed block to the next allocation of the stream that it was made on, which
 may write to it before a kernel of another stream has read it.
