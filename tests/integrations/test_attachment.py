@@ -184,7 +184,9 @@ def test_detaching_restores_and_closes() -> None:
     one.detach()
     one.detach()
     assert model.config._experts_implementation == "batched_mm" and all(rank.closed for rank in communicators)
-    with pytest.raises(EPError, match=r"the experts were detached .* make the backward pass before detach\(\)"):
+    with pytest.raises(
+        EPError, match=r"the ranks of this forward pass are closed: make its backward pass before detach\(\)"
+    ):
         logits.sum().backward()
     attach(model, devices=["cpu"], max_tokens=18).detach()
 

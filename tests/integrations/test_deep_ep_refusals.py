@@ -26,7 +26,7 @@ Changes = dict[str, Any]
 
 LAYOUT: list[tuple[Changes, str]] = [
     ({"topk_idx": [[0]]}, "topk_idx = list: must be a torch.Tensor"),
-    ({"topk_idx": lambda ids: ids[0]}, "topk_idx.shape = (3,): must be (any, any)"),
+    ({"topk_idx": lambda ids: ids[0]}, "topk_idx.shape = (3,): must be (n, m)"),
     ({"topk_idx": lambda ids: ids.float()}, "topk_idx.dtype = torch.float32: must be torch.int32 or torch.int64"),
     ({"topk_idx": lambda ids: ids > 2}, "topk_idx.dtype = torch.bool"),
     ({"topk_idx": lambda ids: ids.to(META)}, "topk_idx.device = meta: must be cpu"),
@@ -43,18 +43,18 @@ LAYOUT: list[tuple[Changes, str]] = [
 ROWS: list[tuple[Changes, str]] = [
     ({"x": "rows"}, "x = str: must be a torch.Tensor"),
     ({"x": [*FP8]}, "x = list: must be a torch.Tensor"),
-    ({"x": lambda x: x[0]}, "x.shape = (512,): must be (any, any)"),
+    ({"x": lambda x: x[0]}, "x.shape = (512,): must be (n, m)"),
     ({"x": lambda x: x.half()}, "x.dtype = torch.float16: must be torch.bfloat16"),
     ({"x": lambda x: x.to(META)}, "x.device = meta: must be cpu"),
-    ({"x": lambda x: x[:, :36]}, "x.shape[1] = 36: a bf16 row takes 72 bytes"),
-    ({"x": lambda x: x[:, :0]}, "x.shape[1] = 0: must be an integer in [1, 65536]"),
-    ({"x": torch.zeros(9, 65544).bfloat16()}, "x.shape[1] = 65544: must be an integer in [1, 65536]"),
+    ({"x": lambda x: x[:, :36]}, "x.shape[1] = 36: must be a multiple of 8 in [8, 65536] for bf16"),
+    ({"x": lambda x: x[:, :0]}, "x.shape[1] = 0: must be a multiple of 8 in [8, 65536] for bf16"),
+    ({"x": torch.zeros(9, 65544).bfloat16()}, "x.shape[1] = 65544: must be a multiple of 8 in [8, 65536] for bf16"),
 ]
 PAIRS: list[tuple[Changes, str]] = [
     ({"x": (*FP8, FP8[1])}, "len(x) = 3: must be 2"),
     ({"x": lambda x: (x, x)}, "x[0].dtype = torch.bfloat16: must be torch.float8_e4m3fn"),
     ({"x": lambda x: (FP8[0], x)}, "x[1].dtype = torch.bfloat16: must be torch.float32 or torch.int32"),
-    ({"x": (FP8[0], FP8[1][:4])}, "x[1].shape = (4, 4): must be (9, any)"),
+    ({"x": (FP8[0], FP8[1][:4])}, "x[1].shape = (4, 4): must be (9, n)"),
     ({"x": (FP8[0], FP8[1].repeat(1, 2))}, "x[1].shape[1] = 8: must not exceed x[0].shape[1] / 128 = 4"),
     ({"x": (FP8[0][:, :64], FP8[1][:, :0])}, "x[0].shape[1] = 64: must be a multiple of 128"),
 ]
@@ -71,8 +71,8 @@ NORMAL: list[tuple[Changes, str]] = [
     ({"num_tokens_per_rank": lambda one: one[:1]}, "num_tokens_per_rank.shape = (1,): must be (2)"),
     ({"num_tokens_per_rank": lambda one: one.float()}, "num_tokens_per_rank.dtype = torch.float32"),
     ({"is_token_in_rank": lambda one: one.int()}, "is_token_in_rank.dtype = torch.int32: must be torch.bool"),
-    ({"is_token_in_rank": lambda one: one[:, :1]}, "is_token_in_rank.shape = (9, 1): must be (any, 2)"),
-    ({"num_tokens_per_expert": lambda one: one[None]}, "num_tokens_per_expert.shape = (1, 12): must be (any)"),
+    ({"is_token_in_rank": lambda one: one[:, :1]}, "is_token_in_rank.shape = (9, 1): must be (n, 2)"),
+    ({"num_tokens_per_expert": lambda one: one[None]}, "num_tokens_per_expert.shape = (1, 12): must be (n)"),
     ({"num_tokens_per_expert": lambda one: one[:7]}, "num_tokens_per_expert.shape[0] = 7: must be a positive multiple"),
     (
         {"num_tokens_per_expert": torch.zeros(1024, dtype=torch.int32)},
@@ -80,7 +80,7 @@ NORMAL: list[tuple[Changes, str]] = [
     ),
     ({"topk_idx": None}, "topk_idx, topk_weights: must both be given, or neither"),
     ({"topk_weights": None}, "topk_idx, topk_weights: must both be given, or neither"),
-    ({"topk_idx": lambda ids: ids[:4]}, "topk_idx.shape = (4, 3): must be (9, any)"),
+    ({"topk_idx": lambda ids: ids[:4]}, "topk_idx.shape = (4, 3): must be (9, n)"),
     ({"topk_idx": lambda ids: ids.double()}, "topk_idx.dtype = torch.float64"),
     (
         {"topk_idx": torch.zeros(9, 31, dtype=torch.int64), "topk_weights": torch.zeros(9, 31)},
@@ -134,7 +134,7 @@ SEND: list[tuple[Changes, str]] = [
     ({"x": FP8}, "x = tuple: must be a torch.Tensor"),
     (
         {"use_fp8": True, "x": lambda x: x[:, :192]},
-        "x.shape[1] = 192: must be a positive multiple of the fp8 block 128",
+        "x.shape[1] = 192: must be a multiple of 128 in [128, 65536] for fp8",
     ),
     ({"use_fp8": True, "use_ue8m0": True}, "use_ue8m0 = True: must come with use_fp8, round_scale"),
     (
@@ -142,12 +142,18 @@ SEND: list[tuple[Changes, str]] = [
         "x.shape[1] = 384: must be a multiple of 512",
     ),
     ({"topk_idx": lambda ids: ids.float()}, "topk_idx.dtype = torch.float32: must be torch.int32 or torch.int64"),
-    ({"topk_idx": lambda ids: ids[0]}, "topk_idx.shape = (3,): must be (9, any)"),
-    ({"topk_idx": lambda ids: ids[:4]}, "topk_idx.shape = (4, 3): must be (9, any)"),
+    ({"topk_idx": lambda ids: ids[0]}, "topk_idx.shape = (3,): must be (9, n)"),
+    ({"topk_idx": lambda ids: ids[:4]}, "topk_idx.shape = (4, 3): must be (9, n)"),
     ({"topk_idx": None}, "topk_idx = NoneType: must be a torch.Tensor"),
-    ({"topk_idx": lambda ids: ids[:, :0]}, "topk_idx.shape[1] = 0: must be an integer in [1, 32]"),
-    ({"topk_idx": lambda ids: ids.repeat(1, 11)}, "topk_idx.shape[1] = 33: must be an integer in [1, 32]"),
-    ({"topk_idx": lambda ids: ids.repeat(1, 5)}, "topk_idx.shape[1] = 15: must not exceed num_experts = 12"),
+    ({"topk_idx": lambda ids: ids[:, :0]}, "topk_idx.shape[1] = 0: must be an integer in [1, 12] (num_experts = 12)"),
+    (
+        {"topk_idx": lambda ids: ids.repeat(1, 11)},
+        "topk_idx.shape[1] = 33: must be an integer in [1, 12] (num_experts = 12)",
+    ),
+    (
+        {"topk_idx": lambda ids: ids.repeat(1, 5)},
+        "topk_idx.shape[1] = 15: must be an integer in [1, 12] (num_experts = 12)",
+    ),
     ({"num_max_dispatch_tokens_per_rank": 8}, "x.shape[0] = 9: must not exceed num_max_dispatch_tokens_per_rank = 8"),
     ({"num_max_dispatch_tokens_per_rank": 0}, "num_max_dispatch_tokens_per_rank = 0: must be an integer in [1, 32768]"),
     ({"num_max_dispatch_tokens_per_rank": 40000}, "num_max_dispatch_tokens_per_rank = 40000"),

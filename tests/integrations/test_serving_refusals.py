@@ -71,8 +71,8 @@ SEND: dict[str, Cases] = {
     ],
     "FlashInfer, MoeAlltoAll": [
         *table("input_payloads[0]", "token_selected_experts", "")[:5],
-        ({"ids": lambda ids: ids[0]}, "token_selected_experts.shape = (3,): must be (any, 3)"),
-        ({"ids": lambda ids: ids[:, :2]}, "token_selected_experts.shape = (5, 2): must be (any, 3)"),
+        ({"ids": lambda ids: ids[0]}, "token_selected_experts.shape = (3,): must be (n, 3)"),
+        ({"ids": lambda ids: ids[:, :2]}, "token_selected_experts.shape = (5, 2): must be (n, 3)"),
         ({"ids": lambda ids: ids[:2]}, "input_payloads[2]: is torch.float32 (5, 3): must be router weights (2, 3)"),
         ({"ids": lambda ids: ids.to(META)}, "token_selected_experts.device = meta: must be cpu"),
         (
@@ -219,10 +219,10 @@ def test_vllm(monkeypatch: Patch) -> None:
             refused(partial(options.of, {"cute_ep": given}), words, EPConfigError)
         sizes = {"hidden": 128, "num_experts": 8, "top_k": 2, "max_tokens": 16}
         for changes, words in (
-            ({"hidden": 36}, "hidden = 36: a bf16 row takes 72 bytes"),
-            ({"num_experts": 1030}, "num_experts = 1030: must be an integer in [1, 1024]"),
-            ({"num_experts": 7}, "num_experts = 7: must be a multiple of expert parallel ranks = 2"),
-            ({"top_k": 33}, "top_k = 33: must be an integer in [1, 32]"),
+            ({"hidden": 36}, "hidden = 36: must be a multiple of 8 in [8, 65536] for bf16"),
+            ({"num_experts": 1030}, "num_experts = 1030: must be a multiple of 2 in [2, 1024]"),
+            ({"num_experts": 7}, "num_experts = 7: must be a multiple of 2 in [2, 1024] (expert parallel ranks = 2)"),
+            ({"top_k": 33}, "top_k = 33: must be an integer in [1, 8] (num_experts = 8)"),
             ({"max_tokens": 40000}, "--max-num-batched-tokens = 40000: must be an integer in [1, 32768]"),
         ):
             for make in (standard, batched):
@@ -256,9 +256,12 @@ def test_sglang(monkeypatch: Patch) -> None:
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         for changes, words in (
             ({"group": "world"}, "group = str: must be a torch.distributed process group"),
-            ({"hidden_size": 36}, "hidden_size = 36: a bf16 row takes 72 bytes"),
-            ({"router_topk": 9}, "router_topk = 9: must not exceed num_experts = 8"),
-            ({"num_experts": 1030, "num_local_experts": 515}, "num_experts = 1030: must be an integer in [1, 1024]"),
+            ({"hidden_size": 36}, "hidden_size = 36: must be a multiple of 8 in [8, 65536] for bf16"),
+            ({"router_topk": 9}, "router_topk = 9: must be an integer in [1, 8] (num_experts = 8)"),
+            (
+                {"num_experts": 1030, "num_local_experts": 515},
+                "num_experts = 1030: must be a multiple of 2 in [2, 1024]",
+            ),
             ({"num_experts": 8.0, "num_local_experts": 4.0}, "num_local_experts = 4.0: must be an integer"),
         ):
             refused(partial(make, **{"group": group, **sizes, **changes}), words, EPConfigError)
@@ -293,9 +296,12 @@ def test_flashinfer(monkeypatch: Patch) -> None:
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         bootstrap = adapter.BootstrapConfig(world_size=2, rank=0, process_group=group)
         for changes, words in (
-            ({"hidden_size": 20}, "params.hidden_size = 20: a bf16 row takes 40 bytes"),
-            ({"top_k": 40}, "params.top_k = 40: must be an integer in [1, 32]"),
-            ({"num_experts": 9}, "params.num_experts = 9: must be a multiple of bootstrap.world_size = 2"),
+            ({"hidden_size": 20}, "params.hidden_size = 20: must be a multiple of 8 in [8, 65536] for bf16"),
+            ({"top_k": 40}, "params.top_k = 40: must be an integer in [1, 8] (params.num_experts = 8)"),
+            (
+                {"num_experts": 9},
+                "params.num_experts = 9: must be a multiple of 2 in [2, 1024] (bootstrap.world_size = 2)",
+            ),
             (
                 {"max_tokens_per_rank": 1 << 20},
                 "params.max_tokens_per_rank = 1048576: must be an integer in [1, 32768]",
@@ -329,7 +335,10 @@ def test_flashinfers_alltoall(monkeypatch: Patch) -> None:
             ({"input_payloads": [x, x, x, ids]}, "has 4 tensors: must be hidden states, their scale factors"),
             ({"input_payloads": [x, ids, weights, weights]}, "has 4 tensors: must be"),
             ({"input_payloads": [x, x, ids]}, "have 256 and 256 bytes a row"),
-            ({"input_payloads": [x[:, :36]]}, "elements of a row of input_payloads[0] = 36: a bf16 row takes 72 bytes"),
+            (
+                {"input_payloads": [x[:, :36]]},
+                "elements of a row of input_payloads[0] = 36: must be a multiple of 8 in [8, 65536] for bf16",
+            ),
             ({"expert_id_payload_index": 2}, "expert_id_payload_index = 2: must be that of token_selected_experts"),
             ({"invalid_token_expert_id": 1.5}, "invalid_token_expert_id = 1.5: must be an integer or None"),
             ({"runtime_max_tokens_per_rank": 7}, "runtime_max_tokens_per_rank = 7: must be an integer in [1, 6]"),
@@ -364,9 +373,9 @@ def test_flashinfers_alltoall(monkeypatch: Patch) -> None:
         for changes, words in (
             ({"mapping": object()}, "mapping = object: must be FlashInfer's Mapping, with moe_ep_rank"),
             ({"max_num_tokens": 0}, "max_num_tokens = 0: must be an integer in [1, 32768]"),
-            ({"top_k": 40}, "top_k = 40: must be an integer in [1, 32]"),
-            ({"num_experts": 7}, "num_experts = 7: must be a multiple of mapping.moe_ep_size = 2"),
-            ({"hidden_size": 36}, "hidden_size = 36: a bf16 row takes 72 bytes"),
+            ({"top_k": 40}, "top_k = 40: must be an integer in [1, 8] (num_experts = 8)"),
+            ({"num_experts": 7}, "num_experts = 7: must be a multiple of 2 in [2, 1024] (mapping.moe_ep_size = 2)"),
+            ({"hidden_size": 36}, "hidden_size = 36: must be a multiple of 8 in [8, 65536] for bf16"),
             ({"eplb_stats_num_experts": 4}, "eplb_stats_num_experts = 4: must be 0"),
             ({"enable_rank_mask": True}, "enable_rank_mask = True: must be False"),
         ):

@@ -32,10 +32,10 @@ def check(call: Any, given: Changes, cases: Cases) -> None:
 
 TITAN_SEND: Cases = [
     ({"x_TD": "tokens"}, "x_TD = str: must be a torch.Tensor"),
-    ({"x_TD": lambda x: x[0]}, "x_TD.shape = (128,): must be (any, any)"),
+    ({"x_TD": lambda x: x[0]}, "x_TD.shape = (128,): must be (n, m)"),
     ({"x_TD": lambda x: x.int()}, "x_TD.dtype = torch.int32: must be torch.float32 or torch.bfloat16"),
     ({"x_TD": lambda x: x.to(META)}, "x_TD.device = meta: must be cpu"),
-    ({"x_TD": lambda x: x[:, :36]}, "x_TD.shape[1] = 36: a bf16 row takes 72 bytes"),
+    ({"x_TD": lambda x: x[:, :36]}, "x_TD.shape[1] = 36: must be a multiple of 8 in [8, 65536] for bf16"),
     ({"x_TD": torch.zeros(40000, HIDDEN)}, "x_TD.shape[0] = 40000: must not exceed 32768 tokens of a rank; lower trai"),
     ({"topk_scores_TK": lambda one: one[:2]}, "topk_scores_TK.shape = (2, 3): must be (5, 3)"),
     ({"topk_scores_TK": lambda one: one.long()}, "topk_scores_TK.dtype = torch.int64: must be torch.float32 or"),
@@ -52,7 +52,7 @@ TITAN_HOME: Cases = [
     ({"routed_output_RD": lambda rows: rows[:, :64]}, "routed_output_RD.shape = ("),
     ({"routed_output_RD": lambda rows: rows.int()}, "routed_output_RD.dtype = torch.int32: must be torch.float32 or"),
     ({"metadata": None}, "metadata = NoneType: must be what dispatch returned"),
-    ({"x_TD": lambda x: x[:2]}, "x_TD.shape = (2, 128): must be (5, any)"),
+    ({"x_TD": lambda x: x[:2]}, "x_TD.shape = (2, 128): must be (5, n)"),
 ]
 
 
@@ -96,10 +96,10 @@ def test_torchtitan(monkeypatch: Patch) -> None:
             ({"non_blocking_capacity_factor": "1"}, "non_blocking_capacity_factor = '1'"),
             ({"pad_multiple": 24}, "pad_multiple = 24: must be a divisor of 128"),
             ({"pad_multiple": -4}, "pad_multiple = -4: must be an integer that is positive"),
-            ({"num_experts": 7}, "num_experts = 7: must be a multiple of ep_mesh.size() = 2"),
-            ({"num_experts": 1030}, "num_experts = 1030: must be an integer in [1, 1024]"),
-            ({"top_k": 33}, "top_k = 33: must be an integer in [1, 32]"),
-            ({"hidden_dim": 36}, "hidden_dim = 36: a bf16 row takes 72 bytes"),
+            ({"num_experts": 7}, "num_experts = 7: must be a multiple of 2 in [2, 1024] (ep_mesh.size() = 2)"),
+            ({"num_experts": 1030}, "num_experts = 1030: must be a multiple of 2 in [2, 1024]"),
+            ({"top_k": 33}, "top_k = 33: must be an integer in [1, 8] (num_experts = 8)"),
+            ({"hidden_dim": 36}, "hidden_dim = 36: must be a multiple of 8 in [8, 65536] for bf16"),
             (
                 {"num_max_tokens_per_rank": 32769},
                 "num_max_tokens_per_rank = 32769: must not exceed 32768 tokens of a r",
@@ -113,13 +113,16 @@ def test_torchtitan(monkeypatch: Patch) -> None:
 
 MEGATRON_SEND: Cases = [
     ({"hidden_states": [1]}, "hidden_states = list: must be a torch.Tensor"),
-    ({"hidden_states": lambda x: x[0]}, "hidden_states.shape = (128,): must be (any, any)"),
+    ({"hidden_states": lambda x: x[0]}, "hidden_states.shape = (128,): must be (n, m)"),
     (
         {"hidden_states": lambda x: x.half()},
         "hidden_states.dtype = torch.float16: must be torch.bfloat16; train with b",
     ),
     ({"hidden_states": lambda x: x[1:]}, "hidden_states.shape[0] = 4: must be 5, as of routing_map"),
-    ({"hidden_states": lambda x: x[:, :36]}, "hidden_states.shape[1] = 36: a bf16 row takes 72 bytes"),
+    (
+        {"hidden_states": lambda x: x[:, :36]},
+        "hidden_states.shape[1] = 36: must be a multiple of 8 in [8, 65536] for bf16",
+    ),
     ({"hidden_states": lambda x: x.to(META)}, "hidden_states.device = meta: must be cpu"),
     (
         {"hidden_states": torch.zeros(40000, 8).bfloat16()},
@@ -134,7 +137,7 @@ MEGATRON_HOME: Cases = [
 ROUTING: Cases = [
     ({"routing_map": [True]}, "routing_map = list: must be a torch.Tensor"),
     ({"routing_map": lambda one: one.int()}, "routing_map.dtype = torch.int32: must be torch.bool"),
-    ({"routing_map": lambda one: one.flatten(1)}, "routing_map.shape = (5, 8): must be (any, 2, 4)"),
+    ({"routing_map": lambda one: one.flatten(1)}, "routing_map.shape = (5, 8): must be (n, 2, 4)"),
     ({"probs": lambda one: one[1:]}, "probs.shape = (4, 2, 4): must be (5, 2, 4)"),
     ({"probs": lambda one: one.long()}, "probs.dtype = torch.int64: must be torch.float32 or"),
 ]
@@ -177,8 +180,8 @@ def test_megatron(monkeypatch: Patch) -> None:
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     for arguments, words in (
         (("world", 4, 3, 8, options()), "group = str: must be a torch.distributed process group"),
-        ((group, 4, 40, 8, options()), "router_topk = 40: must be an integer in [1, 32]"),
-        ((group, 515, 3, 1030, options()), "num_experts = 1030: must be an integer in [1, 1024]"),
+        ((group, 4, 40, 8, options()), "router_topk = 40: must be an integer in [1, 8] (num_experts = 8)"),
+        ((group, 515, 3, 1030, options()), "num_experts = 1030: must be a multiple of 2 in [2, 1024]"),
         (
             (group, 4, 3, 8, options(moe_deepep_num_sms=0)),
             "moe_deepep_num_sms = 0: must be an integer that is positive",
@@ -197,8 +200,8 @@ ROUTED: Cases = [
     ({"hidden_states": lambda x: x[None]}, "hidden_states.shape = (1, 4, 64): must be"),
     ({"hidden_states": lambda x: x.int()}, "hidden_states.dtype = torch.int32: must be a floating type"),
     ({"top_k_index": lambda ids: ids.float()}, "top_k_index.dtype = torch.float32: must be torch.int32 or torch.int64"),
-    ({"top_k_index": lambda ids: ids[:3]}, "top_k_index.shape = (3, 2): must be (4, any)"),
-    ({"top_k_index": lambda ids: ids[0]}, "top_k_index.shape = (2,): must be (4, any)"),
+    ({"top_k_index": lambda ids: ids[:3]}, "top_k_index.shape = (3, 2): must be (4, n)"),
+    ({"top_k_index": lambda ids: ids[0]}, "top_k_index.shape = (2,): must be (4, n)"),
     ({"top_k_index": lambda ids: ids.repeat(1, 20)}, "top_k_index.shape[1] = 40: must be an integer in [1, 32]"),
     ({"top_k_index": lambda ids: ids.to(META)}, "top_k_index.device = meta: must be cpu"),
     ({"top_k_weights": lambda one: one[:, :1]}, "top_k_weights.shape = (4, 1): must be (4, 2)"),
@@ -230,7 +233,8 @@ def test_transformers_attached() -> None:
         )
         top = {"top_k_index": torch.zeros(4, 7, dtype=torch.int64), "top_k_weights": torch.zeros(4, 7)}
         refused(
-            partial(experts, torch.zeros(4, 64), **top), "top_k_index.shape[1] = 7: must not exceed num_experts = 6"
+            partial(experts, torch.zeros(4, 64), **top),
+            "top_k_index.shape[1] = 7: must be an integer in [1, 6] (num_experts = 6)",
         )
         long = torch.zeros(70000, 64), torch.zeros(70000, 2, dtype=torch.int64), torch.zeros(70000, 2)
         refused(
@@ -241,7 +245,7 @@ def test_transformers_attached() -> None:
     many: Changes = {"num_local_experts": 1030, "num_experts": 1030, "intermediate_size": 8}
     first = "model.layers.0.mlp.experts"
     for made, changes, words in (
-        (build("mixtral", **sizes), {}, f"{first}: hidden size = 60: a bf16 row takes 120 bytes"),
+        (build("mixtral", **sizes), {}, f"{first}: hidden size = 60: must be a multiple of 8 in [8, 65536] for bf16"),
         (build("mixtral", **many), {}, f"{first}: experts, padded to equal parts of the ranks, = 1030"),
         (model, {"devices": ["cpu", "cuda:0"]}, "devices = ['cpu', 'cuda:0']: must be all CUDA or all cpu"),
         (model, {"devices": ["meta", "meta"]}, "devices = ['meta', 'meta']: must be all CUDA or all cpu"),
@@ -270,10 +274,15 @@ def test_transformers_plan(monkeypatch: Patch) -> None:
     one: Any = expert_parallel.CuteEP(experts, mesh, alone)
     check(one, routed(), ROUTED)
     wide = {**routed(), "hidden_states": torch.zeros(4, 36)}
-    refused(partial(one, **wide), "hidden_states.shape[1] = 36: a bf16 row takes 72 bytes", EPInputError)
+    refused(
+        partial(one, **wide),
+        "hidden_states.shape[1] = 36: must be a multiple of 8 in [8, 65536] for bf16",
+        EPInputError,
+    )
     top = {"top_k_index": torch.zeros(4, 20, dtype=torch.int64), "top_k_weights": torch.zeros(4, 20)}
     refused(
-        partial(one, torch.zeros(4, 64), **top), "top_k_index.shape[1] = 20: must not exceed experts of all ranks = 12"
+        partial(one, torch.zeros(4, 64), **top),
+        "top_k_index.shape[1] = 20: must be an integer in [1, 12] (experts of all ranks = 12)",
     )
     many = torch.zeros(40000, 64), torch.zeros(40000, 2, dtype=torch.int64), torch.zeros(40000, 2)
     refused(
