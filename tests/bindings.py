@@ -28,7 +28,7 @@ def unpack(version: str) -> tuple[Path, str]:
     folder = FOLDER / version
     if version == NEWEST or not installed(folder):
         wanted = "cuda-bindings" if version == NEWEST else f"cuda-bindings=={version}"
-        words = ["--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade", "--target", str(folder)]
+        words = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade", "--target", str(folder)]
         command = [sys.executable, "-m", "pip", "install", *words, wanted, "cuda-pathfinder"]
         subprocess.run(command, check=True)
     return folder, installed(folder)

@@ -61,7 +61,7 @@ def prepare(name: str, packages: list[str]) -> Path:
     python = FOLDER / name / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(FOLDER / name)], check=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir", "--upgrade"]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--no-cache-dir", "--upgrade"]
     subprocess.run([*pip, *packages, *TOOLS], check=True)
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
     return python
