@@ -36,9 +36,10 @@ class EPCommunicator(ABC):
     """One rank of an expert-parallel group. Made by `connect` or `connect_local`.
 
     Every rank makes the same calls in the same order. On a GPU a call only enqueues work, on the current stream or on
-    `stream`. Tensors are contiguous and on `device`. A call checks its arguments first: after an EPInputError from it
-    nothing has been sent and the communicator is usable. Calls compute no gradients: an argument that requires one is
-    refused while gradients are enabled, so call under `torch.no_grad()`. autocast changes nothing.
+    `stream`. Tensors are on `device`, and contiguous but for rows that dispatch is given. A call checks its arguments
+    first: after an EPInputError from it nothing has been sent and the communicator is usable. Calls compute no
+    gradients: an argument that requires one is refused while gradients are enabled, so call under `torch.no_grad()`.
+    autocast changes nothing.
 
     A rank that waits longer than `cfg.timeout_s` gives up: the next call or `synchronize` raises EPTimeout, and the
     communicator is unusable afterwards. What is found wrong with the contents of tensors (EPInputError) is raised by
@@ -143,7 +144,9 @@ class EPCommunicator(ABC):
 
         Args:
             x: [T, hidden] bfloat16, 0 <= T <= max_tokens_per_rank (T may differ between ranks); with `scales`, rows
-                that are in the dispatch format already (`QuantizedRows.payload`).
+                that are in the dispatch format already (`QuantizedRows.payload`). Rows may lie apart, or all be one
+                (`expand`): the last dimension has stride 1, the first row and the distance of two rows are multiples of
+                16 bytes.
             topk_ids: [T, top_k] int32 or int64 expert ids; -1 masks an entry. So does an id out of range, which
                 `synchronize` reports; one that does not fit 32 bits is reported and counts as its lower half. Read
                 again by combine: leave them until then.

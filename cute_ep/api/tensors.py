@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from cute_ep.api.errors import EPInputError
+from cute_ep.layouts.maps.arena import MAX_STRIDE
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 
 def check_tensor(
@@ -24,6 +26,7 @@ def check_tensor(
     device: torch.device | str | None = None,
     alignment: int = 1,
     strict: bool = True,
+    strided: bool = False,
 ) -> None:
     """Check one argument: a row-major contiguous tensor of the given extents, type and place, which does not require a
     gradient while gradients are enabled.
@@ -34,6 +37,7 @@ def check_tensor(
         dtype, device: what is expected; None accepts any, a tuple of types each of them.
         alignment: bytes that the address of the first element must be a multiple of.
         strict: False takes any strides and addresses, and tensors that require a gradient.
+        strided: whether rows may lie apart, or be the same memory: `has_even_rows`.
 
     Raises:
         EPInputError: the first rule that `tensor` breaks, with its name, value and the rule.
@@ -50,13 +54,38 @@ def check_tensor(
         raise EPInputError(f"{name}.device = {tensor.device}: must be {device}")
     if not strict:
         return
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous() and not (strided and has_even_rows(tensor)):
+        rule = EVEN_ROWS if strided else "must be row-major contiguous"
         more = "" if name.startswith("out") else f"; use {name}.contiguous()"
-        raise EPInputError(f"{name}.stride() = {tensor.stride()}: must be row-major contiguous{more}")
+        raise EPInputError(f"{name}.stride() = {tensor.stride()}: {rule}{more}")
     if alignment != 1 and tensor.data_ptr() % alignment:
-        raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes")
+        more = "" if name.startswith("out") else f"; use {name}.clone()"
+        raise EPInputError(f"{name}.data_ptr() = {tensor.data_ptr():#x}: must be a multiple of {alignment} bytes{more}")
     if tensor.requires_grad:
         check_detached(name, tensor)
+
+
+EVEN_ROWS = f"must have stride 1 in the last dimension, and rows a multiple of {VECTOR_BYTES} bytes below 32 GiB apart"
+
+
+def has_even_rows(tensor: Tensor) -> bool:
+    """Whether a matrix has contiguous rows, a multiple of VECTOR_BYTES apart that kernels can be given (MAX_STRIDE is
+    32 GiB of vectors): 0 where all are the same memory, as `expand` makes them, and anything with fewer than two."""
+    if tensor.dim() != 2 or tensor.stride(1) != 1:
+        return False
+    vectors, rest = divmod(tensor.stride(0) * tensor.element_size(), VECTOR_BYTES)
+    return tensor.size(0) < 2 or (not rest and vectors < MAX_STRIDE)
+
+
+def takes_strides(x: Tensor) -> bool:
+    """Whether dispatch reads the rows of `x` where they are. Otherwise a caller may give it a contiguous copy."""
+    return (x.is_contiguous() or has_even_rows(x)) and not x.data_ptr() % VECTOR_BYTES
+
+
+def row_vectors(x: Tensor) -> int:
+    """What kernels are told of the rows of `x`, which `check_tensor` let pass: vectors from one to the next, 0 with
+    fewer than two rows, whose strides torch leaves open."""
+    return x.stride(0) * x.element_size() // VECTOR_BYTES if x.size(0) > 1 else 0
 
 
 def check_detached(name: str, tensor: torch.Tensor) -> None:
@@ -105,14 +134,22 @@ def _shape_rule(name: str, got: Sequence[int], shape: Sequence[int | None]) -> s
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory; one without any bytes does not."""
+    """Whether two tensors share memory, `one` contiguous or with even rows and `other` contiguous; one without any
+    bytes does not."""
     ahead = one.data_ptr() - other.data_ptr()
-    return -one.nbytes < ahead < other.nbytes and one.nbytes > 0 < other.nbytes
+    if not one.nbytes > 0 < other.nbytes:
+        return False
+    if one.is_contiguous():
+        return -one.nbytes < ahead < other.nbytes
+    row, apart = one.size(1) * one.element_size(), one.stride(0) * one.element_size()
+    before = max(-(ahead + row) // apart + 1, 0) if apart else 0  # rows that end before the other begins
+    first = ahead + before * apart
+    return before < one.size(0) and -row < first < other.nbytes
 
 
 def check_apart(name: str, written: torch.Tensor | None, **read: object) -> None:
-    """EPInputError where a call would write `written` over a tensor that it reads. All are contiguous, on one device;
-    what is no tensor passes."""
+    """EPInputError where a call would write `written`, which is contiguous, over a tensor that it reads, contiguous or
+    with even rows, on the same device; what is no tensor passes."""
     for other, tensor in read.items():
-        if written is not None and isinstance(tensor, Tensor) and overlap(written, tensor):
+        if written is not None and isinstance(tensor, Tensor) and overlap(tensor, written):
             raise EPInputError(f"{name}: shares memory with {other}, which the call reads; must be other memory")

@@ -62,7 +62,8 @@ def check_tokens(
     """Check one rank's dispatch arguments, but for `input_scale`, against `cfg`; expert ids are not read.
 
     Args:
-        given: x 16-byte aligned; scales and row_scales of quantised rows in torch's own types, too.
+        given: x 16-byte aligned, contiguous or with even rows (`has_even_rows`); scales and row_scales of quantised
+            rows in torch's own types, too.
         device: where all of them must be; None: where `x` is.
         weights_dtype: type of `router_weights`; None: any (a hook reads them).
 
@@ -76,7 +77,7 @@ def check_tokens(
         if not fmt.scale:
             raise EPInputError(f"scales = {type(scales).__name__}: must be None, {fmt.name} has no scale factors")
         columns, dtype = payload_columns(fmt, cfg.hidden), payload_types(fmt)
-    check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    check_tensor("x", x, shape=(None, columns), dtype=dtype, device=device, alignment=VECTOR_BYTES, strided=True)
     tokens, place = x.shape[0], x.device
     if scales is not None:
         shape = (tokens, cfg.hidden // fmt.block)

@@ -89,7 +89,7 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 @no_modes()
 def make_source(cfg: EPConfig, given: DispatchInput) -> Source:
     """What a rank sends in a dispatch, from arguments that were checked. EPInputError: as `read_scale`."""
-    x, topk_ids = given.x.clone(), given.topk_ids.clone()
+    x, topk_ids = given.x.clone(memory_format=torch.contiguous_format), given.topk_ids.clone()
     ready = None if given.scales is None else QuantizedRows(x, copied(given.scales), copied(given.row_scales))
     return encode_checked(cfg, x, topk_ids, read_scale(given.input_scale), copied(given.router_weights), ready)
 

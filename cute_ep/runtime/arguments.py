@@ -7,6 +7,7 @@ import torch
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.api.tensors import row_vectors
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.layouts.maps.arena import message_of, segment_words
 from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
@@ -16,7 +17,7 @@ from cute_ep.layouts.maps.scales import has_tiles, scale_map
 OUT_TYPES = {dtype: int(number) for dtype, number in OUTPUT_TYPES.items()}
 IS_WIDE = {torch.int32: 0, torch.int64: 1}
 NO_IDS = Ids(0, 0)
-NO_INPUT = Input(0, 0, 0, 0, 0, 0, 0, 0)
+NO_INPUT = Input(0, 0, 0, 0, 0, 0, 0, 0, 0)
 NO_BATCH = Batch(0, 0, 0)
 NO_SCALES = Scales(0, 0, 0, 0, 0, 0, 0)
 NO_SHARED = SharedExpert(0, 0, 0)
@@ -82,6 +83,7 @@ def input_record(
     x, _, router_weights, _, scales, row_scales = given
     return Input(
         x.data_ptr(),
+        row_vectors(x),
         address(scales),
         address(row_scales),
         address(router_weights),

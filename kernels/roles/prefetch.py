@@ -51,7 +51,7 @@ class Prefetch:
 
     def _row(self, ctx, token) -> Int64:
         """Address of a token's row."""
-        return ctx.input.x + Int64(token) * self._row_vectors(ctx) * VECTOR_BYTES
+        return ctx.input.x + Int64(token) * ctx.input.x_stride * VECTOR_BYTES
 
     def _tile(self, ctx, stage):
         """(vector, word) of a tile of the warp."""

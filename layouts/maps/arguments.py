@@ -158,6 +158,7 @@ class Input(NamedTuple):
 
     Attributes:
         x: [T, hidden] bfloat16, or rows that need no encoding.
+        x_stride: 16-byte vectors from one of these rows to the next, fewer than MAX_STRIDE; 0: all are the same row.
         scales, row_scales: [T, scale_bytes] bytes and [T] bfloat16 of such rows.
         router_weights: [T, top_k] float32.
         global_scale: float32[1].
@@ -166,6 +167,7 @@ class Input(NamedTuple):
     """
 
     x: Address
+    x_stride: Size
     scales: Address
     row_scales: Address
     router_weights: Address
