@@ -3,6 +3,7 @@
     expert rank d                                   source rank s
     -------------                                   -------------
     wait combine_consumed[all] >= m-2
+    tell the dispatch round of its batch      --->  compare with that of its own batch
     send slices of tokens of s                --->  arena.returns[m & 1][token][slot]
     signal return_ready[d][chunk] = m         --->  wait return_ready[owners][chunk] >= m, sum, write out
                                               <---  signal combine_consumed[s] = m  (start of s's next launch)
@@ -41,6 +42,7 @@ from cute_ep.kernels.device.context import CombineContext, open_combine, peer_ta
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit
 from cute_ep.kernels.hooks import WeightReader
+from cute_ep.kernels.roles.combine_pairs import CombinePairs
 from cute_ep.kernels.roles.combine_recv import CombineRecv
 from cute_ep.kernels.roles.combine_send import CombineSend
 from cute_ep.layouts.maps.arena import StateWord
@@ -65,8 +67,9 @@ class Combine:
         self.send, self.receive = send, receive
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
-        self.epoch = shared.add("epoch", 8, 1)
+        self.epoch, self.base = shared.add("epoch", 8, 1), shared.add("base", 8, 1)
         self.send_role = CombineSend(mode == "partial", segments, self.epoch, shared)
+        self.pairs = CombinePairs(self.epoch, self.base)
         self.recv_role = CombineRecv(mode, segments, WeightReader(router_weights), epilogue, shared)
         self.shared_bytes = shared.nbytes
 
@@ -77,9 +80,9 @@ class Combine:
     @cute.kernel
     def kernel(self, args: CombineArgs):
         ctx, rounds = open_combine(args, self.peers, self.receive)
-        sEpoch = shared_array(self.epoch, Int64)  # for what needs it seldom: registers are short
-        if ctx.tid == 0:
-            sEpoch[0] = ctx.epoch
+        sEpoch, sBase = (shared_array(one, Int64) for one in (self.epoch, self.base))
+        if ctx.tid == 0:  # for what needs them seldom: registers are short
+            sEpoch[0], sBase[0] = ctx.epoch, ctx.base
         control = control_cta(ctx.grid.send_ctas if self.send else ctx.ctas)
         ctx.acknowledge(ctx.arena.combine_consumed, rounds.received, control)
         if cutlass.const_expr(self.send):
@@ -95,12 +98,18 @@ class Combine:
             sent, word = rounds.sent if self.receive else None, StateWord.COMBINE_SEND_EPOCH
             alive = ctx.wait_all_ranks(ctx.arena.combine_consumed, ctx.epoch - 2, Phase.COMBINE_CONSUMED, sent, word)
             if ctx.cta < ctx.grid.send_ctas and alive:
+                if ctx.cta == control:
+                    self.pairs.tell(ctx, self.send_role.schedule.round(ctx))
                 self.send_role.run(ctx, row, weight)
                 staggered = self.send_role.schedule.are_staggered(ctx)
         if cutlass.const_expr(self.receive):
             if ctx.cta >= ctx.grid.receive_from and alive:
                 receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
-                alive = self.recv_role.run(ctx, receiver, receivers, staggered)
+                compares = (receiver == control_cta(receivers)) & (ctx.ranks > 1)
+                if compares & (ctx.warp == 0):
+                    alive = self.pairs.compare(ctx)
+                else:
+                    alive = self.recv_role.run(ctx, receiver, receivers, staggered | compares)
         self._leave(ctx, alive)
 
     @cute.jit

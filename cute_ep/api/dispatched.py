@@ -47,7 +47,8 @@ class DispatchBuffers:
         row_map: [R, Tmax, K] int32, the row of entry (source, token, k), -1 where this rank has none, 2^31 - 1 where
             the buffers could not hold all rows. R is the number of ranks that exchange messages (`EPConfig.peers`).
             In rank-major order a token's last entry of this rank has its row, others have -1.
-        headers: [R, 4] int32, one header a source (`cute_ep.layouts.maps.arena.HeaderWord`).
+        headers: [R, 4] int32, one header a source (`cute_ep.layouts.maps.arena.HeaderWord`), among others the number of
+            the dispatch round: combine compares it with that of the other ranks.
         weights: [R, Tmax, K] float32, what partial combine multiplies rows by: the router weights that travelled, 1
             from a source that gave none, and 1 in rank-major order. Defined where `row_map` has a row.
         row_weights: [capacity] float32, the router weight of each row, 1 from a source that gave none and for the

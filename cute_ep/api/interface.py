@@ -235,7 +235,7 @@ class EPCommunicator(ABC):
         Args:
             rows: [N >= num_rows, hidden] bfloat16, row i the expert's output for row i of `dispatched.tokens`. On a GPU
                 it is not checked that N is enough, `num_rows` is on the device: rows that are missing come home as NaN.
-            dispatched: what this communicator's dispatch returned for these rows.
+            dispatched: what this communicator's dispatch returned for these rows; on all ranks of the same round.
             router_weights: [T, top_k] float32 (any type with the `router_weights` hook), in exact mode only; None: the
                 weights that this rank gave to dispatch.
             mode: the same on all ranks. "partial" sums on the expert's rank first, weighted and in float32, rounds that
@@ -317,7 +317,9 @@ class EPCommunicator(ABC):
         Raises:
             EPTimeout: a peer did not arrive in time; names the peers, the phase, and what was awaited and seen.
             EPError: a fused launch found a round that was sent and not received, as where graphs are replayed in
-                another order than captured. Nothing was sent; the communicator is unusable, and its peers time out.
+                another order than captured. Nothing was sent; the communicator is unusable, and its peers time out. Or
+                in a combine another rank returned rows of another dispatch round than that of this rank's batch; the
+                sums are wrong and the communicator is unusable. On the CPU that is an EPInputError of the combine.
             EPInputError: an expert id outside [-1, num_experts), more rows than the output buffers hold, or what
                 `check_finite` found; once.
         """

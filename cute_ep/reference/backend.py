@@ -201,9 +201,8 @@ class ReferenceCommunicator(EPCommunicator):
 
         return launch
 
-    def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> int:
-        """EPInputError unless a combine can return these rows of a batch that was checked; the round of their
-        dispatch."""
+    def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
+        """EPInputError unless a combine can return these rows of a batch that was checked."""
         check_mode(self.cfg, mode, dispatched)
         if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
@@ -215,13 +214,12 @@ class ReferenceCommunicator(EPCommunicator):
             )
         check_rows(self.cfg, rows, dispatched)
         check_row_count(rows, dispatched)
-        return number
 
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
         """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
         mode or dispatch."""
-        number = self._check_return(rows, dispatched, mode)
-        given = combine_send(self.cfg, rows, dispatched, mode, number)
+        self._check_return(rows, dispatched, mode)
+        given = combine_send(self.cfg, rows, dispatched, mode)
         given.check_agreement(self._exchange.combine.joined(self.rank))
         pending = PendingCombine(dispatched, mode, rows)
         self._join(self._exchange.combine, pending, given)

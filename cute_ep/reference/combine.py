@@ -14,6 +14,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
 from cute_ep.api.validate import check_mode, check_output, check_router_weights, check_rows, combine_weights
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.reference.dispatch import lower_halves, per_rank
 from cute_ep.reference.formats import round_to, row_chunks
 
@@ -53,7 +54,8 @@ def chosen_weights(
 def check_combine(
     cfg: EPConfig, rows: Sequence[torch.Tensor], dispatched: Sequence[Dispatched], mode: str, dtype: torch.dtype
 ) -> None:
-    """EPInputError unless mode and type are known, both lists have an entry a rank, and `rows` covers `num_rows`."""
+    """EPInputError unless mode and type are known, both lists have an entry a rank, `rows` covers `num_rows`, and the
+    batches are of one dispatch round, as far as they know theirs."""
     per_rank("rows", rows, cfg.world_size)
     per_rank("dispatched", dispatched, cfg.world_size)
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
@@ -62,6 +64,15 @@ def check_combine(
         check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
         if outputs.shape[0] < (need := batch.num_rows.item()):
             raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
+    rounds = {} if cfg.skip_a2a else {rank: dispatch_round(cfg, batch) for rank, batch in enumerate(dispatched)}
+    known = {rank: number for rank, number in rounds.items() if number}
+    if len(set(known.values())) > 1:
+        raise EPInputError(f"dispatched = batches of dispatch rounds {known}, by rank: must be of the same round")
+
+
+def dispatch_round(cfg: EPConfig, dispatched: Dispatched) -> int:
+    """Number of the dispatch round of a batch, as its own header has it; 0: unknown. Reads the tensor."""
+    return int(dispatched.headers[0 if cfg.skip_a2a else dispatched.rank, HeaderWord.ROUND])
 
 
 @no_modes()

@@ -15,6 +15,7 @@ from cute_ep.api.modes import no_modes
 from cute_ep.api.row_tensors import QuantizedRows, as_own_types
 from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_input_scale, check_tokens, check_unscaled
+from cute_ep.layouts.maps.arena import pack_messages
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.reference.formats import join_rows, quantize
@@ -203,7 +204,7 @@ def dispatch(
 
     Returns:
         One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
-        `return_slices` 0. `weights` is 0 where this rank has no row.
+        `return_slices` 0, and headers of an unknown round. `weights` is 0 where this rank has no row.
 
     Raises:
         EPInputError: an argument of some rank breaks its rule, or an expert id is out of range.
@@ -326,7 +327,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
 
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
-    header = [[one.tokens, 0, int(one.router_weights is not None), 0] for one in peers]
+    header = [[one.tokens, pack_messages(0, int(one.router_weights is not None)), 0, 0] for one in peers]
     return Dispatched(
         tokens=padded_rows(joined.payload),
         scales=None if scales is None or layout is None else _arranged(cfg, scales, layout, padded.tolist()),

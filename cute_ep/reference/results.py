@@ -20,8 +20,10 @@ from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
 from cute_ep.api.row_tensors import QuantizedRows, as_bits
 from cute_ep.api.validate import check_global_scale
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
+from cute_ep.reference.combine import dispatch_round
 from cute_ep.reference.dispatch import Source, count_rows, encode_checked, lower_halves, rows_first
 
 ANNOUNCED = ("row_offsets", "row_counts", "scales_offsets", "num_rows", "source_ranges")
@@ -102,12 +104,13 @@ def withhold(buffers: DispatchBuffers) -> None:
 
 
 @writing_modes()
-def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: DispatchBuffers) -> tuple[int, int, int] | None:
+def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: OwnDispatched) -> tuple[int, int, int] | None:
     """Write the output of rank `rank`'s dispatch into `out`. Where `out`, or a block, has no room for rows, they are
     lost: what a status record of ROW_CAPACITY says of it, else None."""
     if cfg.block_rows is not None:
         cfg = replace(cfg, block_rows=out.tokens.shape[0] // cfg.groups)
     result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
+    result.headers[:, HeaderWord.ROUND] = out.number
     blocks, holds = cfg.block_rows is not None, result.src_info[:, 0] >= 0
     rows, capacity = int(result.num_rows), out.tokens.shape[0]
     if rows > capacity:
@@ -148,7 +151,7 @@ def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: s
 @dataclass(frozen=True, eq=False)
 class Returned:
     """What a rank returns in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
-    the round of its dispatch, 0 where the batch was put together from tensors."""
+    the round of its dispatch, 0 where that is unknown."""
 
     rows: torch.Tensor
     row_map: torch.Tensor
@@ -160,11 +163,13 @@ class Returned:
     def check_agreement(self, others: Mapping[int, Returned]) -> None:
         """EPInputError unless the others have this mode and return rows of one dispatch, if both know theirs."""
         for peer, other in others.items():
-            known = self.dispatch and other.dispatch
-            if other.mode != self.mode or (known and other.dispatch != self.dispatch):
+            if other.mode != self.mode:
+                raise EPInputError(f"mode = {self.mode!r}: must be {other.mode!r}, as in the combine of rank {peer}")
+            if self.dispatch != other.dispatch and self.dispatch and other.dispatch:
                 raise EPInputError(
-                    f"mode = {self.mode!r} of dispatch round {self.dispatch}: must match rank {peer}'s combine, "
-                    f"{other.mode!r} of round {other.dispatch}"
+                    f"dispatched = batch of dispatch round {self.dispatch}: must be that of round {other.dispatch}, as "
+                    f"in the combine of rank {peer}; all ranks must combine the batches of the same dispatch rounds in "
+                    "the same order"
                 )
 
 
@@ -188,8 +193,8 @@ def check_row_count(rows: torch.Tensor, dispatched: Dispatched) -> None:
 
 
 @no_modes()
-def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str, number: int) -> Returned:
-    """What a rank sends in a combine; `rows` has enough of them, `number` is the round of its dispatch."""
+def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> Returned:
+    """What a rank sends in a combine; `rows` has enough of them."""
     need = rows_needed(dispatched)
     # if rows were lost `need` is 0: every entry's is NaN, and of the shared expert's those that did not fit
     _, shared = cfg.shared_slice(dispatched.topk_ids.shape[0], dispatched.rank)
@@ -197,6 +202,7 @@ def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode
     more = max(shared - held.shape[0], 0) + 1
     lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan, dtype=torch.float32), torch.bfloat16)
     row_map, weights = dispatched.row_map.clamp(max=held.shape[0]), copied(dispatched.weights)
+    number = dispatch_round(cfg, dispatched)
     return Returned(torch.cat([held, lost]), row_map, weights, dispatched.topk_ids.clone(), mode, number)
 
 

@@ -30,7 +30,7 @@ class Status:
 
     def raise_failure(self) -> None:
         """EPTimeout when a wait has timed out: names the peers, the phase, the epochs expected and seen. EPError when a
-        fused launch has found a round that was sent and not received."""
+        fused launch has found a round that was sent and not received, or ranks have combined other batches."""
         if not self.failed:
             return
         records = dict(zip(self.peers, self._records(), strict=False))
@@ -43,6 +43,15 @@ class Status:
                     "received (were graphs replayed in another order than captured?); it did nothing, and the "
                     "communicator is unusable: close all ranks and connect again"
                 )
+        if others := {peer: record for peer, record in missing.items() if record[0] == Phase.PAIR}:
+            _, number, own, _ = next(iter(others.values()))
+            told = ", ".join(f"rank {peer} rows of dispatch round {seen}" for peer, (*_, seen) in others.items())
+            raise EPError(
+                f"rank {self.rank}: combine round {number} has the batch of dispatch round {own} here, but {told}: all "
+                "ranks must combine the batches of the same dispatch rounds in the same order (were graphs replayed "
+                "in another order on some rank?); the sums are wrong, and the communicator is unusable: close all "
+                "ranks and connect again"
+            )
         details = [
             f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
             if phase == Phase.GRID

@@ -16,7 +16,7 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.arena import HeaderWord, has_weights
 from cute_ep.layouts.maps.routing import LOST_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
@@ -59,7 +59,8 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
     """Compare one rank's dispatch output with the reference, byte for byte.
 
     Of the headers: tokens, of a source that has some whether it gave weights, and the slices of this rank's own
-    returned rows. How many slices others have is their choice, which the reference does not make: `check_headers`.
+    returned rows. How many slices others have is their choice, and the round that of all calls before, neither of which
+    the reference makes: `check_headers`.
     Memory behind each tensor must be untouched.
 
     Raises:
@@ -85,10 +86,10 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
         [getattr(one, name).cpu() for one in (actual, expected)] for name in ("headers", "row_map", "weights")
     )
     for source in range(cfg.peers):
-        tokens = int(headers[1][source, HeaderWord.TOKENS])
-        for word in (HeaderWord.TOKENS, HeaderWord.HAS_WEIGHTS)[: 2 if tokens else 1]:
-            header = f"{where}headers[{source}].{word.name.lower()}"
-            assert_bits(headers[0][source, word], headers[1][source, word], header)
+        tokens, header = int(headers[1][source, HeaderWord.TOKENS]), f"{where}headers[{source}]"
+        assert_bits(*(one[source, HeaderWord.TOKENS] for one in headers), f"{header}.tokens")
+        if tokens:
+            assert_bits(*(has_weights(one[source, HeaderWord.MESSAGES]) for one in headers), f"{header}.has_weights")
         got, want = (one[source, :tokens] for one in row_map)
         assert_bits(got, want, f"{where}row_map[{source}]")
         mine = (want >= 0) & (want != LOST_ROW)

@@ -131,6 +131,10 @@ class CombineSchedule:
         """Slices of all its tokens."""
         return self.tokens(source) << self._header(source, HeaderWord.RETURN_SLICES)
 
+    def round(self, ctx) -> Int32:
+        """The dispatch round whose rows are returned, as the own header has it."""
+        return self._header(ctx.rank, HeaderWord.ROUND)
+
     def _header(self, source, word: HeaderWord):
         return shared_array(self.headers, Int32)[source, int(word)]
 

@@ -32,7 +32,7 @@ from cute_ep.kernels.roles.outputs import Outputs
 from cute_ep.kernels.roles.row_copy import RowCopy, Targets
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.kernels.roles.scale_tiles import ScaleTiles
-from cute_ep.layouts.maps.arena import HeaderWord, StateWord
+from cute_ep.layouts.maps.arena import HeaderWord, StateWord, has_weights, message_slices
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import (
     LOST_ROW,
@@ -73,9 +73,8 @@ class DispatchRecv:
             source = ctx.rank + turn
             if source >= ctx.ranks:
                 source -= ctx.ranks
-            row_slice = slice_of(
-                index, sHeader[source, int(HeaderWord.MESSAGE_SLICES)], vectors_of(ctx.wire.payload_bytes)
-            )
+            slices = message_slices(sHeader[source, int(HeaderWord.MESSAGES)])
+            row_slice = slice_of(index, slices, vectors_of(ctx.wire.payload_bytes))
             if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
                 alive = self._take(ctx, source, row_slice)
             item += static_stride(sItems[0], receivers)
@@ -126,13 +125,13 @@ class DispatchRecv:
         if lane < ctx.top_k:
             words = ctx.base + ctx.arena.entries.at(ctx.epoch & 1, source, row_slice.token, lane)
             weights = words
-            if row_slice.first == 0 and sHeader[source, int(HeaderWord.HAS_WEIGHTS)] != 0:
+            if row_slice.first == 0 and has_weights(sHeader[source, int(HeaderWord.MESSAGES)]) != 0:
                 weights += ctx.arena.weights.offset - ctx.arena.entries.offset  # laid out alike
             awaited = Awaited(source, Phase.ROUTE, row_slice.token)
             entry, weight, came = wait_two_ll(ctx.wait_context, words, weights, ctx.epoch, awaited)
             if not came:
                 entry = Int32(MASKED_ENTRY)
-            if sHeader[source, int(HeaderWord.HAS_WEIGHTS)] == 0:
+            if has_weights(sHeader[source, int(HeaderWord.MESSAGES)]) == 0:
                 weight = Int32(ONE)
             local = entry_expert(entry) - ctx.rank * ctx.local_experts
             if entry == Int32(MASKED_ENTRY) or local < 0 or local >= ctx.local_experts:

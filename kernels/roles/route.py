@@ -21,7 +21,7 @@ from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import item_coord
 from cute_ep.kernels.device.sync import store_ll
 from cute_ep.kernels.hooks import WeightReader
-from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, StateWord
+from cute_ep.layouts.maps.arena import LL_BYTES, HeaderWord, StateWord, pack_messages
 from cute_ep.layouts.maps.launch import THREADS, WARPS
 from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import BEYOND, MASKED_ENTRY, MAX_EXPERTS, MAX_RANKS, Phase, pack_entry
@@ -221,10 +221,10 @@ class Route:
         word, peer = item_coord(THREADS - 1 - ctx.tid, len(HeaderWord))
         if peer < ctx.ranks:
             value = ctx.input.tokens
-            if word == int(HeaderWord.MESSAGE_SLICES):
-                value = ctx.input.message_slices
-            if word == int(HeaderWord.HAS_WEIGHTS):
-                value = Int32(ctx.input.router_weights != Int64(0))
+            if word == int(HeaderWord.MESSAGES):
+                value = pack_messages(ctx.input.message_slices, Int32(ctx.input.router_weights != Int64(0)))
+            if word == int(HeaderWord.ROUND):
+                value = Int32(ctx.epoch)
             if word == int(HeaderWord.RETURN_SLICES):
                 value = ctx.input.return_slices
             store_ll(ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, word), value, ctx.epoch)

@@ -12,6 +12,7 @@ is the round number (epoch) modulo 2. The third column names who writes a word; 
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
 | message_ready     | (source, flag)                     | source      | last epoch whose slices of messages are here|
 | return_ready      | (peer, flag)                       | peer        | last epoch whose slices of returns are here |
+| return_rounds     | (parity, peer)                     | peer        | dispatch round of the rows that it returns* |
 | table             | (parity, source, HeaderWord, then  | source      | tokens, slices of a row, weights?; then     |
 |                   | local expert)                      |             | rows that `source` sends to each expert   * |
 | entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`  * |
@@ -104,12 +105,34 @@ class StateWord(IntEnum):
 
 
 class HeaderWord(IntEnum):
-    """Indices of the words of one source's header. Slices are given as their base-2 logarithms."""
+    """Indices of the words of one source's header.
+
+    Attributes:
+        TOKENS: its tokens.
+        MESSAGES: what `pack_messages` makes of the slices of a message and of whether it gives weights.
+        ROUND: number of the dispatch round, its low 32 bits; 0: unknown.
+        RETURN_SLICES: slices of a returned row, as their base-2 logarithm.
+    """
 
     TOKENS = 0
-    MESSAGE_SLICES = 1
-    HAS_WEIGHTS = 2
+    MESSAGES = 1
+    ROUND = 2
     RETURN_SLICES = 3
+
+
+def pack_messages(slices_log2: Int, has_weights: Int) -> Int:
+    """How a source's messages come: the base-2 logarithm of their slices, and 1 where router weights come with them."""
+    return slices_log2 << 1 | has_weights
+
+
+def message_slices(messages: Int) -> Int:
+    """Base-2 logarithm of the slices of a message."""
+    return messages >> 1
+
+
+def has_weights(messages: Int) -> Int:
+    """1 where router weights come with the messages, else 0."""
+    return messages & 1
 
 
 @dataclass(frozen=True)
@@ -186,6 +209,7 @@ class Arena:
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
         self.message_ready = regions.add("message_ready", 8, ranks, flags)
         self.return_ready = regions.add("return_ready", 8, ranks, flags)
+        self.return_rounds = regions.add("return_rounds", LL_BYTES, PARITIES, ranks)
         self.table = regions.add("table", LL_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
         self.entries = regions.add("entries", LL_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.weights = regions.add("weights", LL_BYTES, PARITIES, ranks, max_tokens, top_k)

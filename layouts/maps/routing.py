@@ -94,7 +94,8 @@ def division_magic(extent: int) -> int:
 
 class Phase(IntEnum):
     """What a status record is about: what a kernel waited for when it gave up; ORDER, a fused launch that found a round
-    sent and not received; or one of INPUT_ERRORS. NONE: there is nothing to report."""
+    sent and not received; PAIR, rows that come home from another dispatch round; or one of INPUT_ERRORS. NONE: there is
+    nothing to report."""
 
     NONE = 0
     DISPATCH_CONSUMED = 1
@@ -106,6 +107,7 @@ class Phase(IntEnum):
     ROW_CAPACITY = 7
     GRID = 8
     ORDER = 9
+    PAIR = 10
 
 
 INPUT_ERRORS = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)

@@ -21,7 +21,7 @@ from cute_ep.testing.workloads import make_inputs
 from tests.ops.layer import check, given, gradients, layer
 from tests.ops.ranks import ALONE
 from tests.ops.test_memory import check_poisoned, check_poisoned_layer
-from tests.ops.test_opcheck import defined_memory  # noqa: F401, a fixture
+from tests.ops.test_opcheck import defined_memory, uncounted  # noqa: F401, fixtures
 from tests.ops.test_processes import run_on_two
 from tests.ops.worker import CHECKS
 
@@ -51,6 +51,7 @@ def passes(op: Callable, arguments: tuple) -> bool:
     return set(opcheck(op, arguments).values()) == {"SUCCESS"}
 
 
+@pytest.mark.usefixtures("uncounted")
 def test_opcheck(ep: EPCommunicator) -> None:
     comm, (x, ids, weights) = cute_ep.ops.register(ep), inputs()
     assert passes(OPS.dispatch, (x.clone().requires_grad_(), ids, weights, None, comm, None, True, order()))
@@ -63,7 +64,7 @@ def test_opcheck(ep: EPCommunicator) -> None:
     assert passes(OPS.combine_backward, (x, rows, *kept, comm, 21, order()))
 
 
-@pytest.mark.usefixtures("defined_memory")
+@pytest.mark.usefixtures("defined_memory", "uncounted")
 def test_opcheck_of_calls_into_given_memory(ep: EPCommunicator) -> None:
     (x, ids, weights), comm, buffers = inputs(), cute_ep.ops.register(ep), ep.allocate()
     tensors = [getattr(buffers, name) for name in BUFFERS]

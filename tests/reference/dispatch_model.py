@@ -126,7 +126,7 @@ def check_dispatch(
             assert batch.scales is None and batch.scales_offsets is None
         else:
             check_scales(cfg, batch, gathered("scales"), padded, name)
-        header = [[xs[source].shape[0], 0, given_weights[source] is not None, 0] for source in sources]
+        header = [[xs[source].shape[0], given_weights[source] is not None, 0, 0] for source in sources]
         assert_bits(batch.headers, torch.tensor(header, dtype=torch.int32), name + "headers")
         assert batch.return_slices == 0 and (batch.headers[:, HeaderWord.RETURN_SLICES] == 0).all(), "rows in one slice"
         weights, row_weights = torch.zeros(row_map.shape), torch.zeros(len(rows))

@@ -14,6 +14,7 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
 from cute_ep.api.errors import EPError
+from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
 from cute_ep.reference.processes import connect_processes
 from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison
@@ -54,6 +55,8 @@ def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) ->
         value = getattr(want, one.name)
         if one.name == "scales" and cfg.scales_as == "transposed":
             assert_columns_and_poison(got.scales, value, f"{name} scales")
+        elif one.name == "headers":
+            assert_bits(without_round(got.headers), without_round(value), f"{name} headers")
         elif value is not None:
             assert_prefix_and_poison(getattr(got, one.name), value, POISON, f"{name} {one.name}")
         elif one.name == "weights":
@@ -61,6 +64,11 @@ def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) ->
         else:
             assert getattr(got, one.name) is None
     assert got.return_slices == want.return_slices
+
+
+def without_round(headers: torch.Tensor) -> torch.Tensor:
+    """Headers without the number of the dispatch round, which `reference.dispatch` does not know."""
+    return headers[:, [word for word in HeaderWord if word != HeaderWord.ROUND]]
 
 
 def rows_for(batches: list[Dispatched], cfg: EPConfig, seed: int = 0) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from tests.reference.ranks import (
     poisoned,
     rows_for,
     small,
+    without_round,
 )
 
 
@@ -138,7 +139,7 @@ def test_weights_of_exact_sums_may_be_given_at_either_call_and_by_some_ranks_onl
     batches = [one.dispatch(i.x, i.topk_ids, w) for one, i, w in zip(communicators, inputs, given, strict=True)]
     want = reference.dispatch(cfg, [i.x for i in inputs], [i.topk_ids for i in inputs], None, given)
     for rank in range(3):
-        assert_bits(batches[rank].headers, want[rank].headers, "headers")
+        assert_bits(*(without_round(one.headers) for one in (batches[rank], want[rank])), "headers")
         assert_bits(batches[rank].weights, want[rank].weights, "weights")
     rows = rows_for(batches, cfg)
     other = [torch.randn(5, 2) for _ in range(3)]

@@ -162,8 +162,8 @@ def test_all_ranks_combine_the_same_round_in_the_same_mode():
     second = [one.dispatch(i.x, i.topk_ids, i.router_weights) for one, i in zip(communicators, inputs, strict=True)]
     rows = rows_for(first, cfg)
     communicators[2].combine(rows[2], first[2], mode="partial")
-    with pytest.raises(EPInputError, match="'exact' of dispatch round 1: must match rank 2's combine, 'partial'"):
+    with pytest.raises(EPInputError, match="mode = 'exact': must be 'partial', as in the combine of rank 2"):
         communicators[0].combine(rows[0], first[0], mode="exact")
-    with pytest.raises(EPInputError, match="dispatch round 2: must match rank 2's combine"):
+    with pytest.raises(EPInputError, match="of dispatch round 2: must be that of round 1, as in the combine of rank 2"):
         communicators[0].combine(rows[0], second[0], mode="partial")
     communicators[0].combine(rows[0], first[0], mode="partial")

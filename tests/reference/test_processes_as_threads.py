@@ -209,9 +209,7 @@ def test_modes_that_differ_are_told_to_all_ranks_which_go_on() -> None:
 
         errors = at_once(range(3), lambda rank: combine(rank, "partial" if rank == 2 else "exact"))
         assert [type(error) for error in errors] == [EPInputError] * 3
-        assert str(errors[0]) == (
-            "mode = 'exact' of dispatch round 1: must match rank 2's combine, 'partial' of round 1"
-        )
+        assert str(errors[0]) == "mode = 'exact': must be 'partial', as in the combine of rank 2"
         for rank, got in enumerate(at_once(range(3), lambda rank: combine(rank, "partial"))):
             assert_bits(got, reference.combine(cfg, rows, want, mode="partial")[rank], f"rank {rank}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.runtime.communicator import Communicator
-from tests.fake_gpu import SKIP_A2A, Launches, MakeRank, RecordingKernel, expert_rows, inputs, report
+from tests.fake_gpu import CFG, SKIP_A2A, Launches, MakeRank, RecordingKernel, expert_rows, inputs, report
 
 # ---- timeouts
 
@@ -50,6 +51,23 @@ def test_a_fused_launch_that_ran_out_of_order_is_no_timeout(rank: Communicator, 
     assert rank.failed
     for call in (rank.synchronize, lambda: rank.dispatch(*inputs())):
         with pytest.raises(EPError, match=f"a fused {name} ran when 5 rounds had been sent and 4 received") as error:
+            call()
+        assert not isinstance(error.value, EPTimeout)
+
+
+def test_rows_of_another_dispatch_round_are_no_timeout(make_rank: MakeRank, launches: Launches) -> None:
+    """Kernels report it in the records of the ranks that returned them; a wait that was then given up is not told."""
+    rank = make_rank(replace(CFG, world_size=4), 2)
+    report(rank, Phase.PAIR, 7, 11, 10, peer=1)
+    report(rank, Phase.PAIR, 7, 11, 12, peer=3)
+    report(rank, Phase.RETURN, 5, 7, 6, peer=0)
+    assert rank.failed
+    rule = (
+        "rank 2: combine round 7 has the batch of dispatch round 11 here, but rank 1 rows of dispatch round 10, rank 3 "
+        "rows of dispatch round 12: all ranks must combine the batches of the same dispatch rounds in the same order"
+    )
+    for call in (rank.synchronize, lambda: rank.dispatch(*inputs())):
+        with launches.forbidden(), pytest.raises(EPError, match=rule) as error:
             call()
         assert not isinstance(error.value, EPTimeout)
 

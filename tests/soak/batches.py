@@ -14,7 +14,7 @@ import torch
 from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes
-from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.arena import HeaderWord, has_weights
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import NO_ROW
 from cute_ep.layouts.maps.scales import TRANSPOSED
@@ -214,14 +214,16 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
         else:
             place[: value.shape[0]].copy_(value)
 
-    def define(name: str, at: tuple, value: torch.Tensor) -> None:
+    def define(name: str, at: tuple, value: torch.Tensor, bits: int = -1) -> None:
         segment.view(segment.expected, name)[at] = value.to(device)
-        segment.view(segment.mask, name).view(torch.int32)[at] = -1
+        segment.view(segment.mask, name).view(torch.int32)[at] = bits
 
     for source in range(cfg.peers):
         tokens = int(want.headers[source, HeaderWord.TOKENS])
-        for word in (HeaderWord.TOKENS, HeaderWord.HAS_WEIGHTS)[: 2 if tokens else 1]:
-            define("headers", (source, word), want.headers[source, word])
+        define("headers", (source, HeaderWord.TOKENS), want.headers[source, HeaderWord.TOKENS])
+        if tokens:
+            messages = want.headers[source, HeaderWord.MESSAGES]
+            define("headers", (source, HeaderWord.MESSAGES), messages, has_weights(-1))
         define("row_map", (source, slice(tokens)), want.row_map[source, :tokens])
         if want.weights is not None:
             mine = (want.row_map[source, :tokens] >= 0).nonzero(as_tuple=True)

@@ -7,7 +7,7 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import BUFFERS, Dispatched
 from cute_ep.api.types import RowOrder
-from cute_ep.layouts.maps.arena import HeaderWord
+from cute_ep.layouts.maps.arena import HeaderWord, has_weights
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED
 from cute_ep.reference.backend import connect_reference
@@ -134,7 +134,7 @@ def contract(name: str, actual: Dispatched, expected: Dispatched) -> torch.Tenso
     if name == "headers":
         defined[:] = False
         defined[:, HeaderWord.TOKENS] = True
-        defined[:, HeaderWord.HAS_WEIGHTS] = torch.tensor(TOKENS) > 0
+        defined[:, HeaderWord.MESSAGES] = torch.tensor(TOKENS) > 0
         defined[RANK, HeaderWord.RETURN_SLICES] = True
     return defined
 
@@ -154,11 +154,14 @@ def test_a_check_of_dispatch_sees_every_bit_that_the_contract_defines(fmt: str, 
     places = defined.nonzero().tolist()
     for place in places[:: max(1, len(places) // 64)] + places[-1:]:
         byte = columns[tuple(place)]
-        byte[-1] ^= 1
+        changed = 0 if name == "headers" else -1  # of how messages come only the lowest bit is defined
+        byte[changed] ^= 1
         with pytest.raises(AssertionError, match=rf"rank {RANK} {name}\b"):
             check_dispatched(actual, expected, cfg, RANK)
-        byte[-1] ^= 1
+        byte[changed] ^= 1
     columns[~defined] ^= 255
+    if name == "headers":
+        tensor[:, HeaderWord.MESSAGES] ^= ~has_weights(-1)
     check_dispatched(actual, expected, cfg, RANK)
 
 
@@ -166,7 +169,7 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
     cfg, actual, expected = dispatched("nvfp4_row", ATOM)
     for place, name in (
         ((2, HeaderWord.TOKENS), r"headers\[2\]\.tokens"),
-        ((2, HeaderWord.HAS_WEIGHTS), r"headers\[2\]\.has_weights"),
+        ((2, HeaderWord.MESSAGES), r"headers\[2\]\.has_weights"),
         ((RANK, HeaderWord.RETURN_SLICES), r"headers\.return_slices"),
     ):
         headers = actual.headers.clone()
