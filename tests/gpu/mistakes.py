@@ -177,6 +177,25 @@ MUTANTS = {
             ),
         ),
     ),
+    # dispatch rounds that ranks tell each other have one word: the next round's comes before the reader has looked
+    "ONE_PAIR": Mutant(
+        "combines",
+        (
+            Edit("kernels/roles/combine_pairs.py", "return_rounds.at(sEpoch[0] & 1, ", "return_rounds.at(0, "),
+            Edit("kernels/roles/combine_pairs.py", "return_rounds.at(ctx.epoch & 1, ", "return_rounds.at(0, "),
+        ),
+    ),
+    # ranks do not compare them: rows of another batch are waited for in vain, or summed
+    "UNPAIRED": Mutant(
+        "crossed",
+        (
+            Edit(
+                "kernels/roles/combine_pairs.py",
+                "            if differs:\n",
+                "            differs = Boolean(False)\n            if differs:\n",
+            ),
+        ),
+    ),
     # "consumed" does not order the clearing before it: no GPU has shown it, tests/aot sees it in machine code
     "WEAK_ACK": Mutant(
         "combines of few",

@@ -16,6 +16,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.dispatched import Dispatched
+from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.compare import assert_bits, assert_untouched_behind
@@ -148,9 +149,15 @@ class Run:
             ]
             for rank, c in enumerate(self.communicators)
         ]
+        first = self.batches[1 % DISTINCT].arguments[0][0]
+        self.crossed_out = torch.empty_like(first)
         self.received: list[dict[int, Dispatched]] = [{} for _ in ranks]
         self.events: list[dict[int, torch.cuda.Event]] = [{} for _ in ranks]
         self.sent: list[dict[tuple[str, int], object]] = [{} for _ in ranks]
+
+    def is_crossed(self, rank: int, step: Step) -> bool:
+        """Whether a rank combines another batch than the step's."""
+        return self.case.crossed and rank == 0 and step is self.steps[-1]
 
     def batch_of(self, step: Step) -> Batch:
         return self.batches[step.number % DISTINCT]
@@ -170,6 +177,9 @@ class Run:
             received[step.number] = c.dispatch_wait(sent.pop(("A", place)), self.buffers[rank][place])
         elif step.kind == "w":
             c.combine_wait(sent.pop(("a", place)), out=self.outs[rank][place])
+        elif self.is_crossed(rank, step):
+            rows = self.batches[1 % DISTINCT].rows(0)[rank]
+            c.combine(rows, received[1], mode=step.mode, out=self.crossed_out)
         else:
             rows = batch.rows(step.turn)[rank]
             if step.kind == "a":
@@ -186,6 +196,9 @@ class Run:
             AssertionError: names the call, the tensor and the first element that differs.
             EPTimeout: a rank's wait was in vain.
         """
+        if self.case.crossed:
+            self._check_told()
+            return
         for communicator in self.communicators:
             communicator.synchronize()
         for step in self.steps:
@@ -196,6 +209,22 @@ class Run:
                     self._check_sums(step)
             except AssertionError as error:
                 raise AssertionError(f"{self.case}, {step.kind}{step.number}: {error}") from error
+
+    def _check_told(self) -> None:
+        """That ranks which awaited rows of another dispatch round say so. Others need not have ended well."""
+        last = self.case.rounds
+        for rank, communicator in enumerate(self.communicators):
+            ids = self.batches[(last if rank else 1) % DISTINCT].arguments[rank][1]
+            owners = set((ids[ids >= 0] // communicator.cfg.local_experts).tolist())
+            others = owners - {0} if rank == 0 else owners & {0}
+            try:
+                communicator.synchronize()
+                told = "nothing"
+            except EPError as error:
+                told = f"{type(error).__name__}: {error}"
+            wanted = f"has the batch of dispatch round {last if rank else 1} here"
+            if others and (wanted not in told or told.startswith("EPTimeout")):
+                raise AssertionError(f"{self.case}: rank {rank} awaited rows of rank(s) {others}, and told {told}")
 
     def _check_batch(self, step: Step) -> None:
         cfg = self.communicators[0].cfg

@@ -74,6 +74,7 @@ class Case:
         rounds: batches.
         slow: rank 0 launches one CTA, and so reads long after its peers have sent.
         streams: dispatches on one stream, combines on another, with an event between a batch's; ranks with a GPU each.
+        crossed: in the last combine rank 0 gives back the first batch, and the others the last one.
         by_rank: all calls of a rank are enqueued before any of the next one's; otherwise call after call on all ranks.
     """
 
@@ -83,6 +84,7 @@ class Case:
     rounds: int = 9
     slow: bool = False
     streams: bool = False
+    crossed: bool = False
     by_rank: bool = True
 
 
@@ -98,6 +100,7 @@ CASES = {
     "split of both": Case("split", by_rank=False),
     "split combines": Case("split combines"),
     "streams": Case("split", streams=True),
+    "crossed": Case("dispatches", "few", crossed=True),
 }
 """The schedules that GPU tests run; `mutants` says which of them finds which mistake."""
 

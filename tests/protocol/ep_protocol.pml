@@ -30,6 +30,10 @@
  *   -DMISTAKE=ONE|ALL                     rank 0, or every rank, makes a fused launch while its round 2 is sent and
  *                                         not received; a wait for a word of a rank that has given up may time out
  *   -DSLOW                                any unsatisfied wait may time out at any moment
+ *   -DPAIRS                               in combine ranks tell each other of which dispatch round their rows are, and
+ *                                         compare where rows come home
+ *   -DCROSSED                             and rank 0 combines the batches of dispatch rounds 1 and 2 in the other order; a
+ *                                         wait for a word of a rank that has given up may time out
  *   -DDISPATCHES=0, -DCOMBINES=0          only the other phase
  *   -DMUTANT=...                          one protocol rule broken; the search must then find an error
  *
@@ -48,6 +52,10 @@
  * latest). Every real arrival lies between, and a reader that looks in between fails an assertion. A slower warp
  * of the same sender passes the same wait later, which only shortens the interval. A chunk has one slice, or with
  * -DCHUNK all of a rank; a warp that has stored its slice takes a step of its own, the last one's signals the flag.
+ *
+ * Pairs (-DPAIRS). The dispatch round of a rank's rows is one more LL word, of combine. It is waited for beside the
+ * slices, in any order, where some slice is, and a rank that finds another round than its own gives up: nobody completes
+ * a round in which rows of two dispatch rounds meet.
  *
  * LL words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
  * CTA) and one for the entries of each slice. A word holds the epoch of its value; a reader sees no more than the date,
@@ -170,6 +178,8 @@
 #define ALL_MEET 30          /* GRID: the meeting waits for every CTA of the launch, not for those that receive */
 #define EARLY_FLAG 31        /* the flag of a chunk is signaled behind its first slice */
 #define UNCHECKED 32         /* a fused launch does not compare the rounds sent with those received */
+#define ONE_PAIR 33          /* dispatch rounds that ranks tell each other have one word, not one a parity */
+#define UNPAIRED 34          /* ranks do not compare them */
 #ifndef MUTANT
 #define MUTANT NONE
 #endif
@@ -285,6 +295,22 @@ byte value[N * 2 * N * WORDS];
 #define VALUE(owner, n, writer, item) WORD(owner, n, writer, item)
 #endif
 
+#ifdef PAIRS
+byte pair[N * 2 * N];                /* return_rounds, by parity: the epoch of the value, which is batch(writer, epoch) */
+#if MUTANT == ONE_PAIR
+#define PAIR(owner, n, writer) pair[(owner) * 2 * N + (writer)]
+#else
+#define PAIR(owner, n, writer) pair[((owner) * 2 + parity(n)) * N + (writer)]
+#endif
+#ifdef CROSSED
+#define batch(p, n) ((p) == 0 && (n) <= 2 -> 3 - (n) : (n))
+#else
+#define batch(p, n) (n)
+#endif
+#define returns(p, item) (item <= items(C, r, p) && awaited(C, r, p, item))
+#define returns_some(p) (returns(p, 1) || returns(p, SLICES))
+#endif
+
 byte sent[2 * N], received[2 * N];   /* the epoch words: phase * N + rank */
 bool aborted[N];                     /* StateWord.ABORT */
 
@@ -331,7 +357,7 @@ bool dead;
 #elif defined(DEATH)
 #define TIMEOUTS
 #define gone(p) (aborted[p] || dead_rank(p))
-#elif defined(MISTAKE)
+#elif defined(MISTAKE) || defined(CROSSED)
 #define TIMEOUTS
 #define gone(p) aborted[p]
 #endif
@@ -448,6 +474,9 @@ inline check(phase) {
     do
     :: p < N ->
         assert(phase == C || VALUE(r, n, p, TABLE) == n);
+#ifdef PAIRS
+        assert(phase == D || !returns_some(p) || PAIR(r, n, p) == n && batch(p, n) == batch(r, n));
+#endif
         i = 1;
         do
         :: i <= items(phase, r, p) ->
@@ -559,6 +588,14 @@ inline overwrite(phase) {
     do
     :: p < N ->
         assert(received[phase * N + p] + 2 >= n);
+#ifdef PAIRS
+        if
+        :: phase == C ->
+            assert(PAIR(p, n, r) != n);
+            todo = todo | (1 << p)
+        :: else
+        fi;
+#endif
         i = (phase == D -> TABLE : 1);
         do
         :: i <= items(phase, p, r) ->
@@ -642,7 +679,14 @@ inline arrive(d, item) {
 /* Bit b, at peer b % N: an LL word, a Lamport word, or payload has arrived and its flag follows. */
 inline signal(b) {
     if
+#ifdef PAIRS
+    :: (b) / N == TABLE && PHASE == C ->
+        PAIR((b) % N, n, r) = n;
+        todo = todo & ~(1 << (b))
+    :: (b) / N <= SLICES && PHASE == D ->
+#else
     :: (b) / N <= SLICES ->
+#endif
         WORD((b) % N, n, r, (b) / N) = n;
 #if MUTANT == TWO_STORES
         VALUE((b) % N, n, r, (b) / N) = n;
@@ -823,8 +867,35 @@ out: skip
         todo = todo & ~(1 << (b)) } \
     DROP(b)
 
+#ifdef PAIRS
+#define PAIRED(p) (1 << (N * SLICES + (p)))
+#ifdef TIMEOUTS
+#define DROP_PAIR(p) \
+    :: d_step { (todo & PAIRED(p)) && !dead_rank(r) && (aborted[r] || !ll_arrived(PAIR(r, n, p)) && gone(p)) -> \
+        aborted[r] = true; failed[q] = true; lost[q] = true; todo = todo & ~PAIRED(p) }
+#else
+#define DROP_PAIR(p)
+#endif
+#define TAKE_PAIR(p) \
+    :: d_step { (todo & PAIRED(p)) && !dead_rank(r) && !stale[q] && ll_arrived(PAIR(r, n, p)) -> \
+        assert(PAIR(r, n, p) == n); \
+        if \
+        :: MUTANT != UNPAIRED && batch(p, n) != batch(r, n) -> aborted[r] = true; failed[q] = true; lost[q] = true \
+        :: else \
+        fi; \
+        todo = todo & ~PAIRED(p) } \
+    DROP_PAIR(p)
+#else
+#define TAKE_PAIR(p)
+#endif
+
 inline take_all() {
     do
+    TAKE_PAIR(0)
+    TAKE_PAIR(1)
+#if N > 2
+    TAKE_PAIR(2)
+#endif
     :: d_step { todo == 0 && !dead_rank(r) -> end_task(RECEIVE) } break
     DEAD
     TAKE(0)
@@ -867,6 +938,9 @@ proctype Receive(byte r; byte q) {
                 i++
             :: else -> i = 0; break
             od;
+#ifdef PAIRS
+            todo = todo | ((PHASE == C && returns_some(p)) << (N * SLICES + p));
+#endif
             p++
         :: else -> break
         od;

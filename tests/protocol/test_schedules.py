@@ -49,7 +49,7 @@ def test_rounds_of_one_parity_differ() -> None:
         assert len(set(counts)) == len(counts) == 7 and DISTINCT % 2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.crossed])
 def test_a_schedule_passes_on_the_reference_backend(name: str) -> None:
     run_schedules(small(name))
 
