@@ -102,8 +102,8 @@ def dispatch(
     """As `EPCommunicator.dispatch`, differentiable in `x`. The backward pass makes a combine in partial mode.
 
     Args:
-        x, topk_ids, router_weights: as there; strided tensors are copied. Router weights get their gradient from
-            `combine`.
+        x, topk_ids, router_weights: as there; those with strides that it does not take are copied. Router weights get
+            their gradient from `combine`.
         comm: what `register` returned.
         input_scale: as there, but a tensor, no number.
         capacity: rows of the batch; None: as many as any routing can bring, `cfg.max_rows`. If more come, all rows of

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes, rows_for
 from cute_ep.api.errors import EPInputError
+from cute_ep.api.tensors import takes_strides
 from cute_ep.ops.registry import communicator_of, registered
 
 OLDEST_TORCH = "2.10"
@@ -66,7 +67,8 @@ def dispatch_into(
 ) -> Dispatched:
     """Dispatch into these buffers, and remember what combine needs on the host."""
     weights = None if router_weights is None else router_weights.contiguous()
-    batch = communicator_of(comm).dispatch(x.contiguous(), topk_ids.contiguous(), weights, input_scale, buffers)
+    x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
+    batch = communicator_of(comm).dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers)
     registered(comm).slices[topk_ids.shape[0]] = batch.return_slices
     return batch
 

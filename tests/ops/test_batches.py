@@ -109,7 +109,21 @@ def test_a_round_of_several_ranks_is_the_communicators_own(mode: CombineMode, in
         assert_bits(out, want[rank], f"rank {rank}")
 
 
-def test_strided_arguments_are_copied() -> None:
+def test_rows_are_dispatched_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that is 16-byte aligned; others are copied."""
+    (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (5,), "uniform", 1)
+    comm, sent, dispatch = cute_ep.ops.register(ep), [], ep.dispatch
+    monkeypatch.setattr(ep, "dispatch", lambda x, *given: [sent.append(x.data_ptr()), dispatch(x, *given)][1])
+    wide = torch.cat([one.x, one.x, one.x], 1)
+    for first, copied in ((0, False), (8, False), (1, True)):
+        x = wide[:, first : first + ALONE.hidden]
+        got = cute_ep.ops.dispatch(x, one.topk_ids, one.router_weights, comm)
+        want = dispatch(x.contiguous(), one.topk_ids, one.router_weights)
+        assert_bits(got.tokens[: int(got.num_rows)], want.tokens[: int(want.num_rows)], f"from column {first}")
+        assert (sent[-1] != x.data_ptr()) == copied
+
+
+def test_strided_arguments_are_taken_or_copied() -> None:
     (ep,), (one,) = connect_local(ALONE, ["cpu"]), make_inputs(ALONE, (5,), "uniform", 1)
     comm, wide = cute_ep.ops.register(ep), [torch.cat([part, part], 1) for part in (one.x, one.topk_ids)]
     strided = wide[0][:, : ALONE.hidden], wide[1][:, : ALONE.top_k], one.router_weights.t().contiguous().t()
