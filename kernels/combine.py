@@ -109,7 +109,7 @@ class Combine:
                 if compares & (ctx.warp == 0):
                     alive = self.pairs.compare(ctx)
                 else:
-                    alive = self.recv_role.run(ctx, receiver, receivers, staggered | compares)
+                    alive = self.recv_role.run(ctx, receiver, receivers, Int32(compares), staggered)
         self._leave(ctx, alive)
 
     @cute.jit

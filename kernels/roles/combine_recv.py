@@ -64,12 +64,12 @@ class CombineRecv:
         self.tickets = Tickets("reduce_tickets", shared)
 
     @cute.jit
-    def run(self, ctx, receiver: Int32, receivers: Int32, staggered: Boolean) -> Boolean:
-        """By each receiving CTA, number `receiver` of `receivers`; `staggered`: its warps come at different times.
-        False after a timeout."""
+    def run(self, ctx, receiver: Int32, receivers: Int32, absent: Int32, staggered: Boolean) -> Boolean:
+        """By each receiving CTA, number `receiver` of `receivers`, but for its first `absent` warps; `staggered`: its
+        warps come at different times. False after a timeout."""
         alive = Boolean(True)
         items = ctx.sums.tokens << ctx.sums.return_slices
-        numbered = staggered | are_many(items, receivers)
+        numbered = staggered | are_many(items + absent * receivers, receivers)
         number = WARPS - 1 - ctx.warp  # with few tokens the last warps have nothing to send before
         if numbered:
             number = self.tickets.draw(ctx.lane)
