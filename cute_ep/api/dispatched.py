@@ -269,7 +269,7 @@ class Dispatched(DispatchBuffers):
             object.__setattr__(self, "weighted", self.weights is not None)
 
     @classmethod
-    def inside(cls, buffers: DispatchBuffers, own: dict[str, object]) -> Dispatched:
+    def inside(cls, buffers: DispatchBuffers, own: dict[str, object]) -> Self:
         """The batch for which these buffers have been in use since `Use.begin`, with the attributes of its own: the
         constructor's work, without its 2 us of a host's time (it stores a frozen instance's fields one by one)."""
         batch = object.__new__(cls)

@@ -175,6 +175,7 @@ def encode_checked(
 ) -> Source:
     """As `encode_source`, of arguments that were checked."""
     if prequantized is None:
+        assert x is not None, "checked"
         prequantized = quantize(x.contiguous(), cfg.format, 1.0 if input_scale is None else input_scale)
     return Source(as_own_types(prequantized, cfg.format), topk_ids, router_weights)
 

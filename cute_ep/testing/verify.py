@@ -87,9 +87,11 @@ def check_dispatched(actual: Dispatched, expected: Dispatched, cfg: EPConfig, ra
     )
     for source in range(cfg.peers):
         tokens, header = int(headers[1][source, HeaderWord.TOKENS]), f"{where}headers[{source}]"
-        assert_bits(*(one[source, HeaderWord.TOKENS] for one in headers), f"{header}.tokens")
+        got, want = (one[source] for one in headers)
+        assert_bits(got[HeaderWord.TOKENS], want[HeaderWord.TOKENS], f"{header}.tokens")
         if tokens:
-            assert_bits(*(has_weights(one[source, HeaderWord.MESSAGES]) for one in headers), f"{header}.has_weights")
+            got, want = (has_weights(one[HeaderWord.MESSAGES]) for one in (got, want))
+            assert_bits(got, want, f"{header}.has_weights")
         got, want = (one[source, :tokens] for one in row_map)
         assert_bits(got, want, f"{where}row_map[{source}]")
         mine = (want >= 0) & (want != LOST_ROW)

@@ -15,6 +15,7 @@ from cute_ep import EPCommunicator, EPConfig, connect_local, quantize
 from cute_ep.api.dispatched import tensors_of
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
+from cute_ep.layouts.maps.routing import EXPERT_MAJOR, ROW_ORDERS, RowOrder
 from cute_ep.testing.verify import POISON
 
 from .one_rank import ONE_RANK, inputs_of
@@ -48,6 +49,21 @@ def test_ids_of_64_bits_and_scales_in_torchs_types_give_the_same_bytes(fmt: Form
     for one, other in zip(*outputs, strict=True):
         if isinstance(one, torch.Tensor) and one is not ids:
             assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("order", ROW_ORDERS)
+def test_float16_rows_travel_as_bits(order: RowOrder) -> None:
+    """All 65,536 of them, there and, where no sum is made, back."""
+    cfg = replace(ONE_RANK, row_order=order, max_tokens_per_rank=512)
+    _, ids, weights = inputs_of(cfg, tokens=512)
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).view(512, 128)
+    (ep,) = connect_local(cfg, ["cpu"])
+    batch = ep.dispatch(x.view(torch.bfloat16), ids, weights)
+    rows = batch.tokens[: int(batch.num_rows)].view(torch.float16)
+    assert torch.equal(rows.view(torch.int16), x[batch.src_info[: len(rows), 0].long()].view(torch.int16))
+    if order == EXPERT_MAJOR:
+        back = ep.combine(batch.tokens, batch, mode="unweighted").view(torch.float16)
+        assert torch.equal(back.view(torch.int16), x[:, None].expand(back.shape).view(torch.int16))
 
 
 def test_an_id_beyond_32_bits_is_reported_and_counts_as_its_lower_half() -> None:
