@@ -45,7 +45,7 @@ class Connections:
         check_group("group", group)
         self._group = group
         self.rank, self.size = group.rank(), group.size()
-        self.timeout_s, self.device = timeout_of(group), own_device()
+        self.timeout_s = timeout_of(group)
         self._meeting: Meeting | None = None  # of `barrier`
         self._open: dict[EPConfig, EPCommunicator] = {}
         self._found: dict[EPConfig, EPCommunicator] = {}  # what `get` has answered

@@ -22,8 +22,10 @@ from cute_ep.runtime.meeting import Meeting
 
 
 def gather(group: dist.ProcessGroup, one: Any) -> list:
-    """What every rank gives, in the order of ranks; collective. EPError: a rank does not come."""
-    return Meeting(group).gather(one)
+    """What every rank gives, in the order of ranks; collective. EPError: a rank does not come, or connects instead."""
+    call = "agree on which memory to give back"
+    with Meeting(group, call) as meeting:
+        return meeting.gather(one, meeting.patience_s, call)
 
 
 class Hold:
