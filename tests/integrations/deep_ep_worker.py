@@ -32,13 +32,22 @@ def normal(deep_ep: Any, buffer: Any, x: torch.Tensor, ids: torch.Tensor, weight
     assert torch.equal(out, x * goes.sum(1, keepdim=True)) and torch.equal(total, weights)
 
 
-def low_latency(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    (rows, scales), _, handle, _, hook = buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS, return_recv_hook=True)
+def low_latency(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int = TOKENS) -> None:
+    (rows, scales), _, handle, _, hook = buffer.low_latency_dispatch(x, ids, most, EXPERTS, return_recv_hook=True)
     hook()
     values = rows.float().unflatten(2, (-1, 128)) * scales[..., None]
     out, _, hook = buffer.low_latency_combine(values.flatten(2).bfloat16(), ids, weights, handle, return_recv_hook=True)
     hook()
     torch.testing.assert_close(out, x * weights.sum(1, keepdim=True).bfloat16(), rtol=0.1, atol=0.01)
+
+
+def grow(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Calls with more tokens take the place of those with fewer, which ranks agree on; and with fewer again."""
+    weights = weights.masked_fill(ids < 0, 0)
+    for most, room in ((100, 128), (200, 256), (TOKENS, 256)):
+        low_latency(buffer, x, ids, weights, most)
+        in_blocks = [cfg.max_tokens_per_rank for cfg in buffer._connections._open if cfg.block_rows is not None]
+        assert in_blocks == [room], in_blocks
 
 
 def elastic(deep_ep: Any, group: dist.ProcessGroup, device: str) -> None:
@@ -81,6 +90,7 @@ def main(store: str, rank: int, world: int) -> None:
     for _ in range(2):
         normal(deep_ep, buffer, x, ids, weights.masked_fill(ids < 0, 0))
         low_latency(buffer, x, ids, weights.masked_fill(ids < 0, 0))
+    grow(buffer, x, ids, weights)
     buffer.destroy()
     elastic(deep_ep, dist.new_group(list(range(world))), str(device))
     dist.barrier()
