@@ -162,7 +162,7 @@ class Returned:
 
     def check_agreement(self, others: Mapping[int, Returned]) -> None:
         """EPInputError unless the others have this mode and return rows of one dispatch, if both know theirs."""
-        for peer, other in others.items():
+        for peer, other in sorted(others.items()):
             if other.mode != self.mode:
                 raise EPInputError(f"mode = {self.mode!r}: must be {other.mode!r}, as in the combine of rank {peer}")
             if self.dispatch != other.dispatch and self.dispatch and other.dispatch:
