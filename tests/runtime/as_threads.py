@@ -38,6 +38,7 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
     monkeypatch.setattr(connection, "dist", dist)
     monkeypatch.setattr(meeting, "dist", dist)
     store = torch.distributed.HashStore()
+    monkeypatch.setattr(meeting, "PATIENCE_S", 30.0)  # to meet
     monkeypatch.setattr(meeting, "default_store", lambda: store)
     with ThreadPoolExecutor(RANKS) as pool:
         return list(pool.map(work, range(RANKS)))

@@ -23,7 +23,7 @@ from cute_ep import nn
 from cute_ep.api import waits
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
-from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.connections import SAME, Connections
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.reference import processes
 from cute_ep.runtime.connection import connect
@@ -63,7 +63,7 @@ def layer(group: dist.ProcessGroup) -> Callable[[], None]:
 
 def adapter(group: dist.ProcessGroup) -> Callable[[], None]:
     connections = Connections(group)
-    connections.for_tokens((128, 6, 2), 16, "send fewer")
+    connections.for_tokens(SAME, (128, 6, 2), 16)
     return connections.close
 
 
@@ -163,7 +163,7 @@ def differing(ranks: Ranks) -> None:
             f"top_k = 2 on rank(s) [0, 1], 3 on rank(s) [2]; dispatch_format = 'bf16' on rank(s) [0, 1], 'mxfp8' on "
             f"rank(s) [2]: {alike}",
         ),
-        (sized(16), sized(32), EPConfigError, "max_tokens_per_rank = 16 on rank(s) [0, 1], 32 on rank(s) [2]"),
+        (sized(100), sized(200), EPConfigError, "num_max_dispatch_tokens_per_rank = 128 on rank(s) [0, 1], 256 on"),
         (
             lambda: connect(CFG, ranks.group),
             lambda: barrier(ranks.group),

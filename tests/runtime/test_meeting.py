@@ -198,7 +198,7 @@ def test_a_rank_that_waits_for_one_that_is_ahead_is_told_and_meets_it_next(monke
 
     def meet(rank: int) -> list[str]:
         if rank == 0:
-            meeting.dist.PrefixStore("cute_ep/0,1,2", meeting._get_default_store()).add("began/0", 1)
+            meeting.dist.PrefixStore("cute_ep/0,1,2", meeting.default_store()).add("began/0", 1)
             return [str(Meeting(None).gather("here"))]
         with pytest.raises(EPError) as caught:
             Meeting(None)
