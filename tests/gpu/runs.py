@@ -17,7 +17,7 @@ import torch
 from cute_ep import reference
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
-from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
+from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, HeaderWord
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.compare import assert_bits, assert_untouched_behind
 from cute_ep.testing.verify import POISON, check_dispatched, check_headers, guarded, poisoned_buffers
@@ -222,7 +222,8 @@ class Run:
                 told = "nothing"
             except EPError as error:
                 told = f"{type(error).__name__}: {error}"
-            wanted = f"has the batch of dispatch round {last if rank else 1} here"
+            own = self.received[rank][last if rank else 1].headers[0, HeaderWord.ROUND].item()
+            wanted = f"has the batch of dispatch round {own} here"
             if others and (wanted not in told or told.startswith("EPTimeout")):
                 raise AssertionError(f"{self.case}: rank {rank} awaited rows of rank(s) {others}, and told {told}")
 
