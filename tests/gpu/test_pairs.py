@@ -112,6 +112,8 @@ def test_a_rank_combines_another_batch(devices: list[str], name: str, tokens: in
 def test_rows_and_batches_of_other_kinds(devices: list[str], ops: bool) -> None:
     """One row for a token and a rank; batches that are plain tensors."""
     ranks = len(devices)
+    if ops and len(set(devices)) < ranks:
+        pytest.skip("ops take ranks that have a GPU each")
     cfg = EPConfig(1024, 2 * ranks, 2 * ranks, 64, ranks, "bf16", TIMEOUT_S)
     if not ops:
         cfg = replace(cfg, row_order="rank_major")
