@@ -30,18 +30,22 @@ CALLS, SHARED = r"cute_ep_(dispatch|combine)", r"(cos|sin)_kernel"
 """Names of kernels: those of the communicator, and those that only the shared expert of this file has."""
 
 
+def _cosines(x: Tensor) -> Tensor:
+    wide = x.float()
+    for _ in range(STEPS):
+        wide = wide.cos()
+    return wide.to(x.dtype)
+
+
 class Cosines(torch.nn.Module):
-    """An expert of many kernels. Its backward pass has sines."""
+    """An expert that begins and ends with many kernels. Its backward pass has sines."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mlp = GatedMLP(CFG.hidden, INNER)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = self.mlp(x).float()
-        for _ in range(STEPS):
-            wide = wide.cos()
-        return wide.to(x.dtype)
+        return _cosines(self.mlp(_cosines(x)))
 
 
 class _Late(torch.autograd.Function):
