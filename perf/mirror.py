@@ -53,8 +53,9 @@ SETS = 4
 SAMPLES = 100
 CHECKED_TOKENS = (32, 2048)
 """Rows that are Lamport rows, and rows that are not."""
-OPERATIONS = ("dispatch", "combine_partial", "pair")
-"""Exact combine is left out: its slots are numbered by experts, not by ranks."""
+OPERATIONS = ("dispatch",)
+"""Combine is left out: a rank waits for the words of all ranks in `return_rounds`, which lie side by side, so that
+shifted stores miss them."""
 SOURCE_MODE = {
     "message_ready": 0,
     "return_ready": 0,
@@ -70,6 +71,8 @@ SOURCE_MODE = {
 """Which mode of a region counts the ranks that write it; the others are the owner's, or `CONSUMED`."""
 CONSUMED = ("dispatch_consumed", "combine_consumed")
 """Regions whose words lie side by side, so that shifted stores miss them: those of ranks 2, 3, ... hold FOR_EVER."""
+UNMIRRORED = "return_rounds"
+"""The region that `OPERATIONS` speaks of."""
 FOR_EVER = 0x3FFFFFFF
 
 
