@@ -53,9 +53,8 @@ SETS = 4
 SAMPLES = 100
 CHECKED_TOKENS = (32, 2048)
 """Rows that are Lamport rows, and rows that are not."""
-OPERATIONS = ("dispatch",)
-"""Combine is left out: a rank waits for the words of all ranks in `return_rounds`, which lie side by side, so that
-shifted stores miss them."""
+OPERATIONS = ("dispatch", "combine_partial", "pair")
+"""Exact combine is left out: its slots are numbered by experts, not by ranks."""
 SOURCE_MODE = {
     "message_ready": 0,
     "return_ready": 0,
@@ -71,8 +70,9 @@ SOURCE_MODE = {
 """Which mode of a region counts the ranks that write it; the others are the owner's, or `CONSUMED`."""
 CONSUMED = ("dispatch_consumed", "combine_consumed")
 """Regions whose words lie side by side, so that shifted stores miss them: those of ranks 2, 3, ... hold FOR_EVER."""
-UNMIRRORED = "return_rounds"
-"""The region that `OPERATIONS` speaks of."""
+UNMIRRORED = ("return_rounds",)
+"""Such regions whose words a rank awaits in every round, so that a combine would wait in vain: `measure_mirror` refuses
+while there are any."""
 FOR_EVER = 0x3FFFFFFF
 
 
@@ -224,7 +224,16 @@ def measure_mirror(
     tune: bool = False,
 ) -> list[dict]:
     """`measure` of OPERATIONS with the built-in tables, at the main shape, with "ranks" in every result. With `tune`
-    "best" is the entry that `tune_size` finds for an operation, "best_us" its time. RuntimeError: `check_mirror`."""
+    "best" is the entry that `tune_size` finds for an operation, "best_us" its time.
+
+    Raises:
+        RuntimeError: of `check_mirror`; there are regions that it cannot mirror.
+    """
+    if UNMIRRORED:
+        names = ", ".join(UNMIRRORED)
+        raise RuntimeError(
+            f"mirror: combines would wait for stores to {names} that miss it: must have a stride per rank"
+        )
     results = []
     for tokens in CHECKED_TOKENS:
         check_mirror(MAIN.config("bf16", ranks, tokens), library)
