@@ -75,7 +75,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, comm: str, scalars: str, capacity: int
     ) -> tuple[Tensor, Tensor, Batch]:
-        batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity, clear=False)
+        batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity)
         sums = sums_of(batch)
         ctx.comm, ctx.scalars = comm, scalars
         ctx.save_for_backward(*sums[1:])
@@ -95,7 +95,7 @@ class _Dispatch(torch.autograd.Function):
 def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:
     """[T, K] float32 of [capacity] float32 values of rows, bit for bit; 0 where masked."""
     nothing = torch.zeros(len(ids), SCALAR_HIDDEN, dtype=torch.bfloat16, device=ids.device)
-    batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values), clear=False)
+    batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values))
     rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
     rows[:, 0] = values
     home = cute_ep.ops.combine(rows.view(torch.bfloat16), batch, mode="unweighted")

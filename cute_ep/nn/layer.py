@@ -216,7 +216,7 @@ class MoELayer(Connected):
         comm = self._connected_name()
         given = x.to(torch.bfloat16), topk_ids, router_weights.float(), comm
         scale = self._scale_on_device()
-        return cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity, clear=False)
+        return cute_ep.ops.dispatch(*given, input_scale=scale, capacity=capacity)
 
     def _combine(self, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
         """The second part of `experts`."""

@@ -109,7 +109,7 @@ class CuteEP(EPImplementation):
         communicator = ranks.for_tokens(NAMES, sizes, counts.tokens)
         comm = cute_ep.ops.register(communicator)
         wide = weights.float() if routes.weights is None else routes.weights
-        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows, clear=False)
+        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
         returned = x.dtype if x.dtype in RETURNED else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
