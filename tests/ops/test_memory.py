@@ -22,10 +22,11 @@ from .ranks import ALONE
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """New memory holds NaN, or the largest integer."""
+def poisoned(*, warn_only: bool = True) -> Iterator[None]:
+    """New memory holds NaN, or the largest integer. warn_only: of `torch.use_deterministic_algorithms`, without which
+    there is no such memory."""
     before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(1).isnan()
     try:

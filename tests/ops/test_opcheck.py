@@ -20,6 +20,7 @@ from cute_ep.ops import library
 from cute_ep.testing.workloads import make_inputs
 
 from .ranks import ALONE
+from .test_memory import poisoned
 
 TOKENS = 7
 OPS = torch.ops.cute_ep
@@ -105,12 +106,8 @@ def test_combine_backward(ep: EPCommunicator, wanted: str) -> None:
 @pytest.fixture
 def defined_memory() -> Iterator[None]:
     """New tensors hold a number, so that what a call leaves alone is the same each time."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
+    with poisoned(warn_only=False):
+        yield
 
 
 @pytest.mark.usefixtures("defined_memory", "uncounted")
