@@ -58,6 +58,7 @@ OPERATIONS = ("dispatch", "combine_partial", "pair")
 SOURCE_MODE = {
     "message_ready": 0,
     "return_ready": 0,
+    "return_rounds": 1,
     "table": 1,
     "entries": 1,
     "weights": 1,
@@ -70,9 +71,6 @@ SOURCE_MODE = {
 """Which mode of a region counts the ranks that write it; the others are the owner's, or `CONSUMED`."""
 CONSUMED = ("dispatch_consumed", "combine_consumed")
 """Regions whose words lie side by side, so that shifted stores miss them: those of ranks 2, 3, ... hold FOR_EVER."""
-UNMIRRORED = ("return_rounds",)
-"""Such regions whose words a rank awaits in every round, so that a combine would wait in vain: `measure_mirror` refuses
-while there are any."""
 FOR_EVER = 0x3FFFFFFF
 
 
@@ -227,13 +225,8 @@ def measure_mirror(
     "best" is the entry that `tune_size` finds for an operation, "best_us" its time.
 
     Raises:
-        RuntimeError: of `check_mirror`; there are regions that it cannot mirror.
+        RuntimeError: of `check_mirror`.
     """
-    if UNMIRRORED:
-        names = ", ".join(UNMIRRORED)
-        raise RuntimeError(
-            f"mirror: combines would wait for stores to {names} that miss it: must have a stride per rank"
-        )
     results = []
     for tokens in CHECKED_TOKENS:
         check_mirror(MAIN.config("bf16", ranks, tokens), library)

@@ -38,7 +38,7 @@ class CombinePairs:
         """Tell every rank of which dispatch round the rows are; by one CTA, after the wait for `combine_consumed`."""
         sEpoch = shared_array(self.epoch, Int64)
         if ctx.tid < ctx.ranks:
-            word = ctx.sPeers[ctx.tid] + ctx.arena.return_rounds.at(sEpoch[0] & 1, ctx.rank)
+            word = ctx.sPeers[ctx.tid] + ctx.arena.return_rounds.at(sEpoch[0] & 1, ctx.rank, 0)
             store_ll(word, dispatch_round, sEpoch[0])
 
     @cute.jit
@@ -54,7 +54,7 @@ class CombinePairs:
             dispatch_round, came = Int32(0), Boolean(True)
             if has_bit(owners | own, ctx.lane):
                 # stored by `tell` on rank `lane`
-                word = ctx.base + ctx.arena.return_rounds.at(ctx.epoch & 1, ctx.lane)
+                word = ctx.base + ctx.arena.return_rounds.at(ctx.epoch & 1, ctx.lane, 0)
                 awaited = Awaited(ctx.lane, Phase.RETURN, Int32(0))
                 dispatch_round, came = wait_ll(ctx.wait_context, word, ctx.epoch, awaited)
             wanted = from_lane(dispatch_round, ctx.rank)

@@ -12,7 +12,7 @@ is the round number (epoch) modulo 2. The third column names who writes a word; 
 | combine_consumed  | (peer)                             | peer        | last epoch whose returns `peer` has read    |
 | message_ready     | (source, flag)                     | source      | last epoch whose slices of messages are here|
 | return_ready      | (peer, flag)                       | peer        | last epoch whose slices of returns are here |
-| return_rounds     | (parity, peer)                     | peer        | dispatch round of the rows that it returns* |
+| return_rounds     | (parity, peer, one word)           | peer        | dispatch round of the rows that it returns* |
 | table             | (parity, source, HeaderWord, then  | source      | tokens, slices of a row, weights?; then     |
 |                   | local expert)                      |             | rows that `source` sends to each expert   * |
 | entries           | (parity, source, token, k)         | source      | packed (position, expert), see `routing`  * |
@@ -209,7 +209,7 @@ class Arena:
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
         self.message_ready = regions.add("message_ready", 8, ranks, flags)
         self.return_ready = regions.add("return_ready", 8, ranks, flags)
-        self.return_rounds = regions.add("return_rounds", LL_BYTES, PARITIES, ranks)
+        self.return_rounds = regions.add("return_rounds", LL_BYTES, PARITIES, ranks, 1)
         self.table = regions.add("table", LL_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
         self.entries = regions.add("entries", LL_BYTES, PARITIES, ranks, max_tokens, top_k)
         self.weights = regions.add("weights", LL_BYTES, PARITIES, ranks, max_tokens, top_k)

@@ -93,7 +93,7 @@ class Regions(NamedTuple):
     combine_consumed: Region1D
     message_ready: Region2D
     return_ready: Region2D
-    return_rounds: Region2D
+    return_rounds: Region3D
     table: Region3D
     entries: Region4D
     weights: Region4D
