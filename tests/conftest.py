@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,24 @@ settings.load_profile("cute_ep")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cuda-bindings", metavar="VERSION", help="the cuda-bindings that must be found (tests.bindings)")
+    parser.addoption("--failures", metavar="FILE", type=Path, help="a file that gets each failure as soon as it is known")
+
+
+class FailuresFile:
+    """Appends each failure to a file, so that a run which is cut off leaves them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"==== {report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext}\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (path := config.getoption("--failures")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresFile(path))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
