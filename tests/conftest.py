@@ -23,7 +23,9 @@ settings.load_profile("cute_ep")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cuda-bindings", metavar="VERSION", help="the cuda-bindings that must be found (tests.bindings)")
-    parser.addoption("--failures", metavar="FILE", type=Path, help="a file that gets each failure as soon as it is known")
+    parser.addoption(
+        "--failures", metavar="FILE", type=Path, help="a file that gets each failure as soon as it is known"
+    )
 
 
 class FailuresFile:
