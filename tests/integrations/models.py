@@ -50,8 +50,8 @@ COMMON: dict[str, Any] = dict(
 ATTENTION = ["full_attention"] * 2
 MODELS: dict[str, dict[str, Any]] = {
     "aria_text": {},
-    "deepseek_v2": {"head_dim": 8},
-    "deepseek_v3": {"head_dim": 8},
+    "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4},
+    "deepseek_v3": {"head_dim": 8, "num_key_value_heads": 4},
     "deepseek_v4": {},
     "ernie4_5_moe": {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_layer_interval": 1},
     "gemma4_text": {
