@@ -133,8 +133,8 @@ def main(store: Path, rank: int, world: int) -> None:
         # what travels back is rounded to bfloat16 at most three times more often
         off = (gradients[name] - gradient).norm() / gradient.norm()
         assert off <= 3 * 2**-8, f"{name} is off by {off}"
-    partial, _ = trained(device, [DISPATCHER], 3)  # the default rounds each rank's sums as well
-    assert partial != losses[:3]
+    partial, rounded = trained(device, [DISPATCHER], 3)  # the default rounds each rank's sums as well
+    assert any(bool((rounded[name] != gradient).any()) for name, gradient in gradients.items())
     torch.testing.assert_close(partial, losses[:3], rtol=2**-9, atol=0)
     dispatcher = (DISPATCHER, {"hidden_dim": 256, "num_max_tokens_per_rank": 2 * LENGTH})
     for imports, options in (
