@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,11 +24,15 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(torch.nn.Module):
-    """x + experts(x) behind a linear layer. `first`, `count`: its experts. `chosen`: the ids of each call."""
+    """x + experts(x) behind a linear layer.
 
-    def __init__(self, first: int, count: int) -> None:
+    first, count: its experts. wanted: the ids that calls take in turn; without, those of the highest scores. `chosen`:
+    the ids of each call.
+    """
+
+    def __init__(self, first: int, count: int, wanted: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.chosen: list[Tensor] = []
+        self.wanted, self.chosen = wanted, list[Tensor]()
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -41,8 +45,10 @@ class Model(torch.nn.Module):
 
     def forward(self, x: Tensor, experts: Experts) -> Tensor:
         x = x @ self.inlet
-        weights, ids = (x @ self.router).softmax(1).topk(CFG.top_k)
-        self.chosen.append(ids.cpu())
+        scores = (x @ self.router).softmax(1)
+        ids = self.wanted[len(self.chosen)] if self.wanted else scores.topk(CFG.top_k).indices
+        self.chosen.append(ids)
+        weights = scores.gather(1, ids)
         return x + experts(x.bfloat16(), ids, weights, self.up.bfloat16(), self.down.bfloat16()).float()
 
 
@@ -72,7 +78,7 @@ def data(device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
 
 
 class Training(NamedTuple):
-    """Of each step the loss, and the expert ids of the tokens that this process computed, [T, top_k]."""
+    """The loss of each step, and the expert ids of each call, [T, top_k]."""
 
     losses: list[float]
     ids: list[Tensor]
@@ -99,18 +105,17 @@ def train(
             join(shared)
         losses.append(loss.item())
         optimizer.step()
-    calls = len(given)
-    ids = [torch.cat(model.chosen[step * calls : (step + 1) * calls]) for step in range(STEPS)]
-    return Training(losses, ids)
+    return Training(losses, model.chosen)
 
 
-def train_over_ops(rank: int, comm: str, join: Callable[[Tensor], None]) -> Training:
-    """With one rank's share of the experts and of the tokens, on its device."""
+def train_over_ops(rank: int, comm: str, join: Callable[[Tensor], None], ids: Sequence[Tensor]) -> Training:
+    """With one rank's share of the experts and of the tokens, on its device, and the ids of each step: where two
+    experts score alike, a rounding would choose between them."""
     device = communicator_of(comm).device
-    model = Model(rank * CFG.local_experts, CFG.local_experts).to(device)
+    model = Model(rank * CFG.local_experts, CFG.local_experts, ids).to(device)
     return train(model, partial(dispatched, comm), [data(device)[rank]], join)
 
 
 def train_dense(device: torch.device | str = "cpu") -> Training:
-    """With all experts and all tokens in this process."""
+    """With all experts and all tokens in this process: each step calls once for each rank's."""
     return train(Model(0, CFG.num_experts).to(device), dense, data(device), lambda tensor: None)

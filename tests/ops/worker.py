@@ -22,9 +22,7 @@ from tests.ops.training import CFG, STEPS, TOKENS, train_dense, train_over_ops
 from tests.processes import join_group
 
 NOISE = 0.002
-"""By how much losses of the two models may differ, as a part of the loss. Of 30 steps the largest was 0.00016."""
-OTHER_ROUTING = 3
-"""Steps in which tokens may have other experts, since roundings decide between two that score alike: none on CPUs."""
+"""By how much losses of the two models may differ, as a part of the loss. Of 30 steps the largest was 0.0003 on CPUs."""
 
 
 def has_the_gradients_of_a_dense_layer(rank: int, comm: str) -> None:
@@ -36,19 +34,12 @@ def has_the_gradients_of_a_dense_layer(rank: int, comm: str) -> None:
 
 def trains_as_a_dense_model(rank: int, comm: str) -> None:
     device = communicator_of(comm).device
-    (losses, ids), (wanted, all_ids) = train_over_ops(rank, comm, dist.all_reduce), train_dense(device)
-    assert losses[-1] < losses[0] / 2, losses
-    own = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
-    others = [
-        bool((one.sort().values != other[own].sort().values).any()) for one, other in zip(ids, all_ids, strict=True)
-    ]
-    differ = torch.tensor(others, dtype=torch.int32, device=device)
-    dist.all_reduce(differ)
-    off = [abs(one - other) / other for one, other in zip(losses, wanted, strict=True)]
-    worst = max(one for one, other in zip(off, differ.tolist(), strict=True) if not other)
-    said = f"rank {rank}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, dense {wanted[-1]:.4f}, off by {worst}, {differ}"
+    wanted, ids = train_dense(device)
+    losses, _ = train_over_ops(rank, comm, dist.all_reduce, ids[rank :: len(TOKENS)])
+    worst = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
+    said = f"rank {rank}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, dense {wanted[-1]:.4f}, off by {worst}"
     sys.stderr.write(f"{said}\n")
-    assert len(losses) == STEPS and worst < NOISE and int((differ > 0).sum()) <= OTHER_ROUTING, (said, off)
+    assert losses[-1] < losses[0] / 2 and len(losses) == STEPS and worst < NOISE, said
 
 
 def compiles_to_the_same_bits(rank: int, comm: str) -> None:
