@@ -26,7 +26,7 @@ from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import close_handle, enable_all_peers, has_clusters, open_handle, resident_ctas
-from cute_ep.runtime.gpus import check_gpu, sm_budget
+from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
@@ -328,7 +328,8 @@ def _prepare_rank(
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
     arena = make_arena(cfg, rank, device)
     undo.callback(arena.free)
-    pairs = max_ctas < resident_ctas(device.index) and has_clusters(device)
+    free = resident_ctas(device.index) // CTAS_PER_SM - max_ctas
+    pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
     return RankParts(cfg, rank, device, arena, kernels, hooks, max_ctas, tuning, shared_device, pairs)
 
 

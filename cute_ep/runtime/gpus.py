@@ -7,6 +7,10 @@ import torch
 from cute_ep.api.errors import EPConfigError
 from cute_ep.layouts.maps.launch import FREE_SMS
 
+FEW_FREE_SMS = 24
+"""So many free SMs may be 3 in each of Hopper's 8 GPCs, where NCCL's clusters of 4 do not start unless the free SMs are
+whole TPCs (docs/lessons.md, "Leave NCCL whole TPCs")."""
+
 
 def check_gpu(argument: str, index: int) -> None:
     """EPConfigError, which begins with `argument`, where this machine has no GPU of that number."""
@@ -26,7 +30,7 @@ def sm_budget(device: str | torch.device, sms: int | None) -> int:
 def sms_beside_nccl(device: torch.device) -> int | None:
     """`sms` of `connect` where NCCL kernels run on other streams, as FSDP's and DDP's do: all of the GPU but FREE_SMS.
     None on a CPU. A call that waits with CTAs on every SM would keep out a collective that its peer has before its
-    own call. The free SMs are whole TPCs (`RankParts.pairs`): NCCL launches clusters of 4."""
+    own call. NCCL's clusters of 4 start there (FEW_FREE_SMS)."""
     return max(1, sm_budget(device, None) - FREE_SMS) if device.type == "cuda" else None
 
 

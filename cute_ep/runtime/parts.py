@@ -34,7 +34,7 @@ class RankParts:
         max_ctas: CTAs of one launch at most, resident together.
         tuning: launch shapes.
         shared_device: whether other ranks are on the same GPU.
-        pairs: whether CTAs are launched in clusters of 2, so that the SMs that they leave to others are whole TPCs.
+        pairs: whether CTAs are launched in clusters of 2, so that the few SMs that they leave to others are whole TPCs.
     """
 
     cfg: EPConfig

@@ -23,7 +23,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPTimeout
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.connection import connect
-from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.gpus import FEW_FREE_SMS, sm_budget, sms_beside_nccl
 from cute_ep.runtime.launch_cache import LaunchCache
 
 from .conftest import LIBRARY
@@ -58,7 +58,13 @@ CASES = [
     for collective, nbytes in (("gather", LARGE), ("scatter", LARGE), ("gather", SMALL), ("reduce", SMALL))
     for queued in (True, False)
 ]
-MUTANTS = [Case("combine", "gather", LARGE, queued=True), Case("combine", "scatter", LARGE, queued=True)]
+STOPS = [
+    Case("dispatch", "gather", LARGE, queued=True),
+    Case("dispatch", "scatter", LARGE, queued=True),
+]
+"""Where all SMs are taken: a combine's senders then leave SMs when they have sent, before any rank has received."""
+STOPS_BESIDE = [Case("combine", "gather", LARGE, queued=True), Case("combine", "scatter", LARGE, queued=True)]
+"""Where SMs stay free, but no launch is in clusters."""
 
 
 class Given:
@@ -154,14 +160,17 @@ def main() -> None:
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     few = sms_beside_nccl(device)
-    with connected(few, pairs=True) as (communicator, given):
-        for case in CASES:
-            assert not waits_forever(communicator, given, case), case
-    budgets = (None, few) if torch.cuda.get_device_capability() == (9, 0) else (None,)
-    for case in MUTANTS:
-        for sms in budgets:
-            with connected(sms, pairs=False) as (communicator, given):
-                assert waits_forever(communicator, given, case), f"{case}, {sms} SMs, no clusters: shows nothing"
+    most_alone = sm_budget(device, None) - FEW_FREE_SMS - 1  # from which on no launch is in clusters
+    for sms in (few, most_alone):
+        with connected(sms, pairs=True) as (communicator, given):
+            for case in CASES:
+                assert not waits_forever(communicator, given, case), (sms, case)
+    stops = [(None, case) for case in STOPS]
+    if torch.cuda.get_device_capability() == (9, 0):
+        stops += [(few, case) for case in STOPS_BESIDE]
+    for sms, case in stops:
+        with connected(sms, pairs=False) as (communicator, given):
+            assert waits_forever(communicator, given, case), f"{case}, {sms} SMs, no clusters: shows nothing"
     sys.stdout.write(f"rank {dist.get_rank()} ok\n")
     dist.destroy_process_group()
 

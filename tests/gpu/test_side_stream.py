@@ -68,7 +68,7 @@ class Late(torch.nn.Module):
 
 
 class _Pour(torch.autograd.Function):
-    """In the backward pass fills memory that is free by then with NaN, on its stream."""
+    """In the backward pass fills all memory that is free by then, of the size of the tokens, with NaN on its stream."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -76,8 +76,9 @@ class _Pour(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        size = CFG.max_tokens_per_rank, CFG.hidden
-        _ = [torch.full(size, torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(16)]
+        size, poured, before = (CFG.max_tokens_per_rank, CFG.hidden), [], torch.cuda.memory_reserved(DEVICE)
+        while torch.cuda.memory_reserved(DEVICE) == before:
+            poured.append(torch.full(size, torch.nan, dtype=torch.bfloat16, device=DEVICE))
         return grad
 
 

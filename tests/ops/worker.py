@@ -22,7 +22,7 @@ from tests.ops.training import CFG, STEPS, TOKENS, train_dense, train_over_ops
 from tests.processes import join_group
 
 NOISE = 0.002
-"""By how much losses of the two models may differ, as a part of the loss. Of 30 steps the largest was 0.0003 on CPUs."""
+"""By how much losses of the two models may differ, as a part of the loss. The largest of 30 was 0.0003 on CPUs."""
 
 
 def has_the_gradients_of_a_dense_layer(rank: int, comm: str) -> None:

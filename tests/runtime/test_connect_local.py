@@ -95,6 +95,8 @@ def test_cuda_without_a_number_is_the_current_device(gpus: None, monkeypatch: py
         pytest.param([0, 1, 2, 3], 132, [264] * 4, id="a GPU each, all SMs"),
         pytest.param([0, 1, 2, 3], 16, [16] * 4, id="a GPU each, few SMs"),
         pytest.param([0, 1, 2, 3], 131, [131] * 4, id="a GPU each, an SM less than all"),
+        pytest.param([0, 1, 2, 3], 108, [108] * 4, id="a GPU each, 24 SMs less than all"),
+        pytest.param([0, 1, 2, 3], 107, [107] * 4, id="a GPU each, 25 SMs less than all"),
         pytest.param([0, 0, 0, 0], None, [31] * 4, id="one GPU"),
         pytest.param([0, 0, 0, 0], 16, [16] * 4, id="one GPU, few SMs"),
         pytest.param([0, 0, 0, 0], 132, [31] * 4, id="one GPU, all SMs"),
@@ -108,12 +110,13 @@ def test_ranks_that_share_a_gpu_share_its_ctas_and_leave_sms_free(
     ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in devices], sms=sms)
     assert [rank.max_ctas for rank in ranks] == ctas
     assert [rank.shared_device for rank in ranks] == [devices.count(index) > 1 for index in devices]
-    assert [rank.pairs for rank in ranks] == [count < 264 for count in ctas], "who leaves SMs free leaves whole TPCs"
+    few = [108 <= count < 132 for count in ctas]
+    assert [rank.pairs for rank in ranks] == few, "who leaves few SMs free leaves whole TPCs"
 
 
 def test_a_gpu_without_clusters_has_no_pairs(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "has_clusters", lambda device: False)
-    ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), ["cuda:0"] * 4)
+    ranks = connection.connect_local(EPConfig(128, 8, 2, 16, 4), [f"cuda:{index}" for index in range(4)], sms=124)
     assert [rank.pairs for rank in ranks] == [False] * 4
 
 
