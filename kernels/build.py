@@ -94,13 +94,17 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoute
     return Rows(codec, None if name == QUANTIZE_KERNEL else name)
 
 
-def compile_variant(variant: Variant) -> Compiled:
-    """Compile one variant. Takes about a second of one core; keeps state in the process-wide DSL, so use processes."""
+def compile_variant(variant: Variant, *, line_info: bool = False) -> Compiled:
+    """Compile one variant. Takes about a second of one core; keeps state in the process-wide DSL, so use processes.
+
+    line_info: cubin and PTX name the source line of each instruction; the instructions are the same.
+    """
     kernel = kernel_of(variant)
     type(kernel).kernel.set_name_prefix(variant.symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
     placeholder = arguments_of(variant.kernel, lambda _, kind: getattr(cutlass, kind)(1))
     with tempfile.TemporaryDirectory() as scratch:  # KeepCUBIN and KeepPTX also write files
         options = (cute.KeepCUBIN, cute.KeepPTX, cute.GPUArch(variant.arch), DumpDir(scratch))
+        options += (cute.GenerateLineInfo,) if line_info else ()
         compiled = cute.compile[options](kernel, placeholder, Int32(1))
     params = parameters_of(variant.kernel)
     return Compiled(variant, compiled.__cubin__, compiled.__ptx__, kernel.shared_bytes, params)

@@ -11,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import cute_ep
-from cute_ep.aot.cubin import read_resources
+from cute_ep.aot.cubin import find_nvdisasm, read_resources
 from cute_ep.aot.library import MANIFEST, LibraryEntry, dsl_version, read_manifest, source_hash
 from cute_ep.api.errors import EPConfigError, EPError, VariantMissing
 from cute_ep.layouts.algebra.eager import dsl_install
@@ -31,16 +32,22 @@ LOCK = "manifest.lock"
 """Beside a manifest: who changes it holds this file."""
 
 
-def build_one(variant: Variant, folder: Path) -> LibraryEntry:
-    """Compile one variant and write its cubin (by atomic rename)."""
+def build_one(variant: Variant, folder: Path, keep: Path | None = None) -> LibraryEntry:
+    """Compile one variant and write its cubin (by atomic rename), with `keep` as `build` says."""
     from cute_ep.kernels.build import compile_variant
 
     started = time.perf_counter()
-    compiled = compile_variant(variant)
+    compiled = compile_variant(variant, line_info=keep is not None)
     seconds = round(time.perf_counter() - started, 2)
     resources = read_resources(compiled.cubin)
     path = folder / variant.arch / f"{variant.symbol}.cubin"
     _write(path, compiled.cubin)
+    if keep is not None:
+        place = keep / variant.arch / variant.symbol
+        _write(place.with_suffix(".ptx"), compiled.ptx.encode())
+        if (nvdisasm := find_nvdisasm()) is not None:
+            said = subprocess.run([nvdisasm, "-c", "-g", str(path)], capture_output=True, check=True)
+            _write(place.with_suffix(".sass"), said.stdout)
     return LibraryEntry(
         variant=variant,
         path=path,
@@ -62,6 +69,7 @@ def build(
     *,
     jobs: int | None = None,
     reuse: Path | None = None,
+    keep: Path | None = None,
     on_done: Callable[[Variant, bool], None] | None = None,
 ) -> list[LibraryEntry]:
     """Bring `folder` up to date with `wanted`; other entries of its manifest stay.
@@ -71,23 +79,30 @@ def build(
         folder: library folder, created when missing.
         jobs: worker processes (default: one per core).
         reuse: another library folder; what it has of the same sources and DSL is copied, not compiled.
+        keep: a folder that gets the PTX of all of `wanted`, and where there is an nvdisasm their SASS, as
+            architecture/symbol.ptx and .sass. All are compiled, with line info: both name source lines, and so do
+            profilers of the kernels in `folder`.
         on_done: called with each variant and whether it was compiled (False: it was up to date, or copied).
 
     Returns:
         The entries of `wanted`, in order.
 
     Raises:
-        EPConfigError: `folder` cannot be made.
+        EPConfigError: `folder` or `keep` cannot be made, or there are both `reuse` and `keep`.
         EPError: the DSL is not installed, or a variant does not compile; finished ones are kept.
     """
     wanted = list(wanted)
     if dsl_version() is None:
         raise EPError(f"the CuTe DSL is not installed: {dsl_install()}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EPConfigError(f"folder = {str(folder)!r}: {error.strerror}") from error
-    entries = _fresh(folder)
+    if reuse and keep:
+        raise EPConfigError(f"keep = {str(keep)!r}: must be None with reuse, which copies kernels without their PTX")
+    for name, place in (("folder", folder), ("keep", keep)):
+        try:
+            if place is not None:
+                place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EPConfigError(f"{name} = {str(place)!r}: {error.strerror}") from error
+    entries = {} if keep else _fresh(folder)
     made = _copies(_fresh(reuse), [variant for variant in wanted if variant not in entries], folder) if reuse else {}
     todo = [variant for variant in wanted if variant not in entries and variant not in made]
     for variant in wanted:
@@ -99,7 +114,7 @@ def build(
             context = multiprocessing.get_context("spawn")
             workers = min(jobs or os.cpu_count() or 1, len(todo))
             with ProcessPoolExecutor(workers, mp_context=context) as pool:
-                futures = {pool.submit(build_one, variant, folder): variant for variant in todo}
+                futures = {pool.submit(build_one, variant, folder, keep): variant for variant in todo}
                 for future in as_completed(futures):
                     variant = futures[future]
                     try:

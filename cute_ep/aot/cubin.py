@@ -1,11 +1,15 @@
-"""Resource report of a cubin, read from its ELF sections (no CUDA tool needed)."""
+"""Resource report of a cubin, read from its ELF sections (no CUDA tool needed), and the tool that disassembles it."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+DISASSEMBLER = "nvidia-cuda-nvdisasm"
+"""The package that brings nvdisasm where there is no CUDA toolkit."""
 _SECTION = "<IIQQQQIIQQ"
 _KIND_SIZED = 4
 _ATTR_FRAME_SIZE, _ATTR_REGISTERS = 0x11, 0x2F
@@ -60,3 +64,13 @@ def _attributes(data: bytes) -> list[tuple[int, bytes]]:
             found.append((attribute, data[at : at + length]))
             at += length
     return found
+
+
+def find_nvdisasm() -> str | None:
+    """Where nvdisasm is: of DISASSEMBLER, else on the PATH; None: nowhere."""
+    try:
+        files = importlib.metadata.files(DISASSEMBLER) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    installed = (str(file.locate()) for file in files if file.name == "nvdisasm")
+    return next(installed, None) or shutil.which("nvdisasm")

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cute_ep.aot.cubin import find_nvdisasm
 from cute_ep.aot.library import LibraryEntry, cache_folder
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import PRESETS, format_names, presets_named
@@ -42,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="compilers at work at a time (default one per core)")
     parser.add_argument(
         "--reuse", type=Path, metavar="DIR", help="copy from this folder what was made from the same sources"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="compile all anew, with line info, and write PTX and SASS that name source lines to this folder",
     )
 
 
@@ -106,12 +113,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 count = f"{len(finished):{width}} of {len(made)}"
                 console.print(f"{count}  {variant.arch} {variant.symbol}", highlight=False, soft_wrap=True)
 
-        entries = build(made, folder, jobs=jobs, reuse=args.reuse, on_done=on_done)
+        entries = build(made, folder, jobs=jobs, reuse=args.reuse, keep=args.keep, on_done=on_done)
     compiled = sum(at is not None for at in finished.values())
     if compiled:
         print_table(console, build_table(entries, finished))
     size = bytes_text(sum(entry.path.stat().st_size for entry in entries))
     took = seconds_text(time.perf_counter() - started)
+    if args.keep and find_nvdisasm() is None:
+        console.print("there is no SASS: nvdisasm is not installed; pip install nvidia-cuda-nvdisasm", highlight=False)
     console.print(
         f"{compiled} built, {len(entries) - compiled} up to date, {size} in {_short(folder)}, {took}",
         highlight=False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from cute_ep.aot.build import build
-from cute_ep.aot.cubin import sections
+from cute_ep.aot.cubin import DISASSEMBLER, find_nvdisasm, sections
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.layouts.maps.variants import Hooks, Variant, variants
 
 FOLDER = Path(__file__).parents[2] / "build" / "library"
-DISASSEMBLER = "nvidia-cuda-nvdisasm"
 INSTRUCTION_BYTES = 16
 RESIDUAL = Hooks(epilogue="cute_ep.kernels.hooks:residual_add")
 WANTED = (*variants(), *variants(("sm_90a",), hooks=RESIDUAL))
@@ -53,11 +51,7 @@ def library() -> dict[Variant, LibraryEntry]:
 
 @cache
 def _nvdisasm() -> str:
-    try:
-        files = importlib.metadata.files(DISASSEMBLER) or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{DISASSEMBLER} is not installed")
-    return str(next(file.locate() for file in files if file.name == "nvdisasm"))
+    return find_nvdisasm() or pytest.skip(f"{DISASSEMBLER} is not installed")
 
 
 def _program_lines(*arguments: str | Path) -> list[str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tomllib
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
 from cute_ep.aot import library
+from cute_ep.aot.build import build
+from cute_ep.aot.cubin import find_nvdisasm, sections
 from cute_ep.aot.library import build_command, read_manifest
 from cute_ep.api.errors import EPConfigError
 from cute_ep.cli import build as build_module
@@ -119,3 +123,34 @@ def test_a_package_without_metadata_knows_no_version_of_the_dsl(monkeypatch: pyt
 
     monkeypatch.setattr(eager, "requires", requires)
     assert eager.dsl_install() == "pip install nvidia-cutlass-dsl"
+
+
+@needs_dsl
+def test_build_keeps_what_the_compiler_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With the source line of each instruction, of kernels that are up to date too; the instructions are the same."""
+    folder, keep = tmp_path / "library", tmp_path / "keep"
+    command = ["build", "--kernel", "copy", "--arch", "sm_90a", "--out", str(folder)]
+    assert main(command) == 0
+    (plain,) = read_manifest(folder).values()
+    code = [content for name, content in sections(plain.read()) if name.startswith(".text.")]
+    assert main([*command, "--keep", str(keep)]) == 0
+    (kept,) = read_manifest(folder).values()
+    assert "1 built, 0 up to date" in capsys.readouterr().out and kept.sha256 != plain.sha256
+    assert [content for name, content in sections(kept.read()) if name.startswith(".text.")] == code
+    assert "kernels/copy.py" in (keep / "sm_90a" / "cute_ep_copy.ptx").read_text()
+    if find_nvdisasm() is not None:
+        assert re.search(
+            r'//## File ".*kernels/copy.py", line \d+', (keep / "sm_90a" / "cute_ep_copy.sass").read_text()
+        )
+    with pytest.raises(EPConfigError, match=r"keep = .*: must be None with reuse"):
+        build([kept.variant], folder, keep=keep, reuse=folder)
+
+
+@needs_dsl
+def test_build_says_where_there_is_no_sass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(build_module, "find_nvdisasm", lambda: None)
+    words = ["--kernel", "copy", "--arch", "sm_90a", "--out", str(tmp_path), "--keep", str(tmp_path / "keep")]
+    assert main(["build", *words]) == 0
+    assert "there is no SASS: nvdisasm is not installed" in capsys.readouterr().out
