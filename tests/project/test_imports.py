@@ -161,7 +161,7 @@ def test_no_bare_folder_names(path: str) -> None:
 
 
 ABSENT: dict[str, tuple[str, ...]] = {
-    "cute_ep": ("torch", "cutlass", "cuda", "rich"),
+    "cute_ep": ("torch", "cutlass", "cuda", "rich", "transformers", "sglang"),
     "cute_ep.layouts": ("torch", "cutlass", "cuda"),
     "cute_ep.aot.library": ("torch", "cutlass", "cuda"),
     "cute_ep.api.config": ("torch", "cutlass", "cuda"),
@@ -171,7 +171,7 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "cute_ep.runtime.connection": ("cutlass", "cute_ep.ops"),
     "cute_ep.ops": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.nn"),
     "cute_ep.nn": ("cutlass",),
-    "cute_ep.distributed": ("cutlass", "cute_ep.integrations"),
+    "cute_ep.distributed": ("cutlass", "cute_ep.integrations", "transformers"),
     "cute_ep.integrations.exchange": ("transformers", "cute_ep.ops"),
     "cute_ep.integrations.sglang": ("torch", "cutlass", "cuda", "sglang"),
     "cute_ep.integrations.rows": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.ops"),
