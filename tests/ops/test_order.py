@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cute_ep import connect_local
 from cute_ep.api.interface import EPCommunicator
+from tests.generated import no_arithmetic
 
 from .patterns import OTHER, PATTERNS, SIZES, Rank, one_layer, run
 from .ranks import ALONE
@@ -24,9 +25,11 @@ from .ranks import ALONE
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Also without the caches of graphs, which would bring what another version of the ops has compiled."""
+    """Also without the caches of graphs, which would bring what another version of the ops has compiled. What inductor
+    generates is called and computes nothing."""
     torch._dynamo.reset()
-    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+    caches = inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False)
+    with caches[0], caches[1], no_arithmetic():
         yield
     torch._dynamo.reset()
 
