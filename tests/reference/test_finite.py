@@ -19,9 +19,9 @@ FUSED = [name for name, fmt in FORMATS.items() if not fmt.row_scale]
 EXTREME = (0x0000, 0x0001, 0x007F, 0x0080, 0x0081, 0x3F80, 0x4000, 0x7EFF, 0x7F00, 0x7F5F, 0x7F60, 0x7F7E, 0x7F7F)
 """Bits of bfloat16: zero, the smallest and the largest subnormal and the smallest normal numbers, 1, 2, and the largest
 numbers, around those from which on roundings leave float32."""
-finite_bits = (st.sampled_from(EXTREME) | st.integers(0, 0x7F7F)).flatmap(
-    lambda bits: st.sampled_from((0, 1 << 15)).map(bits.__or__)
-)
+finite_bits = st.sampled_from([sign | bits for bits in EXTREME for sign in (0, 1 << 15)]) | st.integers(
+    -0x7F7F, 0x7F7F
+).map(lambda bits: abs(bits) | (bits < 0) << 15)
 WIDTH = 128
 
 
