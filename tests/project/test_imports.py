@@ -190,9 +190,9 @@ for module, absent in {cases}.items():
 @pytest.fixture(scope="module")
 def imported() -> dict[str, str]:
     """By module, a list of what importing it has imported and must not, as text. Each is imported in a process of its
-    own; those that may import torch are forked from one that has done so."""
+    own; those that may import torch are forked from one that has imported what takes longest."""
     text = ""
-    for first in ("torch", "re"):
+    for first in ("torch._dynamo", "re"):
         cases = {module: absent for module, absent in ABSENT.items() if ("torch" in absent) == (first == "re")}
         code = f"import os, sys, {first}\n{EACH.format(cases=cases)}"
         text += subprocess.run(
