@@ -178,10 +178,17 @@ ABSENT: dict[str, tuple[str, ...]] = {
 }
 """By module, what importing it must not import."""
 EACH = """
+class Asked:
+    names = set()
+
+    def find_spec(self, name, path=None, target=None):
+        self.names.add(name)
+
 for module, absent in {cases}.items():
     if not (child := os.fork()):
+        sys.meta_path.insert(0, Asked())
         __import__(module)
-        os.write(1, f"{{module}}: {{sorted(set(absent) & set(sys.modules))}}\\n".encode())
+        os.write(1, f"{{module}}: {{sorted(set(absent) & (set(sys.modules) | Asked.names))}}\\n".encode())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, module
 """
@@ -189,8 +196,8 @@ for module, absent in {cases}.items():
 
 @pytest.fixture(scope="module")
 def imported() -> dict[str, str]:
-    """By module, a list of what importing it has imported and must not, as text. Each is imported in a process of its
-    own; those that may import torch are forked from one that has imported what takes longest."""
+    """By module, a list of what importing it has imported, or looked for, and must not, as text. Each is imported in a
+    process of its own; those that may import torch are forked from one that has imported what takes longest."""
     text = ""
     for first in ("torch._dynamo", "re"):
         cases = {module: absent for module, absent in ABSENT.items() if ("torch" in absent) == (first == "re")}
