@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ep.aot.cubin import find_nvdisasm
+from cute_ep.aot.cubin import DISASSEMBLER, find_nvdisasm
 from cute_ep.aot.library import LibraryEntry, cache_folder
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.presets import PRESETS, format_names, presets_named
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     size = bytes_text(sum(entry.path.stat().st_size for entry in entries))
     took = seconds_text(time.perf_counter() - started)
     if args.keep and find_nvdisasm() is None:
-        console.print("there is no SASS: nvdisasm is not installed; pip install nvidia-cuda-nvdisasm", highlight=False)
+        console.print(f"there is no SASS: nvdisasm is not installed; pip install {DISASSEMBLER}", highlight=False)
     console.print(
         f"{compiled} built, {len(entries) - compiled} up to date, {size} in {_short(folder)}, {took}",
         highlight=False,

@@ -2,8 +2,8 @@
 
 The DSL builds its layouts as MLIR values in a module, inside a context, and a value that outlives them kills the
 process. This file is the only one that makes them: it lowers `(shape, stride)` tuples, runs one operation, and raises
-the answer back to tuples of Python ints before the module goes. A context takes some 5 ms to make, ten times as long
-as an operation, so each thread keeps one.
+the answer back to tuples of Python ints before the module goes. Making a context takes about twenty times as long as
+an operation, so each thread keeps one.
 """
 
 from __future__ import annotations

@@ -209,6 +209,7 @@ class Arena:
         self.combine_consumed = regions.add("combine_consumed", 8, ranks)
         self.message_ready = regions.add("message_ready", 8, ranks, flags)
         self.return_ready = regions.add("return_ready", 8, ranks, flags)
+        # the mode of one word gives ranks a stride of their own, which `perf.mirror` makes a whole block
         self.return_rounds = regions.add("return_rounds", LL_BYTES, PARITIES, ranks, 1)
         self.table = regions.add("table", LL_BYTES, PARITIES, ranks, len(HeaderWord) + local_experts)
         self.entries = regions.add("entries", LL_BYTES, PARITIES, ranks, max_tokens, top_k)

@@ -32,7 +32,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, first: int, count: int, wanted: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.wanted, self.chosen = wanted, list[Tensor]()
+        self.wanted = wanted
+        self.chosen: list[Tensor] = []
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
