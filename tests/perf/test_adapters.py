@@ -137,7 +137,7 @@ def test_deepep_is_not_asked_to_wait_where_it_cannot(
 
 
 def test_deepep_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout')"
+    code = "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout' if rank else stuck())"
     before = {"peer": "deepep_normal", "format": "bf16", "tokens": 8, "operation": "dispatch", "p50_us": 1.0}
 
     def command(names: list, rank: int, *others: Any, module: str, budgets: dict) -> list[str]:
@@ -147,7 +147,7 @@ def test_deepep_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "run_peers", lambda *args, **options: {"rows": [before], "notes": ["a note"]})
     monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda module: True)
     found = adapters.run_deepep(2, TINY, TINY_TOKENS)
-    why = "rank 0 ended with 1 at running: RuntimeError: DeepEP error: CPU recv timeout"
+    why = "rank 1 ended with 1 at running: RuntimeError: DeepEP error: CPU recv timeout"
     assert found == {"rows": [before], "notes": ["a note", f"DeepEP where its host waits: deepep_normal: {why}"]}
 
 
