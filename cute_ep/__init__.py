@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cute_ep import distributed
+    from cute_ep.api.buffers import DispatchBuffers
     from cute_ep.api.config import EPConfig, memory_bytes, tokens_per_rank
-    from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+    from cute_ep.api.dispatched import Dispatched
     from cute_ep.api.errors import EPConfigError, EPError, EPInputError, EPTimeout, VariantMissing
     from cute_ep.api.gates import Gate
     from cute_ep.api.interface import EPCommunicator
@@ -30,7 +31,7 @@ __version__ = "0.2.0"
 
 _MODULE_OF = {
     "Communicator": "runtime.communicator",
-    "DispatchBuffers": "api.dispatched",
+    "DispatchBuffers": "api.buffers",
     "Dispatched": "api.dispatched",
     "EPCommunicator": "api.interface",
     "EPConfig": "api.config",

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import check_alike
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.rounds import Plan, Result

@@ -24,8 +24,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.layouts.maps.parameters import numbers, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks, Variant

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
 from cute_ep.layouts.maps.formats import FORMATS
@@ -22,6 +23,7 @@ from cute_ep.reference.decode import dequantize
 from cute_ep.runtime.local_ops import fused_silu, quantize
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
+from tests.changed_batches import changed
 
 Made = dict[str, torch.Tensor | None]
 Call = Callable[[Any], Made]
@@ -192,7 +194,7 @@ def summed(opened: Open) -> tuple[Call, Made]:
 
     def call(tensors: Any) -> Made:
         sums, derived = sum_rows(
-            tensors["rows"], batch._changed({name: tensors[name] for name in ("row_map", "headers")})
+            tensors["rows"], changed(batch, **{name: tensors[name] for name in ("row_map", "headers")})
         )
         return {"sums": sums, "row_map": derived.row_map}
 

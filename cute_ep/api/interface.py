@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn, Self
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig, memory_bytes
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.finite import FiniteCheck
+from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
-from cute_ep.api.tensors import check_apart, check_tensor, overlap
 from cute_ep.api.types import CombineMode
-from cute_ep.api.use import Origin
-from cute_ep.api.validate import (
-    check_batch,
-    check_epilogue_data,
-    check_input_scale,
-    check_mode,
-    check_output,
-    check_tokens,
-    check_unscaled,
-    combine_weights,
-)
+from cute_ep.api.validate import check_input
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 
@@ -58,7 +48,7 @@ class EPCommunicator(ABC):
             but not the other way round. None on the CPU.
         hooks: functions compiled into the kernels.
         group: what the ranks of this process that are connected with each other have in common: the same object.
-        origin: whose the batches are that it makes.
+        origin: by which its batches know it.
     """
 
     cfg: EPConfig
@@ -135,7 +125,7 @@ class EPCommunicator(ABC):
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
         input_scale: float | torch.Tensor | None = None,
-        out: DispatchBuffers | None = None,
+        out: DispatchBuffers | Dispatched | None = None,
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
@@ -155,7 +145,8 @@ class EPCommunicator(ABC):
                 expert-major rows, the default, refuses batches without them.
             input_scale: the format's global scale G, a number or float32[1] on the device (with the `input_scale` hook
                 a tensor of any type); None: 1.
-            out: buffers from `allocate`, overwritten; None allocates new ones.
+            out: buffers from `allocate`, or those of a batch that is no longer needed, overwritten; None allocates new
+                ones.
             scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
 
         Returns:
@@ -169,7 +160,7 @@ class EPCommunicator(ABC):
             EPTimeout: an earlier call's wait had timed out.
         """
         given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return self._prepare_dispatch(given, out, planned=False)()
+        return self._dispatch(given, out.buffers if isinstance(out, Dispatched) else out)
 
     def plan_dispatch(
         self,
@@ -177,14 +168,14 @@ class EPCommunicator(ABC):
         topk_ids: torch.Tensor,
         router_weights: torch.Tensor | None = None,
         input_scale: float | torch.Tensor | None = None,
-        out: DispatchBuffers | None = None,
+        out: DispatchBuffers | Dispatched | None = None,
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> Plan[Dispatched]:
         """All of `dispatch` but the launch; arguments and errors are the same."""
         given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
-        return Plan(self._prepare_dispatch(given, out, planned=True))
+        return self._plan_dispatch(given, out.buffers if isinstance(out, Dispatched) else out)
 
     def dispatch_async(
         self,
@@ -201,10 +192,12 @@ class EPCommunicator(ABC):
         given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
         self._check_usable()
         self._dispatches.check_send()
-        self._check_input(given)
+        check_input(self.origin, given)
         return self._send_dispatch(given)
 
-    def dispatch_wait(self, pending: PendingDispatch | None = None, out: DispatchBuffers | None = None) -> Dispatched:
+    def dispatch_wait(
+        self, pending: PendingDispatch | None = None, out: DispatchBuffers | Dispatched | None = None
+    ) -> Dispatched:
         """The receiving half of `dispatch`, in the order of sending; same bytes as the fused call.
 
         Args:
@@ -217,7 +210,8 @@ class EPCommunicator(ABC):
             EPTimeout: as `dispatch`.
         """
         self._check_usable()
-        return self._receive_dispatch(self._dispatches.oldest(pending, self.rank), out)
+        buffers = out.buffers if isinstance(out, Dispatched) else out
+        return self._receive_dispatch(self._dispatches.oldest(pending, self.rank), buffers)
 
     def combine(
         self,
@@ -254,8 +248,7 @@ class EPCommunicator(ABC):
             EPInputError, EPTimeout: as `dispatch`. In partial mode also for `router_weights`, and for expert-major rows
                 whose dispatch this rank gave none; in exact mode where there are none.
         """
-        options = SumOptions(router_weights, out, dtype, epilogue_data)
-        return self._prepare_combine(rows, dispatched, mode, options, planned=False)()
+        return self._combine(rows, dispatched, mode, SumOptions(router_weights, out, dtype, epilogue_data))
 
     def plan_combine(
         self,
@@ -269,8 +262,7 @@ class EPCommunicator(ABC):
         epilogue_data: torch.Tensor | None = None,
     ) -> Plan[torch.Tensor]:
         """All of `combine` but the launch; arguments and errors are the same."""
-        options = SumOptions(router_weights, out, dtype, epilogue_data)
-        return Plan(self._prepare_combine(rows, dispatched, mode, options, planned=True))
+        return self._plan_combine(rows, dispatched, mode, SumOptions(router_weights, out, dtype, epilogue_data))
 
     def combine_async(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode = "partial"
@@ -279,11 +271,6 @@ class EPCommunicator(ABC):
         their `combine_wait`."""
         self._check_usable()
         self._combines.check_send()
-        self._check_batch(dispatched)
-        if mode == "exact":  # may be given its weights by `combine_wait`
-            check_mode(self.cfg, mode, dispatched)
-        else:
-            self._weights(mode, None, dispatched)
         return self._send_combine(rows, dispatched, mode)
 
     def combine_wait(
@@ -350,7 +337,6 @@ class EPCommunicator(ABC):
 
     _dispatches: Rounds
     _combines: Rounds
-    _weights_dtype: torch.dtype | None = torch.float32  # of router weights; None: any, a hook reads them
     _check_finite: bool = False
     _finite: FiniteCheck | None = None
 
@@ -369,10 +355,12 @@ class EPCommunicator(ABC):
         """Raise what keeps the communicator from taking a call."""
 
     @abstractmethod
-    def _prepare_dispatch(
-        self, given: DispatchInput, out: DispatchBuffers | None, *, planned: bool
-    ) -> Callable[[], Dispatched]:
-        """What `dispatch` launches, once all else of it is done; planned: whether other calls may come before."""
+    def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
+        """`dispatch`."""
+
+    @abstractmethod
+    def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
+        """`plan_dispatch`."""
 
     @abstractmethod
     def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
@@ -383,58 +371,24 @@ class EPCommunicator(ABC):
         """`dispatch_wait` for the oldest round."""
 
     @abstractmethod
-    def _prepare_combine(
-        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions, *, planned: bool
-    ) -> Callable[[], torch.Tensor]:
-        """What `combine` launches; planned: as of `_prepare_dispatch`."""
+    def _combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> torch.Tensor:
+        """`combine`."""
+
+    @abstractmethod
+    def _plan_combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> Plan[torch.Tensor]:
+        """`plan_combine`."""
 
     @abstractmethod
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
-        """`combine_async`, of a batch and a mode that were checked."""
+        """`combine_async`, where a round may be sent."""
 
     @abstractmethod
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
         """`combine_wait` for the oldest round."""
-
-    # ---- checks that backends share: EPInputError where an argument breaks its contract
-
-    def _check_input(self, given: DispatchInput) -> None:
-        """Whether a dispatch can send this."""
-        check_tokens(self.cfg, given, self.device, self._weights_dtype)
-        scale = given.input_scale
-        if scale is None:
-            return
-        if given.scales is not None:
-            check_unscaled(scale)
-        if self.hooks.input_scale is not None:
-            check_tensor("input_scale", scale, device=self.device)
-            return
-        check_input_scale(self.cfg.format, scale)
-        if isinstance(scale, torch.Tensor):
-            check_tensor("input_scale", scale.view(1), device=self.device)
-
-    def _check_batch(self, dispatched: Dispatched) -> None:
-        """Whether a combine can take this batch. One that this communicator made, and that its buffers still hold, was
-        checked when it was made."""
-        if not (isinstance(dispatched, Dispatched) and dispatched.is_latest_of(self.origin)):
-            check_batch(self.cfg, self.rank, dispatched, self.device, self.origin)
-
-    def _weights(self, mode: str, router_weights: torch.Tensor | None, dispatched: Dispatched) -> torch.Tensor | None:
-        """The weights that a combine applies (`combine_weights`)."""
-        checked = dispatched.is_latest_of(self.origin)
-        return combine_weights(self.cfg, mode, router_weights, dispatched, self._weights_dtype, checked=checked)
-
-    def _check_sum(
-        self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions
-    ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
-        """(weights, shape and type of the output) of a combine."""
-        out = options.out
-        weights = self._weights(mode, options.router_weights, dispatched)
-        shape, dtype = check_output(self.cfg, mode, dispatched.topk_ids.size(0), options.dtype, out, self.device)
-        check_epilogue_data(mode, self.hooks.epilogue, options.epilogue_data, self.device)
-        if out is not None and overlap(rows, out):
-            check_apart("out", out, rows=rows)
-        return weights, shape, dtype
 
     # ---- as an object
 

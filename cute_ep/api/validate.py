@@ -1,4 +1,5 @@
-"""Checks of call arguments that the communicators and the reference share; `tensors` has the rules for one tensor.
+"""Checks of call arguments that the communicators and the reference share: devices, what dispatch is given, numbers.
+`tensors` has the rules for one tensor, `validate_combine` those of combine.
 
 Nothing here reads a tensor's elements, so no check waits for a device.
 """
@@ -10,17 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, check_blocks
 from cute_ep.api.calls import DispatchInput
-from cute_ep.api.config import EPConfig, is_integer, is_number
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes, check_blocks, routed_shape
+from cute_ep.api.config import EPConfig, is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_types, scale_types
+from cute_ep.api.provenance import Origin
+from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_dtype, payload_types, scale_types
 from cute_ep.api.tensors import check_detached, check_tensor, check_written
-from cute_ep.api.use import Origin
-from cute_ep.layouts.maps.arena import MAX_SLICES, HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
-from cute_ep.layouts.maps.routing import OutputType
-from cute_ep.layouts.maps.variants import COMBINE_MODES
+from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 
 GLOBAL_SCALE_LIMIT = 2.0**100
 """A global scale lies in [1 / limit, limit]: no intermediate of the quantisation then leaves float32's normal
@@ -53,11 +52,25 @@ def check_devices(devices: Sequence[str | torch.device], ranks: int | None = Non
     return chosen
 
 
+def check_input(origin: Origin, given: DispatchInput) -> None:
+    """EPInputError unless this communicator can dispatch what it is given; no tensor is read."""
+    cfg, _, device, hooks = origin
+    check_tokens(cfg, given, device, hooks)
+    scale = given.input_scale
+    if scale is None:
+        return
+    if given.scales is not None:
+        check_unscaled(scale)
+    if hooks.input_scale is not None:
+        check_tensor("input_scale", scale, device=device)
+        return
+    check_input_scale(cfg.format, scale)
+    if isinstance(scale, torch.Tensor):
+        check_tensor("input_scale", scale.view(1), device=device)
+
+
 def check_tokens(
-    cfg: EPConfig,
-    given: DispatchInput,
-    device: torch.device | str | None = None,
-    weights_dtype: torch.dtype | None = torch.float32,
+    cfg: EPConfig, given: DispatchInput, device: torch.device | str | None = None, hooks: Hooks = NO_HOOKS
 ) -> None:
     """Check one rank's dispatch arguments, but for `input_scale`, against `cfg`; expert ids are not read.
 
@@ -65,7 +78,7 @@ def check_tokens(
         given: x 16-byte aligned, contiguous or with even rows (`has_even_rows`); scales and row_scales of quantised
             rows in torch's own types, too.
         device: where all of them must be; None: where `x` is.
-        weights_dtype: type of `router_weights`; None: any (a hook reads them).
+        hooks: with one for `router_weights` these are of any type.
 
     Raises:
         EPInputError: a tensor breaks its rule.
@@ -93,7 +106,7 @@ def check_tokens(
         )
     check_tensor("topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=ID_TYPES, device=place)
     if router_weights is not None:
-        check_router_weights(cfg, router_weights, tokens, place, weights_dtype)
+        check_router_weights(cfg, router_weights, tokens, place, hooks)
 
 
 def check_router_weights(
@@ -101,9 +114,10 @@ def check_router_weights(
     router_weights: torch.Tensor,
     tokens: int,
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = torch.float32,
+    hooks: Hooks = NO_HOOKS,
 ) -> None:
-    """Check `router_weights`: [tokens, top_k] of a type (None: of any), else EPInputError."""
+    """EPInputError unless `router_weights` are [tokens, top_k] float32, of any type where a hook reads them."""
+    dtype = None if hooks.router_weights else torch.float32
     check_tensor("router_weights", router_weights, shape=(tokens, cfg.top_k), dtype=dtype, device=device)
 
 
@@ -152,159 +166,6 @@ def check_unscaled(input_scale: float | torch.Tensor | None) -> None:
         raise EPInputError(f"input_scale = {given}: must be None, the rows are quantised already")
 
 
-def check_mode(cfg: EPConfig, mode: str, dispatched: Dispatched) -> None:
-    """EPInputError unless `mode` is one of COMBINE_MODES, and for rank-major rows the partial one, or the batch was
-    derived with other ids."""
-    if cfg.is_rank_major and mode != "partial" and not dispatched.derived_ids:
-        raise EPInputError(f"mode = {mode!r}: must be 'partial' for rank-major rows, of which a rank has one per token")
-    if mode not in COMBINE_MODES:
-        modes = [known for known in COMBINE_MODES if known != "unweighted" or not cfg.fused_shared_expert]
-        raise EPInputError(f"mode = {mode!r}: must be one of {', '.join(modes)}")
-
-
-def check_batch(
-    cfg: EPConfig, rank: int, dispatched: Dispatched, device: torch.device | str, origin: Origin | None = None
-) -> None:
-    """EPInputError unless `dispatched` is a batch of the communicator with this origin, and its buffers still hold it.
-    Of a batch that was put together from tensors the shapes are compared: its origin is None."""
-    if not isinstance(dispatched, Dispatched):
-        raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned")
-    if dispatched.origin is not None:
-        if dispatched.origin is not origin:
-            raise EPInputError(
-                f"dispatched = batch of another communicator (its rank {dispatched.origin.rank}): must be what a "
-                f"dispatch of this communicator, rank {rank}, returned"
-            )
-        if dispatched.turn != dispatched.use.turn:
-            raise EPInputError(
-                "dispatched: is not the batch that its buffers hold: a later dispatch was given them as `out` (combine "
-                "before that, or give each batch in flight buffers of its own), or they are copies"
-            )
-    if dispatched.rank != rank:
-        raise EPInputError(f"dispatched.rank = {dispatched.rank}: must be {rank}, the rank that combines")
-    check_tensor("dispatched.tokens", dispatched.tokens, device=device)
-    if not dispatched.tokens.dim():
-        raise EPInputError("dispatched.tokens.shape = (): must have a dimension of rows")
-    slices, most = dispatched.return_slices, MAX_SLICES.bit_length() - 1
-    if not (is_integer(slices) and 0 <= slices <= most):
-        raise EPInputError(f"dispatched.return_slices = {slices!r}: must be an integer in [0, {most}]")
-    offsets = (cfg.groups + 1,)
-    check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=offsets, dtype=torch.int32, device=device)
-    if dispatched.num_rows is not None:
-        check_tensor("dispatched.num_rows", dispatched.num_rows, shape=(1,), dtype=torch.int32, device=device)
-    check_tensor("dispatched.row_map", dispatched.row_map, shape=routed_shape(cfg), dtype=torch.int32, device=device)
-    headers = (cfg.peers, len(HeaderWord))
-    check_tensor("dispatched.headers", dispatched.headers, shape=headers, dtype=torch.int32, device=device)
-    if dispatched.weights is not None:
-        check_tensor(
-            "dispatched.weights", dispatched.weights, shape=routed_shape(cfg), dtype=torch.float32, device=device
-        )
-    ids = dispatched.topk_ids
-    check_tensor("dispatched.topk_ids", ids, shape=(None, cfg.top_k), dtype=ID_TYPES, device=device)
-    if ids.shape[0] > cfg.max_tokens_per_rank:
-        raise EPInputError(
-            f"dispatched.topk_ids.shape[0] = {ids.shape[0]}: must not exceed max_tokens_per_rank = "
-            f"{cfg.max_tokens_per_rank} tokens"
-        )
-
-
-def check_rows(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched) -> None:
-    """Check expert outputs: [N, hidden] bfloat16 beside `dispatched`, 16-byte aligned, else EPInputError.
-
-    N >= num_rows is the caller's promise: num_rows is on the device.
-    """
-    device = dispatched.row_map.device
-    check_tensor("rows", rows, shape=(None, cfg.hidden), dtype=torch.bfloat16, device=device, alignment=VECTOR_BYTES)
-
-
-def combine_weights(
-    cfg: EPConfig,
-    mode: str,
-    router_weights: torch.Tensor | None,
-    dispatched: Dispatched,
-    weights_dtype: torch.dtype | None = torch.float32,
-    *,
-    checked: bool = False,
-) -> torch.Tensor | None:
-    """The [T, top_k] weights that a rank multiplies what comes home by: in exact mode the argument, else what dispatch
-    was given. None in the others: in partial mode the expert ranks multiply by what dispatch brought them, or nobody
-    does, of rank-major rows.
-
-    Args:
-        checked: whether those of `dispatched` need no check.
-
-    Raises:
-        EPInputError: unknown mode, no weights in exact mode, in partial mode expert-major rows of a dispatch that was
-            given none, an argument in another mode than exact, a shared expert in unweighted mode, another mode than
-            partial for rank-major rows, or a wrong shape or type.
-    """
-    check_mode(cfg, mode, dispatched)
-    if mode == "unweighted":
-        if router_weights is not None:
-            raise EPInputError("router_weights = tensor: must be None in unweighted mode")
-        if cfg.fused_shared_expert:
-            raise EPInputError("mode = 'unweighted': has no sum that a fused shared expert could be added to")
-        return None
-    if mode == "partial":
-        if router_weights is not None:
-            rule = "give them to dispatch, or use mode='exact'"
-            if cfg.is_rank_major:
-                rule = "rank-major rows come home as they are, multiply them before"
-            raise EPInputError(f"router_weights = tensor: must be None in partial mode; {rule}")
-        if dispatched.weights is None:
-            raise EPInputError("dispatched.weights = None: must be what dispatch wrote, partial combine reads it")
-        if not (dispatched.weighted or cfg.is_rank_major):
-            raise EPInputError(
-                "dispatched.weighted = False: must be True in partial mode, which multiplies rows by the router "
-                "weights that came with them; give router_weights to dispatch, ones for a plain sum"
-            )
-        return None
-    weights = dispatched.router_weights if router_weights is None else router_weights
-    if weights is None:
-        raise EPInputError("router_weights = None: exact combine needs them, give them to dispatch or combine")
-    if router_weights is not None or not checked:
-        check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, weights_dtype)
-    elif weights.requires_grad:
-        check_detached("dispatched.router_weights", weights)
-    return weights
-
-
-OUTPUT_TYPES = {torch.bfloat16: OutputType.BF16, torch.float16: OutputType.FP16, torch.float32: OutputType.F32}
-"""Element types that combine can return."""
-
-
-def check_output(
-    cfg: EPConfig, mode: str, tokens: int, dtype: torch.dtype, out: torch.Tensor | None, device: torch.device | str
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """(shape, type) of combine's output: [T, hidden], unweighted [T, top_k, hidden]; `dtype`, unless there is an `out`.
-
-    Raises:
-        EPInputError: `out` does not have that shape, or the type is not in OUTPUT_TYPES.
-    """
-    shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
-    name = "dtype"
-    if out is not None:
-        if type(out) is not Tensor or out.requires_grad or out.is_inference():
-            check_written("out", out)
-        check_tensor("out", out, shape=shape, device=device, alignment=VECTOR_BYTES)
-        name, dtype = "out.dtype", out.dtype
-    if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_TYPES:
-        raise EPInputError(f"{name} = {dtype}: must be one of {', '.join(map(str, OUTPUT_TYPES))}")
-    return shape, dtype
-
-
-def check_epilogue_data(
-    mode: str, epilogue: str | None, epilogue_data: torch.Tensor | None, device: torch.device | str
-) -> None:
-    """Check what the `epilogue` hook reads: None, or a 16-byte aligned tensor where a combine in `mode` has one, else
-    EPInputError."""
-    if epilogue_data is None:
-        return
-    if epilogue is None or mode == "unweighted":
-        raise EPInputError(f"epilogue_data = tensor: must be None, {mode} combine has no epilogue here")
-    check_tensor("epilogue_data", epilogue_data, device=device, alignment=VECTOR_BYTES)
-
-
 MOVED_BY_VECTORS = ("tokens", "scales", "src_info", "headers")
 """Tensors of `DispatchBuffers` that kernels access 8 or 16 bytes at a time."""
 
@@ -319,7 +180,8 @@ def check_buffers(cfg: EPConfig, out: DispatchBuffers, device: torch.device | st
     if not isinstance(out, DispatchBuffers):
         raise EPInputError(f"out = {type(out).__name__}: must be a DispatchBuffers")
     rows = out.tokens
-    if out.made_for is cfg and rows.device == device and not rows.requires_grad:
+    as_made = out.memory.cfg is cfg and rows.dtype == payload_dtype(cfg.format)  # `without_rows` has others
+    if as_made and rows.device == device and not rows.requires_grad:
         if torch.is_inference_mode_enabled() or not rows.is_inference():
             return  # they cannot have changed
     capacity = rows.shape[0]

@@ -15,8 +15,9 @@ from typing import cast
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.bench.timing import LARGE_TOKENS, SAMPLES, Runner, rounds_per_graph, summary
 from cute_ep.bench.traffic import RoutingCounts, Traffic, count_routing, traffic

@@ -19,7 +19,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
-from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.checks import Names, as_rows, check_given, check_sms, in_words, named_config
 from cute_ep.integrations.connections import release, share
 from cute_ep.integrations.flashinfer_arguments import PARAMS, Arguments, group_of

@@ -15,7 +15,8 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.gates import Gate
 from cute_ep.api.types import CombineMode
-from cute_ep.api.validate import OUTPUT_TYPES, check_input_scale
+from cute_ep.api.validate import check_input_scale
+from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, max_rows
 from cute_ep.nn.connections import Connected, connected_in

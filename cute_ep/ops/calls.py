@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers, buffer_shapes
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.ops import gradients, library
@@ -54,7 +55,7 @@ class Batch(NamedTuple):
         """The batch as the rest of the library takes it, such as `dequantize`. Not in compiled code."""
         shapes = buffer_shapes(communicator_of(self.comm).cfg, self.tokens.shape[0])
         tensors: dict[str, Any] = {name: None if shapes[name] is None else getattr(self, name) for name in BUFFERS}
-        return replace(library.batch_of(*_read(self.tokens, self, "exact")), **tensors)
+        return replace(library.batch_of(*_read(self.tokens, self, "exact")), buffers=DispatchBuffers(**tensors))
 
 
 def _read(rows: Tensor, batch: Batch, mode: str) -> tuple[Tensor, tuple[Tensor | None, ...], str]:

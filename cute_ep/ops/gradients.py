@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from cute_ep.api.dispatched import BUFFERS
+from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.layouts.maps.formats import BF16
 from cute_ep.layouts.maps.variants import NO_HOOKS

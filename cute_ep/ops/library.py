@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched, buffer_shapes, rows_for
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers, buffer_shapes, rows_for
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.tensors import takes_strides
 from cute_ep.ops.registry import communicator_of, registered

@@ -13,23 +13,25 @@ overwritten afterwards, as on a stream; `topk_ids` and router weights are read b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout, raise_input_error
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.rounds import PendingCombine, PendingDispatch
+from cute_ep.api.provenance import Origin
+from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
 from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import CombineMode
-from cute_ep.api.use import Origin
-from cute_ep.api.validate import check_buffers, check_mode, check_rows
+from cute_ep.api.validate import check_buffers, check_input
+from cute_ep.api.validate_combine import check_batch, check_mode, check_rows, check_sum, combine_weights
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.dispatch import Source
 from cute_ep.reference.results import (
@@ -72,7 +74,7 @@ class ReferenceCommunicator(EPCommunicator):
 
     def __init__(self, cfg: EPConfig, rank: int, exchange: Exchange, *, group: object) -> None:
         self.cfg, self.rank, self.device = cfg, rank, torch.device("cpu")
-        self._exchange, self.group, self.origin = exchange, group, Origin(rank)
+        self._exchange, self.group, self.origin = exchange, group, Origin(cfg, rank, self.device)
         self._dispatches, self._combines = exchange.dispatch.order[rank], exchange.combine.order[rank]
         self._failure: EPTimeout | None = None
         self._wrong_input: dict[Phase, tuple[int, int, int]] = {}  # the latest that `synchronize` has not raised
@@ -125,14 +127,16 @@ class ReferenceCommunicator(EPCommunicator):
         self._check_usable()
         return DispatchBuffers.allocate(self.cfg, DEVICE, capacity)
 
-    def _prepare_dispatch(
-        self, given: DispatchInput, out: DispatchBuffers | None, *, planned: bool
-    ) -> Callable[[], Dispatched]:
+    def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
+        return self._plan_dispatch(given, out).launch()
+
+    def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
         self._check_usable()
         self._dispatches.check_fused()
         if out is not None:
             check_buffers(self.cfg, out, DEVICE)
-        self._check_input(given)
+        check_input(self.origin, given)
+        read_scale(given.input_scale)
         self._check_apart(out, **given._asdict())
 
         def launch() -> Dispatched:
@@ -140,11 +144,7 @@ class ReferenceCommunicator(EPCommunicator):
             self._dispatches.check_fused()
             return self._receive_dispatch(self._send_dispatch(given), out)
 
-        return launch
-
-    def _check_input(self, given: DispatchInput) -> None:
-        super()._check_input(given)
-        read_scale(given.input_scale)
+        return Plan(launch)
 
     def _send_dispatch(self, given: DispatchInput) -> OwnPending:
         """Join the next dispatch with copies of what is given, as it is now."""
@@ -164,45 +164,48 @@ class ReferenceCommunicator(EPCommunicator):
             out = self.allocate()
         check_buffers(self.cfg, out, DEVICE)
         self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
-        out.use.begin()
-        own = {
-            "rank": self.rank,
-            "topk_ids": pending.topk_ids,
-            "router_weights": pending.router_weights,
-            "return_slices": pending.return_slices,
-            "origin": self.origin,
-            "number": self._dispatches.received + 1,
-            "read_again": pending.read_again,
-        }
-        dispatched = OwnDispatched.inside(out, own)
+        out.memory.generation.number += 1  # what it held is gone
+        dispatched = OwnDispatched.received(
+            out,
+            self.origin,
+            pending.topk_ids,
+            pending.router_weights,
+            pending.return_slices,
+            number=self._dispatches.received + 1,
+            read_again=pending.read_again,
+        )
 
         def receive(sources: Mapping[int, Source]) -> None:
             if full := fill(self.cfg, self.rank, sources, dispatched):
                 self._wrong_input[Phase.ROW_CAPACITY] = full
 
         if not self._receive(self._exchange.dispatch, receive):
-            withhold(dispatched)
+            withhold(out)
         return dispatched
 
-    def _prepare_combine(
-        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions, *, planned: bool
-    ) -> Callable[[], torch.Tensor]:
+    def _combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> torch.Tensor:
+        return self._plan_combine(rows, dispatched, mode, options).launch()
+
+    def _plan_combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> Plan[torch.Tensor]:
         self._check_usable()
         self._combines.check_fused()
-        self._check_batch(dispatched)
         self._check_return(rows, dispatched, mode)
         self._check_sum(rows, dispatched, mode, options)
 
         def launch() -> torch.Tensor:
             self._check_usable()
             self._combines.check_fused()
-            self._check_batch(dispatched)
-            return self._receive_combine(self._send_combine(rows, dispatched, mode), options)
+            return self._receive_combine(self._join_combine(rows, dispatched, mode), options)
 
-        return launch
+        return Plan(launch)
 
     def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
-        """EPInputError unless a combine can return these rows of a batch that was checked."""
+        """EPInputError unless a combine can return these rows of this batch."""
+        check_batch(self.origin, dispatched)
         check_mode(self.cfg, mode, dispatched)
         if isinstance(dispatched, OwnDispatched):
             dispatched.read_again.check_ids(dispatched)
@@ -212,10 +215,18 @@ class ReferenceCommunicator(EPCommunicator):
             raise EPInputError(
                 f"dispatched = round {number}: rank(s) {missing} must dispatch before rank {self.rank} combines"
             )
-        check_rows(self.cfg, rows, dispatched)
+        check_rows(self.cfg, rows, DEVICE)
         check_row_count(rows, dispatched)
 
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
+        check_batch(self.origin, dispatched)
+        if mode == "exact":  # may be given its weights by `combine_wait`
+            check_mode(self.cfg, mode, dispatched)
+        else:
+            combine_weights(self.cfg, mode, None, dispatched)
+        return self._join_combine(rows, dispatched, mode)
+
+    def _join_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
         """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
         mode or dispatch."""
         self._check_return(rows, dispatched, mode)
@@ -237,7 +248,7 @@ class ReferenceCommunicator(EPCommunicator):
         self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions
     ) -> tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]:
         """As for any backend, with the weights as they are now."""
-        weights, shape, dtype = super()._check_sum(rows, dispatched, mode, options)
+        weights, shape, dtype = check_sum(self.origin, rows, dispatched, mode, options)
         ids, row_map = dispatched.topk_ids, dispatched.row_map
         check_apart("out", options.out, topk_ids=ids, router_weights=weights, row_map=row_map)
         if isinstance(dispatched, OwnDispatched):

@@ -13,7 +13,8 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
-from cute_ep.api.validate import check_mode, check_output, check_router_weights, check_rows, combine_weights
+from cute_ep.api.validate import check_router_weights
+from cute_ep.api.validate_combine import check_mode, check_output, check_rows, combine_weights
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.reference.dispatch import lower_halves, per_rank
 from cute_ep.reference.formats import round_to, row_chunks
@@ -60,7 +61,7 @@ def check_combine(
     per_rank("dispatched", dispatched, cfg.world_size)
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
         check_mode(cfg, mode, batch)
-        check_rows(cfg, outputs, batch)
+        check_rows(cfg, outputs, batch.row_map.device)
         check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
         if outputs.shape[0] < (need := batch.num_rows.item()):
             raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")

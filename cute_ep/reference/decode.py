@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, as_own_types, payload_columns, payload_types, scale_types
@@ -31,7 +32,7 @@ class _Groups(NamedTuple):
 
 
 def dequantize(
-    rows: QuantizedRows | SwigluRows | DispatchBuffers,
+    rows: QuantizedRows | SwigluRows | DispatchBuffers | Dispatched,
     fmt: FormatName | Format,
     global_scale: float | torch.Tensor = 1.0,
     *,
@@ -61,6 +62,8 @@ def dequantize(
     """
     fmt = as_format(fmt)
     name = "rows.payload"
+    if isinstance(rows, Dispatched):
+        rows = rows.buffers
     if isinstance(rows, DispatchBuffers):
         given = {"row_offsets": row_offsets, "scales_offsets": scales_offsets}
         if present := [argument for argument, tensor in given.items() if tensor is not None]:
@@ -122,8 +125,8 @@ def _check_scales(
         layout = fmt.scale_layout(scale_layout)
     except ValueError as error:
         raise EPInputError(str(error)) from None
-    if isinstance(rows, DispatchBuffers) and rows.made_for is not None and scale_layout is None:
-        layout = rows.made_for.scales_as if rows.made_for.format is fmt else layout
+    if isinstance(rows, DispatchBuffers) and rows.memory.cfg is not None and scale_layout is None:
+        layout = rows.memory.cfg.scales_as if rows.memory.cfg.format is fmt else layout
     if fmt.scale is None:
         if scales is not None:
             raise EPInputError(f"rows.scales = {type(scales).__name__}: must be None, {fmt.name} has none")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -329,7 +330,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     blocks = (padded + 127) // 128
     first_block = blocks.cumsum(0) - blocks
     header = [[one.tokens, pack_messages(0, int(one.router_weights is not None)), 0, 0] for one in peers]
-    return Dispatched(
+    buffers = DispatchBuffers(
         tokens=padded_rows(joined.payload),
         scales=None if scales is None or layout is None else _arranged(cfg, scales, layout, padded.tolist()),
         row_scales=padded_rows(joined.row_scales),
@@ -345,8 +346,5 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_weights=row_weights,
         row_expert_ids=row_expert_ids,
         source_ranges=source_ranges,
-        rank=rank,
-        topk_ids=own.topk_ids,
-        router_weights=own.router_weights,
-        return_slices=0,
     )
+    return Dispatched(buffers, rank, own.topk_ids, own.router_weights, return_slices=0)

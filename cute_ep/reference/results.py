@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.tensors import row_vectors
-from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.layouts.maps.arena import message_of, segment_words
 from cute_ep.layouts.maps.arguments import Batch, Group, Ids, Input, Output, Rows, Scales, SharedExpert, Sums, Wire
 from cute_ep.layouts.maps.routing import division_magic
@@ -125,13 +126,13 @@ def scales_record(
 
 def batch_record(dispatched: Dispatched) -> Batch:
     """What dispatch has left for combine_send."""
-    return Batch(**dispatched.addresses(Batch._fields))
+    return Batch(**dispatched.buffers.addresses(Batch._fields))
 
 
 def rows_record(rows: torch.Tensor, dispatched: Dispatched, elsewhere: int) -> Rows:
     """Experts' outputs. Rows that dispatch had no room for are lost whatever `rows` holds there. They are read from
     row 0: where there is none, from address `elsewhere`, at which there is as much memory."""
-    return Rows(rows.data_ptr() or elsewhere, min(rows.size(0), dispatched.tokens.size(0)))
+    return Rows(rows.data_ptr() or elsewhere, min(rows.size(0), dispatched.buffers.tokens.size(0)))
 
 
 def sums_record(dispatched: Dispatched, weights: torch.Tensor | None, out: torch.Tensor, options: SumOptions) -> Sums:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.rounds import PendingCombine, PendingDispatch, Rounds
+from cute_ep.api.provenance import Origin
+from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.tensors import check_apart, overlap
 from cute_ep.api.types import CombineMode
-from cute_ep.api.use import Origin
-from cute_ep.api.validate import check_buffers, check_rows
-from cute_ep.layouts.maps.arguments import Batch, Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
+from cute_ep.api.validate import check_buffers, check_input
+from cute_ep.api.validate_combine import check_batch, check_mode, check_rows, check_sum, combine_weights
+from cute_ep.layouts.maps.arguments import Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.arguments import (
     NO_BATCH,
@@ -41,6 +44,29 @@ from cute_ep.runtime.parts import UNENCODED, RankParts
 from cute_ep.runtime.status import Status
 from cute_ep.runtime.streams import give_back, take_stream
 from cute_ep.torch_internals import current_stream
+
+
+class Call(NamedTuple):
+    """A launch that is ready.
+
+    Attributes:
+        numbers: what the kernel is told, besides what it is bound to.
+        tensors: what it reads and writes, besides those of `out` and `batch`.
+        out: the buffers that it receives into.
+        batch: whose rows it returns.
+    """
+
+    kernel: Kernel
+    shape: LaunchShape
+    numbers: tuple[int, ...]
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    out: DispatchBuffers | None = None
+    batch: Dispatched | None = None
+
+
+def _sender(operation: str, given: DispatchInput) -> str:
+    """Name of the kernel for rows to encode, or for rows that only move."""
+    return operation if given.scales is None else f"{operation}{UNENCODED}"
 
 
 def _read_by_combine(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
@@ -69,8 +95,7 @@ class Communicator(EPCommunicator):
         cfg, rank, device, arena = parts.cfg, parts.rank, parts.device, parts.arena
         self.cfg, self.rank, self.device = cfg, rank, device
         self.arena, self.hooks = arena, parts.hooks
-        self._weights_dtype = None if parts.hooks.router_weights else torch.float32
-        self.group, self.origin = group, Origin(rank)
+        self.group, self.origin = group, Origin(cfg, rank, device, parts.hooks)
         self.max_ctas, self.tuning = parts.max_ctas, parts.tuning
         self._kernels, self._cache = parts.kernels, LaunchCache(cfg, rank, parts.max_ctas, parts.pairs, parts.kernels)
         self._shared_device = parts.shared_device
@@ -97,60 +122,70 @@ class Communicator(EPCommunicator):
 
     # ---- dispatch
 
-    def _prepare_dispatch(
-        self, given: DispatchInput, out: DispatchBuffers | None, *, planned: bool
-    ) -> Callable[[], Dispatched]:
-        planned_on = current_stream(self.device.index) if planned else None
-        self._check_usable()
-        self._dispatches.check_fused()
-        self._check_input(given)
-        sent, shape, ids, sending = self._prepare_send("dispatch", given)
-        buffers, kernel, received, scales = self._prepare_receive(self._send_kernel("dispatch", given), out)
-        if out is not None and overlap(given.x, buffers.tokens):
-            check_apart("out.tokens", buffers.tokens, x=given.x)
-        call = dispatch_numbers(shape.grid, shape.shared, ids, sending, received, scales)
+    def _dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Dispatched:
+        self._check_dispatch(given)
+        call, sent = self._fused_dispatch(given, out)
+        return self._launch_dispatch(call, sent, given)
+
+    def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
+        stream = current_stream(self.device.index)
+        self._check_dispatch(given)
+        call, sent = self._fused_dispatch(given, out)
 
         def launch() -> Dispatched:
-            if planned:
-                self._check_usable()
-                self._dispatches.check_fused()
-            self._look(given)
-            count = self._dispatches.count_fused
-            self._launch(kernel, shape, call, sent.keep_alive, count, buffers=buffers, planned_on=planned_on)
-            return self._result(sent, buffers)
+            self._check_usable()
+            self._dispatches.check_fused()
+            self._check_planned_on(stream)
+            return self._launch_dispatch(call, sent, given)
 
-        return launch
+        return Plan(launch)
+
+    def _check_dispatch(self, given: DispatchInput) -> None:
+        self._check_usable()
+        self._dispatches.check_fused()
+        check_input(self.origin, given)
+
+    def _fused_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> tuple[Call, PendingDispatch]:
+        sent, shape, ids, sending = self._sending("dispatch", given)
+        buffers, kernel, received, scales = self._receiving(_sender("dispatch", given), out)
+        if out is not None and overlap(given.x, buffers.tokens):
+            check_apart("out.tokens", buffers.tokens, x=given.x)
+        numbers = dispatch_numbers(shape.grid, shape.shared, ids, sending, received, scales)
+        return Call(kernel, shape, numbers, sent.keep_alive, buffers), sent
+
+    def _launch_dispatch(self, call: Call, sent: PendingDispatch, given: DispatchInput) -> Dispatched:
+        self._look(given)
+        self._launch(call, self._dispatches.count_fused)
+        return self._received(call, sent)
 
     def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
-        sent, shape, ids, sending = self._prepare_send("dispatch_async", given)
-        call = dispatch_numbers(shape.grid, shape.shared, ids, sending, (), ())
-        kernel = self._kernels[self._send_kernel("dispatch_async", given)]
+        sent, shape, ids, sending = self._sending("dispatch_async", given)
+        numbers = dispatch_numbers(shape.grid, shape.shared, ids, sending, (), ())
+        kernel = self._kernels[_sender("dispatch_async", given)]
         self._look(given)
-        self._launch(kernel, shape, call, sent.keep_alive, self._dispatches.count_sent, sent)
+        self._launch(Call(kernel, shape, numbers, sent.keep_alive), self._dispatches.count_sent, sent)
         return sent
 
     def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
-        tokens = pending.topk_ids.shape[0]
-        buffers, kernel, received, scales = self._prepare_receive("dispatch_wait", out)
-        shape = self._cache.shape(self.tuning, "dispatch_wait", tokens)
-        call = dispatch_numbers(shape.grid, shape.shared, NO_IDS, NO_INPUT, received, scales)
-        self._launch(kernel, shape, call, (), self._dispatches.count_received, buffers=buffers)
-        return self._result(pending, buffers)
+        buffers, kernel, received, scales = self._receiving("dispatch_wait", out)
+        shape = self._cache.shape(self.tuning, "dispatch_wait", pending.topk_ids.shape[0])
+        numbers = dispatch_numbers(shape.grid, shape.shared, NO_IDS, NO_INPUT, received, scales)
+        call = Call(kernel, shape, numbers, (), buffers)
+        self._launch(call, self._dispatches.count_received)
+        return self._received(call, pending)
 
-    def _send_kernel(self, operation: str, given: DispatchInput) -> str:
-        """Name of the kernel for rows to encode, or for rows that only move."""
-        return operation if given.scales is None else f"{operation}{UNENCODED}"
-
-    def _prepare_send(self, operation: str, given: DispatchInput) -> tuple[PendingDispatch, LaunchShape, Ids, Input]:
-        x, topk_ids, router_weights, scale, scales, row_scales = given
+    def _sending(self, operation: str, given: DispatchInput) -> tuple[PendingDispatch, LaunchShape, Ids, Input]:
+        """What a sending launch leaves for its receiving one, its shape, and its records."""
+        scale = given.input_scale
         if not (scale is None or isinstance(scale, torch.Tensor)):
             scale = torch.full((1,), scale, dtype=torch.float32, device=self.device)
-        shape = self._cache.shape(self.tuning, operation, x.size(0))
-        keep_alive = (x, topk_ids, router_weights, scale, scales, row_scales)
-        sent = PendingDispatch(topk_ids, router_weights, shape.return_slices, keep_alive)
-        return sent, shape, ids_record(topk_ids), input_record(given, scale, shape.slices_log2, shape.return_slices)
+        shape = self._cache.shape(self.tuning, operation, given.x.size(0))
+        keep_alive = (given.x, given.topk_ids, given.router_weights, scale, given.scales, given.row_scales)
+        sent = PendingDispatch(given.topk_ids, given.router_weights, shape.return_slices, keep_alive)
+        record = input_record(given, scale, shape.slices_log2, shape.return_slices)
+        return sent, shape, ids_record(given.topk_ids), record
 
-    def _prepare_receive(
+    def _receiving(
         self, name: str, out: DispatchBuffers | None
     ) -> tuple[DispatchBuffers, Kernel, Output | tuple[()], Scales | tuple[()]]:
         """The buffers to receive into, the kernel of a name, and its records of the buffers: none where the kernel is
@@ -166,86 +201,90 @@ class Communicator(EPCommunicator):
             self._cache.remember(out)
         return out, self._kernels[name], output_record(self.cfg, out), self._cache.scales_of(out)
 
-    def _result(self, sent: PendingDispatch, out: DispatchBuffers) -> Dispatched:
-        own = {
-            "rank": self.rank,
-            "topk_ids": sent.topk_ids,
-            "router_weights": sent.router_weights,
-            "return_slices": sent.return_slices,
-            "origin": self.origin,
-        }
-        return Dispatched.inside(out, own)
+    def _received(self, call: Call, sent: PendingDispatch) -> Dispatched:
+        assert call.out is not None
+        return Dispatched.received(call.out, self.origin, sent.topk_ids, sent.router_weights, sent.return_slices)
 
     # ---- combine
 
-    def _prepare_combine(
-        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions, *, planned: bool
-    ) -> Callable[[], torch.Tensor]:
-        planned_on = current_stream(self.device.index) if planned else None
-        self._check_usable()
-        self._combines.check_fused()
-        self._check_batch(dispatched)
-        check_rows(self.cfg, rows, dispatched)
-        weights, sums, result = self._prepare_sum(rows, dispatched, mode, options)
-        shape = self._cache.shape(self.tuning, "combine", sums.tokens, whole_rows=mode != "partial")
-        kernel, batch = self._kernels[f"combine_{mode}"], batch_record(dispatched)
-        call = self._combine_call(shape, rows, dispatched, batch, sums)
-        tensors = (rows, result, weights, options.epilogue_data)
+    def _combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> torch.Tensor:
+        self._check_combine(rows, dispatched)
+        call, result = self._fused_combine(rows, dispatched, mode, options)
+        self._launch(call, self._combines.count_fused)
+        return result
+
+    def _plan_combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> Plan[torch.Tensor]:
+        stream = current_stream(self.device.index)
+        self._check_combine(rows, dispatched)
+        call, result = self._fused_combine(rows, dispatched, mode, options)
 
         def launch() -> torch.Tensor:
-            if planned:
-                self._check_usable()
-                self._combines.check_fused()
-                if dispatched.origin is not None:  # its buffers may have been used again since
-                    self._check_batch(dispatched)
-            count = self._combines.count_fused
-            self._launch(kernel, shape, call, tensors, count, batch=dispatched, planned_on=planned_on)
+            self._check_combine(rows, dispatched)  # its buffers may have been used again since
+            self._check_planned_on(stream)
+            self._launch(call, self._combines.count_fused)
             return result
 
-        return launch
+        return Plan(launch)
+
+    def _check_combine(self, rows: torch.Tensor, dispatched: Dispatched) -> None:
+        self._check_usable()
+        self._combines.check_fused()
+        check_batch(self.origin, dispatched)
+        check_rows(self.cfg, rows, self.device)
+
+    def _fused_combine(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
+    ) -> tuple[Call, torch.Tensor]:
+        weights, sums, result = self._summing(rows, dispatched, mode, options)
+        shape = self._cache.shape(self.tuning, "combine", sums.tokens, whole_rows=mode != "partial")
+        returned = rows_record(rows, dispatched, self.arena.address)
+        numbers = combine_numbers(
+            shape.grid, shape.shared, ids_record(dispatched.topk_ids), returned, batch_record(dispatched), sums
+        )
+        tensors = (rows, result, weights, options.epilogue_data)
+        return Call(self._kernels[f"combine_{mode}"], shape, numbers, tensors, None, dispatched), result
 
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
-        check_rows(self.cfg, rows, dispatched)
+        check_batch(self.origin, dispatched)
+        if mode == "exact":  # may be given its weights by `combine_wait`
+            check_mode(self.cfg, mode, dispatched)
+        else:
+            combine_weights(self.cfg, mode, None, dispatched)
+        check_rows(self.cfg, rows, self.device)
         shape = self._cache.shape(self.tuning, "combine_async", dispatched.topk_ids.shape[0])
-        call = combine_numbers(
-            shape.grid,
-            NO_SHARED,
-            NO_IDS,
-            rows_record(rows, dispatched, self.arena.address),
-            batch_record(dispatched),
-            NO_SUMS,
-        )
+        returned = rows_record(rows, dispatched, self.arena.address)
+        numbers = combine_numbers(shape.grid, NO_SHARED, NO_IDS, returned, batch_record(dispatched), NO_SUMS)
         kernel = self._kernels[f"combine_async_{'partial' if mode == 'partial' else 'exact'}"]
         pending = PendingCombine(dispatched, mode, rows)
-        self._launch(kernel, shape, call, (rows,), self._combines.count_sent, pending, batch=dispatched)
+        self._launch(Call(kernel, shape, numbers, (rows,), None, dispatched), self._combines.count_sent, pending)
         return pending
 
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
         dispatched, mode, rows = pending
-        weights, sums, result = self._prepare_sum(rows, dispatched, mode, options)
+        weights, sums, result = self._summing(rows, dispatched, mode, options)
         shape = self._cache.shape(self.tuning, "combine_wait", sums.tokens)
-        call = self._combine_call(shape, rows, dispatched, NO_BATCH, sums)
+        returned = rows_record(rows, dispatched, self.arena.address)
+        ids = ids_record(dispatched.topk_ids)
+        numbers = combine_numbers(shape.grid, shape.shared, ids, returned, NO_BATCH, sums)
         tensors = (rows, result, weights, options.epilogue_data)
-        kernel, count = self._kernels[f"combine_wait_{mode}"], self._combines.count_received
-        self._launch(kernel, shape, call, tensors, count, batch=dispatched)
+        call = Call(self._kernels[f"combine_wait_{mode}"], shape, numbers, tensors, None, dispatched)
+        self._launch(call, self._combines.count_received)
         return result
 
-    def _prepare_sum(
+    def _summing(
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> tuple[torch.Tensor | None, Sums, torch.Tensor]:
         """(weights, record, output) of a combine that receives, once its arguments were checked."""
-        weights, extents, dtype = self._check_sum(rows, dispatched, mode, options)
+        weights, extents, dtype = check_sum(self.origin, rows, dispatched, mode, options)
         result = options.out
         if result is None:
             with torch.cuda.stream(self._work_stream()):
                 result = torch.empty(extents, dtype=dtype, device=self.device)
         return weights, sums_record(dispatched, weights, result, options), result
-
-    def _combine_call(
-        self, shape: LaunchShape, rows: torch.Tensor, dispatched: Dispatched, batch: Batch, sums: Sums
-    ) -> tuple[int, ...]:
-        ids, given = ids_record(dispatched.topk_ids), rows_record(rows, dispatched, self.arena.address)
-        return combine_numbers(shape.grid, shape.shared, ids, given, batch, sums)
 
     def synchronize(self) -> None:
         """Wait for this rank's work, on whatever streams, and raise what its kernels reported: EPTimeout, EPInputError.
@@ -327,40 +366,23 @@ class Communicator(EPCommunicator):
             )
         self._status.raise_failure()
 
-    def _launch(
-        self,
-        kernel: Kernel,
-        shape: LaunchShape,
-        call: tuple[int, ...],
-        tensors: tuple[torch.Tensor | None, ...],
-        count: Callable[..., None],
-        *counted: object,
-        buffers: DispatchBuffers | None = None,
-        batch: Dispatched | None = None,
-        planned_on: int | None = None,
-    ) -> None:
-        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far, and count it. An
-        interrupt in between would leave the host and the device with different counts: no call is taken after it.
-
-        Args:
-            call: the numbers that this launch is told.
-            tensors, buffers: what the kernel reads and writes.
-            batch: whose rows a combine returns.
-            count, counted: of `Rounds`, and its arguments.
-            planned_on: raw handle of the stream on which memory was prepared for the launch, if that was earlier.
-
-        Raises:
-            EPInputError: another stream is current than `planned_on`.
-        """
-        self._check_open()
-        stream = current_stream(self.device.index)
-        if planned_on is not None and stream != planned_on:
+    def _check_planned_on(self, stream: int) -> None:
+        """EPInputError where another stream, a raw handle, is current: on this one memory was prepared."""
+        current = current_stream(self.device.index)
+        if current != stream:
             raise EPInputError(
-                f"launch: the current stream is {stream:#x}: must be {planned_on:#x}, on which the call was planned"
+                f"launch: the current stream is {current:#x}: must be {stream:#x}, on which the call was planned"
             )
+
+    def _launch(self, call: Call, count: Callable[..., None], *counted: object) -> None:
+        """Enqueue one kernel on the work stream, after what the caller's stream has enqueued so far, and count it with
+        `count`, of `Rounds`. An interrupt in between would leave the host and the device with different counts: no
+        call is taken after it."""
+        kernel, shape, numbers, tensors, out, batch = call
+        stream = current_stream(self.device.index)
         if self._shared_device and stream != self.stream.cuda_stream:
             self.stream.wait_stream(self._current_stream())
-            received = tensors_of(buffers).values() if buffers else ()
+            received = tensors_of(out).values() if out else ()
             for tensor in (*tensors, *received, *(_read_by_combine(batch) if batch else ())):
                 if tensor is not None:
                     tensor.record_stream(self.stream)
@@ -368,14 +390,14 @@ class Communicator(EPCommunicator):
         pdl = bool(shape.grid.pdl)
         early, self._pdl = pdl and self._pdl, pdl
         self._streams.add(stream)
-        if buffers is not None:
-            buffers.use.begin()
+        if out is not None:
+            out.memory.generation.number += 1  # what it held is gone
         try:
             if torch.cuda.current_device() == self.device.index:
-                kernel.launch(shape.ctas, call, stream, early=early, pairs=shape.pairs)
+                kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
             else:
                 with torch.cuda.device(self.device):
-                    kernel.launch(shape.ctas, call, stream, early=early, pairs=shape.pairs)
+                    kernel.launch(shape.ctas, numbers, stream, early=early, pairs=shape.pairs)
             count(*counted)
         except BaseException as error:
             self._interrupted = not isinstance(error, Exception)

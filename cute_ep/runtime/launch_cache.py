@@ -7,7 +7,7 @@ tokens are few the GPU waits for it. So what does not change from call to call i
 - the kernel with the addresses of a caller's buffers bound to it: then a launch neither reads fifteen addresses nor
   checks the buffers again. `DispatchBuffers` cannot change but in whether gradients or inference mode forbid to write
   them, which is looked at in each call;
-- that a batch was made here (`Dispatched.is_latest_of`), so that combine need not check it again.
+- that a batch was made here (`Dispatched.is_whole`), so that combine need not check it again.
 
 Nothing here changes what is launched. What is kept goes with the buffers, or after SHAPES_KEPT shapes, or when another
 `Tuning` is set.
@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.validate import check_buffers
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
 from cute_ep.layouts.maps.scales import scale_block

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.layouts.maps.arena import HeaderWord, has_weights
 from cute_ep.layouts.maps.routing import LOST_ROW

@@ -12,7 +12,7 @@ import torch
 
 import cute_ep
 from cute_ep import EPCommunicator, EPConfig, connect_local, quantize
-from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.buffers import tensors_of
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, ROW_ORDERS, RowOrder

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from cute_ep.api import carving
+from cute_ep.api.buffers import APART, BUFFERS, DispatchBuffers, tensors_of
 from cute_ep.api.carving import Carving, Pieces
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import APART, BUFFERS, DispatchBuffers, tensors_of
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.arguments import WRITTEN, address, output_record
@@ -115,12 +115,12 @@ def test_a_capacity_is_a_whole_number_of_rows(make: Callable[..., DispatchBuffer
 def test_copies_have_tensors_of_their_own_or_the_same() -> None:
     buffers = DispatchBuffers.carve(CFG, "cpu", 4)
     buffers.src_info.fill_(7)
-    buffers.use.begin()
+    buffers.memory.generation.number += 1
     assert copy.copy(buffers).src_info is buffers.src_info
-    assert replace(buffers).use is buffers.use
+    assert replace(buffers).memory.generation is buffers.memory.generation
     for other in (copy.deepcopy(buffers), pickle.loads(pickle.dumps(buffers))):
         assert (other.src_info == 7).all() and other.row_weights.shape == (4, 3)
-        assert other.src_info.data_ptr() != buffers.src_info.data_ptr() and other.use.turn == 0
+        assert other.src_info.data_ptr() != buffers.src_info.data_ptr() and other.memory.generation.number == 0
     with pytest.raises(AttributeError, match="no attribute 'elsewhere'"):
         _ = buffers.elsewhere
 

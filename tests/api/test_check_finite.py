@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import tensors_of
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import tensors_of
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import QuantizedRows

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cute_ep import connect_local, dequantize, reference
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
 from cute_ep.layouts.maps.formats import FORMATS

@@ -88,7 +88,7 @@ def test_quantize_refuses_a_scale_that_requires_a_gradient() -> None:
 
 def in_new_object(buffers: Any) -> Any:
     """The same tensors in another object, which no communicator has seen."""
-    return type(buffers)(**{name: value for name, value in vars(buffers).items() if name not in ("use", "made_for")})
+    return replace(buffers)
 
 
 def test_buffers_of_inference_mode_are_refused_outside_of_it(lone_rank: EPCommunicator) -> None:

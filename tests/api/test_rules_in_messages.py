@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_ep import reference
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.gates import KINDS, Gate
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows, payload_columns, payload_dtype, scale_dtype

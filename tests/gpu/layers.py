@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import grouped_mm, rms_norm, silu
 
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.local_ops import fused_silu
 from cute_ep.testing.workloads import make_inputs

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 
 import torch
 
 from cute_ep import reference
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers, Dispatched
+from cute_ep.api.buffers import BUFFERS
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.compare import assert_bits, assert_untouched_behind
 from cute_ep.testing.verify import (
@@ -27,6 +27,7 @@ from cute_ep.testing.verify import (
     poisoned_buffers,
 )
 from cute_ep.testing.workloads import make_inputs
+from tests.changed_batches import changed
 
 from .runs import Streams, delay, draw_delay, settle
 
@@ -105,8 +106,8 @@ class RankMemory:
         """What a replay wrote: a batch and the sums of each layer."""
         memory, batches = iter(self._saved[number]), []
         for batch, buffers in zip(self.batches, self.buffers, strict=True):
-            names = [field.name for field in fields(DispatchBuffers) if getattr(buffers, field.name) is not None]
-            batches.append(replace(batch, **{name: inside(next(memory), getattr(buffers, name)) for name in names}))
+            names = [name for name in BUFFERS if getattr(buffers, name) is not None]
+            batches.append(changed(batch, **{name: inside(next(memory), getattr(buffers, name)) for name in names}))
         return batches, [inside(next(memory), sums) for sums in self.sums]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import tensors_of
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import tensors_of
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.distributed import (
     DistributedEPCombine,

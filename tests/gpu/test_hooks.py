@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import expert_rows
 from cute_ep.testing.workloads import make_inputs
+from tests.changed_batches import on_device
 
 from .conftest import connected
 
@@ -56,10 +55,7 @@ def test_epilogues(devices: list[str], hooks: Hooks, mode: str, split: bool) -> 
         residuals = [torch.randn(77, 2048, device=c.device).bfloat16() for c in communicators]
         numbers = [torch.tensor([0.3 + rank], device=c.device) for rank, c in enumerate(communicators)]
         here = communicators[0].device
-        moved = [
-            replace(b, **{name: v.to(here) for name, v in vars(b).items() if isinstance(v, torch.Tensor)})
-            for b in batches
-        ]
+        moved = [on_device(b, here) for b in batches]
         for data in (residuals if hooks is RESIDUAL else numbers, [None] * len(devices)):
             outs = combined(communicators, rows, batches, data, mode, split)
             for communicator in communicators:

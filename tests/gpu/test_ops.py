@@ -13,8 +13,8 @@ from torch._inductor import config as inductor_config
 from torch.library import opcheck
 
 import cute_ep.ops
+from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import BUFFERS
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits

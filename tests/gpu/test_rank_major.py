@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
 from cute_ep.layouts.maps.formats import FORMATS

@@ -10,6 +10,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.runtime.sums import sum_rows
 from cute_ep.testing.workloads import ROUTINGS, make_inputs
+from tests.changed_batches import changed as with_tensors
 from tests.runtime.test_sums import CFG, batches, check, random_rows
 
 from .conftest import LIBRARY
@@ -22,7 +23,7 @@ def on_gpu(batch: Dispatched) -> Dispatched:
         row_map[source, count:] = 1 << 30
     moved = {"row_map": row_map.cuda(), "topk_ids": batch.topk_ids.cuda(), "tokens": batch.tokens.cuda()}
     changed = batch.derived(**moved)
-    return changed._changed({"headers": batch.headers.cuda()})
+    return with_tensors(changed, headers=batch.headers.cuda())
 
 
 def poison(rows: torch.Tensor, batch: Dispatched) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from cute_ep import reference
-from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.buffers import tensors_of
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, HeaderWord
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.testing.verify import expert_rows, poison, poisoned_buffers

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
 
 from cute_ep import Dispatched, EPConfigError, EPError, EPInputError
-from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.buffers import tensors_of
 from cute_ep.integrations.exchange import Exchange
 from cute_ep.integrations.transformers import Attachment, attach, attachment
 from tests.integrations.models import EXPERTS, build, distance, text, trained

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_ep.api.config import EPConfig
+from cute_ep.api.rounds import Plan
 from cute_ep.integrations import exchange
 from cute_ep.integrations.exchange import UNCOUNTED_ENTRIES, Exchange, Round
 from cute_ep.runtime.routes import RouteCounts, count_routes
@@ -102,10 +103,10 @@ def test_a_collector_between_the_launches_of_two_ranks_closes_nothing(
     ids = routes("any", 8)
     last = ranks.communicators[-1]
     open_between: list[bool] = []
-    prepare = getattr(type(last), f"_prepare_{step}")
+    plan = getattr(type(last), f"_plan_{step}")
 
-    def prepared(self: Any, *given: Any, **options: Any) -> Any:
-        launch = prepare(self, *given, **options)
+    def planned(self: Any, *given: Any) -> Plan:
+        launch = plan(self, *given).launch
 
         def collected() -> Any:
             if self is last:  # all others are launched
@@ -114,9 +115,9 @@ def test_a_collector_between_the_launches_of_two_ranks_closes_nothing(
                 open_between.append(not any(one.closed for one in gone))
             return launch()
 
-        return collected
+        return Plan(collected)
 
-    monkeypatch.setattr(type(last), f"_prepare_{step}", prepared)
+    monkeypatch.setattr(type(last), f"_plan_{step}", planned)
     passed(ranks, ids)
     assert open_between[:1] == [True]
     assert step == "dispatch" or not any(one.closed for one in gone)

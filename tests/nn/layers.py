@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.nn import MoELayer, shard_state_dict
 from cute_ep.ops.registry import communicator_of
 

@@ -11,7 +11,7 @@ import torch
 
 import cute_ep.ops
 from cute_ep import connect_local
-from cute_ep.api.dispatched import BUFFERS, DispatchBuffers
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers
 from cute_ep.testing.workloads import make_inputs
 
 from .ranks import ALONE

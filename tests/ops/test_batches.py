@@ -11,7 +11,7 @@ import torch
 import cute_ep
 import cute_ep.ops
 from cute_ep import connect_local
-from cute_ep.api.dispatched import BUFFERS
+from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode

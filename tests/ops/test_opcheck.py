@@ -12,8 +12,9 @@ from torch.library import opcheck
 
 import cute_ep.ops
 from cute_ep import connect_local
+from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import BUFFERS, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.ops import library

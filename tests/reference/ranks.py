@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
 
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers, tensors_of
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
@@ -51,18 +51,18 @@ def assert_columns_and_poison(actual: torch.Tensor, want: torch.Tensor, name: st
 
 
 def check_filled(cfg: EPConfig, got: Dispatched, want: Dispatched, name: str) -> None:
-    for one in fields(DispatchBuffers):
-        value = getattr(want, one.name)
-        if one.name == "scales" and cfg.scales_as == "transposed":
+    for one in BUFFERS:
+        value = getattr(want, one)
+        if one == "scales" and cfg.scales_as == "transposed":
             assert_columns_and_poison(got.scales, value, f"{name} scales")
-        elif one.name == "headers":
+        elif one == "headers":
             assert_bits(without_round(got.headers), without_round(value), f"{name} headers")
         elif value is not None:
-            assert_prefix_and_poison(getattr(got, one.name), value, POISON, f"{name} {one.name}")
-        elif one.name == "weights":
+            assert_prefix_and_poison(getattr(got, one), value, POISON, f"{name} {one}")
+        elif one == "weights":
             assert not got.weights.any()
         else:
-            assert getattr(got, one.name) is None
+            assert getattr(got, one) is None
     assert got.return_slices == want.return_slices
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference

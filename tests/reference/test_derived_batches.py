@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import tensors_of
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched, tensors_of
+from cute_ep.api.dispatched import READ_BY_COMBINE, Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.layouts.maps.variants import COMBINE_MODES, CombineMode
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
+from tests.changed_batches import changed
 
 from .ranks import rows_for
 
@@ -103,7 +105,7 @@ def test_a_batch_of_tensors_has_no_others() -> None:
 def test_combine_checks_a_batch_of_tensors(change: dict, rule: str) -> None:
     ranks, (batch, *_), (rows, *_) = round_of()
     with pytest.raises(EPInputError, match=rule):
-        ranks[0].combine(rows, replace(from_tensors(batch), **change))
+        ranks[0].combine(rows, changed(from_tensors(batch), **change))
 
 
 def test_partial_combine_needs_what_dispatch_wrote() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_ep import reference
-from cute_ep.api.dispatched import DispatchBuffers
+from cute_ep.api.buffers import BUFFERS, DispatchBuffers
 from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
@@ -142,14 +142,14 @@ def test_types_and_shapes_match_allocated_buffers(fmt, layout, options):
     xs, ids, weights = arguments(cfg)
     for batch in reference.dispatch(cfg, xs, ids, None, weights):
         buffers = DispatchBuffers.allocate(cfg, "cpu", batch.num_rows.item())
-        for field in fields(buffers):
-            got, want = getattr(batch, field.name), getattr(buffers, field.name)
-            assert (got is None) == (want is None), field.name
+        for name in BUFFERS:
+            got, want = getattr(batch, name), getattr(buffers, name)
+            assert (got is None) == (want is None), name
             if want is not None:
-                assert got.dtype == want.dtype and got.device == want.device and got.is_contiguous(), field.name
-                some_blocks = field.name == "scales" and cfg.scales_as == "atom128x4"
-                assert some_blocks or got.shape == want.shape, field.name
-                assert got.shape[1:] == want.shape[1:], field.name
+                assert got.dtype == want.dtype and got.device == want.device and got.is_contiguous(), name
+                some_blocks = name == "scales" and cfg.scales_as == "atom128x4"
+                assert some_blocks or got.shape == want.shape, name
+                assert got.shape[1:] == want.shape[1:], name
 
 
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.id)
@@ -160,7 +160,7 @@ def test_ids_of_64_bits_give_the_same_bytes(case: Case):
     narrow, wide = [one.topk_ids for one in inputs], [one.topk_ids.long() for one in inputs]
     batches = [reference.dispatch(cfg, xs, ids, None, weights) for ids in (narrow, wide)]
     for got, want in zip(batches[1], batches[0], strict=True):
-        for name in (field.name for field in fields(DispatchBuffers)):
+        for name in BUFFERS:
             if getattr(want, name) is not None:
                 assert_bits(getattr(got, name), getattr(want, name), name)
     rows = [torch.randn(int(batch.num_rows), cfg.hidden).bfloat16() for batch in batches[0]]

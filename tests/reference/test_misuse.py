@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from cute_ep.reference import backend as reference_backend
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
+from tests.changed_batches import changed
 from tests.reference.ranks import check_filled, dispatch_all, expected, poisoned, rows_for, small
 
 
@@ -280,7 +280,7 @@ def test_a_batch_that_was_put_together_is_taken_as_what_its_tensors_say(place: s
     communicators, batches, inputs = dispatch_all(cfg)
     rows, own = rows_for(batches, cfg), expected(cfg, inputs)
     if place == "replaced":
-        own = [replace(batch, tokens=batch.tokens.clone()) for batch in batches]
+        own = [changed(batch, tokens=batch.tokens.clone()) for batch in batches]
     want = reference.combine(cfg, rows, expected(cfg, inputs))
     for rank, got in enumerate(combine_all(communicators, own, rows)):
         assert_bits(got, want[rank], f"rank {rank}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import make_inputs
+from tests.changed_batches import changed
 from tests.ops.ranks import on_all_ranks
 from tests.reference.ranks import at_once, dispatch_all, processes, rows_for, small
 
@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[[Dispatched], Dispatched]] = {
     "derived": lambda batch: batch.derived(row_map=batch.row_map.clone()),
     "without its rows": lambda batch: batch.without_rows(),
     "of tensors": of_tensors,
-    "of copies": lambda batch: of_tensors(replace(batch, headers=batch.headers.clone())),
+    "of copies": lambda batch: of_tensors(changed(batch, headers=batch.headers.clone())),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -115,7 +115,7 @@ def test_rounds_that_are_not_known_are_not_compared() -> None:
     rows = rows_for(first, cfg)
     headers = second[1].headers.clone()
     headers[:, HeaderWord.ROUND] = 0
-    batches = [first[0], of_tensors(replace(second[1], headers=headers)), first[2]]
+    batches = [first[0], of_tensors(changed(second[1], headers=headers)), first[2]]
     got = [
         one.combine(row, batch, mode="partial") for one, row, batch in zip(communicators, rows, batches, strict=True)
     ]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import LOST_ROW

@@ -16,6 +16,7 @@ import torch
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime.communicator import Communicator
+from tests.changed_batches import changed
 from tests.fake_gpu import CFG, Launches, MakeRank, expert_rows, inputs
 
 USED_AGAIN = "a later dispatch was given them as `out`"
@@ -47,7 +48,7 @@ def test_a_batch_of_another_configuration_is_refused(
     rows, theirs = expert_rows(rank.dispatch(*inputs())), other.dispatch(*inputs())
     with launches.forbidden():
         assert refuses(rank, rows, theirs, "batch of another communicator")
-        assert refuses(rank, rows, replace(theirs, origin=None), shape)
+        assert refuses(rank, rows, replace(theirs, stamp=None), shape)
 
 
 @pytest.mark.parametrize("change", [{"num_experts": 14, "fused_shared_expert": True}, {}], ids=["shared", "the same"])
@@ -65,9 +66,7 @@ def test_a_batch_of_another_rank_is_refused(make_rank: MakeRank) -> None:
     mine, theirs = (one.dispatch_wait(one.dispatch_async(*inputs())) for one in ranks)
     rows = expert_rows(mine)
     assert refuses(ranks[0], rows, theirs, r"batch of another communicator \(its rank 1\)")
-    assert refuses(
-        ranks[0], rows, replace(theirs, origin=None), r"dispatched\.rank = 1: must be 0, the rank that combi"
-    )
+    assert refuses(ranks[0], rows, replace(theirs, stamp=None), r"dispatched\.rank = 1: must be 0, the rank that combi")
     ranks[0].combine(rows, mine)
 
 
@@ -130,7 +129,7 @@ def test_a_batch_that_was_put_together_is_checked(
     """All that kernels form addresses from."""
     batch = rank.dispatch(*inputs())
     with launches.forbidden(), pytest.raises(EPInputError, match=rule):
-        rank.combine(expert_rows(batch), replace(batch, origin=None, **part))
+        rank.combine(expert_rows(batch), changed(batch, stamp=None, **part))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_a_batch_with_a_replaced_part_is_checked(
 ) -> None:
     batch = rank.dispatch(*inputs())
     with pytest.raises(EPInputError, match=rule):
-        rank.combine(expert_rows(batch), replace(batch, **change(batch)), mode="exact")
+        rank.combine(expert_rows(batch), changed(batch, **change(batch)), mode="exact")
 
 
 # ---- buffers that are used again
@@ -189,7 +188,7 @@ def test_a_batch_is_refused_also_when_an_interrupt_lost_the_later_one(
     def interrupted(*words: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rank, "_result", interrupted)
+    monkeypatch.setattr(Dispatched, "received", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rank.dispatch(*inputs(3), out=buffers)
     with pytest.raises(EPInputError, match=USED_AGAIN):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from cute_ep.api import interface, validate
+from cute_ep.api import validate, validate_combine
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime.communicator import Communicator
@@ -103,19 +102,21 @@ def test_a_kernel_whose_binding_was_interrupted_is_bound_by_the_next_call(
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The checks that were made of batches, by name."""
+    """What was looked at of batches: tensors by name, and their router weights."""
     found: list[str] = []
+    look, weigh = validate_combine.check_tensor, validate_combine.check_router_weights
 
-    def count(name: str, real: Callable) -> Callable:
-        def counted(*words: object, **how: bool) -> object:
-            if how != {"checked": True}:
-                found.append(name)
-            return real(*words, **how)
+    def looked(name: str, *words: object, **how: object) -> None:
+        if name.startswith("dispatched."):
+            found.append(name)
+        look(name, *words, **how)
 
-        return counted
+    def weighed(*words: object) -> None:
+        found.append("router_weights")
+        weigh(*words)
 
-    for name in ("check_batch", "combine_weights"):
-        monkeypatch.setattr(interface, name, count(name, getattr(interface, name)))
+    monkeypatch.setattr(validate_combine, "check_tensor", looked)
+    monkeypatch.setattr(validate_combine, "check_router_weights", weighed)
     return found
 
 
@@ -133,9 +134,9 @@ def test_batches_that_a_communicator_made_are_not_checked(rank: Communicator, ch
 
 
 def test_batches_without_an_origin_are_checked(make_rank: MakeRank, checked: list[str]) -> None:
-    rebuilt = replace(make_rank().dispatch(*inputs()), origin=None)
-    make_rank().combine(expert_rows(rebuilt), rebuilt)
-    assert checked == ["check_batch", "combine_weights"]
+    rebuilt = replace(make_rank().dispatch(*inputs()), stamp=None)
+    make_rank().combine(expert_rows(rebuilt), rebuilt, mode="exact")
+    assert {"dispatched.row_map", "dispatched.headers", "dispatched.topk_ids", "router_weights"} < set(checked)
 
 
 def test_weights_that_combine_is_given_are_checked(rank: Communicator) -> None:
@@ -150,7 +151,7 @@ def test_without_its_rows_a_batch_is_as_it_was_made(rank: Communicator, launches
     batch = rank.dispatch(x, ids, weights)
     kept, rows = batch.without_rows(), expert_rows(batch)
     rank.combine(rows, kept, mode="partial")
-    assert checked == [] and kept.is_latest_of(rank.origin)
+    assert checked == [] and kept.is_whole(rank.origin)
     want = address(batch.row_map), address(batch.headers), address(batch.weights)
     assert launches.last().values("batch.row_map", "batch.headers", "batch.weights") == want
     rank.combine(rows, kept, weights, "exact")
@@ -164,6 +165,5 @@ def test_without_its_rows_a_batch_is_as_it_was_made(rank: Communicator, launches
 
 
 def test_a_batch_has_no_attributes_besides_its_fields(rank: Communicator) -> None:
-    """`use`, `as_made` and `made_for` are what it and its buffers are recognised by."""
     batch = rank.dispatch(*inputs())
-    assert vars(batch).keys() - {"use", "as_made", "made_for"} == {field.name for field in dataclasses.fields(batch)}
+    assert vars(batch).keys() == {field.name for field in dataclasses.fields(batch)}

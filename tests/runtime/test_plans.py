@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep.api.dispatched import Dispatched, tensors_of
+from cute_ep.api.buffers import tensors_of
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime.communicator import Communicator

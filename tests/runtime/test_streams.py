@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_ep.api.dispatched import tensors_of
+from cute_ep.api.buffers import tensors_of
 from cute_ep.runtime import communicator as communicator_module
 from cute_ep.runtime import streams
 from cute_ep.runtime.communicator import Communicator

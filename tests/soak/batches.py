@@ -12,8 +12,9 @@ from math import prod
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import DispatchBuffers, buffer_shapes
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched, buffer_shapes
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.layouts.maps.arena import HeaderWord, has_weights
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import NO_ROW

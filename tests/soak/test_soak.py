@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPTimeout
 from cute_ep.reference import backend as reference_backend
 from cute_ep.reference.backend import ReferenceCommunicator

@@ -1,11 +1,10 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
 from cute_ep import reference
+from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import BUFFERS, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.types import RowOrder
 from cute_ep.layouts.maps.arena import HeaderWord, has_weights
 from cute_ep.layouts.maps.routing import EXPERT_MAJOR, RANK_MAJOR
@@ -25,6 +24,7 @@ from cute_ep.testing.verify import (
     poisoned_buffers,
 )
 from cute_ep.testing.workloads import make_inputs
+from tests.changed_batches import changed
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.uint32], ids=str)
@@ -175,7 +175,7 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
         headers = actual.headers.clone()
         headers[place] += 1
         with pytest.raises(AssertionError, match=rf"rank {RANK} {name}"):
-            check_dispatched(replace(actual, headers=headers), expected, cfg, RANK)
+            check_dispatched(changed(actual, headers=headers), expected, cfg, RANK)
 
 
 @pytest.mark.parametrize("name", BUFFERS)
@@ -189,7 +189,7 @@ def test_a_check_of_dispatch_sees_what_is_written_behind_a_tensor(name: str) -> 
 def test_headers_are_compared_with_their_sources_own() -> None:
     """Also the words that are the source's choice."""
     cfg, actual, _ = dispatched("bf16", None)
-    batches = [replace(actual, headers=actual.headers.clone()) for _ in range(cfg.world_size)]
+    batches = [changed(actual, headers=actual.headers.clone()) for _ in range(cfg.world_size)]
     check_headers(batches, cfg)
     for word in HeaderWord:
         batches[2].headers[0, word] += 1

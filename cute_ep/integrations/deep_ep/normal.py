@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.checks import Names, as_rows, roomy_config

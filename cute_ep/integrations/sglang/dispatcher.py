@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES

@@ -12,13 +12,14 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
+from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_tensor, check_written, overlap
-from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.checks import FLOATS, as_rows, check_given
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep.api.dispatched import DispatchBuffers, Dispatched
+from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.checks import as_rows, named_config
 from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending, check_most
