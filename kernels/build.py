@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -50,7 +51,7 @@ class Compiled:
     params: tuple[tuple[str, str], ...]
 
 
-def resolve(name: str | None):
+def resolve(name: str | None) -> Callable | None:
     """The function that "module:function" names, None for None.
 
     Raises:

@@ -41,7 +41,7 @@ from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import CombineContext, open_combine, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit
-from cute_ep.kernels.hooks import WeightReader
+from cute_ep.kernels.hooks import Epilogue, RouterWeights, WeightReader
 from cute_ep.kernels.roles.combine_pairs import CombinePairs
 from cute_ep.kernels.roles.combine_recv import CombineRecv
 from cute_ep.kernels.roles.combine_send import CombineSend
@@ -62,7 +62,14 @@ class Combine:
     """
 
     def __init__(
-        self, *, mode: str, send: bool, receive: bool, segments: int, router_weights=None, epilogue=None
+        self,
+        *,
+        mode: str,
+        send: bool,
+        receive: bool,
+        segments: int,
+        router_weights: RouterWeights | None = None,
+        epilogue: Epilogue | None = None,
     ) -> None:
         self.send, self.receive = send, receive
         shared = RegionMap(alignment=16)
@@ -74,11 +81,11 @@ class Combine:
         self.shared_bytes = shared.nbytes
 
     @cute.jit
-    def __call__(self, args: CombineArgs, grid: Int32):
+    def __call__(self, args: CombineArgs, grid: Int32) -> None:
         self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
 
     @cute.kernel
-    def kernel(self, args: CombineArgs):
+    def kernel(self, args: CombineArgs) -> None:
         ctx, rounds = open_combine(args, self.peers, self.receive)
         sEpoch, sBase = (shared_array(one, Int64) for one in (self.epoch, self.base))
         if ctx.tid == 0:  # for what needs them seldom: registers are short

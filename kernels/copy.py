@@ -18,11 +18,11 @@ class Copy:
     shared_bytes = 0
 
     @cute.jit
-    def __call__(self, args: CopyArgs, grid: Int32):
+    def __call__(self, args: CopyArgs, grid: Int32) -> None:
         self.kernel(args).launch(**launch_config(grid))
 
     @cute.kernel
-    def kernel(self, args: CopyArgs):
+    def kernel(self, args: CopyArgs) -> None:
         tid = cute.arch.thread_idx()[0]
         slices = Int32(quotient(args.num_bytes + SLICE_BYTES - 1, SLICE_BYTES))
         for index in cutlass.range(cute.arch.block_idx()[0], slices, cute.arch.grid_dim()[0]):

@@ -39,11 +39,11 @@ class CountRoutes:
         self.shared_bytes = shared.nbytes
 
     @cute.jit
-    def __call__(self, args: CountArgs, grid: Int32):
+    def __call__(self, args: CountArgs, grid: Int32) -> None:
         self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
 
     @cute.kernel
-    def kernel(self, args: CountArgs):
+    def kernel(self, args: CountArgs) -> None:
         tid = cute.arch.thread_idx()[0]
         sRank, sExpert = shared_array(self.by_rank, Int32), shared_array(self.by_expert, Int32)
         if tid < MAX_RANKS:

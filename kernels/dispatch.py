@@ -33,14 +33,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.context import DispatchContext, open_dispatch, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit, reset_counter
-from cute_ep.kernels.hooks import WeightReader
+from cute_ep.kernels.hooks import InputScale, RouterWeights, WeightReader
 from cute_ep.kernels.roles.dispatch_recv import DispatchRecv
 from cute_ep.kernels.roles.dispatch_send import DispatchSend
 from cute_ep.kernels.roles.route import Route
@@ -67,8 +67,8 @@ class Dispatch:
         receive: bool,
         rank_major: bool,
         ahead: bool,
-        router_weights=None,
-        input_scale=None,
+        router_weights: RouterWeights | None = None,
+        input_scale: InputScale | None = None,
     ) -> None:
         self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
@@ -80,11 +80,11 @@ class Dispatch:
         self.shared_bytes = shared.nbytes
 
     @cute.jit
-    def __call__(self, args: DispatchArgs, grid: Int32):
+    def __call__(self, args: DispatchArgs, grid: Int32) -> None:
         self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
 
     @cute.kernel
-    def kernel(self, args: DispatchArgs):
+    def kernel(self, args: DispatchArgs) -> None:
         ctx, rounds = open_dispatch(args, self.peers, self.receive)
         control = control_cta(ctx.grid.send_ctas if self.send else ctx.ctas)
         ctx.acknowledge(ctx.arena.dispatch_consumed, rounds.received, control)
@@ -98,7 +98,7 @@ class Dispatch:
         self._leave(ctx, alive)
 
     @cute.jit
-    def _send_half(self, ctx: DispatchContext, sent) -> Boolean:
+    def _send_half(self, ctx: DispatchContext, sent: Int64 | None) -> Boolean:
         """Route and send; returns whether to go on. A fused launch receives what it sends, so the round must not be one
         of those that were `sent`."""
         alive = self.route_role.run(ctx, sent)

@@ -17,6 +17,7 @@ from cutlass import BFloat16, Float32, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, halves, round_vector
 from cute_ep.layouts.algebra.layout import Layout
+from cute_ep.layouts.maps.local_arguments import RowsArgs
 
 GATE_UP = (Layout((VECTOR_ELEMENTS, 2), (1, VECTOR_ELEMENTS)), Layout((VECTOR_ELEMENTS, 2), (2, 1)))
 """(element, gate or up) of the numbers in two source vectors: one after the other, interleaved."""
@@ -27,31 +28,31 @@ LARGEST = (2 - 2.0**-23) * 2.0**127
 """The largest finite float32."""
 
 
-def sigmoid(value) -> Float32:
+def sigmoid(value: Float32) -> Float32:
     """1 / (1 + exp(-value)) with the hardware's approximate exponential and reciprocal."""
     return cute.arch.rcp_approx(Float32(1.0) + cute.arch.exp2(value * Float32(-LOG2_E)))
 
 
-def number(rX, element: int, half: int, interleaved: int) -> Float32:
+def number(rX: cute.Tensor, element: int, half: int, interleaved: int) -> Float32:
     """Gate (half 0) or up (half 1) of one element."""
     index = GATE_UP[interleaved](element, half)
     return halves(rX[index // 2 % 4, index // VECTOR_ELEMENTS])[index % 2]
 
 
-def limited(gate, up, limit):
+def limited(gate: Float32, up: Float32, limit: Float32) -> tuple[Float32, Float32]:
     """(min(gate, limit), up between -limit and limit); NaN stays."""
     up = cute.arch.fmin(up, limit, nan=True)
     return cute.arch.fmin(gate, limit, nan=True), cute.arch.fmax(up, -limit, nan=True)
 
 
-def slope(args, gate) -> Float32:
+def slope(args: RowsArgs, gate: Float32) -> Float32:
     """z / gate of `gated`; an infinite square would make NaN of a cubic of 0."""
     square = cute.arch.fmin(gate * gate, Float32(LARGEST))
     return cute.math.fma(args.cubic, square, args.alpha)
 
 
 @cute.jit
-def swiglu(args, rX, rValue, interleaved: cutlass.Constexpr) -> None:
+def swiglu(args: RowsArgs, rX: cute.Tensor, rValue: cute.Tensor, interleaved: cutlass.Constexpr) -> None:
     """silu(gate) * up of two source vectors, or with a limit its clamped form with up + 1, rounded to bfloat16."""
     rGate, rUp, rY = (cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32) for _ in range(3))
     for element in cutlass.range_constexpr(VECTOR_ELEMENTS):
@@ -68,7 +69,7 @@ def swiglu(args, rX, rValue, interleaved: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def gated(args, rX, rBias, rValue) -> None:
+def gated(args: RowsArgs, rX: cute.Tensor, rBias: cute.Tensor, rValue: cute.Tensor) -> None:
     """Any gate of two source vectors, each with a vector of the bias added, rounded to bfloat16; overwrites both."""
     if args.interleaved != 0:
         _separate(rX)
@@ -86,11 +87,11 @@ def gated(args, rX, rBias, rValue) -> None:
         round_vector(rY, rValue, BFloat16)
 
 
-def _biased(rX, rBias, element: int, half: int) -> Float32:
+def _biased(rX: cute.Tensor, rBias: cute.Tensor, element: int, half: int) -> Float32:
     return number(rX, element, half, 0) + number(rBias, element, half, 0)
 
 
-def _separate(rX) -> None:
+def _separate(rX: cute.Tensor) -> None:
     """Move the gates of two interleaved source vectors into the first, the ups into the second."""
     words = [rX[word % 4, word // 4] for word in range(VECTOR_ELEMENTS)]
     for word in range(VECTOR_ELEMENTS // 2):

@@ -6,15 +6,17 @@
 | router_weights | (address, token, k, top_k)    | dispatch (weights travel), exact combine| Float32       |
 | input_scale    | (address, expert)             | dispatch, with expert 0                 | Float32       |
 
-Each is a `@cute.jit` function. `coords` is (token, column) of the first of eight neighbouring elements, `value` holds
-those eight in float32. `address` is that of the tensor which the caller gave as `router_weights` or `input_scale`,
-whatever its type then is. A hook that reads other memory finds its address in `context.data`.
+Each is a `@cute.jit` function, of type `Epilogue`, `RouterWeights` or `InputScale`. `coords` is (token, column) of the
+first of eight neighbouring elements, `value` holds those eight in float32. `address` is that of the tensor which the
+caller gave as `router_weights` or `input_scale`, whatever its type then is. A hook that reads other memory finds its
+address in `context.data`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -22,6 +24,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
 from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.context import Context
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import array, pointer, rows
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -40,8 +43,13 @@ class EpilogueContext:
     hidden: Int32
 
 
+Epilogue: TypeAlias = Callable[[tuple[Int32, Int32], cute.TensorSSA, EpilogueContext], cute.TensorSSA]
+RouterWeights: TypeAlias = Callable[[Int64, Int32, Int32, Int32], Float32]
+InputScale: TypeAlias = Callable[[Int64, Int32], Float32]
+
+
 @cute.jit
-def residual_add(coords, value, context: EpilogueContext):
+def residual_add(coords: tuple[Int32, Int32], value: cute.TensorSSA, context: EpilogueContext) -> cute.TensorSSA:
     """Add a residual; context.data: [tokens, hidden] bfloat16, or 0: nothing is added."""
     token, column = coords
     vectors = quotient(context.hidden, VECTOR_ELEMENTS)
@@ -54,7 +62,7 @@ def residual_add(coords, value, context: EpilogueContext):
 
 
 @cute.jit
-def scale(coords, value, context: EpilogueContext):
+def scale(coords: tuple[Int32, Int32], value: cute.TensorSSA, context: EpilogueContext) -> cute.TensorSSA:
     """Multiply by one number; context.data: float32[1], or 0: by one."""
     factor = Float32(1.0)
     if context.data != Int64(0):
@@ -65,11 +73,11 @@ def scale(coords, value, context: EpilogueContext):
 class WeightReader:
     """Reads router weights, with the user's function if there is one."""
 
-    def __init__(self, hook: Callable | None) -> None:
+    def __init__(self, hook: RouterWeights | None) -> None:
         self.hook = hook
 
     @cute.jit
-    def read(self, address: Int64, index, ctx) -> Float32:
+    def read(self, address: Int64, index: Int32, ctx: Context) -> Float32:
         """Weight of entry `index` = token * top_k + k."""
         if cutlass.const_expr(self.hook is None):
             return Float32(array(address, Float32, index + 1)[index])

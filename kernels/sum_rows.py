@@ -24,7 +24,16 @@ from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import array, row_address, vector
-from cute_ep.kernels.device.slices import SEGMENT, first_item, from_lane, highest, item_stride, slice_of, take_each
+from cute_ep.kernels.device.slices import (
+    SEGMENT,
+    RowSlice,
+    first_item,
+    from_lane,
+    highest,
+    item_stride,
+    slice_of,
+    take_each,
+)
 from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -38,11 +47,11 @@ class SumRows:
     shared_bytes = 0
 
     @cute.jit
-    def __call__(self, args: SumArgs, grid: Int32):
+    def __call__(self, args: SumArgs, grid: Int32) -> None:
         self.kernel(args).launch(**launch_config(grid))
 
     @cute.kernel
-    def kernel(self, args: SumArgs):
+    def kernel(self, args: SumArgs) -> None:
         tid = cute.arch.thread_idx()[0]
         lane, warp = remainder(tid, 32), quotient(tid, 32)
         gHeader = array(args.headers, Int32, args.sources, len(HeaderWord))
@@ -56,7 +65,7 @@ class SumRows:
                 self._take(args, source * args.max_tokens + token, row_slice, lane)
 
     @cute.jit
-    def _take(self, args: SumArgs, place: Int32, row_slice, lane: Int32) -> None:
+    def _take(self, args: SumArgs, place: Int32, row_slice: RowSlice, lane: Int32) -> None:
         """A slice of the token that is number `place` of all; the first slice also writes its entries' rows."""
         tokens = args.sources * args.max_tokens
         gRow, gLast = (array(data, Int32, tokens, args.top_k) for data in (args.row_map, args.last_map))
@@ -84,7 +93,7 @@ class SumRows:
         rSum.fill(0.0)
 
         @cute.jit
-        def load(k, turn: cutlass.Constexpr) -> None:
+        def load(k: Int32, turn: cutlass.Constexpr) -> None:
             found = from_lane(row, k)
             rX[None, turn].fill(LOST)
             if (column < args.vectors) & (found < args.capacity):

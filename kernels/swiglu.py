@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.codec import Codec
-from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.codec.base import State, join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, unit_amax
 from cute_ep.kernels.device.atoms import WORDS, weak
 from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
@@ -53,7 +53,7 @@ ZERO_PARTS = 4
 """Slices into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
 
 
-def _words(vectors):
+def _words(vectors: Int32 | Int64 | int) -> Int32 | Int64 | int:
     """The words of some vectors, as a stride that keeps vectors aligned."""
     return vectors * WORDS if isinstance(vectors, int) else cute.assume(vectors * WORDS, divby=WORDS)
 
@@ -79,11 +79,11 @@ class Rows:
         self.shared_bytes = shared.nbytes
 
     @cute.jit
-    def __call__(self, args: RowsArgs, grid: Int32):
+    def __call__(self, args: RowsArgs, grid: Int32) -> None:
         self.kernel(args).launch(**launch_config(grid, self.shared_bytes))
 
     @cute.kernel
-    def kernel(self, args: RowsArgs):
+    def kernel(self, args: RowsArgs) -> None:
         valid = args.rows
         if args.row_offsets != Int64(0):
             valid = cutlass.min(self._row_offsets(args)[args.groups], args.rows)
@@ -93,7 +93,7 @@ class Rows:
         self._convert(args, valid)
 
     @cute.jit
-    def _convert(self, args, valid: Int32) -> None:
+    def _convert(self, args: RowsArgs, valid: Int32) -> None:
         """Walk over (tile, row): all warps of the grid side by side, or with row scales each warp along its own row."""
         tid = cute.arch.thread_idx()[0]
         lane, warp = remainder(tid, 32), quotient(tid, 32)
@@ -143,12 +143,12 @@ class Rows:
             cute.arch.sync_warp()
             tile, row, source, left = next_tile, next_row, next_source, next_left
 
-    def _tiles(self, args) -> Int32:
+    def _tiles(self, args: RowsArgs) -> Int32:
         """Tiles of a row."""
         return quotient(args.width + TILE_ELEMENTS - 1, TILE_ELEMENTS)
 
     @cute.jit
-    def _source(self, args, tile, row, valid, lane):
+    def _source(self, args: RowsArgs, tile: Int32, row: Int32, valid: Int32, lane: Int32) -> tuple[Int64, Int32]:
         """Address of a lane's first source vector of a tile, and how far the end of the row lies behind its value
         vector (not at all for a row that is not valid)."""
         vectors = quotient(args.width, VECTOR_ELEMENTS)
@@ -159,13 +159,13 @@ class Rows:
             left = Int32(0)
         return address, left
 
-    def _address(self, args, start: Int64, row, place) -> Int64:
+    def _address(self, args: RowsArgs, start: Int64, row: Int32, place: Int32) -> Int64:
         """Where a row of x or of the bias has the first source of a value vector."""
         columns, step, _ = self._row(args)
         vectors = quotient(args.width, VECTOR_ELEMENTS)
         return start + (Int64(row) * (vectors * columns) + place * step) * VECTOR_BYTES
 
-    def _row(self, args):
+    def _row(self, args: RowsArgs) -> tuple[Int32 | int, Int32 | int, Int64 | int]:
         """Of a row, in vectors: sources of a value vector, from the first of one to the first of the next, and from
         the first of one to its second."""
         if not self.any_gate:
@@ -177,7 +177,7 @@ class Rows:
         return columns, step, behind
 
     @cute.jit
-    def _load(self, args, source: Int64, left: Int32, rX, slot: cutlass.Constexpr) -> None:
+    def _load(self, args: RowsArgs, source: Int64, left: Int32, rX: cute.Tensor, slot: cutlass.Constexpr) -> None:
         """The source vectors of one slot, zeros beyond the end of the row."""
         columns, step, behind = self._row(args)
         stride = (1, _words(behind), _words(32 * step))
@@ -191,7 +191,7 @@ class Rows:
                     cute.copy(weak(), gX[None, 1, slot], rX[None, 1, slot])
 
     @cute.jit
-    def _bias(self, args, tile, row, lane) -> Int64:
+    def _bias(self, args: RowsArgs, tile: Int32, row: Int32, lane: Int32) -> Int64:
         """Address of a lane's first bias vector of a tile, 0 where there is no bias."""
         bias = Int64(0)
         if cutlass.const_expr(self.any_gate):
@@ -200,7 +200,9 @@ class Rows:
         return bias
 
     @cute.jit
-    def _values(self, args, rX, bias: Int64, left: Int32, slot: cutlass.Constexpr):
+    def _values(
+        self, args: RowsArgs, rX: cute.Tensor, bias: Int64, left: Int32, slot: cutlass.Constexpr
+    ) -> cute.Tensor:
         """The value vector of one slot, from its sources."""
         rValue = cute.make_rmem_tensor(4, Uint32)
         if cutlass.const_expr(self.activation is None):
@@ -216,7 +218,9 @@ class Rows:
         return rValue
 
     @cute.jit
-    def _encode(self, args, sValue, tile, row, scale_row, lane, state) -> None:
+    def _encode(
+        self, args: RowsArgs, sValue: cute.Tensor, tile: Int32, row: Int32, scale_row: Int32, lane: Int32, state: State
+    ) -> None:
         """Lane l encodes unit l of each segment, 32 units, of the tile."""
         units = quotient(args.width, VECTOR_ELEMENTS * self.unit_vectors)
         first = tile * (32 * self.segments) + lane
@@ -237,7 +241,7 @@ class Rows:
                 self._store_scale_word(args, bits, scale_row, unit, unit < units)
 
     @cute.jit
-    def _store_scale_word(self, args, bits: Uint32, scale_row, unit, inside: Boolean) -> None:
+    def _store_scale_word(self, args: RowsArgs, bits: Uint32, scale_row: Int32, unit: Int32, inside: Boolean) -> None:
         """Scale factors of neighbouring units, and zeros beyond the end of the row, as words."""
         word = join_scale_word(self.fmt, bits)
         lanes = word_lanes(self.fmt)
@@ -245,7 +249,7 @@ class Rows:
             store_scale_word(args.scales, Uint32(scale_row), quotient(Uint32(unit), lanes), word)
 
     @cute.jit
-    def _global_scale(self, args, group) -> Float32:
+    def _global_scale(self, args: RowsArgs, group: Int32) -> Float32:
         """The scale that the caller gave for a group, or with `per_group` 0 for all rows; 1 without one."""
         scale = Float32(1.0)
         if cutlass.const_expr(self.fmt.global_scale):
@@ -254,7 +258,7 @@ class Rows:
         return scale
 
     @cute.jit
-    def _row_scale(self, args, source: Int64, left: Int32, row, lane) -> Float32:
+    def _row_scale(self, args: RowsArgs, source: Int64, left: Int32, row: Int32, lane: Int32) -> Float32:
         """Find a row's scale and store it. Reads the last tile first: `_convert` begins with what L1 then has."""
         rX = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
         amax = Float32(0.0)
@@ -270,11 +274,11 @@ class Rows:
             gRowScale[row] = Uint16(scale.bitcast(Uint32) >> 16)
         return scale
 
-    def _row_offsets(self, args):
+    def _row_offsets(self, args: RowsArgs) -> cute.Tensor:
         return array(args.row_offsets, Int32, args.groups + 1)
 
     @cute.jit
-    def _group_of(self, args, row, lane) -> Int32:
+    def _group_of(self, args: RowsArgs, row: Int32, lane: Int32) -> Int32:
         """The last group that starts at or before `row`: 32 probes a turn, one a lane."""
         gRowOffset = self._row_offsets(args)
         group = Int32(0)
@@ -290,17 +294,17 @@ class Rows:
             count = cutlass.min(step, count - skipped)
         return group
 
-    def _scale_rows(self, args):
+    def _scale_rows(self, args: RowsArgs) -> Int32:
         """Scale rows that the output has room for."""
         return (args.rows + args.groups * (args.scales.alignment - 1)) & -args.scales.alignment
 
     @cute.jit
-    def _first_scale_row(self, args, group) -> Int32:
+    def _first_scale_row(self, args: RowsArgs, group: Int32) -> Int32:
         block = quotient(Uint32(self._row_offsets(args)[group]), ATOM_ROWS)
         return Int32((block + array(args.scales_offsets, Uint32, args.groups)[group]) * ATOM_ROWS)
 
     @cute.jit
-    def _zero_padding(self, args, valid: Int32) -> None:
+    def _zero_padding(self, args: RowsArgs, valid: Int32) -> None:
         """Zero the scale rows between each group's last row and the next multiple of `scale_alignment`."""
         tid = cute.arch.thread_idx()[0]
         groups = Int32(1)

@@ -140,24 +140,26 @@ def _panel(rows: int, columns: int) -> tuple[int, int]:
     return rows, min(columns, PANEL * ceil(columns / sqrt(broad / high) / PANEL))
 
 
-def _label(x, y, content, size, fill, anchor="middle", weight="400"):
+def _label(
+    x: float, y: float, content: object, size: int, fill: str, anchor: str = "middle", weight: str = "400"
+) -> str:
     return (
         f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}' fill='{fill}' "
         f"text-anchor='{anchor}'>{escape(str(content))}</text>"
     )
 
 
-def _thread_colour(thread):
+def _thread_colour(thread: int) -> str:
     """A pastel; neighbours in number are far apart in hue (steps of the golden angle)."""
     return _pastel(210 + thread * 137.508, 0.62 if thread % 2 else 0.72, 0.84)
 
 
-def _offset_colour(offset, layout):
+def _offset_colour(offset: int, layout: Layout) -> str:
     """Pale blue at offset 0 to pale rose at the largest."""
     return _pastel(210 + 130 * offset / max(layout.cosize - 1, 1), 0.65, 0.88)
 
 
-def _pastel(hue, saturation, lightness):
+def _pastel(hue: float, saturation: float, lightness: float) -> str:
     """#rrggbb of a hue in degrees (HSL); hexadecimal because not every SVG reader knows hsl()."""
     chroma = saturation * min(lightness, 1 - lightness)
     channels = []

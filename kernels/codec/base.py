@@ -7,7 +7,7 @@ shuffles and the scale factors of neighbouring lanes join into words. Kernels ne
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +18,8 @@ from cute_ep.layouts.maps.scales import WORD_BYTES
 
 SOURCE_BITS = 16
 """Bits of a source element (bfloat16)."""
+State: TypeAlias = tuple[Float32, Float32] | None
+"""What a codec's `encode` needs besides the unit; None where that is nothing."""
 
 
 class Codec(Protocol):
@@ -25,7 +27,7 @@ class Codec(Protocol):
 
     fmt: Format
 
-    def state(self, scale: Float32) -> Any:
+    def state(self, scale: Float32) -> State:
         """What `encode` needs besides the unit, from the scale that the caller or the row gives.
 
         Args:
@@ -38,7 +40,7 @@ class Codec(Protocol):
         """The row's own scale, a bfloat16 value, from the largest magnitude in the row (formats with `row_scale`)."""
         ...
 
-    def encode(self, rX: Any, rQ: Any, state: Any) -> Uint32:
+    def encode(self, rX: cute.Tensor, rQ: cute.Tensor, state: State) -> Uint32:
         """Encode one unit; called by all 32 lanes together, since lanes that share a block exchange their maxima.
 
         Args:

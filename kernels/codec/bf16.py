@@ -13,7 +13,7 @@ class Bf16Codec(UnscaledCodec):
     """Copies 16 bytes."""
 
     @cute.jit
-    def encode(self, rX, rQ, state) -> Uint32:
+    def encode(self, rX: cute.Tensor, rQ: cute.Tensor, state: None) -> Uint32:
         for word in cutlass.range_constexpr(4):
             rQ[word] = rX[word]
         return Uint32(0)

@@ -60,7 +60,7 @@ def nibbles(even: Uint32, odd: Uint32) -> Uint32:
 
 
 @cute.jit
-def pack_e2m1(rY, hardware: cutlass.Constexpr) -> Uint32:
+def pack_e2m1(rY: cute.Tensor, hardware: cutlass.Constexpr) -> Uint32:
     """Eight float32 of `rY`, already multiplied by `prescale`, as eight codes, element 0 in the lowest nibble."""
     packed = Uint32(0)
     if cutlass.const_expr(hardware):
@@ -75,7 +75,7 @@ def pack_e2m1(rY, hardware: cutlass.Constexpr) -> Uint32:
 
 
 @cute.jit
-def encode_e2m1(rX, first: cutlass.Constexpr, inverse: Float32, hardware: cutlass.Constexpr) -> Uint32:
+def encode_e2m1(rX: cute.Tensor, first: cutlass.Constexpr, inverse: Float32, hardware: cutlass.Constexpr) -> Uint32:
     """One payload word: e2m1(x * inverse / prescale) of the eight bfloat16 in words `first` .. `first` + 3 of rX."""
     rY = cute.make_rmem_tensor(WORD_ELEMENTS, Float32)
     for pair in cutlass.range_constexpr(WORD_ELEMENTS // 2):

@@ -17,7 +17,7 @@ def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
 
 
 @cute.jit
-def unpack_e4m3(codes: Uint32):
+def unpack_e4m3(codes: Uint32) -> cute.Tensor:
     """Four codes as a register tensor of four float32."""
     rQ = cute.make_rmem_tensor(4, Float8E4M3FN)
     cute.recast_tensor(rQ, Uint32)[0] = codes

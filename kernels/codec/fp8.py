@@ -78,7 +78,7 @@ class Fp8Codec(UnscaledCodec):
     """Encodes 16 elements, an eighth of a block; scale bits are those of the float32."""
 
     @cute.jit
-    def encode(self, rX, rQ, state) -> Uint32:
+    def encode(self, rX: cute.Tensor, rQ: cute.Tensor, state: None) -> Uint32:
         amax = lanes_max(unit_amax(rX, UNIT_WORDS), block_lanes(self.fmt))
         scale = scale_of(amax)
         if cutlass.const_expr(self.fmt.power_of_two):

@@ -25,7 +25,7 @@ LARGEST_EXPONENT = 2
 
 
 @cute.jit
-def mxfp8_scale(amax: Float32):
+def mxfp8_scale(amax: Float32) -> tuple[Uint32, Uint32]:
     """(s, mask of the payload): all ones, or zero for a dead block: amax infinite or amax * (1/448) <= 2**-127."""
     scale = amax * Float32(1 / 448)
     byte, mask = round_up(scale), Uint32(0xFFFFFFFF)
@@ -44,7 +44,7 @@ class Mxfp8Codec(UnscaledCodec):
     """Encodes 16 elements, half a block."""
 
     @cute.jit
-    def encode(self, rX, rQ, state) -> Uint32:
+    def encode(self, rX: cute.Tensor, rQ: cute.Tensor, state: None) -> Uint32:
         byte, mask = mxfp8_scale(lanes_max(unit_amax(rX, 8), block_lanes(self.fmt)))
         inverse = inverse_power(byte)
         for word in cutlass.range_constexpr(4):
@@ -57,7 +57,7 @@ class Mxfp4Codec(UnscaledCodec):
     """Encodes 32 elements, one block."""
 
     @cute.jit
-    def encode(self, rX, rQ, state) -> Uint32:
+    def encode(self, rX: cute.Tensor, rQ: cute.Tensor, state: None) -> Uint32:
         byte = mxfp4_scale(unit_amax(rX, 16))
         inverse = inverse_power(byte) * Float32(prescale(self.hardware))  # 2**-132 at least: subnormal, exact
         for word in cutlass.range_constexpr(4):

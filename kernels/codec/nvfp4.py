@@ -54,7 +54,7 @@ class Nvfp4Codec:
         self.fmt, self.hardware = fmt, hardware_fp4
 
     @cute.jit
-    def state(self, scale: Float32):
+    def state(self, scale: Float32) -> tuple[Float32, Float32]:
         """(G, R / `prescale`)."""
         inverse = reciprocal(scale)
         multiplier, divisor = scale, inverse
@@ -66,7 +66,7 @@ class Nvfp4Codec:
         return row_scale(amax)
 
     @cute.jit
-    def encode(self, rX, rQ, state) -> Uint32:
+    def encode(self, rX: cute.Tensor, rQ: cute.Tensor, state: tuple[Float32, Float32]) -> Uint32:
         multiplier, divisor = state
         targets = [
             multiplier * (unit_amax(rX, BLOCK_WORDS, block * BLOCK_WORDS) * Float32(1 / 6)) for block in range(BLOCKS)

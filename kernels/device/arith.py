@@ -14,7 +14,7 @@ LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 """The largest finite bfloat16, 0x7F7F."""
 
 
-def opaque(value):
+def opaque(value: Int32 | int) -> Int32:
     """The same 32-bit integer, opaque to the compiler: what follows from it is computed where it stands, instead of
     being kept in registers from where it was computed before."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(value)])
@@ -41,7 +41,7 @@ def add(a: Float32, b: Float32) -> Float32:
     return cute.arch.inline_ptx("add.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
-def unit_amax(rX, words: int, first: int = 0) -> Float32:
+def unit_amax(rX: cute.Tensor, words: int, first: int = 0) -> Float32:
     """The largest |x| of the bfloat16 in `words` words of rX from `first` on, without NaN; +0 if there is none."""
     pair = rX[first] & Uint32(PAIR_MAGNITUDE)
     for word in range(first + 1, first + words):
@@ -75,7 +75,7 @@ def reciprocal(value: Float32) -> Float32:
 
 
 @cute.jit
-def accumulate(rSum, rX, weight) -> None:
+def accumulate(rSum: cute.Tensor, rX: cute.Tensor, weight: Float32 | None) -> None:
     """rSum[i] += weight * rX[i] for one vector, multiply and add each rounded; weight None: rSum[i] += rX[i]."""
     for word in cutlass.range_constexpr(VECTOR_ELEMENTS // 2):
         low, high = halves(rX[word])
@@ -86,7 +86,7 @@ def accumulate(rSum, rX, weight) -> None:
 
 
 @cute.jit
-def round_vector(rSum, rX, dtype: cutlass.Constexpr) -> None:
+def round_vector(rSum: cute.Tensor, rX: cute.Tensor, dtype: cutlass.Constexpr) -> None:
     """rX (4 words) = the eight float32 of rSum in a 16-bit type, rounded to nearest even."""
     rHalf = cute.make_rmem_tensor(VECTOR_ELEMENTS, dtype)
     rHalf.store(rSum.load().to(dtype))

@@ -26,12 +26,12 @@ from cute_ep.layouts.maps.formats import VECTOR_BYTES
 WORDS = VECTOR_BYTES // 4
 
 
-def weak():
+def weak() -> cute.CopyAtom:
     """Copy atom of one plain access."""
     return cute.make_copy_atom(CopyUniversalOp(), Uint32, num_bits_per_copy=8 * VECTOR_BYTES)
 
 
-def send(rWord, gWord) -> None:
+def send(rWord: cute.Tensor, gWord: cute.Tensor) -> None:
     """Store a vector into own or peer memory."""
     cute.arch.inline_ptx(
         "st.relaxed.sys.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
@@ -39,40 +39,40 @@ def send(rWord, gWord) -> None:
     )
 
 
-def send_word(word: Uint32, place) -> None:
+def send_word(word: Uint32, place: cute.Pointer) -> None:
     """Store a word at a pointer into own or peer memory."""
     cute.arch.store(place, word, sem="relaxed", scope="sys")
 
 
-def poll(gWord, rWord) -> None:
+def poll(gWord: cute.Tensor, rWord: cute.Tensor) -> None:
     """Load a vector."""
     _load(rWord, f"ld.relaxed.sys.global.{FOUR_WORDS};", gWord)
 
 
-def poll_word(place) -> Uint32:
+def poll_word(place: cute.Pointer) -> Uint32:
     """Load the word at a pointer."""
     return cute.arch.load(place, Uint32, sem="relaxed", scope="sys")
 
 
-def clear(gWord) -> None:
+def clear(gWord: cute.Tensor) -> None:
     """Store SENTINEL in all words of a vector."""
     rWord = cute.make_rmem_tensor(WORDS, Uint32)
     rWord.fill(SENTINEL)
     cute.copy(weak(), rWord, gWord)
 
 
-def clear_word(place) -> None:
+def clear_word(place: cute.Pointer) -> None:
     """Store SENTINEL at a pointer."""
     cute.arch.store(place, Uint32(SENTINEL))
 
 
-def load_row(gWord, rWord, once: Boolean) -> None:
+def load_row(gWord: cute.Tensor, rWord: cute.Tensor, once: Boolean) -> None:
     """Load a vector; with `once` it is the first to leave the caches."""
     loads = f"@once ld.global.cs.{FOUR_WORDS}; @!once ld.global.{FOUR_WORDS};"
     _load(rWord, f"{{ .reg .pred once; setp.ne.u32 once, {{$r1}}, 0; {loads} }}", gWord, Int32(once))
 
 
-def fetch(gWord, sWord, inside: Boolean) -> None:
+def fetch(gWord: cute.Tensor, sWord: cute.Tensor, inside: Boolean) -> None:
     """Begin to copy a vector into shared memory, or zeros if it is not `inside`."""
     size = cutlass.select_(inside, Int32(VECTOR_BYTES), Int32(0))
     cute.arch.inline_ptx(
@@ -85,7 +85,7 @@ FOUR_WORDS = "v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}]"
 """Operands of a load of `_load`."""
 
 
-def _load(rWord, ptx: str, gWord, *arguments) -> None:
+def _load(rWord: cute.Tensor, ptx: str, gWord: cute.Tensor, *arguments: Int32) -> None:
     """Run PTX that leaves four words, from an address that is its first argument."""
     read = [gWord.iterator.toint(), *arguments]
     seen = cute.arch.inline_ptx(ptx, write_only_types=[Uint32] * WORDS, read_only_args=read)

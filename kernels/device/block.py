@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint8, Uint32
+from cutlass import Int32, Int64, Numeric, Uint8, Uint32
 
 from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.divide import quotient
@@ -15,7 +15,7 @@ from cute_ep.layouts.maps.launch import CTAS_PER_SM, THREADS
 from cute_ep.layouts.maps.record import Region
 
 
-def launch_config(grid, shared_bytes: int = 0) -> dict:
+def launch_config(grid: Int32, shared_bytes: int = 0) -> dict:
     """Keyword arguments of a kernel's launch: `grid` CTAs of THREADS threads, compiled for CTAS_PER_SM residents."""
     return {
         "grid": [grid, 1, 1],
@@ -26,7 +26,7 @@ def launch_config(grid, shared_bytes: int = 0) -> dict:
     }
 
 
-def shared_array(region: Region, dtype):
+def shared_array(region: Region, dtype: type[Numeric]) -> cute.Tensor:
     """Tensor over a region of dynamic shared memory."""
     base = cute.arch.get_dyn_smem(Uint8, alignment=VECTOR_BYTES)
     pointer = cute.recast_ptr(base + region.offset, dtype=dtype)
@@ -54,7 +54,7 @@ SCAN_RUN = 8
 
 
 @cute.jit
-def warp_exclusive_scan(value: cutlass.Constexpr, sSums, count: Int32, lane: Int32, start: Int32) -> None:
+def warp_exclusive_scan(value: cutlass.Constexpr, sSums: cute.Tensor, count: Int32, lane: Int32, start: Int32) -> None:
     """sSums[i] = start + value(0) + ... + value(i - 1) for i = 0 .. count; value(i) may be what sSums[i] was.
 
     By one warp, whose lanes take a run of the numbers each; other warps see it after a CTA barrier.
@@ -88,7 +88,7 @@ LOADS_IN_FLIGHT = 4
 
 
 @cute.jit
-def block_memcpy(destination, source, num_bytes, tid: Int32) -> None:
+def block_memcpy(destination: Int64, source: Int64, num_bytes: Int64, tid: Int32) -> None:
     """Copy `num_bytes` (a multiple of 16) between two 16-byte aligned global addresses with all threads of the CTA."""
     vectors = Int32(quotient(num_bytes, VECTOR_BYTES))
     gSource = rows(source, vectors, 1)

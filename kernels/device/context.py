@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +14,7 @@ from cute_ep.kernels.device.divide import Divisor, quotient, remainder
 from cute_ep.kernels.device.memory import DeviceRegion, array, pointer
 from cute_ep.kernels.device.slices import packed_cta
 from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, not_aborted, report, signal, wait_signal
-from cute_ep.layouts.maps.arena import StateWord, regions_of
+from cute_ep.layouts.maps.arena import ArenaRegions, StateWord, regions_of
 from cute_ep.layouts.maps.arguments import (
     Batch,
     CombineArgs,
@@ -34,7 +34,7 @@ from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, MASKED_ENTRY, MAX_RANKS, Phase
 
 
-def owns_shared(shared: SharedExpert, token) -> Boolean:
+def owns_shared(shared: SharedExpert, token: Int32) -> Boolean:
     """Whether the shared expert takes this token of the own rank."""
     return (token >= shared.first) & (token < shared.first + shared.rows)
 
@@ -43,14 +43,14 @@ IDS_IN_FLIGHT = 8
 """Expert ids that a thread loads before it counts the first."""
 
 
-def given_id(ids: Ids, index) -> Int32:
+def given_id(ids: Ids, index: Int32) -> Int32:
     """Entry `index` of the flat topk_ids; of a wide one the lower half, which all readers take for the id. Nothing is
     computed from it here, so nobody waits for the load before it is used."""
     return array(ids.data, Int32, Int32(1 << 30))[Int32(index) << ids.wide]
 
 
 @cute.jit
-def is_beyond(ids: Ids, index, given: Int32) -> Boolean:
+def is_beyond(ids: Ids, index: Int32, given: Int32) -> Boolean:
     """Whether an entry, of which `given_id` is the lower half, does not fit 32 bits."""
     beyond = Boolean(False)
     if ids.wide != 0:
@@ -80,7 +80,7 @@ class Context:
     peer_base: Int64
     sPeers: cute.Tensor
     group: Group
-    arena: Any
+    arena: ArenaRegions
     grid: Grid
     shared: SharedExpert
     ids: Ids
@@ -159,7 +159,9 @@ class Context:
         cute.arch.store(pointer(self.state_word(word), Int64), epoch)
 
     @cute.jit
-    def wait_all_ranks(self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent, word) -> Boolean:
+    def wait_all_ranks(
+        self, flags: Region, epoch: Int64, phase: cutlass.Constexpr, sent: Int64 | None, word: StateWord
+    ) -> Boolean:
         """CTA barrier: wait until each peer's word of the own `flags` holds at least `epoch`, two rounds before the one
         that this launch sends. The peer table may be read after it.
 
@@ -186,13 +188,13 @@ class Context:
         """Whether no wait of this rank has failed."""
         return not_aborted(self.wait_context.abort)
 
-    def report_input(self, phase: Phase, index, expected, seen) -> None:
+    def report_input(self, phase: Phase, index: Int32, expected: Int32, seen: Int32) -> None:
         """Tell the host which of INPUT_ERRORS this rank's input has; the round goes on."""
         record = self.ranks + INPUT_ERRORS.index(phase)
         report(self.wait_context, Awaited(record, phase, index), expected, seen)
 
     @cute.jit
-    def acknowledge(self, consumed: Region, received: Int64, cta) -> None:
+    def acknowledge(self, consumed: Region, received: Int64, cta: Int32) -> None:
         """Let the peers overwrite what this rank has read: signal the rounds that it had completed at launch.
 
         Comes before any wait of the launch, since a peer may wait for it. Earlier launches have ended, so their reads
@@ -245,7 +247,12 @@ def open_combine(args: CombineArgs, peers: Region, receive: bool) -> tuple[Combi
     return _open(CombineContext, args, peers, Int32(0), receive)
 
 
-def _open(context: Any, args, peers: Region, packed: Int32, receive: bool):
+Opened = TypeVar("Opened", DispatchContext, CombineContext)
+
+
+def _open(
+    context: type[Opened], args: DispatchArgs | CombineArgs, peers: Region, packed: Int32, receive: bool
+) -> tuple[Opened, Rounds]:
     """`context`: the class, which says where its phase's epoch words are."""
     arena = regions_of(args.arena, DeviceRegion)
     tid, cta, ctas, peer_base = _find_place(args.group, args.grid, arena.peers, packed)
@@ -257,7 +264,7 @@ def _open(context: Any, args, peers: Region, packed: Int32, receive: bool):
 
 
 @cute.jit
-def _find_place(group: Group, grid: Grid, peers: Region, packed: Int32):
+def _find_place(group: Group, grid: Grid, peers: Region, packed: Int32) -> tuple[Int32, Int32, Int32, Int64]:
     """Start reading the peer table, and wait for the end of the launch before. `packed` as in `Grid`."""
     tid = cute.arch.thread_idx()[0]
     gPeers = array(group.arena + peers.offset, Int64, group.ranks)

@@ -9,18 +9,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
+from cute_ep.layouts.maps.record import Int
 
-def quotient(value, power: int):
+
+def quotient(value: Int, power: int) -> Int:
     """value // power, rounded down, for a power of two that is known to the compiler."""
     return value >> (power.bit_length() - 1)
 
 
-def remainder(value, power: int):
+def remainder(value: Int, power: int) -> Int:
     """value % power, not negative, for a power of two that is known to the compiler."""
     return value & (power - 1)
 
 
-def round_up(value, power):
+def round_up(value: Int, power: Int) -> Int:
     """Smallest multiple of a power of two, known to the compiler or not, that is not below `value`."""
     return (value + power - 1) & -power
 
@@ -37,7 +39,7 @@ class Divisor:
     extent: Int32
     magic: Uint32
 
-    def split(self, item):
+    def split(self, item: Int32) -> tuple[Int32, Int32]:
         """(item % extent, item // extent) of a non-negative 32-bit item."""
         slow = Int32(cute.arch.mul_hi(Uint32(item), self.magic))
         slow = cutlass.select_(self.extent == 1, Int32(item), slow)

@@ -10,6 +10,7 @@ and the sender waits for that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import cutlass
@@ -17,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.atoms import WORDS
+from cute_ep.kernels.device.context import Context
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.slices import has_bit
 from cute_ep.kernels.device.sync import Awaited, now_ns, report
@@ -26,12 +28,12 @@ POLLS_PER_CHECK = 32
 """Polls of the words between two checks of their flag, the clock and the abort word."""
 
 
-def is_lamport(tokens) -> Boolean:
+def is_lamport(tokens: Int32) -> Boolean:
     """Whether a source with this many tokens sends, and gets back, Lamport rows."""
     return tokens <= LAMPORT_TOKENS
 
 
-def home_of(lamport: Boolean, lamport_region: Region, region: Region, *coord) -> Int64:
+def home_of(lamport: Boolean, lamport_region: Region, region: Region, *coord: Int32) -> Int64:
     """Byte offset of a row in one of the two regions that rows travel through; one computation for both."""
     offset = cutlass.select_(lamport, lamport_region.offset, region.offset)
     strides = zip(lamport_region.stride, region.stride, strict=True)
@@ -39,7 +41,7 @@ def home_of(lamport: Boolean, lamport_region: Region, region: Region, *coord) ->
     return replace(region, offset=offset, stride=tuple(chosen)).at(*coord)
 
 
-def has_sentinel(words) -> Boolean:
+def has_sentinel(words: cute.Tensor) -> Boolean:
     """Whether one of a vector's words is SENTINEL."""
     largest = words[0]
     for index in range(1, WORDS):
@@ -53,7 +55,9 @@ def _ticks(time_ns: Int64) -> Int32:
 
 
 @cute.jit
-def wait_lamport(ctx, poll, check, flagged: Uint32, awaited: Awaited):
+def wait_lamport(
+    ctx: Context, poll: Callable[[Uint32], Uint32], check: Callable[[], Uint32], flagged: Uint32, awaited: Awaited
+) -> Boolean:
     """Warp-wide: poll words until they have all arrived. Returns False, in every lane, after a timeout.
 
     Args:

@@ -15,11 +15,11 @@ is (lane, (word, slot)) : (4, (1, 128)), of which `lane_tile` is one lane's part
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint32
+from cutlass import Int32, Int64, Numeric, Uint32
 
 from cute_ep.kernels.device.atoms import WORDS
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.record import Region
+from cute_ep.layouts.maps.record import Int, Region
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
 LANES = 32
@@ -30,7 +30,7 @@ SLOTS = 1 << 10
 class DeviceRegion(Region):
     """A region of the arena in a kernel: offsets are those of its CuTe layout, in bytes and 64 bits."""
 
-    def at(self, *coord):
+    def at(self, *coord: Int32 | Int64 | int) -> Int64:
         """Offset of the element at `coord` (leading modes; missing ones are 0)."""
         strides = tuple(Int64(stride) for stride in self.stride[: len(coord)])
         if not coord:
@@ -39,12 +39,12 @@ class DeviceRegion(Region):
         return self.offset + cute.crd2idx(tuple(Int64(index) for index in coord), layout)
 
 
-def pointer(address: Int64, dtype, align: int | None = None):
+def pointer(address: Int64, dtype: type[Numeric], align: int | None = None) -> cute.Pointer:
     """Global-memory pointer to `dtype` at a 64-bit address."""
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align or dtype.width // 8)
 
 
-def array(address: Int64, dtype, *shape):
+def array(address: Int64, dtype: type[Numeric], *shape: Int32 | int) -> cute.Tensor:
     """Row-major tensor of `dtype` over `shape`; offsets are 64-bit."""
     stride = [Int64(1)]
     for extent in reversed(shape[1:]):
@@ -52,7 +52,9 @@ def array(address: Int64, dtype, *shape):
     return cute.make_tensor(pointer(address, dtype), cute.make_layout(tuple(shape), stride=tuple(stride)))
 
 
-def rows(address: Int64, vectors, count, pitch_bytes=VECTOR_BYTES):
+def rows(
+    address: Int64, vectors: Int32 | int, count: Int32 | int, pitch_bytes: Int32 | Int64 | int = VECTOR_BYTES
+) -> cute.Tensor:
     """Rows of 16-byte vectors, `pitch_bytes` apart."""
     if isinstance(pitch_bytes, int):
         pitch = pitch_bytes // 4
@@ -62,35 +64,35 @@ def rows(address: Int64, vectors, count, pitch_bytes=VECTOR_BYTES):
     return cute.make_tensor(pointer(address, Uint32, align=VECTOR_BYTES), layout)
 
 
-def vector(address: Int64, index=0):
+def vector(address: Int64, index: Int32 | Int64 | int = 0) -> cute.Tensor:
     """Vector number `index` of a row."""
     return lane_tile(address, 0, index)[None, 0]
 
 
-def row_address(data: Int64, row, nbytes) -> Int64:
+def row_address(data: Int64, row: Int32, nbytes: Int32 | Int64) -> Int64:
     """Address of row `row` of a tensor (row, byte) : (nbytes, 1)."""
     return data + Int64(row) * nbytes
 
 
-def lane_tile(address: Int64, first, lane):
+def lane_tile(address: Int64, first: Int32 | int, lane: Int32) -> cute.Tensor:
     """A lane's vectors of a row, from segment `first` on."""
     place = address + Int64(first * LANES + lane) * VECTOR_BYTES
     layout = cute.make_layout((WORDS, SLOTS), stride=(1, WORDS * LANES))
     return cute.make_tensor(pointer(place, Uint32, align=VECTOR_BYTES), layout)
 
 
-def lane_words(address: Int64, word):
+def lane_words(address: Int64, word: Int32 | int) -> cute.Tensor:
     """A lane's words of a row of words, from number `word` on."""
     place = address + Int64(word) * WORD_BYTES
     return cute.make_tensor(pointer(place, Uint32), cute.make_layout(SLOTS, stride=LANES))
 
 
-def place_of(tensor, index):
+def place_of(tensor: cute.Tensor, index: Int32 | int) -> cute.Pointer:
     """Pointer to an element."""
     return tensor.iterator + cute.crd2idx(index, tensor.layout)
 
 
-def item_coord(item, extent):
+def item_coord(item: Int, extent: Int) -> tuple[Int, Int]:
     """(fast, slow) coordinate of a flat item over `extent` fast positions."""
     if isinstance(extent, int) and extent & (extent - 1) == 0:
         return item & (extent - 1), item >> (extent.bit_length() - 1)

@@ -13,30 +13,30 @@ from cute_ep.layouts.maps.arguments import Scales
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES
 
 
-def scale_word_offset(scales: Scales, row, column) -> Int64:
+def scale_word_offset(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32) -> Int64:
     """`ScaleMap.at` in products of two 32-bit numbers, which are one instruction."""
     in_block = remainder(row, ATOM_ROWS)
     inside = remainder(in_block, 32) * scales.inner + quotient(in_block, 32) * scales.middle
     return Int64(quotient(row, ATOM_ROWS)) * Int64(scales.outer) + Int64(column) * Int64(scales.step) + inside
 
 
-def store_scale_word(scales: Scales, row, column, word: Uint32) -> None:
+def store_scale_word(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32, word: Uint32) -> None:
     """Store one word of scale factors."""
     cute.arch.store(pointer(scale_row_address(scales, row, column), Uint32), word)
 
 
-def scale_row_address(scales: Scales, row, column=0) -> Int64:
+def scale_row_address(scales: Scales, row: Int32 | Uint32, column: Int32 | int = 0) -> Int64:
     """Address of a word of scale factors, word 0 of a row if no other is asked for."""
     return scales.data + WORD_BYTES * scale_word_offset(scales, row, column)
 
 
-def store_scale_column(scales: Scales, home: Int64, column, word: Uint32) -> None:
+def store_scale_column(scales: Scales, home: Int64, column: Int32, word: Uint32) -> None:
     """Store the word of a column of the row whose word 0 is at `home`."""
     cute.arch.store(pointer(home + Int64(column) * Int64(scales.step * WORD_BYTES), Uint32), word)
 
 
 @cute.jit
-def zero_scale_rows(scales, first: Int32, end: Int32, share, lane: Int32) -> None:
+def zero_scale_rows(scales: Scales, first: Int32, end: Int32, share: tuple[Int32, int], lane: Int32) -> None:
     """Zero the scale words of rows first .. end - 1 in word columns part, part + parts, ... with one warp; `share` is
     (part, parts).
 

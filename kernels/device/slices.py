@@ -12,6 +12,7 @@ ready, from a counter of its CTA (`Tickets`) or, where each warp has many items,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -38,7 +39,7 @@ class RowSlice:
     last: Int32
 
 
-def slice_of(index: Int32, slices_log2: Int32, vectors: Int32, count=1) -> RowSlice:
+def slice_of(index: Int32, slices_log2: Int32, vectors: Int32, count: Int32 | int = 1) -> RowSlice:
     """The slice with an index, in a source whose rows of `vectors` vectors have 2^slices_log2 slices, or `count`
     neighbouring slices of one row as one. The last slices of a short row are empty (first >= last): nobody sends them,
     nobody waits for them."""
@@ -60,7 +61,7 @@ def own_vectors(base: Int32, last: Int32, vectors: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
-def most_slices(sHeader, ranks: Int32) -> Int32:
+def most_slices(sHeader: cute.Tensor, ranks: Int32) -> Int32:
     """Message slices of the source that has most, from the headers."""
     most = Int32(0)
     for source in cutlass.range(ranks, unroll=1):
@@ -69,7 +70,7 @@ def most_slices(sHeader, ranks: Int32) -> Int32:
     return most
 
 
-def vectors_of(row_bytes) -> Int32:
+def vectors_of(row_bytes: Int32) -> Int32:
     """16-byte vectors of a row."""
     return Int32(quotient(row_bytes, VECTOR_BYTES))
 
@@ -91,12 +92,12 @@ def packed_cta(block: Int32, blocks: Int32) -> Int32:
     return 2 * block - cutlass.select_(block < first, Int32(0), 2 * first - 1)
 
 
-def control_cta(ctas):
+def control_cta(ctas: Int32) -> Int32:
     """Which of `ctas` CTAs carries no items while the others have warps enough: it has other work."""
     return quotient(ctas, 2)
 
 
-def static_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, chunks=False) -> Int32:
+def static_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, chunks: Boolean | bool = False) -> Int32:
     """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where it has none.
 
     With `chunks`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
@@ -154,14 +155,14 @@ def _working_ctas(items: Int32, ctas: Int32) -> Int32:
     return ctas - Int32(items <= (ctas - 1) * WARPS)
 
 
-def item_of(static: Int32, ticket: Int32, turns=1, turn=0) -> Int32:
+def item_of(static: Int32, ticket: Int32, turns: Int32 | int = 1, turn: Int32 | int = 0) -> Int32:
     """The item, or chunk, of a ticket that a CTA has drawn (`sync.take_ticket`): the first `static` ones are scheduled
     statically, and of the others each of `turns` counters has every turns-th, from the one of its `turn` on. CTAs with
     the same work are not equally fast, since they share their SM or not: this gives each what it can carry."""
     return static + ticket * turns + turn
 
 
-def has_bit(bits: Uint32, index) -> Boolean:
+def has_bit(bits: Uint32, index: Int32) -> Boolean:
     """Whether a bit is set."""
     return (bits >> Uint32(index)) & Uint32(1) != Uint32(0)
 
@@ -195,6 +196,9 @@ def take_each(bits: Uint32, in_flight: cutlass.Constexpr, load: cutlass.Constexp
                 use(bit, turn)
 
 
-def from_lane(value, lane):
+Value = TypeVar("Value")
+
+
+def from_lane(value: Value, lane: Int32 | int) -> Value:
     """`value` of one lane, in all lanes."""
     return cute.arch.shuffle_sync(value, lane)

@@ -27,6 +27,7 @@ None of these is a proxy fence: data moved by the async proxy needs its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
@@ -38,13 +39,16 @@ from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.memory import pointer, rows
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord
 
+if TYPE_CHECKING:
+    from cute_ep.kernels.device.context import Context
+
 
 def signal(flag: Int64, epoch: Int64) -> None:
     """Publish `epoch` at address `flag` (own or peer memory), after everything that happened before."""
     cute.arch.store(pointer(flag, Int64), epoch, sem="release", scope="sys")
 
 
-def store_ll(word: Int64, value, epoch: Int64) -> None:
+def store_ll(word: Int64, value: Int32, epoch: Int64) -> None:
     """Publish a 32-bit value of round `epoch` at address `word` (own or peer memory)."""
     content = (epoch << 32) | Int64(Uint32(value))
     cute.arch.store(pointer(word, Int64), content, sem="relaxed", scope="sys")
@@ -80,7 +84,7 @@ def not_aborted(abort: Int64) -> Boolean:
 
 
 @cute.jit
-def report(wait_context: WaitContext, awaited: Awaited, expected, seen) -> None:
+def report(wait_context: WaitContext, awaited: Awaited, expected: Int32 | Int64, seen: Int32 | Int64) -> None:
     """Write one host-visible status record in a single 16-byte store, and unless it is about input, raise this rank's
     abort word."""
     words = cute.make_rmem_tensor(len(StatusWord), Uint32)
@@ -111,7 +115,7 @@ def wait_signal(wait_context: WaitContext, flag: Int64, epoch: Int64, awaited: A
 
 
 @cute.jit
-def wait_ll(wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Awaited):
+def wait_ll(wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Awaited) -> tuple[Int32, Boolean]:
     """One thread polls an LL word, which the peer stores, until it is of round `epoch`: (value, whether it is).
 
     Fails as `wait_signal` does.
@@ -121,7 +125,9 @@ def wait_ll(wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Await
 
 
 @cute.jit
-def wait_two_ll(wait_context: WaitContext, first: Int64, second: Int64, epoch: Int64, awaited: Awaited):
+def wait_two_ll(
+    wait_context: WaitContext, first: Int64, second: Int64, epoch: Int64, awaited: Awaited
+) -> tuple[Int32, Int32, Boolean]:
     """`wait_ll` for two words, whose latencies overlap: (value, value, whether both arrived)."""
     value = cute.arch.load(pointer(first, Int64), Int64, sem="relaxed", scope="sys")
     other = cute.arch.load(pointer(second, Int64), Int64, sem="relaxed", scope="sys")
@@ -138,7 +144,9 @@ def _has_arrived(seen: Int64, epoch: Int64, tagged: bool) -> Boolean:
 
 
 @cute.jit
-def _poll(wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Awaited, tagged: cutlass.Constexpr):
+def _poll(
+    wait_context: WaitContext, word: Int64, epoch: Int64, awaited: Awaited, tagged: cutlass.Constexpr
+) -> tuple[Int64, Boolean]:
     """(last content seen, whether it is what was waited for and this rank is healthy)."""
     order = "relaxed" if cutlass.const_expr(tagged) else "acquire"
     where = pointer(word, Int64)
@@ -185,7 +193,7 @@ PATIENCE = 8
 
 
 @cute.jit
-def grid_barrier(ctx, counter: Int64, ctas: Int32, alive: Boolean) -> Boolean:
+def grid_barrier(ctx: Context, counter: Int64, ctas: Int32, alive: Boolean) -> Boolean:
     """Barrier of `ctas` CTAs of a launch, which must be resident together; `counter` begins at 0.
 
     False, in every thread, if this CTA is not alive, or when another one is not: that has raised the abort word.
@@ -216,7 +224,7 @@ FAILED = 1 << 16
 
 
 @cute.jit
-def count_exit(counter: Int64, ctas: Int32, alive: Boolean, publishes: Boolean, tid: Int32):
+def count_exit(counter: Int64, ctas: Int32, alive: Boolean, publishes: Boolean, tid: Int32) -> tuple[Boolean, Boolean]:
     """Count this CTA out of the launch; thread 0 of the last one gets (True, whether every CTA was alive).
 
     Comes after a CTA barrier. Orders nothing in a round that succeeds: the end of the launch does that for whatever

@@ -8,6 +8,7 @@ the type of the output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +18,12 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, halves, opaque, round_vector
 from cute_ep.kernels.device.atoms import clear, poll, weak
-from cute_ep.kernels.device.context import given_id, owns_shared
+from cute_ep.kernels.device.context import CombineContext, given_id, owns_shared
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import lane_tile, rows, vector
 from cute_ep.kernels.device.slices import (
     SEGMENT,
+    RowSlice,
     Tickets,
     are_many,
     first_item,
@@ -32,7 +34,7 @@ from cute_ep.kernels.device.slices import (
     take_each,
 )
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
-from cute_ep.kernels.hooks import EpilogueContext, WeightReader
+from cute_ep.kernels.hooks import Epilogue, EpilogueContext, WeightReader
 from cute_ep.kernels.roles.combine_schedule import row_vectors
 from cute_ep.kernels.roles.combine_send import LOST
 from cute_ep.layouts.maps.arena import COMBINE_ITEMSIZE, chunk_of
@@ -58,13 +60,15 @@ class CombineRecv:
     segments: neighbouring segments, 1 or 2, of a partial sum that a warp takes at a time when they have arrived.
     """
 
-    def __init__(self, mode: str, segments: int, weights: WeightReader, epilogue, shared: RegionMap) -> None:
+    def __init__(
+        self, mode: str, segments: int, weights: WeightReader, epilogue: Epilogue | None, shared: RegionMap
+    ) -> None:
         self.mode, self.weights, self.epilogue = mode, weights, epilogue
         self.segments = segments if mode == "partial" else 1
         self.tickets = Tickets("reduce_tickets", shared)
 
     @cute.jit
-    def run(self, ctx, receiver: Int32, receivers: Int32, absent: Int32, staggered: Boolean) -> Boolean:
+    def run(self, ctx: CombineContext, receiver: Int32, receivers: Int32, absent: Int32, staggered: Boolean) -> Boolean:
         """By each receiving CTA, number `receiver` of `receivers`, but for its first `absent` warps; `staggered`: its
         warps come at different times. False after a timeout."""
         alive = Boolean(True)
@@ -84,7 +88,7 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _take(self, ctx, row_slice) -> Boolean:
+    def _take(self, ctx: CombineContext, row_slice: RowSlice) -> Boolean:
         """Wait for the ranks that own experts of the token, then sum. False after a timeout."""
         lane = ctx.lane
         index = row_slice.token * ctx.top_k + lane
@@ -121,14 +125,16 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _wait_lamport(self, ctx, row_slice, slots: Slots, poll) -> Boolean:
+    def _wait_lamport(
+        self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, poll: Callable[[Uint32], Uint32]
+    ) -> Boolean:
         """Poll words of the slice until they are there; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(cutlass.select_(is_lamport(ctx.sums.tokens), Uint32(0), slots.filled))
         check = partial(self._has_signaled, ctx, row_slice, slots)
         return wait_lamport(ctx, poll, check, flagged, Awaited(slots.owner, Phase.RETURN, row_slice.index))
 
     @cute.jit
-    def _has_signaled(self, ctx, row_slice, slots: Slots) -> Uint32:
+    def _has_signaled(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots) -> Uint32:
         """The filled slots whose owners have signaled the slice's flag."""
         signaled = Boolean(False)
         if has_bit(slots.filled, ctx.lane):
@@ -138,13 +144,13 @@ class CombineRecv:
         cute.arch.sync_warp()  # one lane's acquire orders the polls of all
         return found
 
-    def _home(self, ctx, row_slice) -> Int64:
+    def _home(self, ctx: CombineContext, row_slice: RowSlice) -> Int64:
         """Address of slot 0 of the token."""
         regions = ctx.arena.lamport_returns, ctx.arena.returns
         return ctx.base + home_of(is_lamport(ctx.sums.tokens), *regions, ctx.epoch & 1, opaque(row_slice.token))
 
     @cute.jit
-    def _sum(self, ctx, row_slice, slots: Slots, weight: Float32) -> Boolean:
+    def _sum(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, weight: Float32) -> Boolean:
         """out[token] = the sum of its slots. False after a timeout."""
         alive = Boolean(True)
         if cutlass.const_expr(self.segments == 1):
@@ -157,7 +163,7 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _sum_slots(self, ctx, row_slice, slots: Slots, weight: Float32) -> Boolean:
+    def _sum_slots(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, weight: Float32) -> Boolean:
         """`_sum` with as many slots on their way as there are, up to SLOTS_IN_FLIGHT."""
         rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
         add = partial(self._add, rSum, weight)
@@ -173,7 +179,7 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _sum_segments(self, ctx, row_slice, filled: Uint32) -> None:
+    def _sum_segments(self, ctx: CombineContext, row_slice: RowSlice, filled: Uint32) -> None:
         """`_sum` of a slice that has arrived, with `segments` segments of fewer slots on their way."""
         pitch = ctx.arena.returns.stride[2]
         slots = SLOTS_IN_FLIGHT // self.segments
@@ -190,7 +196,9 @@ class CombineRecv:
                     self._finish(ctx, row_slice.token, column + part * SEGMENT, rSum[None, part])
 
     @cute.jit
-    def _load_segments(self, rX, place, slot, turn: cutlass.Constexpr) -> None:
+    def _load_segments(
+        self, rX: cute.Tensor, place: tuple[Int64, Int32, Int32, Int32], slot: Int32, turn: cutlass.Constexpr
+    ) -> None:
         home, pitch, column, end = place
         tSlot = lane_tile(home + Int64(slot * pitch), 0, column)
         for part in cutlass.range_constexpr(self.segments):
@@ -200,12 +208,12 @@ class CombineRecv:
                 rX[None, part, turn].fill(0)
 
     @cute.jit
-    def _add_segments(self, rSum, rX, slot, turn: cutlass.Constexpr) -> None:
+    def _add_segments(self, rSum: cute.Tensor, rX: cute.Tensor, slot: Int32, turn: cutlass.Constexpr) -> None:
         for part in cutlass.range_constexpr(self.segments):
             accumulate(rSum[None, part], rX[None, part, turn], None)
 
     @cute.jit
-    def _finish(self, ctx, token, column, rSum) -> None:
+    def _finish(self, ctx: CombineContext, token: Int32, column: Int32, rSum: cute.Tensor) -> None:
         """The shared expert's row, the epilogue, and the output."""
         self._add_shared(ctx, token, column, rSum)
         if cutlass.const_expr(self.epilogue is not None):
@@ -214,12 +222,14 @@ class CombineRecv:
             rSum.store(value)
         self._store(ctx, rSum, Int64(token) * row_vectors(ctx) + column)
 
-    def _add(self, rSum, weight: Float32, rX, slot) -> None:
+    def _add(self, rSum: cute.Tensor, weight: Float32, rX: cute.Tensor, slot: Int32) -> None:
         """Add one vector of a slot; by all lanes."""
         accumulate(rSum, rX, None if self.mode == "partial" else from_lane(weight, slot))
 
     @cute.jit
-    def _take_slots(self, ctx, row_slice, slots: Slots, column, use: cutlass.Constexpr) -> Boolean:
+    def _take_slots(
+        self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, column: Int32, use: cutlass.Constexpr
+    ) -> Boolean:
         """Wait for one vector of the filled slots and call use(rX, slot) for each, in ascending order; clear Lamport
         words. False after a timeout."""
         valid = column < row_vectors(ctx)
@@ -241,7 +251,9 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _poll(self, ctx, rX, place, left: Uint32, flagged: Uint32) -> Uint32:
+    def _poll(
+        self, ctx: CombineContext, rX: cute.Tensor, place: tuple[Int64, Int32, Int32], left: Uint32, flagged: Uint32
+    ) -> Uint32:
         """One vector of the lowest slots of `left` into rX; `place`: address of slot 0, pitch of slots, the vector's
         column."""
         home, pitch, column = place
@@ -257,7 +269,7 @@ class CombineRecv:
         return missing & ~flagged
 
     @cute.jit
-    def _add_shared(self, ctx, token, vector, rSum) -> None:
+    def _add_shared(self, ctx: CombineContext, token: Int32, vector: Int32, rSum: cute.Tensor) -> None:
         """Add the shared expert's row of a token of the own rank; NaN for a row that dispatch had no room for."""
         row = token - ctx.shared.first
         if owns_shared(ctx.shared, token):
@@ -270,7 +282,7 @@ class CombineRecv:
             accumulate(rSum, rX, None)
 
     @cute.jit
-    def _write_slots(self, ctx, row_slice, slots: Slots) -> Boolean:
+    def _write_slots(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots) -> Boolean:
         """out[token, k] = the row of slot k, zeros where it is masked. False after a timeout."""
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
@@ -287,7 +299,7 @@ class CombineRecv:
         return alive
 
     @cute.jit
-    def _store_row(self, ctx, token, column, rX, slot) -> None:
+    def _store_row(self, ctx: CombineContext, token: Int32, column: Int32, rX: cute.Tensor, slot: Int32) -> None:
         """One vector of a returned row into the output's slot."""
         if column < row_vectors(ctx):
             index = (Int64(token) * ctx.top_k + slot) * row_vectors(ctx) + column
@@ -302,7 +314,7 @@ class CombineRecv:
                 self._store(ctx, rRow, index)
 
     @cute.jit
-    def _store(self, ctx, rSum, index: Int64) -> None:
+    def _store(self, ctx: CombineContext, rSum: cute.Tensor, index: Int64) -> None:
         """Round eight float32 to the output's type and store them as its vector number `index`."""
         rX = cute.make_rmem_tensor(4, Uint32)
         if ctx.sums.out_type == int(OutputType.F32):

@@ -17,6 +17,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, opaque, round_vector
 from cute_ep.kernels.device.atoms import load_row, send
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
+from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
 from cute_ep.kernels.device.memory import array, lane_tile, row_address, vector
@@ -52,12 +53,12 @@ class CombineSend:
         self.partial, self.segments, self.epoch = partial, segments, epoch
         self.schedule = CombineSchedule(epoch, shared)
 
-    def prepare(self, ctx):
+    def prepare(self, ctx: CombineContext) -> tuple[Int32, Float32]:
         """Begin with the warp's first item: its row and weight, for `run`. A CTA barrier must follow before `run`."""
         return self._load_entries(ctx, *self.schedule.open(ctx))
 
     @cute.jit
-    def run(self, ctx, row: Int32, weight: Float32) -> None:
+    def run(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
         """By the warps of sending CTAs, after `prepare`, which returned row and weight, and the wait for
         `combine_consumed`."""
         if self.schedule.are_chunks():
@@ -66,7 +67,7 @@ class CombineSend:
             self._carry_slices(ctx, row, weight)
 
     @cute.jit
-    def _carry_slices(self, ctx, row: Int32, weight: Float32) -> None:
+    def _carry_slices(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
         """Lamport rows: a warp carries a slice. With few tokens this half waits for nothing but these instructions:
         256 tokens of 4 rows each took 12,000 of a scheduler's 18,000 cycles (H200, 2026-11-21). With more, CTAs take
         slices of their source from each other (4 x H200, 2026-11-22: 512 tokens 63.6 us, static 69.0)."""
@@ -97,7 +98,7 @@ class CombineSend:
             home = ctx.sPeers[source] + region.at(sEpoch[0] & 1, row_slice.token)
 
     @cute.jit
-    def _carry_chunks(self, ctx, row: Int32, weight: Float32) -> None:
+    def _carry_chunks(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
         """Where some rows are not Lamport rows: the warps of a chunk carry its tokens one after the other. Meanwhile
         the ticket for the CTA's next chunk comes, before the chunk's barrier, behind which it is read."""
         sEpoch = shared_array(self.epoch, Int64)
@@ -130,7 +131,7 @@ class CombineSend:
             row, weight = self._load_entries(ctx, source, row_slice.token, due)
 
     @cute.jit
-    def _signal_chunk(self, ctx, source, chunk: Int32) -> None:
+    def _signal_chunk(self, ctx: CombineContext, source: Int32, chunk: Int32) -> None:
         """Signal the flag of a chunk, by one warp; those of its slices where Lamport rows may contain SENTINEL."""
         sEpoch = shared_array(self.epoch, Int64)
         slices, first = self.schedule.slices(source), chunk * CHUNK
@@ -142,7 +143,7 @@ class CombineSend:
             signal(ctx.sPeers[source] + ctx.arena.return_ready.at(ctx.rank, flag), sEpoch[0])
 
     @cute.jit
-    def _signal_slice(self, ctx, source, index: Int32, collided: Boolean) -> None:
+    def _signal_slice(self, ctx: CombineContext, source: Int32, index: Int32, collided: Boolean) -> None:
         """The flag of a Lamport slice in which some lane stored a SENTINEL word."""
         sEpoch = shared_array(self.epoch, Int64)
         flagged = cute.arch.vote_any_sync(collided)
@@ -151,7 +152,7 @@ class CombineSend:
             signal(ctx.sPeers[source] + ctx.arena.return_ready.at(ctx.rank, index), sEpoch[0])
 
     @cute.jit
-    def _load_entries(self, ctx, source, token, due: Boolean):
+    def _load_entries(self, ctx: CombineContext, source: Int32, token: Int32, due: Boolean) -> tuple[Int32, Float32]:
         """(row, weight) of the token's entry number `lane`; NO_ROW where it has none here. In a sum a row that dispatch
         had no room for is row 0 with weight NaN."""
         in_rank = ctx.group.max_tokens * ctx.top_k
@@ -166,11 +167,11 @@ class CombineSend:
                     row, weight = Int32(0), Float32(float("nan"))
         return row, weight
 
-    def _is_lamport(self, source) -> Boolean:
+    def _is_lamport(self, source: Int32) -> Boolean:
         return is_lamport(self.schedule.tokens(source))
 
     @cute.jit
-    def _push(self, ctx, home: Int64, span, entries: Entries) -> Boolean:
+    def _push(self, ctx: CombineContext, home: Int64, span: tuple[Int32, Int32, Int32], entries: Entries) -> Boolean:
         """`segments` segments of every `step`, in first .. last - 1, where `span` is (first, last, step). Returns
         whether this lane stored a SENTINEL word."""
         first, last, step = span
@@ -188,7 +189,9 @@ class CombineSend:
         return collided
 
     @cute.jit
-    def _push_segments(self, ctx, home: Int64, segment, entries: Entries, segments: cutlass.Constexpr) -> Boolean:
+    def _push_segments(
+        self, ctx: CombineContext, home: Int64, segment: Int32, entries: Entries, segments: cutlass.Constexpr
+    ) -> Boolean:
         """Neighbouring segments of the rows, each to its own slot, or of their weighted sum to the own rank's: its
         words are never SENTINEL, since a NaN is rounded to 0x7FFF. LOADS_IN_FLIGHT loads go before the first use.
         Returns whether this lane stored a SENTINEL word."""
@@ -231,7 +234,7 @@ class CombineSend:
         return collided
 
     @cute.jit
-    def _store(self, ctx, home: Int64, slot, column, rX) -> Boolean:
+    def _store(self, ctx: CombineContext, home: Int64, slot: Int32, column: Int32, rX: cute.Tensor) -> Boolean:
         """One vector of a row to a slot; returns whether it has a SENTINEL word."""
         collided = Boolean(False)
         if column < row_vectors(ctx):

@@ -16,9 +16,10 @@ from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.context import owns_shared
+from cute_ep.kernels.device.context import DispatchContext, owns_shared
 from cute_ep.kernels.device.memory import array, pointer, row_address
 from cute_ep.kernels.device.slices import (
+    RowSlice,
     control_cta,
     from_lane,
     highest,
@@ -59,7 +60,7 @@ class DispatchRecv:
         self.scale_tiles = ScaleTiles(self.tables)
 
     @cute.jit
-    def run(self, ctx, receiver: Int32, receivers: Int32) -> Boolean:
+    def run(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> Boolean:
         """By each receiving CTA, number `receiver` of `receivers`. False after a timeout."""
         alive = self.tables.read(ctx)
         if alive:
@@ -90,7 +91,7 @@ class DispatchRecv:
         return alive
 
     @cute.jit
-    def _take(self, ctx, source, row_slice) -> Boolean:
+    def _take(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Boolean:
         """Wait for one slice and copy it to all its rows. False after a timeout."""
         row, scale_row, came = self._find_row(ctx, source, row_slice)
         alive = warp_all(came)
@@ -108,7 +109,7 @@ class DispatchRecv:
         return alive
 
     @cute.jit
-    def _find_row(self, ctx, source, row_slice):
+    def _find_row(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> tuple[Int32, Int32, Boolean]:
         """(output row, scale row, whether it came) of the token's entry number `lane`, an LL word from `Route`;
         NO_ROW where it has none, LOST_ROW where the output has no room. The warp with the first slice records the rows
         for combine."""
@@ -153,7 +154,7 @@ class DispatchRecv:
             row, scale_row = self._find_rank_row(ctx, source, row_slice, entry, weight)
         return row, scale_row, came
 
-    def _tell_source(self, ctx, row, token, slot) -> None:
+    def _tell_source(self, ctx: DispatchContext, row: Int32, token: Int32, slot: Int32) -> None:
         """`src_info` of a row, in one store."""
         rSource = cute.make_rmem_tensor(2, Int32)
         rSource[0], rSource[1] = token, slot
@@ -161,7 +162,7 @@ class DispatchRecv:
         cute.make_tensor(pointer(home, Int32, align=SRC_INFO_BYTES), cute.make_layout(2)).store(rSource.load())
 
     @cute.jit
-    def _place(self, ctx, group, in_group):
+    def _place(self, ctx: DispatchContext, group: Int32, in_group: Int32) -> tuple[Int32, Int32]:
         """(output row, scale row) of a row of a group."""
         row = self.tables.row_start(ctx, group) + in_group
         if self.tables.row_start(ctx, self.tables.groups(ctx)) > ctx.out.capacity:
@@ -171,7 +172,9 @@ class DispatchRecv:
         return row, self.tables.scale_start(ctx, group) + in_group
 
     @cute.jit
-    def _find_rank_row(self, ctx, source, row_slice, entry, weight):
+    def _find_rank_row(
+        self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, entry: Int32, weight: Int32
+    ) -> tuple[Int32, Int32]:
         """The same in rank-major order: the token's last entry here has its row, in the group of the source. Beside
         the row go the local experts and weights of all of them. In the sum on the way home its weight is 1."""
         lane = ctx.lane
@@ -199,7 +202,7 @@ class DispatchRecv:
         return row, scale_row
 
     @cute.jit
-    def _find_shared_row(self, ctx, row_slice) -> Int32:
+    def _find_shared_row(self, ctx: DispatchContext, row_slice: RowSlice) -> Int32:
         """The token's row in group 0, which is its scale row too."""
         row = row_slice.token - ctx.shared.first
         if row >= ctx.out.capacity:

@@ -15,16 +15,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 
 from cute_ep.kernels.codec import Codec
-from cute_ep.kernels.codec.base import join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.codec.base import State, join_scale_word, source_vectors, word_lanes
 from cute_ep.kernels.device.arith import opaque, unit_amax
 from cute_ep.kernels.device.atoms import send, send_word
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.context import given_id, owns_shared
+from cute_ep.kernels.device.context import DispatchContext, given_id, owns_shared
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
 from cute_ep.kernels.device.memory import array, lane_tile, lane_words, pointer, vector
 from cute_ep.kernels.device.slices import (
     SEGMENT,
+    RowSlice,
     has_bit,
     item_of,
     own_vectors,
@@ -36,6 +37,7 @@ from cute_ep.kernels.device.slices import (
     whole_chunks,
 )
 from cute_ep.kernels.device.sync import signal, take_ticket
+from cute_ep.kernels.hooks import InputScale
 from cute_ep.kernels.roles.prefetch import Prefetch
 from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of, segment_words
 from cute_ep.layouts.maps.launch import WARPS
@@ -50,7 +52,7 @@ STAGED_SEGMENTS = 8
 class DispatchSend:
     """Encodes and pushes the messages of one launch."""
 
-    def __init__(self, codec: Codec, input_scale, ahead: bool, shared: RegionMap) -> None:
+    def __init__(self, codec: Codec, input_scale: InputScale | None, ahead: bool, shared: RegionMap) -> None:
         self.codec, self.input_scale = codec, input_scale
         self.scale_words = segment_words(codec.fmt)
         self.prefetch = Prefetch(source_vectors(codec.fmt), ahead, shared)
@@ -58,7 +60,7 @@ class DispatchSend:
         self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
     @cute.jit
-    def run(self, ctx) -> None:
+    def run(self, ctx: DispatchContext) -> None:
         lane = ctx.lane
         scale = self._global_scale(ctx)
         vectors = vectors_of(ctx.wire.payload_bytes)
@@ -110,14 +112,14 @@ class DispatchSend:
                 turn = turn ^ 1
 
     @cute.jit
-    def _fetch_first(self, ctx, item, vectors, stage) -> None:
+    def _fetch_first(self, ctx: DispatchContext, item: Int32, vectors: Int32, stage: Int32) -> None:
         """Begin to load the first tile of an item, if it is one."""
         row_slice = slice_of(item, ctx.input.message_slices, vectors)
         last = cutlass.select_(item < ctx.input.tokens << ctx.input.message_slices, row_slice.last, Int32(0))
         self.prefetch.fetch(ctx, row_slice.token, row_slice.first, last, stage)
 
     @cute.jit
-    def _global_scale(self, ctx) -> Float32:
+    def _global_scale(self, ctx: DispatchContext) -> Float32:
         """The scale that the caller gave for all its tokens, 1 without one."""
         scale = Float32(1.0)
         if cutlass.const_expr(self.codec.fmt.global_scale):
@@ -129,7 +131,7 @@ class DispatchSend:
         return scale
 
     @cute.jit
-    def _load_id(self, ctx, token, lane) -> Int32:
+    def _load_id(self, ctx: DispatchContext, token: Int32, lane: Int32) -> Int32:
         """Entry `lane` of the token's expert ids; MASKED_ENTRY beyond top_k."""
         given = Int32(MASKED_ENTRY)
         if lane < ctx.top_k:
@@ -137,7 +139,7 @@ class DispatchSend:
         return given
 
     @cute.jit
-    def _destinations(self, ctx, token, given: Int32) -> Uint32:
+    def _destinations(self, ctx: DispatchContext, token: Int32, given: Int32) -> Uint32:
         """Bit set, in every lane, of the ranks that own one of the token's experts, and of the own rank for a token of
         the shared expert. By all 32 lanes, each with its own id."""
         bit = Uint32(owns_shared(ctx.shared, token)) << Uint32(ctx.rank)
@@ -148,7 +150,7 @@ class DispatchSend:
         return cute.arch.warp_redux_sync(bit, "or")
 
     @cute.jit
-    def _row_maximum(self, ctx, token, vectors, lane) -> Float32:
+    def _row_maximum(self, ctx: DispatchContext, token: Int32, vectors: Int32, lane: Int32) -> Float32:
         """Largest magnitude of a token's row, in every lane."""
         rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
         maximum = Float32(0.0)
@@ -158,7 +160,17 @@ class DispatchSend:
         return cute.arch.warp_reduction_max(maximum)
 
     @cute.jit
-    def _push(self, ctx, message: Int64, row_slice, vectors, given: Int32, scale: Float32, stage, following):
+    def _push(
+        self,
+        ctx: DispatchContext,
+        message: Int64,
+        row_slice: RowSlice,
+        vectors: Int32,
+        given: Int32,
+        scale: Float32,
+        stage: Int32,
+        following: Int32,
+    ) -> tuple[Boolean, Int32]:
         """Payload and scales of an item's slice, whose first tile is in `stage`; returns whether this lane stored a
         SENTINEL word, and the stage of the next item's first tile."""
         lane = ctx.lane
@@ -188,7 +200,7 @@ class DispatchSend:
         return collided, stage
 
     @cute.jit
-    def _encode(self, ctx, place, rX, rQ, state) -> Boolean:
+    def _encode(self, ctx: DispatchContext, place: Int32, rX: cute.Tensor, rQ: cute.Tensor, state: State) -> Boolean:
         """Encode one unit; returns whether it has a SENTINEL word. Its scale word waits in shared memory until it fills
         packets with others: a small packet costs a link as much as a large one."""
         bits = self.codec.encode(rX, rQ, state)
@@ -202,7 +214,9 @@ class DispatchSend:
         return has_sentinel(rQ)
 
     @cute.jit
-    def _send_vectors(self, ctx, message: Int64, rQ, base, count, mask: Uint32) -> None:
+    def _send_vectors(
+        self, ctx: DispatchContext, message: Int64, rQ: cute.Tensor, base: Int32, count: Int32, mask: Uint32
+    ) -> None:
         """The lane's first `count` vectors from segment `base` on to each destination. Warps and ranks start with
         different ones, or all would turn to the same link (4 x H200, 4096 BF16 tokens: 471 us instead of 468)."""
         peer, _ = ctx.by_ranks.split(ctx.rank + ctx.cta + ctx.warp)
@@ -217,7 +231,7 @@ class DispatchSend:
                         send(rQ[None, slot], tMessage[None, slot])
 
     @cute.jit
-    def _push_scales(self, ctx, message: Int64, start, end, mask: Uint32) -> Boolean:
+    def _push_scales(self, ctx: DispatchContext, message: Int64, start: Int32, end: Int32, mask: Uint32) -> Boolean:
         """Store the staged scale words of segments start .. end - 1, four a lane."""
         lane, warp = ctx.lane, ctx.warp
         sStaged = shared_array(self.staged, Uint32)
@@ -237,14 +251,14 @@ class DispatchSend:
         return collided
 
     @cute.jit
-    def _push_row_scale(self, ctx, message: Int64, mask: Uint32, value: Uint32) -> None:
+    def _push_row_scale(self, ctx: DispatchContext, message: Int64, mask: Uint32, value: Uint32) -> None:
         """Store a token's own scale (the lower half of a word) at each destination, lane r for rank r."""
         lane = ctx.lane
         if has_bit(mask, lane):
             send_word(value, pointer(ctx.sPeers[lane] + message + ctx.wire.row_scale_at, Uint32))
 
     @cute.jit
-    def _push_given_scales(self, ctx, message: Int64, row_slice, mask: Uint32) -> Boolean:
+    def _push_given_scales(self, ctx: DispatchContext, message: Int64, row_slice: RowSlice, mask: Uint32) -> Boolean:
         """Rows that came quantised: the caller's scale factors, [T, scale bytes], and row scales, [T] bfloat16."""
         collided = Boolean(False)
         lane = ctx.lane

@@ -9,6 +9,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.divide import quotient, round_up
 from cute_ep.kernels.device.memory import array, item_coord, row_address, rows
 from cute_ep.kernels.device.scale_rows import zero_scale_rows
@@ -30,7 +31,7 @@ class Outputs:
         self.tables = tables
 
     @cute.jit
-    def zero_padding(self, ctx, receiver: Int32, receivers: Int32) -> None:
+    def zero_padding(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
         fewest rows. Blocks hold anything behind their rows."""
         if (self.tables.are_scattered(ctx) | (ctx.out.aligned != 0)) & (ctx.out.blocks == 0):
@@ -41,7 +42,7 @@ class Outputs:
                 self._zero_group(ctx, place - ctx.shared.groups, part)
 
     @cute.jit
-    def mask_unused(self, ctx, receiver: Int32, receivers: Int32) -> None:
+    def mask_unused(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """In rank-major order, no experts for rows that no token has: a matmul that reads them leaves these rows out.
         By each receiving CTA, number `receiver` of `receivers`."""
         gRowExpert = array(ctx.out.row_expert_ids, Int32, Int32(1 << 30))
@@ -58,7 +59,7 @@ class Outputs:
                 gRowExpert[at] = Int32(NO_ROW)
 
     @cute.jit
-    def run(self, ctx) -> None:
+    def run(self, ctx: DispatchContext) -> None:
         """Offsets, counts and headers, by one CTA.
 
         No rows are published when they do not all fit: a consumer must not be led past the end of the buffers.
@@ -108,7 +109,7 @@ class Outputs:
             self._write_sources(ctx, fits)
 
     @cute.jit
-    def _write_sources(self, ctx, fits: Boolean) -> None:
+    def _write_sources(self, ctx: DispatchContext, fits: Boolean) -> None:
         """What each group has of each source, by one CTA. All rows of the shared expert are this rank's own."""
         gRange = array(ctx.out.source_ranges, Int32, (ctx.shared.groups + ctx.local_experts) * ctx.ranks, 2)
         sBase = shared_array(self.tables.bases, Int32)
@@ -127,7 +128,7 @@ class Outputs:
             gRange[pair, 1] = cutlass.min(first, room)
 
     @cute.jit
-    def _zero_group(self, ctx, group: Int32, part: Int32) -> None:
+    def _zero_group(self, ctx: DispatchContext, group: Int32, part: Int32) -> None:
         """Zero one part of the rows between a group's last one and its end; -1 is the shared expert's."""
         start = Int32(0)
         rows = ctx.shared.rows
@@ -145,7 +146,7 @@ class Outputs:
                 self._zero_rows(ctx, start + rows, end, part)
 
     @cute.jit
-    def _zero_rows(self, ctx, first: Int32, end: Int32, part: Int32) -> None:
+    def _zero_rows(self, ctx: DispatchContext, first: Int32, end: Int32, part: Int32) -> None:
         """Rows of the payload are contiguous, so padding is one run of 16-byte vectors."""
         lane = ctx.lane
         row_vectors = vectors_of(ctx.wire.payload_bytes)
@@ -169,7 +170,7 @@ class Outputs:
                     gRowScale[row] = Uint16(0)
 
     @cute.jit
-    def retract(self, ctx) -> None:
+    def retract(self, ctx: DispatchContext) -> None:
         """One thread, after a timeout: no rows, no tokens. In rank-major order a row that another CTA was writing may
         keep its experts."""
         groups = self.tables.groups(ctx) + ctx.shared.groups

@@ -17,6 +17,7 @@ from cutlass import Int32, Int64, Uint32
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import fetch, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
+from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.memory import lane_tile, vector
 from cute_ep.kernels.device.slices import SEGMENT, vectors_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -46,19 +47,19 @@ class Prefetch:
         if ahead:
             self.tiles = shared.add("source_tiles", 4, WARPS * STAGES, TILE_VECTORS, 4)
 
-    def _row_vectors(self, ctx) -> Int32:
+    def _row_vectors(self, ctx: DispatchContext) -> Int32:
         return vectors_of(ctx.wire.payload_bytes) * self.vectors
 
-    def _row(self, ctx, token) -> Int64:
+    def _row(self, ctx: DispatchContext, token: Int32) -> Int64:
         """Address of a token's row."""
         return ctx.input.x + Int64(token) * ctx.input.x_stride * VECTOR_BYTES
 
-    def _tile(self, ctx, stage):
+    def _tile(self, ctx: DispatchContext, stage: Int32) -> cute.Tensor:
         """(vector, word) of a tile of the warp."""
         return shared_array(self.tiles, Uint32)[ctx.warp * STAGES + stage, None, None]
 
     @cute.jit
-    def fetch(self, ctx, token, base, last, stage) -> None:
+    def fetch(self, ctx: DispatchContext, token: Int32, base: Int32, last: Int32, stage: Int32) -> None:
         """Begin to load segments base .. base + units - 1 of a row into the warp's tile `stage`, which it has taken,
         but none from `last` on; zeros beyond the end of the row."""
         if cutlass.const_expr(self.ahead):
@@ -81,7 +82,9 @@ class Prefetch:
             cute.arch.sync_warp()
 
     @cute.jit
-    def read(self, ctx, token, base, slot: cutlass.Constexpr, stage, rX) -> None:
+    def read(
+        self, ctx: DispatchContext, token: Int32, base: Int32, slot: cutlass.Constexpr, stage: Int32, rX: cute.Tensor
+    ) -> None:
         """The lane's unit of segment base + slot, from the tile that begins with `base`."""
         lane = opaque(ctx.lane)
         if cutlass.const_expr(self.ahead):
@@ -93,7 +96,7 @@ class Prefetch:
             self.load(ctx, token, (base + slot) * SEGMENT + lane, rX)
 
     @cute.jit
-    def load(self, ctx, token, unit, rX) -> None:
+    def load(self, ctx: DispatchContext, token: Int32, unit: Int32, rX: cute.Tensor) -> None:
         """One unit of a row, from where it is; zeros beyond the end of the row."""
         rX.fill(0)
         if unit < vectors_of(ctx.wire.payload_bytes):

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, Uint32
 
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.context import IDS_IN_FLIGHT, given_id, is_beyond
+from cute_ep.kernels.device.context import IDS_IN_FLIGHT, DispatchContext, given_id, is_beyond
 from cute_ep.kernels.device.divide import quotient
 from cute_ep.kernels.device.memory import item_coord
 from cute_ep.kernels.device.sync import store_ll
@@ -40,7 +40,7 @@ class Route:
         self.warp_counts = Region("", self.warp_words.offset, 1, (ROUTE_WARPS, MAX_EXPERTS), (MAX_EXPERTS, 1))
 
     @cute.jit
-    def run(self, ctx, sent) -> Boolean:
+    def run(self, ctx: DispatchContext, sent: Int64 | None) -> Boolean:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout or out of
         order: `sent` as of `Context.wait_all_ranks`.
 
@@ -79,32 +79,32 @@ class Route:
                 cute.arch.sync_threads()
         return alive
 
-    def _lanes(self, ctx):
+    def _lanes(self, ctx: DispatchContext) -> Int32 | int:
         """Lanes of a warp that have an entry."""
         if self.rank_major:
             beyond, _ = ctx.by_top_k.split(Int32(32))
             return 32 - beyond
         return 32
 
-    def _in_span(self, ctx):
+    def _in_span(self, ctx: DispatchContext) -> Int32 | int:
         """Entries of one span."""
         return self._lanes(ctx) * ROUTE_WARPS
 
-    def _step(self, ctx):
+    def _step(self, ctx: DispatchContext) -> Int32 | int:
         """Entries that the warps of a CTA have at a time."""
         return self._lanes(ctx) * WARPS
 
-    def _place(self, ctx):
+    def _place(self, ctx: DispatchContext) -> Int32:
         """Number of the thread's entry among those of the CTA's warps."""
         return ctx.warp * self._lanes(ctx) + ctx.lane if self.rank_major else ctx.tid
 
-    def _has_place(self, ctx, index: Int32) -> Boolean:
+    def _has_place(self, ctx: DispatchContext, index: Int32) -> Boolean:
         """Whether the thread ranks an entry of a span, of which this is the number."""
         ranks = (ctx.tid < 32 * ROUTE_WARPS) & (index < ctx.input.tokens * ctx.top_k)
         return ranks & (ctx.lane < self._lanes(ctx)) if self.rank_major else ranks
 
     @cute.jit
-    def _load_span(self, ctx, span: Int32):
+    def _load_span(self, ctx: DispatchContext, span: Int32) -> tuple[Int32, Int32]:
         """(given expert id, bits of its weight) of the thread's entry of a span."""
         index = span * self._in_span(ctx) + self._place(ctx)
         given = Int32(MASKED_ENTRY)
@@ -116,7 +116,7 @@ class Route:
         return given, weight
 
     @cute.jit
-    def _zero_counts(self, ctx) -> None:
+    def _zero_counts(self, ctx: DispatchContext) -> None:
         sCounts = shared_array(self.warp_words, Uint32)
         sHistogram = shared_array(self.histogram, Int32)
         for item in cutlass.range(ctx.tid, ROUTE_WARPS * MAX_EXPERTS // 4, THREADS, unroll_full=True):
@@ -124,16 +124,16 @@ class Route:
         for key in cutlass.range(ctx.tid, self._keys(ctx), THREADS, unroll=1):
             sHistogram[key] = 0
 
-    def _keys(self, ctx) -> Int32:
+    def _keys(self, ctx: DispatchContext) -> Int32:
         """How many keys there are."""
         return ctx.ranks if self.rank_major else ctx.experts
 
-    def _before(self, ctx, span: Int32) -> Int32:
+    def _before(self, ctx: DispatchContext, span: Int32) -> Int32:
         """Entries before a span."""
         return cutlass.min(span * self._in_span(ctx), ctx.input.tokens * ctx.top_k)
 
     @cute.jit
-    def _load_before(self, ctx, span: Int32, index: Int32, rId) -> None:
+    def _load_before(self, ctx: DispatchContext, span: Int32, index: Int32, rId: cute.Tensor) -> None:
         """Expert ids of entries index, index + `_step`, ... that come before a span."""
         entries = ctx.input.tokens * ctx.top_k
         before = self._before(ctx, span)
@@ -147,7 +147,7 @@ class Route:
                     rId[slot] = given_id(ctx.ids, index + slot * self._step(ctx))
 
     @cute.jit
-    def _count_span(self, ctx, span: Int32, given: Int32, rId):
+    def _count_span(self, ctx: DispatchContext, span: Int32, given: Int32, rId: cute.Tensor) -> tuple[Int32, Int32]:
         """(key of the thread's own entry of a span, entries of its warp before it with the same key); rId holds the
         first ids before the span. Afterwards the histogram counts all of these, the table of counts the entries of the
         span's warps."""
@@ -177,12 +177,12 @@ class Route:
         cute.arch.sync_threads()
         return key, earlier
 
-    def _first_of_warp(self, ctx, index: Int32) -> Int32:
+    def _first_of_warp(self, ctx: DispatchContext, index: Int32) -> Int32:
         """The entry of the warp's first lane where all lanes must go together."""
         return index - ctx.lane if self.rank_major else index
 
     @cute.jit
-    def _key(self, ctx, given: Int32) -> Int32:
+    def _key(self, ctx: DispatchContext, given: Int32) -> Int32:
         """What an id that the caller gave is counted by, MASKED_ENTRY for nothing. In rank-major order by whole warps,
         whose lanes hold whole tokens: of those with the same token and rank the last counts."""
         key = ctx.expert_of(given)
@@ -196,7 +196,7 @@ class Route:
         return key
 
     @cute.jit
-    def _entry(self, ctx, given: Int32, key: Int32, earlier: Int32) -> Int32:
+    def _entry(self, ctx: DispatchContext, given: Int32, key: Int32, earlier: Int32) -> Int32:
         """Packed entry of the thread's own entry of the span that was counted, at position 0 where it has no key.
 
         Entries of one key are told apart by lane within a warp, by the table among the span's warps, and by the
@@ -216,7 +216,7 @@ class Route:
         return entry
 
     @cute.jit
-    def _push_header(self, ctx) -> None:
+    def _push_header(self, ctx: DispatchContext) -> None:
         """A thread a peer and word sends this rank's header: the last ones, which have no entries."""
         word, peer = item_coord(THREADS - 1 - ctx.tid, len(HeaderWord))
         if peer < ctx.ranks:
@@ -230,7 +230,7 @@ class Route:
             store_ll(ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, word), value, ctx.epoch)
 
     @cute.jit
-    def _push_entries(self, ctx, span: Int32, entry: Int32, weight: Int32) -> None:
+    def _push_entries(self, ctx: DispatchContext, span: Int32, entry: Int32, weight: Int32) -> None:
         index = span * self._in_span(ctx) + self._place(ctx)
         if self._has_place(ctx, index):
             parity = ctx.epoch & 1
@@ -242,7 +242,7 @@ class Route:
                     store_ll(arena + ctx.arena.weights.at(parity, ctx.rank) + offset, weight, ctx.epoch)
 
     @cute.jit
-    def _push_counts(self, ctx) -> None:
+    def _push_counts(self, ctx: DispatchContext) -> None:
         """By the CTA of the last span, after it was ranked: this rank's count of every key."""
         sHistogram = shared_array(self.histogram, Int32)
         sCounts = shared_array(self.warp_counts, Uint8)

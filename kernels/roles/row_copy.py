@@ -6,6 +6,7 @@ their chunk. What a warp copies, it holds in registers in between, so a row of s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +17,11 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import clear, clear_word, poll, poll_word, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array
+from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer, row_address
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
-from cute_ep.kernels.device.slices import from_lane, lowest, own_vectors, vectors_of
+from cute_ep.kernels.device.slices import RowSlice, from_lane, lowest, own_vectors, vectors_of
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
@@ -47,7 +49,7 @@ class RowCopy:
         self.tables = tables
 
     @cute.jit
-    def run(self, ctx, source, row_slice, targets: Targets) -> Boolean:
+    def run(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets) -> Boolean:
         """By one warp. False after a timeout."""
         alive = Boolean(True)
         lamport = is_lamport(self._tokens(source))
@@ -63,30 +65,32 @@ class RowCopy:
                 alive = self._copy_row_scale(ctx, source, row_slice, targets)
         return alive
 
-    def _tokens(self, source) -> Int32:
+    def _tokens(self, source: Int32) -> Int32:
         """Tokens of a source, from its header."""
         return shared_array(self.tables.headers, Int32)[source, int(HeaderWord.TOKENS)]
 
-    def _message(self, ctx, source, row_slice) -> Int64:
+    def _message(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Int64:
         """Address of the message that the slice belongs to."""
         regions = ctx.arena.lamport_messages, ctx.arena.messages
         coord = ctx.epoch & 1, opaque(source), opaque(row_slice.token)
         return ctx.base + home_of(is_lamport(self._tokens(source)), *regions, *coord)
 
     @cute.jit
-    def _wait_lamport(self, ctx, source, row_slice, poll) -> Boolean:
+    def _wait_lamport(
+        self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, poll: Callable[[Uint32], Uint32]
+    ) -> Boolean:
         """Poll words of the slice until they have arrived; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(~is_lamport(self._tokens(source)))
         check = partial(self._has_signaled, ctx, source, row_slice)
         return wait_lamport(ctx, poll, check, flagged, Awaited(source, Phase.MESSAGE, row_slice.index))
 
-    def _has_signaled(self, ctx, source, row_slice) -> Uint32:
+    def _has_signaled(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Uint32:
         """Whether the source has signaled the slice's flag."""
         flag = ctx.base + ctx.arena.message_ready.at(opaque(source), opaque(row_slice.index))
         return Uint32(ctx.has_signaled(flag, ctx.epoch))
 
     @cute.jit
-    def _wait_slice(self, ctx, source, row_slice) -> Boolean:
+    def _wait_slice(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Boolean:
         """Warp-wide wait for message_ready[source][chunk], signaled by `DispatchSend.run` on `source`."""
         arrived = Boolean(True)
         if ctx.lane == 0:
@@ -95,7 +99,9 @@ class RowCopy:
         return warp_all(arrived)
 
     @cute.jit
-    def _copy_payload(self, ctx, source, row_slice, targets: Targets, rWord) -> Boolean:
+    def _copy_payload(
+        self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets, rWord: cute.Tensor
+    ) -> Boolean:
         """The slice's payload to all its rows; rWord gets a first poll of its scale words, whose latency stores hide.
         False after a timeout."""
         lane = ctx.lane
@@ -136,7 +142,7 @@ class RowCopy:
             store(target)
 
     @cute.jit
-    def _store_vectors(self, rQ, count, first, lane, home: Int64) -> None:
+    def _store_vectors(self, rQ: cute.Tensor, count: Int32, first: Int32, lane: Int32, home: Int64) -> None:
         """`count` vectors of a lane, from segment `first` on, to the row at `home`."""
         tOut = lane_tile(home, first, lane)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
@@ -144,7 +150,7 @@ class RowCopy:
                 cute.copy(weak(), rQ[None, slot], tOut[None, slot])
 
     @cute.jit
-    def _poll_vectors(self, rQ, tMessage, count, flagged: Uint32) -> Uint32:
+    def _poll_vectors(self, rQ: cute.Tensor, tMessage: cute.Tensor, count: Int32, flagged: Uint32) -> Uint32:
         collided = Boolean(False)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
@@ -152,12 +158,12 @@ class RowCopy:
                 collided = collided | has_sentinel(rQ[None, slot])
         return Uint32(collided) & ~flagged
 
-    def _scale_tile(self, ctx, source, row_slice, base):
+    def _scale_tile(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, base: Int32 | int) -> cute.Tensor:
         """The lane's scale words of a slice, from the slice's word `base` on."""
         word = row_slice.first * ctx.wire.segment_words + ctx.lane + base
         return lane_words(self._message(ctx, source, row_slice) + ctx.wire.scales_at, word)
 
-    def _scale_count(self, ctx, row_slice) -> Int32:
+    def _scale_count(self, ctx: DispatchContext, row_slice: RowSlice) -> Int32:
         """Scale words of a slice."""
         return (
             cutlass.min(row_slice.last * ctx.wire.segment_words, ctx.scales.words)
@@ -165,7 +171,9 @@ class RowCopy:
         )
 
     @cute.jit
-    def _copy_scales(self, ctx, source, row_slice, targets: Targets, rWord) -> Boolean:
+    def _copy_scales(
+        self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets, rWord: cute.Tensor
+    ) -> Boolean:
         """The words of the slice's segments, to all its rows or aside for `ScaleTiles`; rWord is what a poll of the
         first of them has seen. False after a timeout."""
         count = self._scale_count(ctx, row_slice)
@@ -200,14 +208,14 @@ class RowCopy:
         return alive
 
     @cute.jit
-    def _store_words(self, ctx, rWord, word, words, home: Int64) -> None:
+    def _store_words(self, ctx: DispatchContext, rWord: cute.Tensor, word: Int32, words: Int32, home: Int64) -> None:
         """The words of `_poll_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * slot < words:
                 store_scale_column(ctx.scales, home, word + LANES * slot, rWord[slot])
 
     @cute.jit
-    def _poll_scales(self, rWord, tScale, words, flagged: Uint32) -> Uint32:
+    def _poll_scales(self, rWord: cute.Tensor, tScale: cute.Tensor, words: Int32, flagged: Uint32) -> Uint32:
         """The lane's words, of which the first has `words` behind it in the row."""
         collided = Boolean(False)
         for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
@@ -217,7 +225,7 @@ class RowCopy:
         return Uint32(collided) & ~flagged
 
     @cute.jit
-    def _copy_row_scale(self, ctx, source, row_slice, targets: Targets) -> Boolean:
+    def _copy_row_scale(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, targets: Targets) -> Boolean:
         at = self._message(ctx, source, row_slice) + ctx.wire.row_scale_at
         rWord = cute.make_rmem_tensor(SCALES_IN_FLIGHT, Uint32)
         poll = partial(self._poll_scales, rWord, lane_words(at, 0), Int32(1))

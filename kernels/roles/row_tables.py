@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.block import shared_array, warp_exclusive_scan
+from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.divide import round_up
 from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.slices import most_slices
@@ -45,20 +46,20 @@ class Tables:
         self.tiled = shared.add("scales_tiled", 4, 1)
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
 
-    def groups(self, ctx) -> Int32:
+    def groups(self, ctx: DispatchContext) -> Int32:
         """Groups of rows, without the shared expert's."""
         return ctx.ranks if self.rank_major else ctx.local_experts
 
-    def counts_of_group(self, ctx) -> Int32:
+    def counts_of_group(self, ctx: DispatchContext) -> Int32:
         """Counts that make up a group."""
         return Int32(1) if self.rank_major else ctx.ranks
 
-    def counts(self, ctx) -> Int32:
+    def counts(self, ctx: DispatchContext) -> Int32:
         """Counts of all groups."""
         return ctx.ranks if self.rank_major else ctx.experts
 
     @cute.jit
-    def read(self, ctx) -> Boolean:
+    def read(self, ctx: DispatchContext) -> Boolean:
         """Wait for every source's counts and header (`Route`) and fill the tables from them. False after a timeout."""
         parity = ctx.epoch & 1
         sBase = shared_array(self.bases, Int32)
@@ -82,7 +83,9 @@ class Tables:
         return alive
 
     @cute.jit
-    def _place_rows(self, ctx, sBase, sStart, sScaleStart) -> None:
+    def _place_rows(
+        self, ctx: DispatchContext, sBase: cute.Tensor, sStart: cute.Tensor, sScaleStart: cute.Tensor
+    ) -> None:
         """Scan the counts, then find the groups' first rows and first scale rows side by side: a warp each."""
         sHeader, sItems = shared_array(self.headers, Int32), shared_array(self.items, Int32)
         sTiled = shared_array(self.tiled, Int32)
@@ -120,38 +123,38 @@ class Tables:
         The same in all receiving CTAs."""
         return shared_array(self.tiled, Int32)[0] != 0
 
-    def are_scattered(self, ctx) -> Boolean:
+    def are_scattered(self, ctx: DispatchContext) -> Boolean:
         """Whether scale factors are stored, and padding zeroed, word by word, without `ScaleTiles`."""
         return (ctx.scales.words != 0) & ~self.are_tiled()
 
-    def row_start(self, ctx, group) -> Int32:
+    def row_start(self, ctx: DispatchContext, group: Int32) -> Int32:
         """First output row of a group; for the number of these, all rows."""
         plain = ctx.shared.rows + shared_array(self.bases, Int32)[group * self.counts_of_group(ctx)]
         return cutlass.select_(ctx.out.aligned == 0, plain, shared_array(self.row_starts, Int32)[group])
 
-    def scale_start(self, ctx, group) -> Int32:
+    def scale_start(self, ctx: DispatchContext, group: Int32) -> Int32:
         """First scale row of a group; for the number of these, all scale rows."""
         start = self.row_start(ctx, group)
         scale_start = shared_array(self.scale_starts, Int32)[group]
         return cutlass.select_(ctx.scales.alignment == ctx.out.row_alignment, start, scale_start)
 
-    def arrived(self, ctx, group) -> Int32:
+    def arrived(self, ctx: DispatchContext, group: Int32) -> Int32:
         """Rows that ranks have sent to a group."""
         sBase = shared_array(self.bases, Int32)
         counts = self.counts_of_group(ctx)
         return sBase[(group + 1) * counts] - sBase[group * counts]
 
-    def rows_of(self, ctx, group) -> Int32:
+    def rows_of(self, ctx: DispatchContext, group: Int32) -> Int32:
         """Rows of a group, without padding, and without those that its block has no room for."""
         rows = self.arrived(ctx, group)
         return cutlass.select_((ctx.out.blocks != 0) & (rows > ctx.out.row_alignment), ctx.out.row_alignment, rows)
 
     @cute.jit
-    def _place_groups(self, ctx, sStart, shared_rows: Int32, alignment: Int32) -> None:
+    def _place_groups(self, ctx: DispatchContext, sStart: cute.Tensor, shared_rows: Int32, alignment: Int32) -> None:
         """sStart[g] = rows before group g when every group is rounded up to `alignment` (a power of two), or is a block
         of as many; by one warp."""
 
-        def room_of(group):
+        def room_of(group: Int32) -> Int32:
             aligned = round_up(self.arrived(ctx, group), alignment)
             return cutlass.select_(ctx.out.blocks != 0, alignment, aligned)
 

@@ -22,6 +22,7 @@ from cutlass import Int32, Int64, Uint32
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import WORDS, weak
 from cute_ep.kernels.device.block import shared_array
+from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import is_lamport
 from cute_ep.kernels.device.memory import array, vector
@@ -50,7 +51,7 @@ class ScaleTiles:
         self.tables = tables
 
     @cute.jit
-    def run(self, ctx, receiver: Int32, receivers: Int32) -> None:
+    def run(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """By the warps of receiving CTA `receiver` of `receivers`, behind their grid barrier. Lost rows leave nothing
         to write.
 
@@ -68,14 +69,14 @@ class ScaleTiles:
             self._write(ctx, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
             item += item_stride(receivers)
 
-    def _row(self, ctx, line, part) -> Int32:
+    def _row(self, ctx: DispatchContext, line: Int32, part: Int32 | int) -> Int32:
         """Scale row `part` of a line; lines are counted through all tiles."""
         in_tile = ATOM_ROWS // LANE_ROWS
         is_atom = Int32(ctx.scales.is_atom)
         return quotient(line, in_tile) * ATOM_ROWS + tile_row(remainder(line, in_tile), part, is_atom)
 
     @cute.jit
-    def _write(self, ctx, rows: Int32, first_line: Int32, column: Int32) -> None:
+    def _write(self, ctx: DispatchContext, rows: Int32, first_line: Int32, column: Int32) -> None:
         """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
         lines i and SIDE_BY_SIDE + i."""
         rWhere = self._find_messages(ctx, rows, first_line)
@@ -103,13 +104,13 @@ class ScaleTiles:
                         cute.copy(weak(), rLine, vector(line))
                     line += Int64(ctx.scales.step) * WORD_BYTES
 
-    def _from_finder(self, rWhere, lane, turn: int, part: int) -> Uint32:
+    def _from_finder(self, rWhere: cute.Tensor, lane: Int32, turn: int, part: int) -> Uint32:
         """Where the row of a lane's turn and part is, from the lane that found it."""
         finder = (part // FOUND_ROWS) * LINES + turn * SIDE_BY_SIDE + quotient(lane, WORDS)
         return from_lane(rWhere[part % FOUND_ROWS], finder)
 
     @cute.jit
-    def _find_messages(self, ctx, rows: Int32, first_line: Int32):
+    def _find_messages(self, ctx: DispatchContext, rows: Int32, first_line: Int32) -> cute.Tensor:
         """Where the scale words of rows lie in the arena, in vectors of 16 bytes; 0 for padding. Lane (i, j) =
         (lane % LINES, lane // LINES) finds FOUND_ROWS rows, from part j * FOUND_ROWS on, of line i."""
         rWhere = cute.make_rmem_tensor(FOUND_ROWS, Uint32)
@@ -125,7 +126,7 @@ class ScaleTiles:
         return rWhere
 
     @cute.jit
-    def _group_of(self, ctx, row: Int32) -> Int32:
+    def _group_of(self, ctx: DispatchContext, row: Int32) -> Int32:
         """The group that a scale row belongs to; -1 for the shared expert's."""
         low = Int32(0)
         high = self.tables.groups(ctx)
@@ -138,7 +139,7 @@ class ScaleTiles:
         return low - 1
 
     @cute.jit
-    def _message_of(self, ctx, group: Int32, row: Int32) -> Uint32:
+    def _message_of(self, ctx: DispatchContext, group: Int32, row: Int32) -> Uint32:
         """The same for one scale row of a group, or of the shared expert's (-1)."""
         sBase = shared_array(self.tables.bases, Int32)
         sHeader = shared_array(self.tables.headers, Int32)

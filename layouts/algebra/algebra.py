@@ -8,6 +8,7 @@ process.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 
@@ -248,7 +249,7 @@ def recast_layout(new_bits: int, old_bits: int, layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=8192)
-def _run(operation, *operands, **options):
+def _run(operation: str, *operands: Tiler, **options: IntTuple) -> Layout:
     try:
         shape, stride = evaluate(operation, *operands, **options)
     except ImportError as missing:
@@ -259,12 +260,12 @@ def _run(operation, *operands, **options):
     return Layout(shape, stride)
 
 
-def _tiler(tiler):
+def _tiler(tiler: Tiler) -> Tiler:
     """Ints become n:1 at the top; inside a tuple CuTe reads them so itself."""
     return Layout(tiler) if isinstance(tiler, int) else tiler
 
 
-def _paired(layout, tiler, whole=False):
+def _paired(layout: Layout, tiler: Tiler, whole: bool = False) -> Iterator[tuple[Layout, Layout]]:
     """Yields (part of `layout`, layout tiler) for every layout or int in a nested tiler."""
     tiler = _tiler(tiler)
     if isinstance(tiler, Layout):
@@ -279,7 +280,7 @@ def _paired(layout, tiler, whole=False):
         raise LayoutError(f"{tiler!r} is no tiler: expected a layout, an int, None or a tuple of these")
 
 
-def _require_composed(result, outer, inner, reason):
+def _require_composed(result: Layout, outer: Layout, inner: Layout, reason: str | None) -> None:
     for index in range(inner.size):
         expected = outer(inner(index))
         if result(index) != expected:
@@ -289,13 +290,13 @@ def _require_composed(result, outer, inner, reason):
         raise LayoutError(f"composition: {outer} o {inner} gives {result}, of another size")
 
 
-def _checked_map(result, layout, operation):
+def _checked_map(result: Layout, layout: Layout, operation: str) -> Layout:
     if result.size != layout.size or any(result(index) != layout(index) for index in _probes(layout.size)):
         raise LayoutError(f"{operation}: {layout} and {result} differ")
     return result
 
 
-def _regrouped(operation, layout, tiler, partial):
+def _regrouped(operation: str, layout: Layout, tiler: Tiler, partial: bool) -> Layout:
     divided = logical_divide(layout, tiler, partial=partial)
     result = _run(operation, layout, _tiler(tiler))
     if result.size != divided.size or result.cosize != divided.cosize:
@@ -303,7 +304,7 @@ def _regrouped(operation, layout, tiler, partial):
     return result
 
 
-def _interleaved(operation, block, tiler):
+def _interleaved(operation: str, block: Layout, tiler: Layout) -> Layout:
     if block.rank != tiler.rank:
         raise LayoutError(f"{operation}: {block} and {tiler} differ in rank")
     product = logical_product(block, tiler)
@@ -313,6 +314,6 @@ def _interleaved(operation, block, tiler):
     return result
 
 
-def _probes(size):
+def _probes(size: int) -> list[int]:
     """Every index when there are few, else evenly spread ones and the last."""
     return [*range(0, size, -(-size // CHECKED_SIZE)), size - 1]

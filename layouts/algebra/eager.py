@@ -11,9 +11,13 @@ from __future__ import annotations
 import threading
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, requires
+from typing import SupportsInt, TypeAlias
+
+from cute_ep.layouts.algebra.layout import IntTuple, Layout
 
 DSL_PACKAGE = "nvidia-cutlass-dsl"
 _OPEN = threading.local()
+Operand: TypeAlias = "int | Layout | tuple[Operand, ...] | None"
 
 
 def dsl_install() -> str:
@@ -28,11 +32,10 @@ def dsl_install() -> str:
 
 
 @lru_cache(maxsize=8192)
-def evaluate(operation: str, *operands, **options) -> tuple[int | tuple, int | tuple]:
+def evaluate(operation: str, *operands: Operand, **options: IntTuple) -> tuple[int | tuple, int | tuple]:
     """Runs `cutlass.cute.<operation>(*operands, **options)` and returns `(shape, stride)` of its result.
 
-    Operands are ints, `None`, layouts (anything hashable with `shape` and `stride`), and tuples of these;
-    options are ints or tuples of ints. Answers are cached.
+    Operands are ints, `None`, layouts, and tuples of these; options are ints or tuples of ints. Answers are cached.
 
     Raises ImportError when the DSL is not installed; what the DSL itself raises passes through. This function
     checks nothing: the guards are in `algebra`.
@@ -43,10 +46,10 @@ def evaluate(operation: str, *operands, **options) -> tuple[int | tuple, int | t
     except ImportError as missing:
         raise ImportError(f"the layout algebra needs the CuTe DSL: {dsl_install()}") from missing
 
-    def lower(operand):
+    def lower(operand: Operand) -> object:
         if isinstance(operand, tuple):
             return tuple(lower(item) for item in operand)
-        if hasattr(operand, "stride"):
+        if isinstance(operand, Layout):
             return cute.make_layout(operand.shape, stride=operand.stride)
         return operand
 
@@ -59,7 +62,7 @@ def evaluate(operation: str, *operands, **options) -> tuple[int | tuple, int | t
             return _python_ints(result.shape), _python_ints(result.stride)
 
 
-def _python_ints(value):
+def _python_ints(value: SupportsInt | tuple) -> int | tuple:
     if isinstance(value, tuple):
         return tuple(_python_ints(item) for item in value)
     return int(value)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cute_ep.layouts.algebra.guards import overlapping
+from cute_ep.layouts.maps.record import Int
 
 # Sets larger than this are not enumerated; a question that needs it is refused.
 ENUMERATED_SIZE = 65536
@@ -41,7 +42,7 @@ class Layout:
     shape: IntTuple
     stride: IntTuple | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         shape = _int_tuple(self.shape, 1, "extent")
         stride = _compact(shape) if self.stride is None else _int_tuple(self.stride, 0, "stride")
         if not _congruent(shape, stride):
@@ -147,11 +148,11 @@ class Swizzle:
     base: int
     shift: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bits < 0 or self.base < 0 or abs(self.shift) < self.bits:
             raise LayoutError(f"{self} needs bits >= 0, base >= 0 and |shift| >= bits")
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"S<{self.bits},{self.base},{self.shift}>"
 
     @property
@@ -159,10 +160,10 @@ class Swizzle:
         """The bits that are read."""
         return ((1 << self.bits) - 1) << (self.base + max(self.shift, 0))
 
-    def _shifted(self, value):
+    def _shifted(self, value: Int) -> Int:
         return value >> self.shift if self.shift >= 0 else value << -self.shift
 
-    def __call__(self, offset):
+    def __call__(self, offset: Int) -> Int:
         # The mask comes last: the compiler drops it where an offset is known to be small. Before the shift it stays, at
         # one register of the MXFP8 SwiGLU kernel on sm_90a.
         return offset ^ (self._shifted(offset) & self._shifted(self.source_mask))
@@ -212,7 +213,7 @@ def is_injective(layout: Layout) -> bool:
     return len({layout(index) for index in range(layout.size)}) == layout.size
 
 
-def _int_tuple(value, least, name):
+def _int_tuple(value: object, least: int, name: str) -> IntTuple:
     if isinstance(value, tuple):
         if not value:
             raise LayoutError(f"empty tuple in {name}s")
@@ -228,7 +229,7 @@ def _int_tuple(value, least, name):
     return number
 
 
-def _congruent(left, right):
+def _congruent(left: IntTuple, right: IntTuple) -> bool:
     if isinstance(left, tuple) and isinstance(right, tuple):
         return len(left) == len(right) and all(map(_congruent, left, right))
     return not isinstance(left, tuple) and not isinstance(right, tuple)
@@ -241,15 +242,15 @@ def int_leaves(value: IntTuple) -> tuple[int, ...]:
     return (value,)
 
 
-def _depth(value):
+def _depth(value: IntTuple) -> int:
     return 1 + max(map(_depth, value)) if isinstance(value, tuple) else 0
 
 
-def _renest(shape, leaves):
+def _renest(shape: IntTuple, leaves: Iterator[int]) -> IntTuple:
     return tuple(_renest(item, leaves) for item in shape) if isinstance(shape, tuple) else next(leaves)
 
 
-def _compact(shape):
+def _compact(shape: IntTuple) -> IntTuple:
     strides, step = [], 1
     for extent in int_leaves(shape):
         strides.append(step if extent > 1 else 0)
@@ -257,7 +258,7 @@ def _compact(shape):
     return _renest(shape, iter(strides))
 
 
-def _shape_arguments(shape):
+def _shape_arguments(shape: tuple[IntTuple, ...]) -> IntTuple:
     shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
     return _int_tuple(shape, 1, "extent")
 
@@ -267,7 +268,7 @@ def int_text(value: IntTuple) -> str:
     return f"({','.join(map(int_text, value))})" if isinstance(value, tuple) else str(value)
 
 
-def _offset(coord, shape, stride):
+def _offset(coord: IntTuple, shape: IntTuple, stride: IntTuple) -> int:
     if isinstance(shape, tuple):
         if not isinstance(coord, tuple):
             split = []

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import NamedTuple
 
 from cute_ep.layouts.maps.arguments import Region1D, Region2D, Region3D, Region4D, Regions
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
@@ -251,11 +251,11 @@ class Arena:
 def region_arguments(regions: Mapping[str, Region]) -> Regions:
     """Where regions are, by name: bytes from the arena's start, and the strides of all modes but the last, in bytes."""
     records = (Region1D, Region2D, Region3D, Region4D)
-    places: dict[str, Any] = {}
+    places: dict[str, Region1D | Region2D | Region3D | Region4D] = {}
     for name, region in regions.items():
         strides = [int(stride) * region.itemsize for stride in region.stride[:-1]]
         places[name] = records[len(strides)](int(region.offset), *strides)
-    return Regions(**places)
+    return Regions(**places)  # type: ignore[arg-type]  # each the record of its modes
 
 
 def segment_words(fmt: Format) -> int:
@@ -273,10 +273,31 @@ def return_slots(ranks: int, top_k: int) -> int:
     return max(ranks, top_k)
 
 
-def regions_of(arguments: Regions, region_type: type[Region] = Region) -> Any:
-    """The regions that kernel arguments tell, by the same names, without their extents."""
-    found: dict[str, Any] = {}
+class ArenaRegions(NamedTuple):
+    """The regions of an arena, without their extents."""
+
+    state: Region
+    peers: Region
+    combine_tickets: Region
+    dispatch_consumed: Region
+    combine_consumed: Region
+    message_ready: Region
+    return_ready: Region
+    return_rounds: Region
+    table: Region
+    entries: Region
+    weights: Region
+    returns: Region
+    messages: Region
+    lamport_returns: Region
+    lamport_messages: Region
+    staged_scales: Region
+
+
+def regions_of(arguments: Regions, region_type: type[Region] = Region) -> ArenaRegions:
+    """The regions that kernel arguments tell."""
+    found: dict[str, Region] = {}
     for name, (at, *strides) in zip(Regions._fields, arguments, strict=True):
         itemsize = 1 if name in BYTE_REGIONS else LL_BYTES
         found[name] = region_type(name, at, 1, (), (*strides, itemsize))
-    return Regions(**found)
+    return ArenaRegions(**found)

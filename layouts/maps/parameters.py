@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
 from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs
@@ -18,7 +18,11 @@ from cute_ep.layouts.maps.variants import (
     SUM_KERNEL,
 )
 
-RECORDS: dict[str, Any] = {
+Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | SumArgs | CopyArgs | RowsArgs
+Fields: TypeAlias = "tuple[int | Fields, ...]"
+"""A record of numbers and of records."""
+Record = TypeVar("Record", bound=Fields)
+RECORDS: dict[str, type[Arguments]] = {
     **dict.fromkeys(DISPATCH_KERNELS, DispatchArgs),
     **dict.fromkeys(COMBINE_KERNELS, CombineArgs),
     COUNT_KERNEL: CountArgs,
@@ -29,19 +33,19 @@ RECORDS: dict[str, Any] = {
 """By kernel, the record that it takes."""
 
 
-def arguments_of(kernel: str, make: Callable[[str, str], Any]) -> Any:
+def arguments_of(kernel: str, make: Callable[[str, str], object]) -> Arguments:
     """The argument of a kernel, each number of which is make(its dotted name, the DSL's name of its type)."""
     return _filled(RECORDS[kernel], "", make)
 
 
-def _filled(record: Any, prefix: str, make: Callable[[str, str], Any]) -> Any:
+def _filled(record: type[Record], prefix: str, make: Callable[[str, str], object]) -> Record:
     fields = []
     for name, hint in get_type_hints(record, include_extras=True).items():
         if get_origin(hint) is Annotated:
             fields.append(make(prefix + name, get_args(hint)[1]))
         else:
             fields.append(_filled(hint, f"{prefix}{name}.", make))
-    return record(*fields)
+    return record(*fields)  # type: ignore[arg-type]  # `make` may return anything
 
 
 @cache
@@ -52,9 +56,9 @@ def parameters_of(kernel: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def numbers(record: Any) -> list[Any]:
+def numbers(record: Fields) -> list[int]:
     """The numbers of a record and of the records in it, in the order of a kernel's parameters."""
-    found: list[Any] = []
+    found: list[int] = []
     for field in record:
         if isinstance(field, tuple):
             found += numbers(field)

@@ -1,15 +1,35 @@
 """Byte records: the only place where offsets inside a message or a buffer are computed.
 
-All sizes may be Python integers (host) or device integers (inside a kernel): only +, *, // are used,
-so the same code that sizes an allocation on the host addresses it on the device.
+Functions of `Int` take Python integers (host) or device integers (inside a kernel), so the same code that sizes an
+allocation on the host addresses it on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeVar
 
-Int = Any
+
+class DeviceInt(Protocol):
+    """A number of the DSL, which no type checker sees: the operators that `layouts` uses."""
+
+    def __add__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __sub__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __mul__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __radd__(self, other: int, /) -> DeviceInt: ...
+    def __rsub__(self, other: int, /) -> DeviceInt: ...
+    def __rmul__(self, other: int, /) -> DeviceInt: ...
+    def __floordiv__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __mod__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __lshift__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __rshift__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __and__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __or__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __xor__(self, other: int | DeviceInt, /) -> DeviceInt: ...
+    def __neg__(self) -> DeviceInt: ...
+
+
+Int = TypeVar("Int", int, DeviceInt)
 """A Python int or a device integer."""
 
 
@@ -22,20 +42,21 @@ def align_up(value: Int, alignment: int) -> Int:
 class Region:
     """A strided array of `itemsize`-byte elements at a byte offset.
 
-    `shape` and `stride` (in elements) have one entry a mode; the last mode is contiguous.
+    `shape` and `stride` (in elements) have one entry a mode; the last mode is contiguous. In a kernel offset and
+    strides may be numbers of the DSL, as in the argument records.
     """
 
     name: str
-    offset: Int
+    offset: int
     itemsize: int
-    shape: tuple[Int, ...]
-    stride: tuple[Int, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
     @property
-    def nbytes(self) -> Int:
+    def nbytes(self) -> int:
         return self.shape[0] * self.stride[0] * self.itemsize
 
-    def at(self, *coord: Int) -> Int:
+    def at(self, *coord: int) -> int:
         """Byte offset of the element at `coord` (leading modes; missing ones are 0)."""
         offset = self.offset
         for index, stride in zip(coord, self.stride, strict=False):
@@ -48,12 +69,12 @@ class RegionMap:
 
     def __init__(self, alignment: int) -> None:
         self.alignment = alignment
-        self.nbytes: Int = 0
+        self.nbytes = 0
         self.regions: dict[str, Region] = {}
 
-    def add(self, name: str, itemsize: int, *shape: Int) -> Region:
+    def add(self, name: str, itemsize: int, *shape: int) -> Region:
         """Append a row-major array `shape` of `itemsize`-byte elements."""
-        stride: list[Int] = [1]
+        stride = [1]
         for extent in reversed(shape[1:]):
             stride.insert(0, stride[0] * extent)
         region = Region(name, self.nbytes, itemsize, shape, tuple(stride))

@@ -50,15 +50,15 @@ TRANSPOSED = "transposed"
 
 @dataclass(frozen=True)
 class ScaleMap:
-    """Strides in words; `words` is the number of words of one row. Python or device integers."""
+    """Strides in words; `words` is the number of words of one row."""
 
-    words: Int
-    inner: Int
-    middle: Int
-    outer: Int
-    step: Int
+    words: int
+    inner: int
+    middle: int
+    outer: int
+    step: int
 
-    def at(self, row: Int, column: Int) -> Int:
+    def at(self, row: int, column: int) -> int:
         """Word offset of one row's scale word."""
         in_block = row % ATOM_ROWS
         return (
@@ -69,7 +69,7 @@ class ScaleMap:
         )
 
 
-def atom_shape_stride(blocks: Int, column_tiles: Int) -> tuple[tuple, tuple]:
+def atom_shape_stride(blocks: int, column_tiles: int) -> tuple[tuple, tuple]:
     """(shape, stride) of the atom's byte layout over (row, column) of `blocks` 128-row blocks."""
     shape = ((32, 4, blocks), (ATOM_COLUMNS, column_tiles))
     stride = ((16, 4, ATOM_BYTES * column_tiles), (1, ATOM_BYTES))
@@ -81,7 +81,7 @@ def scale_words(scale_bytes: Int) -> Int:
     return (scale_bytes + (WORD_BYTES - 1)) // WORD_BYTES
 
 
-def scale_map(layout: str, scale_bytes: Int, rows: Int) -> ScaleMap:
+def scale_map(layout: str, scale_bytes: int, rows: int) -> ScaleMap:
     """The strides of a layout for outputs with room for `rows` rows."""
     words = scale_words(scale_bytes)
     if layout == ATOM:

@@ -9,7 +9,15 @@ from __future__ import annotations
 from math import prod
 
 from cute_ep.layouts.algebra.guards import coalesced
-from cute_ep.layouts.algebra.layout import ENUMERATED_SIZE, Layout, LayoutError, Swizzle, is_injective, row_major
+from cute_ep.layouts.algebra.layout import (
+    ENUMERATED_SIZE,
+    IntTuple,
+    Layout,
+    LayoutError,
+    Swizzle,
+    is_injective,
+    row_major,
+)
 
 
 def require_flat(verb: str, shape: tuple) -> None:
@@ -91,7 +99,7 @@ def require_same_shape(shape: tuple, other: tuple, element_size: int, other_elem
         )
 
 
-def require_bounds(bound, extent):
+def require_bounds(bound: int | slice, extent: int) -> tuple[int, int | None]:
     """(start, length) of a Python slice of step 1, negative ends wrapped; of an int, (start, None)."""
     if not isinstance(bound, slice):
         if isinstance(bound, int) and isinstance(extent, int) and not -extent <= bound < extent:
@@ -149,7 +157,7 @@ def part_bounds(extent: int, index: int, count: int, align: int) -> tuple[int, i
     return start, stop
 
 
-def _times(stride, factor):
+def _times(stride: IntTuple, factor: int) -> IntTuple:
     return tuple(_times(item, factor) for item in stride) if isinstance(stride, tuple) else stride * factor
 
 

@@ -8,12 +8,12 @@ to 80 instructions (sm_90a, DSL 4.8.1).
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from cute_ep.layouts.algebra.layout import Layout, LayoutError, Swizzle
+from cute_ep.layouts.algebra.layout import IntTuple, Layout, LayoutError, Swizzle
 from cute_ep.layouts.tiles.guards import (
     fragment_modes,
     part_bounds,
@@ -45,7 +45,7 @@ class TileTensor:
     element_size: int = 1
     data: MutableSequence | None = field(default=None, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.layout.shape, tuple):
             object.__setattr__(self, "layout", Layout((self.layout.shape,), (self.layout.stride,)))
 
@@ -115,7 +115,7 @@ class TileTensor:
             offset = swizzle(offset // self.element_size) * self.element_size
         return self._view(Layout(*fragment_modes(self.shape, self.layout.stride, threads)), offset)
 
-    def slice(self, *bounds) -> TileTensor:
+    def slice(self, *bounds: int | slice) -> TileTensor:
         """One Python slice (step 1, negative ends wrap) or int per mode; an int drops its mode."""
         require_flat("slice", self.shape)
         if len(bounds) != self.rank or all(isinstance(bound, int) for bound in bounds):
@@ -140,7 +140,7 @@ class TileTensor:
         whole[axis] = slice(start, stop)
         return self.slice(*whole)
 
-    def reshape(self, *shape) -> TileTensor:
+    def reshape(self, *shape: int) -> TileTensor:
         """The same elements in row-major order, in another shape. The view must be row-major without gaps."""
         return self._view(require_row_major(self.layout, self.element_size, shape), 0)
 
@@ -152,12 +152,12 @@ class TileTensor:
         """The modes in reverse order."""
         return self._view(Layout(self.layout.shape[::-1], self.layout.stride[::-1]), 0)
 
-    def load(self, *coord):
+    def load(self, *coord: IntTuple) -> float | Sequence[float]:
         """The element at a coordinate: a scalar, or `element_size` contiguous scalars after `vectorize`."""
         start = self.base + self.layout(*coord)
         return self.data[start] if self.element_size == 1 else self.data[start : start + self.element_size]
 
-    def store(self, coord, value) -> None:
+    def store(self, coord: IntTuple, value: float | Sequence[float]) -> None:
         """Writes one element, as `load` returns it. Mutates `data`."""
         start = self.base + self.layout(coord)
         if self.element_size == 1:
@@ -173,8 +173,8 @@ class TileTensor:
         for coord in self._coords():
             self.store(coord, other.load(coord))
 
-    def _coords(self):
+    def _coords(self) -> Iterator[tuple[int, ...]]:
         return product(*(range(mode.size) for mode in self.layout))
 
-    def _view(self, layout, offset):
+    def _view(self, layout: Layout, offset: int) -> TileTensor:
         return TileTensor(layout, self.base + offset, self.element_size, self.data)

@@ -83,8 +83,8 @@ MUTANTS = {
             ),
             Edit(
                 "kernels/dispatch.py",
-                "    def _send_half(self, ctx: DispatchContext, sent) -> Boolean:\n",
-                "    def _send_half(self, ctx: DispatchContext, sent, received) -> Boolean:\n",
+                "    def _send_half(self, ctx: DispatchContext, sent: Int64 | None) -> Boolean:\n",
+                "    def _send_half(self, ctx: DispatchContext, sent: Int64 | None, received: Int64) -> Boolean:\n",
             ),
             Edit(
                 "kernels/dispatch.py",
