@@ -78,7 +78,7 @@ def shared_record(cfg: EPConfig, rank: int, tokens: int) -> SharedExpert:
 
 
 def input_record(
-    given: DispatchInput, global_scale: torch.Tensor | None, message_slices: int, return_slices: int
+    given: DispatchInput, global_scale: torch.Tensor | None, message_slices_log2: int, return_slices_log2: int
 ) -> Input:
     """What a rank dispatches; both numbers of slices as base-2 logarithms."""
     x, _, router_weights, _, scales, row_scales = given
@@ -90,8 +90,8 @@ def input_record(
         address(router_weights),
         address(global_scale),
         x.size(0),
-        message_slices,
-        return_slices,
+        message_slices_log2,
+        return_slices_log2,
     )
 
 

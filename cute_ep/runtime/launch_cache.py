@@ -37,7 +37,7 @@ class LaunchShape(NamedTuple):
 
     Attributes:
         slices_log2: of a message or of a returned row.
-        return_slices: of the rows that are to come back (dispatch decides that).
+        return_slices_log2: of the rows that are to come back (dispatch decides that).
         grid: `pdl` where two such launches fit side by side, so that the next may start early (`docs/protocol.md`,
             Resident CTAs).
         shared: the shared expert's part in so many tokens.
@@ -46,7 +46,7 @@ class LaunchShape(NamedTuple):
 
     ctas: int
     slices_log2: int
-    return_slices: int
+    return_slices_log2: int
     grid: Grid
     shared: SharedExpert
     pairs: bool

@@ -20,7 +20,7 @@ from cutlass import Boolean, Int32, Uint32
 
 from cute_ep.kernels.device.block import shared_array
 from cute_ep.kernels.device.divide import quotient, round_up
-from cute_ep.layouts.maps.arena import CHUNK, HeaderWord, message_slices
+from cute_ep.layouts.maps.arena import CHUNK, HeaderWord, message_slices_log2
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
@@ -65,8 +65,8 @@ def most_slices(sHeader: cute.Tensor, ranks: Int32) -> Int32:
     """Message slices of the source that has most, from the headers."""
     most = Int32(0)
     for source in cutlass.range(ranks, unroll=1):
-        slices = message_slices(sHeader[source, int(HeaderWord.MESSAGES)])
-        most = cutlass.max(most, sHeader[source, int(HeaderWord.TOKENS)] << slices)
+        log2 = message_slices_log2(sHeader[source, int(HeaderWord.MESSAGES)])
+        most = cutlass.max(most, sHeader[source, int(HeaderWord.TOKENS)] << log2)
     return most
 
 

@@ -72,14 +72,14 @@ class CombineRecv:
         """By each receiving CTA, number `receiver` of `receivers`, but for its first `absent` warps; `staggered`: its
         warps come at different times. False after a timeout."""
         alive = Boolean(True)
-        items = ctx.sums.tokens << ctx.sums.return_slices
+        items = ctx.sums.tokens << ctx.sums.return_slices_log2
         numbered = staggered | are_many(items + absent * receivers, receivers)
         number = WARPS - 1 - ctx.warp  # with few tokens the last warps have nothing to send before
         if numbered:
             number = self.tickets.draw(ctx.lane)
         item = first_item(receiver, receivers, number)
         while alive and item < items:
-            row_slice = slice_of(item, ctx.sums.return_slices, row_vectors(ctx))
+            row_slice = slice_of(item, ctx.sums.return_slices_log2, row_vectors(ctx))
             if row_slice.first < row_slice.last:
                 alive = self._take(ctx, row_slice)
             item = items

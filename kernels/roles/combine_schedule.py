@@ -66,7 +66,7 @@ class CombineSchedule:
             if ctx.warp == 0:
                 for word in cutlass.range_constexpr(len(HeaderWord)):
                     sHeader[ctx.lane, word] = Int32(rHeader[word])
-        tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES)])
+        tokens, log2 = Int32(rHeader[int(HeaderWord.TOKENS)]), Int32(rHeader[int(HeaderWord.RETURN_SLICES_LOG2)])
         chunks = cute.arch.vote_any_sync(~is_lamport(tokens))
         most = Int32(cute.arch.warp_redux_sync(tokens << log2, "max"))
         items = cutlass.select_(chunks, whole_chunks(most), most) * ctx.ranks
@@ -110,7 +110,7 @@ class CombineSchedule:
 
     def row_slice(self, ctx: CombineContext, source: Int32, index: Int32, count: Int32 | int = 1) -> RowSlice:
         """`slice_of` in what a source gets back."""
-        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES), row_vectors(ctx), count)
+        return slice_of(index, self._header(source, HeaderWord.RETURN_SLICES_LOG2), row_vectors(ctx), count)
 
     def chunk_slice(self, ctx: CombineContext, item: Int32) -> tuple[Int32, RowSlice]:
         """(source, slices of a token that are carried together, as one) of an item of a chunk."""
@@ -123,7 +123,7 @@ class CombineSchedule:
 
     def together(self, source: Int32) -> Int32:
         """Slices of a token in a chunk."""
-        return cutlass.min(Int32(1) << self._header(source, HeaderWord.RETURN_SLICES), Int32(CHUNK))
+        return cutlass.min(Int32(1) << self._header(source, HeaderWord.RETURN_SLICES_LOG2), Int32(CHUNK))
 
     def tokens(self, source: Int32) -> Int32:
         """Tokens of a source."""
@@ -131,7 +131,7 @@ class CombineSchedule:
 
     def slices(self, source: Int32) -> Int32:
         """Slices of all its tokens."""
-        return self.tokens(source) << self._header(source, HeaderWord.RETURN_SLICES)
+        return self.tokens(source) << self._header(source, HeaderWord.RETURN_SLICES_LOG2)
 
     def round(self, ctx: CombineContext) -> Int32:
         """The dispatch round whose rows are returned, as the own header has it."""

@@ -33,7 +33,7 @@ from cute_ep.kernels.roles.outputs import Outputs
 from cute_ep.kernels.roles.row_copy import RowCopy, Targets
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.kernels.roles.scale_tiles import ScaleTiles
-from cute_ep.layouts.maps.arena import HeaderWord, StateWord, has_weights, message_slices
+from cute_ep.layouts.maps.arena import HeaderWord, StateWord, has_weights, message_slices_log2
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import (
     LOST_ROW,
@@ -74,8 +74,8 @@ class DispatchRecv:
             source = ctx.rank + turn
             if source >= ctx.ranks:
                 source -= ctx.ranks
-            slices = message_slices(sHeader[source, int(HeaderWord.MESSAGES)])
-            row_slice = slice_of(index, slices, vectors_of(ctx.wire.payload_bytes))
+            log2 = message_slices_log2(sHeader[source, int(HeaderWord.MESSAGES)])
+            row_slice = slice_of(index, log2, vectors_of(ctx.wire.payload_bytes))
             if row_slice.token < sHeader[source, int(HeaderWord.TOKENS)] and row_slice.first < row_slice.last:
                 alive = self._take(ctx, source, row_slice)
             item += static_stride(sItems[0], receivers)

@@ -65,7 +65,7 @@ class DispatchSend:
         scale = self._global_scale(ctx)
         vectors = vectors_of(ctx.wire.payload_bytes)
         chunks = ~is_lamport(ctx.input.tokens)
-        slices = ctx.input.tokens << ctx.input.message_slices
+        slices = ctx.input.tokens << ctx.input.message_slices_log2
         items = cutlass.select_(chunks, whole_chunks(slices), slices)
         first = static_first(items, ctx.cta, ctx.grid.send_ctas, ctx.warp, chunks)
         sTickets = shared_array(self.tickets, Int32)
@@ -76,7 +76,7 @@ class DispatchSend:
             number = Int32(0)
             if chunks & (ctx.tid == 0):
                 number = take_ticket(ctx.state_word(StateWord.DISPATCH_TICKETS))
-            row_slice = slice_of(item, ctx.input.message_slices, vectors)
+            row_slice = slice_of(item, ctx.input.message_slices_log2, vectors)
             if (row_slice.first < row_slice.last) & (item < slices):
                 given = self._load_id(ctx, row_slice.token, lane)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
@@ -114,8 +114,8 @@ class DispatchSend:
     @cute.jit
     def _fetch_first(self, ctx: DispatchContext, item: Int32, vectors: Int32, stage: Int32) -> None:
         """Begin to load the first tile of an item, if it is one."""
-        row_slice = slice_of(item, ctx.input.message_slices, vectors)
-        last = cutlass.select_(item < ctx.input.tokens << ctx.input.message_slices, row_slice.last, Int32(0))
+        row_slice = slice_of(item, ctx.input.message_slices_log2, vectors)
+        last = cutlass.select_(item < ctx.input.tokens << ctx.input.message_slices_log2, row_slice.last, Int32(0))
         self.prefetch.fetch(ctx, row_slice.token, row_slice.first, last, stage)
 
     @cute.jit

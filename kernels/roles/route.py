@@ -222,11 +222,11 @@ class Route:
         if peer < ctx.ranks:
             value = ctx.input.tokens
             if word == int(HeaderWord.MESSAGES):
-                value = pack_messages(ctx.input.message_slices, Int32(ctx.input.router_weights != Int64(0)))
+                value = pack_messages(ctx.input.message_slices_log2, Int32(ctx.input.router_weights != Int64(0)))
             if word == int(HeaderWord.ROUND):
                 value = Int32(ctx.epoch)
-            if word == int(HeaderWord.RETURN_SLICES):
-                value = ctx.input.return_slices
+            if word == int(HeaderWord.RETURN_SLICES_LOG2):
+                value = ctx.input.return_slices_log2
             store_ll(ctx.sPeers[peer] + ctx.arena.table.at(ctx.epoch & 1, ctx.rank, word), value, ctx.epoch)
 
     @cute.jit

@@ -111,13 +111,13 @@ class HeaderWord(IntEnum):
         TOKENS: its tokens.
         MESSAGES: what `pack_messages` makes of the slices of a message and of whether it gives weights.
         ROUND: number of the dispatch round, its low 32 bits; 0: unknown.
-        RETURN_SLICES: slices of a returned row, as their base-2 logarithm.
+        RETURN_SLICES_LOG2: slices of a returned row, as their base-2 logarithm.
     """
 
     TOKENS = 0
     MESSAGES = 1
     ROUND = 2
-    RETURN_SLICES = 3
+    RETURN_SLICES_LOG2 = 3
 
 
 def pack_messages(slices_log2: Int, has_weights: Int) -> Int:
@@ -125,7 +125,7 @@ def pack_messages(slices_log2: Int, has_weights: Int) -> Int:
     return slices_log2 << 1 | has_weights
 
 
-def message_slices(messages: Int) -> Int:
+def message_slices_log2(messages: Int) -> Int:
     """Base-2 logarithm of the slices of a message."""
     return messages >> 1
 

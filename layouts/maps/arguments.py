@@ -164,7 +164,7 @@ class Input(NamedTuple):
         router_weights: [T, top_k] float32.
         global_scale: float32[1].
         tokens: T.
-        message_slices, return_slices: base-2 logarithms of the slices of a message and of a returned row.
+        message_slices_log2, return_slices_log2: base-2 logarithms of the slices of a message and of a returned row.
     """
 
     x: Address
@@ -174,8 +174,8 @@ class Input(NamedTuple):
     router_weights: Address
     global_scale: Address
     tokens: Size
-    message_slices: Size
-    return_slices: Size
+    message_slices_log2: Size
+    return_slices_log2: Size
 
 
 class Output(NamedTuple):
@@ -281,7 +281,7 @@ class Sums(NamedTuple):
         out: [T, hidden], unweighted [T, top_k, hidden], of out_type (`OutputType`).
         router_weights: [T, top_k] float32 of this rank's tokens.
         tokens: T.
-        return_slices: as in `Input`, of the dispatch.
+        return_slices_log2: as in `Input`, of the dispatch.
     """
 
     out: Address
@@ -289,7 +289,7 @@ class Sums(NamedTuple):
     epilogue_data: Address
     out_type: Size
     tokens: Size
-    return_slices: Size
+    return_slices_log2: Size
 
 
 class CombineArgs(NamedTuple):

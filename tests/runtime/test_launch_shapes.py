@@ -32,13 +32,13 @@ class Shape(NamedTuple):
     send_ctas: int
     receive_from: int
     packed: int
-    message_slices: int | None
-    return_slices: int | None
+    message_slices_log2: int | None
+    return_slices_log2: int | None
 
     @classmethod
     def of(cls, launch: Launch) -> Shape:
-        returned = "input.return_slices" if launch.kernel.startswith("dispatch") else "sums.return_slices"
-        names = ("grid.send_ctas", "grid.receive_from", "grid.packed", "input.message_slices", returned)
+        returned = "input.return_slices_log2" if launch.kernel.startswith("dispatch") else "sums.return_slices_log2"
+        names = ("grid.send_ctas", "grid.receive_from", "grid.packed", "input.message_slices_log2", returned)
         return cls(launch.grid, *(launch.arguments.get(name) for name in names))
 
 
@@ -50,26 +50,26 @@ def grid_of(ctas: int, senders: float = 0) -> Tuning:
 def test_every_call_has_the_shape_of_the_tuning_that_is_set_then(rank: Communicator, launches: Launches) -> None:
     rank.tuning = ONE_TUNING
     batch = rank.dispatch(*inputs(5))
-    assert Shape.of(launches.last()) == Shape(40, 10, 10, packed=1, message_slices=3, return_slices=4)
+    assert Shape.of(launches.last()) == Shape(40, 10, 10, packed=1, message_slices_log2=3, return_slices_log2=4)
 
     rank.tuning = ANOTHER_TUNING
     rank.combine(expert_rows(batch), batch, mode="partial")
-    wanted = Shape(30, 24, 24, packed=0, message_slices=None, return_slices=4)
+    wanted = Shape(30, 24, 24, packed=0, message_slices_log2=None, return_slices_log2=4)
     assert Shape.of(launches.last()) == wanted, "rows come home in the slices that their dispatch published"
 
     batch = rank.dispatch(*inputs(5))
-    assert Shape.of(launches.last()) == Shape(20, 10, 10, packed=0, message_slices=2, return_slices=1)
+    assert Shape.of(launches.last()) == Shape(20, 10, 10, packed=0, message_slices_log2=2, return_slices_log2=1)
     rank.combine(expert_rows(batch), batch, mode="exact")
-    wanted = Shape(30, 15, 15, packed=0, message_slices=None, return_slices=1)
+    wanted = Shape(30, 15, 15, packed=0, message_slices_log2=None, return_slices_log2=1)
     assert Shape.of(launches.last()) == wanted, "where whole rows come home, at most half of the CTAs send"
 
     rank.dispatch_wait(rank.dispatch_async(*inputs(9)))
-    wanted = Shape(10, 10, 10, packed=0, message_slices=0, return_slices=0)
+    wanted = Shape(10, 10, 10, packed=0, message_slices_log2=0, return_slices_log2=0)
     assert Shape.of(launches.only("dispatch_async")) == wanted
     assert Shape.of(launches.only("dispatch_wait")) == Shape(10, 0, 0, 0, 0, 0)
 
     rank.dispatch(*inputs(0))
-    wanted = Shape(10, 10, 0, packed=0, message_slices=0, return_slices=0)
+    wanted = Shape(10, 10, 0, packed=0, message_slices_log2=0, return_slices_log2=0)
     assert Shape.of(launches.last()) == wanted, "no tokens: as many as there may be"
 
     pdl = launches.values("grid.pdl")

@@ -148,7 +148,7 @@ class Batch:
             tensors |= {name: segment.view(segment.actual, name) for name in segment.shapes}
             self.buffers[rank] = DispatchBuffers(**tensors)
             own = 0 if cfg.skip_a2a else rank
-            self._slices[rank] = segment.view(segment.expected, "headers")[own, HeaderWord.RETURN_SLICES]
+            self._slices[rank] = segment.view(segment.expected, "headers")[own, HeaderWord.RETURN_SLICES_LOG2]
             self.segments[rank] = {"dispatch": segment}
             for mode, made in sums.items():
                 out = Segment({mode: (tuple(made[rank].shape), made[rank].dtype)}, device)
@@ -231,5 +231,5 @@ def _dispatch_segment(cfg: EPConfig, rank: int, want: Dispatched, device: torch.
             at = (source, *(index.to(device) for index in mine))
             define("weights", at, want.weights[source, :tokens][mine])
     own = 0 if cfg.skip_a2a else rank
-    segment.view(segment.mask, "headers").view(torch.int32)[own, HeaderWord.RETURN_SLICES] = -1
+    segment.view(segment.mask, "headers").view(torch.int32)[own, HeaderWord.RETURN_SLICES_LOG2] = -1
     return segment
