@@ -5,11 +5,11 @@
 | `array`     | as given           | row-major, 64-bit strides                              |
 | `vectors`   | (word, vector)     | (4, V) : (1, 4)                                        |
 | `rows`      | (word, vector, row)| (4, V, R) : (1, 4, pitch)                              |
-| `lane_tile` | (word, slot)       | (4, S) : (1, 128), from vector 32 first + lane of a row|
-| `lane_words`| (slot)             | (S) : (32), from a word on                             |
+| `lane_tile` | (word, turn)       | (4, S) : (1, 128), from a vector of a row on           |
+| `lane_words`| (turn)             | (S) : (32), from a word of a row on                    |
 
-A warp takes a row of vectors 32 at a time: vector 32 s + l is slot s of lane l, so the thread-value layout of the row
-is (lane, (word, slot)) : (4, (1, 128)), of which `lane_tile` is one lane's part.
+A warp takes a row in segments of 32 vectors, one a lane: in turn s lane l takes vector 32 s + l. So the thread-value
+layout of the row is (lane, (word, segment)) : (4, (1, 128)), of which `lane_tile` is one lane's part.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cute_ep.layouts.maps.record import Int, Region
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
 LANES = 32
-SLOTS = 1 << 10
-"""More slots than a lane has of any row."""
+TURNS = 1 << 10
+"""More turns than a lane has in any row."""
 
 
 class DeviceRegion(Region):
@@ -66,7 +66,7 @@ def rows(
 
 def vector(address: Int64, index: Int32 | Int64 | int = 0) -> cute.Tensor:
     """Vector number `index` of a row."""
-    return lane_tile(address, 0, index)[None, 0]
+    return lane_tile(address, index)[None, 0]
 
 
 def row_address(data: Int64, row: Int32, nbytes: Int32 | Int64) -> Int64:
@@ -74,17 +74,17 @@ def row_address(data: Int64, row: Int32, nbytes: Int32 | Int64) -> Int64:
     return data + Int64(row) * nbytes
 
 
-def lane_tile(address: Int64, first: Int32 | int, lane: Int32) -> cute.Tensor:
-    """A lane's vectors of a row, from segment `first` on."""
-    place = address + Int64(first * LANES + lane) * VECTOR_BYTES
-    layout = cute.make_layout((WORDS, SLOTS), stride=(1, WORDS * LANES))
+def lane_tile(address: Int64, index: Int32 | Int64 | int) -> cute.Tensor:
+    """Every 32nd vector of a row, from number `index` on: a lane's."""
+    place = address + Int64(index) * VECTOR_BYTES
+    layout = cute.make_layout((WORDS, TURNS), stride=(1, WORDS * LANES))
     return cute.make_tensor(pointer(place, Uint32, align=VECTOR_BYTES), layout)
 
 
 def lane_words(address: Int64, word: Int32 | int) -> cute.Tensor:
-    """A lane's words of a row of words, from number `word` on."""
+    """Every 32nd word of a row of words, from number `word` on: a lane's."""
     place = address + Int64(word) * WORD_BYTES
-    return cute.make_tensor(pointer(place, Uint32), cute.make_layout(SLOTS, stride=LANES))
+    return cute.make_tensor(pointer(place, Uint32), cute.make_layout(TURNS, stride=LANES))
 
 
 def place_of(tensor: cute.Tensor, index: Int32 | int) -> cute.Pointer:

@@ -200,7 +200,7 @@ class CombineRecv:
         self, rX: cute.Tensor, place: tuple[Int64, Int32, Int32, Int32], slot: Int32, turn: cutlass.Constexpr
     ) -> None:
         home, pitch, column, end = place
-        tSlot = lane_tile(home + Int64(slot * pitch), 0, column)
+        tSlot = lane_tile(home + Int64(slot * pitch), column)
         for part in cutlass.range_constexpr(self.segments):
             if column + part * SEGMENT < end:
                 cute.copy(weak(), tSlot[None, part], rX[None, part, turn])

@@ -210,7 +210,7 @@ class CombineSend:
                     found = from_lane(entries.row, lowest(left))
                     left = left & (left - Uint32(1))
                     row_at = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
-                    tRow = lane_tile(row_at, 0, column)
+                    tRow = lane_tile(row_at, column)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(not self.partial):
                             rX[None, part, turn].fill(LOST)

@@ -225,7 +225,7 @@ class DispatchSend:
             if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                tMessage = lane_tile(ctx.sPeers[peer] + message, base, ctx.lane)
+                tMessage = lane_tile(ctx.sPeers[peer] + message, base * SEGMENT + ctx.lane)
                 for slot in cutlass.range_constexpr(self.prefetch.units):
                     if slot < count:
                         send(rQ[None, slot], tMessage[None, slot])

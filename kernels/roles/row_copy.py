@@ -21,7 +21,7 @@ from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer, row_address
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
-from cute_ep.kernels.device.slices import RowSlice, from_lane, lowest, own_vectors, vectors_of
+from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, own_vectors, vectors_of
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
@@ -112,7 +112,7 @@ class RowCopy:
         alive = Boolean(True)
         base = row_slice.first
         while alive and base < row_slice.last:
-            tMessage = lane_tile(self._message(ctx, source, row_slice), base, lane)
+            tMessage = lane_tile(self._message(ctx, source, row_slice), base * SEGMENT + lane)
             count = own_vectors(base, row_slice.last, vectors, lane)
             poll = partial(self._poll_vectors, rQ, tMessage, count)
             alive = self._wait_lamport(ctx, source, row_slice, poll)
@@ -144,7 +144,7 @@ class RowCopy:
     @cute.jit
     def _store_vectors(self, rQ: cute.Tensor, count: Int32, first: Int32, lane: Int32, home: Int64) -> None:
         """`count` vectors of a lane, from segment `first` on, to the row at `home`."""
-        tOut = lane_tile(home, first, lane)
+        tOut = lane_tile(home, first * SEGMENT + lane)
         for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
             if slot < count:
                 cute.copy(weak(), rQ[None, slot], tOut[None, slot])

@@ -34,15 +34,17 @@ def addresses(place, *inputs: np.ndarray) -> np.ndarray:
 
 def test_a_lane_takes_the_vectors_that_vectorize_and_distribute_give_it() -> None:
     first, lane = (axis.ravel().astype(np.int32) for axis in np.mgrid[:SEGMENTS, :LANES])
-    for slot in range(SEGMENTS):
+    for turn in range(SEGMENTS):
         found = addresses(
-            lambda first, lane, slot=slot: lane_tile(Int64(BASE), first, lane)[None, slot].iterator, first, lane
+            lambda first, lane, turn=turn: lane_tile(Int64(BASE), first * LANES + lane)[None, turn].iterator,
+            first,
+            lane,
         )
         for start, thread, offset in zip(first, lane, found, strict=True):
             own = ROW.vectorize(WORDS).distribute(Layout((LANES,), (1,)), int(thread))
-            if start + slot < SEGMENTS:
-                corner = own.base + own.layout(int(start) + slot)
-                assert offset == 4 * corner, (start, thread, slot)
+            if start + turn < SEGMENTS:
+                corner = own.base + own.layout(int(start) + turn)
+                assert offset == 4 * corner, (start, thread, turn)
 
 
 def test_offsets_of_a_row_have_64_bits() -> None:
@@ -50,16 +52,16 @@ def test_offsets_of_a_row_have_64_bits() -> None:
     assert addresses(lambda index: vector(Int64(BASE), index).iterator, far).tolist() == [
         16 * int(index) for index in far
     ]
-    assert addresses(lambda index: lane_tile(Int64(BASE), 0, index)[None, 1].iterator, far).tolist() == [
+    assert addresses(lambda index: lane_tile(Int64(BASE), index)[None, 1].iterator, far).tolist() == [
         16 * (int(index) + LANES) for index in far
     ]
 
 
 def test_a_lane_takes_every_32nd_word() -> None:
     words = np.arange(70, dtype=np.int32)
-    for slot in (0, 1, 3):
-        found = addresses(lambda word, slot=slot: place_of(lane_words(Int64(BASE), word), slot), words)
-        assert found.tolist() == [4 * (word + LANES * slot) for word in range(70)]
+    for turn in (0, 1, 3):
+        found = addresses(lambda word, turn=turn: place_of(lane_words(Int64(BASE), word), turn), words)
+        assert found.tolist() == [4 * (word + LANES * turn) for word in range(70)]
 
 
 @pytest.mark.parametrize("apart", [1, 2, 4])
