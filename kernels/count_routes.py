@@ -73,13 +73,13 @@ class CountRoutes:
         end = round_up(args.top_k, IDS_IN_FLIGHT)
         while end > 0:
             end -= IDS_IN_FLIGHT
-            for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                if end + slot < args.top_k:
-                    rId[slot] = given_id(args.ids, token * args.top_k + end + slot)
-            for slot in cutlass.range_constexpr(IDS_IN_FLIGHT - 1, -1, -1):
-                if end + slot < args.top_k:
-                    expert, last = rId[slot], Int32(MASKED_ENTRY)
-                    if is_beyond(args.ids, token * args.top_k + end + slot, expert):
+            for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                if end + turn < args.top_k:
+                    rId[turn] = given_id(args.ids, token * args.top_k + end + turn)
+            for turn in cutlass.range_constexpr(IDS_IN_FLIGHT - 1, -1, -1):
+                if end + turn < args.top_k:
+                    expert, last = rId[turn], Int32(MASKED_ENTRY)
+                    if is_beyond(args.ids, token * args.top_k + end + turn, expert):
                         expert = Int32(NO_EXPERT)
                     if (args.mask != 0) & (expert >= args.experts):
                         expert = Int32(MASKED_ENTRY)
@@ -92,8 +92,8 @@ class CountRoutes:
                         if (ranks & bit) == Uint32(0):
                             last = expert
                         ranks |= bit
-                    gId[token, end + slot] = expert
-                    gLast[token, end + slot] = last
+                    gId[token, end + turn] = expert
+                    gLast[token, end + turn] = last
         return ranks
 
     @cute.jit

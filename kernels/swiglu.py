@@ -42,10 +42,10 @@ from cute_ep.layouts.maps.scales import ATOM_ROWS
 from cute_ep.layouts.maps.variants import GATED_KERNEL
 
 TILE_VECTORS = TILE_ELEMENTS // VECTOR_ELEMENTS
-SLOTS = TILE_VECTORS // 32
+LANE_VECTORS = TILE_VECTORS // 32
 """Value vectors that a lane makes of one tile."""
 AHEAD = 3
-"""Slots of a gate whose sources are on their way while a lane computes: one more spills on sm_90a, and with any gate
+"""Turns of a gate whose sources are on their way while a lane computes: one more spills on sm_90a, and with any gate
 this one on sm_100a. All without activation."""
 TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
@@ -71,9 +71,9 @@ class Rows:
         self.sources = 1 if activation is None else 2
         self.any_gate = activation == GATED_KERNEL
         self.interleaved = int(activation == INTERLEAVED)
-        self.ahead = {None: SLOTS, GATED_KERNEL: AHEAD - 1}.get(activation, AHEAD)
+        self.ahead = {None: LANE_VECTORS, GATED_KERNEL: AHEAD - 1}.get(activation, AHEAD)
         self.unit_vectors = source_vectors(codec.fmt)
-        self.segments = SLOTS // self.unit_vectors
+        self.segments = LANE_VECTORS // self.unit_vectors
         shared = RegionMap(alignment=VECTOR_BYTES)
         self.values = shared.add("values", 4, WARPS, TILE_VECTORS, 4)
         self.shared_bytes = shared.nbytes
@@ -106,10 +106,10 @@ class Rows:
         if cutlass.const_expr(self.fmt.row_scale):
             tile, row, tile_step, row_step, row_carry = Int32(0), first, Int32(1), Int32(0), warps
         sValue = shared_array(self.values, Uint32)[warp, None, None]
-        rX = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
+        rX = cute.make_rmem_tensor((4, self.sources, LANE_VECTORS), Uint32)
         source, left = self._source(args, tile, row, valid, lane)
-        for slot in cutlass.range_constexpr(self.ahead):
-            self._load(args, source, left, rX, slot)
+        for turn in cutlass.range_constexpr(self.ahead):
+            self._load(args, source, left, rX, turn)
         state = self.codec.state(self._global_scale(args, Int32(0)))
         while row < valid:
             next_tile = tile + tile_step
@@ -131,13 +131,13 @@ class Rows:
                 if tile == 0:
                     state = self.codec.state(self._row_scale(args, source, left, row, lane))
             bias = self._bias(args, tile, row, lane)
-            for slot in cutlass.range_constexpr(SLOTS):
-                rValue = self._values(args, rX[None, None, slot], bias, left, slot)
-                cute.copy(weak(), rValue, sValue[swizzled(slot * 32 + lane), None])
-                if cutlass.const_expr(slot + self.ahead < SLOTS):
-                    self._load(args, source, left, rX, slot + self.ahead)
+            for turn in cutlass.range_constexpr(LANE_VECTORS):
+                rValue = self._values(args, rX[None, None, turn], bias, left, turn)
+                cute.copy(weak(), rValue, sValue[swizzled(turn * 32 + lane), None])
+                if cutlass.const_expr(turn + self.ahead < LANE_VECTORS):
+                    self._load(args, source, left, rX, turn + self.ahead)
                 else:
-                    self._load(args, next_source, next_left, rX, slot + self.ahead - SLOTS)
+                    self._load(args, next_source, next_left, rX, turn + self.ahead - LANE_VECTORS)
             cute.arch.sync_warp()
             self._encode(args, sValue, tile, row, scale_row, lane, state)
             cute.arch.sync_warp()
@@ -177,18 +177,18 @@ class Rows:
         return columns, step, behind
 
     @cute.jit
-    def _load(self, args: RowsArgs, source: Int64, left: Int32, rX: cute.Tensor, slot: cutlass.Constexpr) -> None:
-        """The source vectors of one slot, zeros beyond the end of the row."""
+    def _load(self, args: RowsArgs, source: Int64, left: Int32, rX: cute.Tensor, turn: cutlass.Constexpr) -> None:
+        """The source vectors of one turn, zeros beyond the end of the row."""
         columns, step, behind = self._row(args)
         stride = (1, _words(behind), _words(32 * step))
-        layout = cute.make_layout((4, self.sources, SLOTS), stride=stride)
+        layout = cute.make_layout((4, self.sources, LANE_VECTORS), stride=stride)
         gX = cute.make_tensor(pointer(source, Uint32, align=VECTOR_BYTES), layout)
-        rX[None, None, slot].fill(0)
-        if left > 32 * slot:
-            cute.copy(weak(), gX[None, 0, slot], rX[None, 0, slot])
+        rX[None, None, turn].fill(0)
+        if left > 32 * turn:
+            cute.copy(weak(), gX[None, 0, turn], rX[None, 0, turn])
             if cutlass.const_expr(self.sources == 2):
                 if columns == 2:
-                    cute.copy(weak(), gX[None, 1, slot], rX[None, 1, slot])
+                    cute.copy(weak(), gX[None, 1, turn], rX[None, 1, turn])
 
     @cute.jit
     def _bias(self, args: RowsArgs, tile: Int32, row: Int32, lane: Int32) -> Int64:
@@ -201,18 +201,18 @@ class Rows:
 
     @cute.jit
     def _values(
-        self, args: RowsArgs, rX: cute.Tensor, bias: Int64, left: Int32, slot: cutlass.Constexpr
+        self, args: RowsArgs, rX: cute.Tensor, bias: Int64, left: Int32, turn: cutlass.Constexpr
     ) -> cute.Tensor:
-        """The value vector of one slot, from its sources."""
+        """The value vector of one turn, from its sources."""
         rValue = cute.make_rmem_tensor(4, Uint32)
         if cutlass.const_expr(self.activation is None):
             rValue.store(rX[None, 0].load())
         elif cutlass.const_expr(self.any_gate):
-            rBias = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
-            rBias[None, None, slot].fill(NO_BIAS)
+            rBias = cute.make_rmem_tensor((4, self.sources, LANE_VECTORS), Uint32)
+            rBias[None, None, turn].fill(NO_BIAS)
             if args.bias != Int64(0):
-                self._load(args, bias, left, rBias, slot)
-            gated(args, rX, rBias[None, None, slot], rValue)
+                self._load(args, bias, left, rBias, turn)
+            gated(args, rX, rBias[None, None, turn], rValue)
         else:
             swiglu(args, rX, rValue, self.interleaved)
         return rValue
@@ -260,14 +260,14 @@ class Rows:
     @cute.jit
     def _row_scale(self, args: RowsArgs, source: Int64, left: Int32, row: Int32, lane: Int32) -> Float32:
         """Find a row's scale and store it. Reads the last tile first: `_convert` begins with what L1 then has."""
-        rX = cute.make_rmem_tensor((4, self.sources, SLOTS), Uint32)
+        rX = cute.make_rmem_tensor((4, self.sources, LANE_VECTORS), Uint32)
         amax = Float32(0.0)
         tiles = self._tiles(args)
-        for turn in cutlass.range(tiles, unroll=1):
-            tile = tiles - 1 - turn
-            for slot in cutlass.range_constexpr(SLOTS):
-                self._load(args, source + tile * TILE_BYTES, left - tile * TILE_VECTORS, rX, slot)
-            amax = cute.arch.fmax(amax, unit_amax(rX, 4 * SLOTS))
+        for done in cutlass.range(tiles, unroll=1):
+            tile = tiles - 1 - done
+            for turn in cutlass.range_constexpr(LANE_VECTORS):
+                self._load(args, source + tile * TILE_BYTES, left - tile * TILE_VECTORS, rX, turn)
+            amax = cute.arch.fmax(amax, unit_amax(rX, 4 * LANE_VECTORS))
         scale = self.codec.row_scale(cute.arch.warp_reduction_max(amax))
         if lane == 0:
             gRowScale = array(args.row_scales, Uint16, args.rows)

@@ -95,11 +95,11 @@ def block_memcpy(destination: Int64, source: Int64, num_bytes: Int64, tid: Int32
     gDestination = rows(destination, vectors, 1)
     rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
     for first in cutlass.range(tid, vectors, THREADS * LOADS_IN_FLIGHT, unroll=1):
-        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            vector = first + slot * THREADS
+        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            vector = first + turn * THREADS
             if vector < vectors:
-                cute.copy(weak(), gSource[None, vector, 0], rX[None, slot])
-        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            vector = first + slot * THREADS
+                cute.copy(weak(), gSource[None, vector, 0], rX[None, turn])
+        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            vector = first + turn * THREADS
             if vector < vectors:
-                cute.copy(weak(), rX[None, slot], gDestination[None, vector, 0])
+                cute.copy(weak(), rX[None, turn], gDestination[None, vector, 0])

@@ -186,10 +186,10 @@ class DispatchSend:
                 else:
                     self._fetch_first(ctx, following, vectors, stage ^ 1)
                 self.prefetch.wait()
-                for slot in cutlass.range_constexpr(self.prefetch.units):
-                    if base + slot < end:
-                        self.prefetch.read(ctx, row_slice.token, base, slot, stage, rX)
-                        collided = collided | self._encode(ctx, base + slot - start, rX, rQ[None, slot], state)
+                for turn in cutlass.range_constexpr(self.prefetch.units):
+                    if base + turn < end:
+                        self.prefetch.read(ctx, row_slice.token, base, turn, stage, rX)
+                        collided = collided | self._encode(ctx, base + turn - start, rX, rQ[None, turn], state)
                 stage = stage ^ 1
                 # `opaque`: what follows from the id must not be computed, and waited for, before the loads
                 mask = self._destinations(ctx, row_slice.token, opaque(given))
@@ -226,9 +226,9 @@ class DispatchSend:
                 peer = Int32(0)
             if has_bit(mask, peer):
                 tMessage = lane_tile(ctx.sPeers[peer] + message, base * SEGMENT + ctx.lane)
-                for slot in cutlass.range_constexpr(self.prefetch.units):
-                    if slot < count:
-                        send(rQ[None, slot], tMessage[None, slot])
+                for turn in cutlass.range_constexpr(self.prefetch.units):
+                    if turn < count:
+                        send(rQ[None, turn], tMessage[None, turn])
 
     @cute.jit
     def _push_scales(self, ctx: DispatchContext, message: Int64, start: Int32, end: Int32, mask: Uint32) -> Boolean:

@@ -83,17 +83,17 @@ class Prefetch:
 
     @cute.jit
     def read(
-        self, ctx: DispatchContext, token: Int32, base: Int32, slot: cutlass.Constexpr, stage: Int32, rX: cute.Tensor
+        self, ctx: DispatchContext, token: Int32, base: Int32, turn: cutlass.Constexpr, stage: Int32, rX: cute.Tensor
     ) -> None:
-        """The lane's unit of segment base + slot, from the tile that begins with `base`."""
+        """The lane's unit of segment base + turn, from the tile that begins with `base`."""
         lane = opaque(ctx.lane)
         if cutlass.const_expr(self.ahead):
             sTile = self._tile(ctx, stage)
             for part in cutlass.range_constexpr(self.vectors):
-                vector = (slot * SEGMENT + lane) * self.vectors + part
+                vector = (turn * SEGMENT + lane) * self.vectors + part
                 cute.copy(weak(), sTile[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
         else:
-            self.load(ctx, token, (base + slot) * SEGMENT + lane, rX)
+            self.load(ctx, token, (base + turn) * SEGMENT + lane, rX)
 
     @cute.jit
     def load(self, ctx: DispatchContext, token: Int32, unit: Int32, rX: cute.Tensor) -> None:

@@ -142,9 +142,9 @@ class Route:
         if cutlass.const_expr(self.rank_major):
             due = due & (ctx.lane < self._lanes(ctx))
         if due:
-            for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                if index + slot * self._step(ctx) < before:
-                    rId[slot] = given_id(ctx.ids, index + slot * self._step(ctx))
+            for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                if index + turn * self._step(ctx) < before:
+                    rId[turn] = given_id(ctx.ids, index + turn * self._step(ctx))
 
     @cute.jit
     def _count_span(self, ctx: DispatchContext, span: Int32, given: Int32, rId: cute.Tensor) -> tuple[Int32, Int32]:
@@ -155,8 +155,8 @@ class Route:
         sCounts = shared_array(self.warp_counts, Uint8)
         index = self._place(ctx)
         while self._first_of_warp(ctx, index) < self._before(ctx, span):
-            for slot in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                before = self._key(ctx, rId[slot])
+            for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
+                before = self._key(ctx, rId[turn])
                 if before >= 0:
                     cute.arch.atomic_add(sHistogram.iterator + before, Int32(1))
             index += self._step(ctx) * IDS_IN_FLIGHT

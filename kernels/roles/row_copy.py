@@ -117,9 +117,9 @@ class RowCopy:
             poll = partial(self._poll_vectors, rQ, tMessage, count)
             alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
-                for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-                    if slot < count:
-                        clear(tMessage[None, slot])
+                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    if turn < count:
+                        clear(tMessage[None, turn])
             if (ctx.scales.words != 0) & is_lamport(self._tokens(source)) & (base + LOADS_IN_FLIGHT >= row_slice.last):
                 words = self._scale_count(ctx, row_slice) - lane
                 self._poll_scales(rWord, self._scale_tile(ctx, source, row_slice, 0), words, Uint32(0))
@@ -145,17 +145,17 @@ class RowCopy:
     def _store_vectors(self, rQ: cute.Tensor, count: Int32, first: Int32, lane: Int32, home: Int64) -> None:
         """`count` vectors of a lane, from segment `first` on, to the row at `home`."""
         tOut = lane_tile(home, first * SEGMENT + lane)
-        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if slot < count:
-                cute.copy(weak(), rQ[None, slot], tOut[None, slot])
+        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if turn < count:
+                cute.copy(weak(), rQ[None, turn], tOut[None, turn])
 
     @cute.jit
     def _poll_vectors(self, rQ: cute.Tensor, tMessage: cute.Tensor, count: Int32, flagged: Uint32) -> Uint32:
         collided = Boolean(False)
-        for slot in cutlass.range_constexpr(LOADS_IN_FLIGHT):
-            if slot < count:
-                poll(tMessage[None, slot], rQ[None, slot])
-                collided = collided | has_sentinel(rQ[None, slot])
+        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if turn < count:
+                poll(tMessage[None, turn], rQ[None, turn])
+                collided = collided | has_sentinel(rQ[None, turn])
         return Uint32(collided) & ~flagged
 
     def _scale_tile(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice, base: Int32 | int) -> cute.Tensor:
@@ -183,22 +183,22 @@ class RowCopy:
             tScale = self._scale_tile(ctx, source, row_slice, base)
             words = count - base - ctx.lane
             missing = Boolean(base != 0)
-            for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                missing = missing | ((32 * slot < words) & (rWord[slot] == Uint32(SENTINEL)))
+            for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                missing = missing | ((32 * turn < words) & (rWord[turn] == Uint32(SENTINEL)))
             if cute.arch.vote_any_sync(missing):
                 poll = partial(self._poll_scales, rWord, tScale, words)
                 alive = self._wait_lamport(ctx, source, row_slice, poll)
             if is_lamport(self._tokens(source)):
-                for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                    if 32 * slot < words:
-                        clear_word(place_of(tScale, slot))
+                for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                    if 32 * turn < words:
+                        clear_word(place_of(tScale, turn))
             word = row_slice.first * ctx.wire.segment_words + base + ctx.lane
             if self.tables.are_tiled():
                 kept = ctx.base + ctx.arena.staged_scales.at(opaque(source), opaque(row_slice.token))
                 tKept = lane_words(kept, word)
-                for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-                    if 32 * slot < words:
-                        tKept[slot] = rWord[slot]
+                for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+                    if 32 * turn < words:
+                        tKept[turn] = rWord[turn]
             else:
                 home = scale_row_address(ctx.scales, targets.scale_row)
                 shared_home = scale_row_address(ctx.scales, targets.shared_row)
@@ -210,18 +210,18 @@ class RowCopy:
     @cute.jit
     def _store_words(self, ctx: DispatchContext, rWord: cute.Tensor, word: Int32, words: Int32, home: Int64) -> None:
         """The words of `_poll_scales`, of which `word` is the first, to the scale row whose word 0 is at `home`."""
-        for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-            if 32 * slot < words:
-                store_scale_column(ctx.scales, home, word + LANES * slot, rWord[slot])
+        for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+            if 32 * turn < words:
+                store_scale_column(ctx.scales, home, word + LANES * turn, rWord[turn])
 
     @cute.jit
     def _poll_scales(self, rWord: cute.Tensor, tScale: cute.Tensor, words: Int32, flagged: Uint32) -> Uint32:
         """The lane's words, of which the first has `words` behind it in the row."""
         collided = Boolean(False)
-        for slot in cutlass.range_constexpr(SCALES_IN_FLIGHT):
-            if 32 * slot < words:
-                rWord[slot] = poll_word(place_of(tScale, slot))
-                collided = collided | (rWord[slot] == Uint32(SENTINEL))
+        for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
+            if 32 * turn < words:
+                rWord[turn] = poll_word(place_of(tScale, turn))
+                collided = collided | (rWord[turn] == Uint32(SENTINEL))
         return Uint32(collided) & ~flagged
 
     @cute.jit
