@@ -8,12 +8,12 @@ from cutlass import Int32, Int64
 
 from cute_ep.kernels.device.block import block_memcpy, launch_config
 from cute_ep.kernels.device.divide import quotient
-from cute_ep.layouts.maps.launch import SLICE_BYTES
+from cute_ep.layouts.maps.launch import PIECE_BYTES
 from cute_ep.layouts.maps.local_arguments import CopyArgs
 
 
 class Copy:
-    """Slices of SLICE_BYTES, strided over the grid."""
+    """Pieces of PIECE_BYTES, strided over the grid."""
 
     shared_bytes = 0
 
@@ -24,8 +24,8 @@ class Copy:
     @cute.kernel
     def kernel(self, args: CopyArgs) -> None:
         tid = cute.arch.thread_idx()[0]
-        slices = Int32(quotient(args.num_bytes + SLICE_BYTES - 1, SLICE_BYTES))
-        for index in cutlass.range(cute.arch.block_idx()[0], slices, cute.arch.grid_dim()[0]):
-            offset = Int64(index) * SLICE_BYTES
-            count = cutlass.min(args.num_bytes - offset, Int64(SLICE_BYTES))
+        pieces = Int32(quotient(args.num_bytes + PIECE_BYTES - 1, PIECE_BYTES))
+        for index in cutlass.range(cute.arch.block_idx()[0], pieces, cute.arch.grid_dim()[0]):
+            offset = Int64(index) * PIECE_BYTES
+            count = cutlass.min(args.num_bytes - offset, Int64(PIECE_BYTES))
             block_memcpy(args.destination + offset, args.source + offset, count, tid)

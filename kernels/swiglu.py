@@ -50,7 +50,7 @@ this one on sm_100a. All without activation."""
 TILE_BYTES = TILE_VECTORS * VECTOR_BYTES
 INTERLEAVED = "swiglu_interleaved"
 ZERO_PARTS = 4
-"""Slices into which the zeroing of one group's scale padding is cut, so that few groups keep many CTAs busy."""
+"""Parts, a warp each, into which the zeroing of one group's scale padding is cut: few groups keep many CTAs busy."""
 
 
 def _words(vectors: Int32 | Int64 | int) -> Int32 | Int64 | int:

@@ -13,13 +13,13 @@ import torch
 
 from cute_ep.api.errors import EPError
 from cute_ep.bench.timing import Runner, percentile
-from cute_ep.layouts.maps.launch import SLICE_BYTES
+from cute_ep.layouts.maps.launch import PIECE_BYTES
 from cute_ep.runtime import driver_calls
 from cute_ep.runtime.driver import enable_all_peers, resident_ctas
 from cute_ep.runtime.local_ops import copy_bytes
 
 COPY_BYTES = 3 << 28
-"""A multiple of every number of peers up to 4, times SLICE_BYTES."""
+"""A multiple of every number of peers up to 4, times PIECE_BYTES."""
 COPY_SAMPLES = 20
 TURNS = 16
 """Parts of a copy to all peers by turns: large beside a launch, and few, since all samples are queued behind one gate.
@@ -120,7 +120,7 @@ def measure_ceilings(devices: Sequence[str], library: str | None = None) -> Ceil
     targets = [torch.zeros_like(source) for source in sources]
     ahead = targets[1:] + targets[:1]
     parts = max(1, count - 1)
-    share = COPY_BYTES // parts // SLICE_BYTES * SLICE_BYTES
+    share = COPY_BYTES // parts // PIECE_BYTES * PIECE_BYTES
     sides = [[torch.cuda.Stream(name) for _ in range(parts)] for name in names]
     ctas = resident_ctas(torch.device(names[0]).index) // parts
 

@@ -20,8 +20,8 @@ from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW, Phase
 from cute_ep.layouts.maps.scales import ATOM_ROWS
 
-PADDING_JOBS = 16
-"""Slices, a warp each, into which the zeroing of one group's padding is cut."""
+PADDING_PARTS = 16
+"""Parts, a warp each, into which the zeroing of one group's padding is cut."""
 
 
 class Outputs:
@@ -35,10 +35,10 @@ class Outputs:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
         fewest rows. Blocks hold anything behind their rows."""
         if (self.tables.are_scattered(ctx) | (ctx.out.aligned != 0)) & (ctx.out.blocks == 0):
-            jobs = (self.tables.groups(ctx) + ctx.shared.groups) * PADDING_JOBS
+            jobs = (self.tables.groups(ctx) + ctx.shared.groups) * PADDING_PARTS
             last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
             for job in cutlass.range(last_first, jobs, item_stride(receivers), unroll=1):
-                part, place = item_coord(job, PADDING_JOBS)
+                part, place = item_coord(job, PADDING_PARTS)
                 self._zero_group(ctx, place - ctx.shared.groups, part)
 
     @cute.jit
@@ -141,7 +141,7 @@ class Outputs:
         if end <= ctx.out.capacity:
             if self.tables.are_scattered(ctx):
                 scale_end = scale_start + round_up(rows, ctx.scales.alignment)
-                zero_scale_rows(ctx.scales, scale_start + rows, scale_end, (part, PADDING_JOBS), ctx.lane)
+                zero_scale_rows(ctx.scales, scale_start + rows, scale_end, (part, PADDING_PARTS), ctx.lane)
             if start + rows < end:
                 self._zero_rows(ctx, start + rows, end, part)
 
@@ -154,7 +154,7 @@ class Outputs:
         gOut = rows(row_address(ctx.out.tokens, first, ctx.wire.payload_bytes), vectors, 1)
         rZero = cute.make_rmem_tensor(4, Uint32)
         rZero.fill(0)
-        for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_JOBS, unroll=1):
+        for vector in cutlass.range(part * 32 + lane, vectors, 32 * PADDING_PARTS, unroll=1):
             cute.copy(weak(), rZero, gOut[None, vector, 0])
         if part == 0:
             gSource = array(ctx.out.src_info, Int32, ctx.out.capacity, 2)

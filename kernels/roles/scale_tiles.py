@@ -33,7 +33,7 @@ from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.scales import ATOM_ROWS, LANE_ROWS, WORD_BYTES, tile_row
 
-CHUNK_WORDS = WORDS * WORDS
+WARP_COLUMNS = WORDS * WORDS
 """Word columns that a warp takes: 64 bytes of a row, four lanes."""
 LINES = 16
 """Lines, LANE_ROWS rows each, that a warp takes: half a tile."""
@@ -62,11 +62,11 @@ class ScaleTiles:
         if self.tables.row_start(ctx, self.tables.groups(ctx)) > ctx.out.capacity:
             rows = Int32(0)
         halves = quotient(rows + (ATOM_ROWS - 1), ATOM_ROWS) * (ATOM_ROWS // LANE_ROWS // LINES)
-        chunks = quotient(ctx.scales.words + (CHUNK_WORDS - 1), CHUNK_WORDS)
+        across = quotient(ctx.scales.words + (WARP_COLUMNS - 1), WARP_COLUMNS)
         item = first_item(receiver, receivers, ctx.warp)
-        while item < halves * chunks:
-            half = Int32(Uint32(item) // Uint32(chunks))
-            self._write(ctx, rows, half * LINES, (item - half * chunks) * CHUNK_WORDS)
+        while item < halves * across:
+            half = Int32(Uint32(item) // Uint32(across))
+            self._write(ctx, rows, half * LINES, (item - half * across) * WARP_COLUMNS)
             item += item_stride(receivers)
 
     def _row(self, ctx: DispatchContext, line: Int32, part: Int32 | int) -> Int32:
@@ -77,7 +77,7 @@ class ScaleTiles:
 
     @cute.jit
     def _write(self, ctx: DispatchContext, rows: Int32, first_line: Int32, column: Int32) -> None:
-        """CHUNK_WORDS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
+        """WARP_COLUMNS columns from `column` on of LINES lines: lane (q, i) = (lane % 4, lane // 4) takes vector q of
         lines i and SIDE_BY_SIDE + i."""
         rWhere = self._find_messages(ctx, rows, first_line)
         lane = opaque(ctx.lane)

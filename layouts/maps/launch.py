@@ -11,5 +11,5 @@ FREE_SMS = 8
 """SMs without a CTA of ours where ranks share a GPU, for all that they have to run between their calls."""
 TILE_ELEMENTS = 1024
 """Elements of one row that a warp converts at a time (`kernels/swiglu.py`)."""
-SLICE_BYTES = 32768
+PIECE_BYTES = 32768
 """Bytes that a CTA copies at a time (`kernels/copy.py`)."""
