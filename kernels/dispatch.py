@@ -126,4 +126,4 @@ class Dispatch:
                     ctx.complete(StateWord.DISPATCH_RECV_EPOCH, ctx.epoch)
             else:
                 if cutlass.const_expr(self.receive):
-                    self.recv_role.publish.retract(ctx)
+                    self.recv_role.outputs.retract(ctx)

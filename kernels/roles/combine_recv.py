@@ -65,7 +65,7 @@ class CombineRecv:
     ) -> None:
         self.mode, self.weights, self.epilogue = mode, weights, epilogue
         self.segments = segments if mode == "partial" else 1
-        self.tickets = Tickets("reduce_tickets", shared)
+        self.tickets = Tickets("sum_tickets", shared)
 
     @cute.jit
     def run(self, ctx: CombineContext, receiver: Int32, receivers: Int32, absent: Int32, staggered: Boolean) -> Boolean:

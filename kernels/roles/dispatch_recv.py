@@ -55,7 +55,7 @@ class DispatchRecv:
     def __init__(self, rank_major: bool, shared: RegionMap) -> None:
         self.rank_major = rank_major
         self.tables = Tables(rank_major, shared)
-        self.publish = Outputs(self.tables)
+        self.outputs = Outputs(self.tables)
         self.row_copy = RowCopy(self.tables)
         self.scale_tiles = ScaleTiles(self.tables)
 
@@ -65,7 +65,7 @@ class DispatchRecv:
         alive = self.tables.read(ctx)
         if alive:
             if receiver == control_cta(receivers):
-                self.publish.run(ctx)
+                self.outputs.run(ctx)
         sHeader = shared_array(self.tables.headers, Int32)
         sItems = shared_array(self.tables.items, Int32)
         item = static_first(sItems[0], receiver, receivers, ctx.warp)
@@ -80,9 +80,9 @@ class DispatchRecv:
                 alive = self._take(ctx, source, row_slice)
             item += static_stride(sItems[0], receivers)
         if alive:
-            self.publish.zero_padding(ctx, receiver, receivers)
+            self.outputs.zero_padding(ctx, receiver, receivers)
             if cutlass.const_expr(self.rank_major):
-                self.publish.mask_unused(ctx, receiver, receivers)
+                self.outputs.mask_unused(ctx, receiver, receivers)
         if self.tables.are_tiled():  # undefined if the tables were not read; harmless, as `alive` is False then
             counter = ctx.state_word(StateWord.DISPATCH_BARRIER)
             alive = grid_barrier(ctx, counter, receivers, alive)

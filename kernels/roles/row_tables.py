@@ -42,7 +42,7 @@ class Tables:
         self.bases = shared.add("row_bases", 4, MAX_EXPERTS + 1)
         self.row_starts = shared.add("row_starts", 4, MAX_EXPERTS + 1)
         self.scale_starts = shared.add("scale_row_starts", 4, MAX_EXPERTS + 1)
-        self.items = shared.add("expand_items", 4, 1)
+        self.items = shared.add("message_items", 4, 1)
         self.tiled = shared.add("scales_tiled", 4, 1)
         self.headers = shared.add("headers", 4, MAX_RANKS, len(HeaderWord))
 
