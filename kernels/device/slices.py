@@ -172,6 +172,11 @@ def lowest(bits: Uint32) -> Int32:
     return Int32(cute.arch.popc((bits & (Uint32(0) - bits)) - Uint32(1)))
 
 
+def without_lowest(bits: Uint32) -> Uint32:
+    """The bits but for the lowest set one."""
+    return bits & (bits - Uint32(1))
+
+
 def highest(bits: Uint32) -> Int32:
     """Number of the highest set bit."""
     return 31 - Int32(cute.arch.clz(bits))
@@ -187,12 +192,12 @@ def take_each(bits: Uint32, in_flight: cutlass.Constexpr, load: cutlass.Constexp
         for turn in cutlass.range_constexpr(in_flight):
             if left != Uint32(0):
                 bit = lowest(left)
-                left = left & (left - Uint32(1))
+                left = without_lowest(left)
                 load(bit, turn)
         for turn in cutlass.range_constexpr(in_flight):
             if again != Uint32(0):
                 bit = lowest(again)
-                again = again & (again - Uint32(1))
+                again = without_lowest(again)
                 use(bit, turn)
 
 

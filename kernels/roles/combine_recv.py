@@ -32,6 +32,7 @@ from cute_ep.kernels.device.slices import (
     lowest,
     slice_of,
     take_each,
+    without_lowest,
 )
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.hooks import Epilogue, EpilogueContext, WeightReader
@@ -244,7 +245,7 @@ class CombineRecv:
             for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
                 if alive & (left != Uint32(0)):
                     slot = lowest(left)
-                    left = left & (left - Uint32(1))
+                    left = without_lowest(left)
                     use(rX[None, turn], slot)
                     if is_lamport(ctx.sums.tokens) & valid:
                         clear(vector(home + Int64(slot * pitch), column))
@@ -261,7 +262,7 @@ class CombineRecv:
         for turn in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
             if left != Uint32(0):
                 slot = lowest(left)
-                left = left & (left - Uint32(1))
+                left = without_lowest(left)
                 if column < row_vectors(ctx):
                     poll(vector(home + Int64(slot * pitch), column), rX[None, turn])
                     if has_sentinel(rX[None, turn]):

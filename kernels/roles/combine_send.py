@@ -21,7 +21,7 @@ from cute_ep.kernels.device.context import CombineContext
 from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport
 from cute_ep.kernels.device.memory import array, lane_tile, row_address, vector
-from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest
+from cute_ep.kernels.device.slices import SEGMENT, from_lane, lowest, without_lowest
 from cute_ep.kernels.device.sync import signal
 from cute_ep.kernels.roles.combine_schedule import CombineSchedule, row_vectors
 from cute_ep.layouts.maps.arena import CHUNK, COMBINE_ITEMSIZE, chunk_of
@@ -208,7 +208,7 @@ class CombineSend:
             for turn in cutlass.range_constexpr(rows):
                 if left != Uint32(0):
                     found = from_lane(entries.row, lowest(left))
-                    left = left & (left - Uint32(1))
+                    left = without_lowest(left)
                     row_at = row_address(ctx.rows.data, found, Int32(ctx.group.hidden * COMBINE_ITEMSIZE))
                     tRow = lane_tile(row_at, column)
                     for part in cutlass.range_constexpr(segments):
@@ -219,7 +219,7 @@ class CombineSend:
             for turn in cutlass.range_constexpr(rows):
                 if again != Uint32(0):
                     k = lowest(again)
-                    again = again & (again - Uint32(1))
+                    again = without_lowest(again)
                     for part in cutlass.range_constexpr(segments):
                         if cutlass.const_expr(self.partial):
                             accumulate(rSum[None, part], rX[None, part, turn], from_lane(entries.weight, k))

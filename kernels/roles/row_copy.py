@@ -21,7 +21,7 @@ from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.lamport import has_sentinel, home_of, is_lamport, wait_lamport
 from cute_ep.kernels.device.memory import LANES, array, lane_tile, lane_words, place_of, pointer, row_address
 from cute_ep.kernels.device.scale_rows import scale_row_address, store_scale_column
-from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, own_vectors, vectors_of
+from cute_ep.kernels.device.slices import SEGMENT, RowSlice, from_lane, lowest, own_vectors, vectors_of, without_lowest
 from cute_ep.kernels.device.sync import Awaited, wait_signal, warp_all
 from cute_ep.kernels.roles.row_tables import Tables
 from cute_ep.layouts.maps.arena import SENTINEL, HeaderWord, chunk_of
@@ -138,7 +138,7 @@ class RowCopy:
             target = shared_home
             if left != Uint32(0):
                 target = from_lane(home, lowest(left))
-                left = left & (left - Uint32(1))
+                left = without_lowest(left)
             store(target)
 
     @cute.jit
