@@ -57,7 +57,7 @@ class Combine:
     Args:
         mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
-        segments: of `CombineSend` and `CombineRecv`.
+        segments: as in `CombineSend` and `CombineRecv`.
         router_weights, epilogue: the user's hooks, or None.
     """
 

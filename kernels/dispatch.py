@@ -56,7 +56,7 @@ class Dispatch:
         codec: device code of the wire format; None for a kernel that only receives.
         receive: whether this kernel runs the receiving half.
         rank_major: the order of rows (`EPConfig.row_order`).
-        ahead: of `Prefetch`.
+        ahead: as in `Prefetch`.
         router_weights, input_scale: the user's hooks, or None.
     """
 

@@ -8,8 +8,8 @@
 
 Each is a `@cute.jit` function, of type `Epilogue`, `RouterWeights` or `InputScale`. `coords` is (token, column) of the
 first of eight neighbouring elements, `value` holds those eight in float32. `address` is that of the tensor which the
-caller gave as `router_weights` or `input_scale`, whatever its type then is. A hook that reads other memory finds its
-address in `context.data`.
+caller gave as `router_weights` or `input_scale`, of any type. A hook that reads other memory finds its address in
+`context.data`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ vectors of a row, N rows:
 
 A warp takes slices of tokens. The sum is float32, over k ascending from +0, rounded once; a row that dispatch had no
 room for makes it NaN. It is row source * T + token of `sums` where these are fewer than rows, else that of the token's
-last row. `last_map` has it at the token's last entry. What is behind a source's tokens is neither read nor written.
+last row. `last_map` has it at the token's last entry. What follows a source's tokens is neither read nor written.
 """
 
 from __future__ import annotations

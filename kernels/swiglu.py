@@ -8,14 +8,14 @@ and units lie across lanes:
             -- gate -->  shared, vector v at swizzled(v)  -- lane l: the vectors of unit l -->  encode  -->  global
 
 The interleave of gate and up is a pair of layouts: of a row in memory, and of the two sources of one value vector. The
-bias of a group is one more row, read where the row is computed:
+bias of a group is a further row, read where the group's row is computed:
 
     | row                         | vector (half, v) of the row | number (element, half) of a lane's 16 |
     | --------------------------- | --------------------------- | ------------------------------------- |
     | [gate(D) | up(D)]           | (2, D/8) : (D/8, 1)         | (8, 2) : (1, 8)                       |
     | [gate 0, up 0, gate 1, ...] | (2, D/8) : (1, 2)           | (8, 2) : (2, 1)                       |
 
-No tile depends on another: there is no CTA barrier, and the grid may have any size.
+Tiles do not depend on each other, so there is no CTA barrier, and the grid may have any size.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Rows:
 
     @cute.jit
     def _source(self, args: RowsArgs, tile: Int32, row: Int32, valid: Int32, lane: Int32) -> tuple[Int64, Int32]:
-        """Address of a lane's first source vector of a tile, and how far the end of the row lies behind its value
-        vector (not at all for a row that is not valid)."""
+        """Address of a lane's first source vector of a tile, and vectors from its value vector to the end of the row
+        (0 for a row that is not valid)."""
         vectors = quotient(args.width, VECTOR_ELEMENTS)
         place = tile * TILE_VECTORS + lane
         address = self._address(args, args.x, row, place)
@@ -166,8 +166,8 @@ class Rows:
         return start + (Int64(row) * (vectors * columns) + place * step) * VECTOR_BYTES
 
     def _row(self, args: RowsArgs) -> tuple[Int32 | int, Int32 | int, Int64 | int]:
-        """Of a row, in vectors: sources of a value vector, from the first of one to the first of the next, and from
-        the first of one to its second."""
+        """(sources of a value vector, step, behind) of a row, in vectors: `step` leads from the first source of a value
+        vector to the first of the next, `behind` from its first source to its second."""
         if not self.any_gate:
             columns, step = self.sources, 1 + self.interleaved
             behind = 1 if self.interleaved else Int64(quotient(args.width, VECTOR_ELEMENTS))

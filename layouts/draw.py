@@ -16,7 +16,7 @@ CELL_WIDTH, CELL_HEIGHT, MARGIN, HEADER = 60, 40, 16, 26
 LONGEST, LONG = 1600, 3
 """A table of more than LONGEST pixels that is LONG times as high as wide, or as wide as high, is drawn in panels."""
 PANEL = 8
-"""A panel has a multiple of so many rows, or columns."""
+"""The rows, or columns, of a panel are a multiple of this."""
 FONT = "font-family='Inter, Helvetica Neue, Arial, sans-serif'"
 
 

@@ -92,7 +92,7 @@ def word_lanes(fmt: Format) -> int:
 
 @cute.jit
 def join_scale_word(fmt: cutlass.Constexpr, bits: Uint32) -> Uint32:
-    """In lanes that are multiples of `word_lanes`: the scale word of it and the lanes after it. By all 32 lanes."""
+    """The scale word of `word_lanes` neighbouring lanes, in the first of them. By all 32 lanes."""
     word = bits
     width = 8 * fmt.scale_itemsize * max(1, unit_elements(fmt) // fmt.block)
     stride = block_lanes(fmt)

@@ -42,7 +42,7 @@ def add(a: Float32, b: Float32) -> Float32:
 
 
 def unit_amax(rX: cute.Tensor, words: int, first: int = 0) -> Float32:
-    """The largest |x| of the bfloat16 in `words` words of rX from `first` on, without NaN; +0 if there is none."""
+    """The largest |x| of the bfloat16 in `words` words of rX from `first` on, NaN left out; +0 if nothing is left."""
     pair = rX[first] & Uint32(PAIR_MAGNITUDE)
     for word in range(first + 1, first + words):
         pair = cute.arch.inline_ptx(

@@ -44,8 +44,8 @@ IDS_IN_FLIGHT = 8
 
 
 def given_id(ids: Ids, index: Int32) -> Int32:
-    """Entry `index` of the flat topk_ids; of a wide one the lower half, which all readers take for the id. Nothing is
-    computed from it here, so nobody waits for the load before it is used."""
+    """Entry `index` of the flat topk_ids; of a 64-bit one the lower half, which all readers take for the id. Nothing is
+    computed from it here, so the thread does not wait for the load until it is used."""
     return array(ids.data, Int32, Int32(1 << 30))[Int32(index) << ids.wide]
 
 
@@ -65,7 +65,7 @@ class Context:
     Frozen, because device control flow only carries values it may not change.
 
     Attributes:
-        cta, ctas: this CTA's number, of so many.
+        cta, ctas: this CTA's number, and how many CTAs there are.
         epoch: number of the round, from 1.
         peer_base: peer `tid`'s arena in the first R threads; `wait_all_ranks` stores it to sPeers, so that its latency
             overlaps with that of the first wait.
@@ -144,8 +144,8 @@ class Context:
         return WaitContext(self.group.timeout_ns, self.group.status, state.at(int(StateWord.ABORT)))
 
     def expert_of(self, given: Int32) -> Int32:
-        """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is none of them, so
-        that no address is formed from an unchecked id."""
+        """Index among the group's experts of an id that the caller gave; MASKED_ENTRY when it is not among
+        them, so that no address is formed from an unchecked id."""
         index = given - self.group.first_expert
         inside = (index >= 0) & (index < self.experts)
         return cutlass.select_(inside, index, Int32(MASKED_ENTRY))
@@ -174,7 +174,7 @@ class Context:
             flag = self.base + flags.at(tid)
             alive = wait_signal(self.wait_context, flag, epoch, Awaited(tid, phase, Int32(0)))
             if cutlass.const_expr(sent is not None):
-                if alive & (sent != epoch + 1):  # behind a timeout the counts may well differ: that was told
+                if alive & (sent != epoch + 1):  # after a timeout, which was reported, the counts may differ
                     report(self.wait_context, Awaited(self.rank, Phase.ORDER, Int32(int(word))), epoch + 1, sent)
                     alive = Boolean(False)
             sPeers[tid] = self.peer_base

@@ -1,8 +1,8 @@
 """Lamport rows: while tokens are few, each 32-bit word of a row is its own flag.
 
 A word holds SENTINEL until it has arrived. The reader polls the data itself, and clears what it has taken for the round
-after next. So neither a fence behind the stores nor the flight of a flag lies between a row and its reader. A row that
-contains SENTINEL itself (quantised rows may) falls back to a flag: behind the flag every word has arrived.
+after next. So a reader waits neither for a fence that follows the stores nor for a flag on its way. A row that
+contains SENTINEL itself (quantised rows may) falls back to a flag: after the flag every word has arrived.
 
 The clearing of round n comes before the stores of round n + 2: the launch after it signals `consumed` with a release,
 and the sender waits for that.

@@ -26,7 +26,7 @@ def store_scale_word(scales: Scales, row: Int32 | Uint32, column: Int32 | Uint32
 
 
 def scale_row_address(scales: Scales, row: Int32 | Uint32, column: Int32 | int = 0) -> Int64:
-    """Address of a word of scale factors, word 0 of a row if no other is asked for."""
+    """Address of a word of scale factors, by default word 0 of a row."""
     return scales.data + WORD_BYTES * scale_word_offset(scales, row, column)
 
 

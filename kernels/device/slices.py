@@ -41,8 +41,8 @@ class RowSlice:
 
 def slice_of(index: Int32, slices_log2: Int32, vectors: Int32, count: Int32 | int = 1) -> RowSlice:
     """The slice with an index, in a source whose rows of `vectors` vectors have 2^slices_log2 slices, or `count`
-    neighbouring slices of one row as one. The last slices of a short row are empty (first >= last): nobody sends them,
-    nobody waits for them."""
+    neighbouring slices of one row as one. The last slices of a short row are empty (first >= last): they are neither
+    sent nor awaited."""
     token = index >> slices_log2
     segments = segments_of(vectors)
     share = (segments + (Int32(1) << slices_log2) - 1) >> slices_log2
@@ -56,13 +56,13 @@ def segments_of(vectors: Int32) -> Int32:
 
 
 def own_vectors(base: Int32, last: Int32, vectors: Int32, lane: Int32) -> Int32:
-    """How many of segments base .. last - 1 of a row of `vectors` vectors have one for the lane."""
+    """How many of the segments base .. last - 1 of a row of `vectors` vectors have a vector for the lane."""
     return cutlass.min(last - base, quotient(vectors - base * SEGMENT - lane + (SEGMENT - 1), SEGMENT))
 
 
 @cute.jit
 def most_slices(sHeader: cute.Tensor, ranks: Int32) -> Int32:
-    """Message slices of the source that has most, from the headers."""
+    """Message slices of the source that has the most, from the headers."""
     most = Int32(0)
     for source in cutlass.range(ranks, unroll=1):
         log2 = message_slices_log2(sHeader[source, int(HeaderWord.MESSAGES)])
@@ -87,18 +87,18 @@ def item_stride(ctas: Int32) -> Int32:
 
 def packed_cta(block: Int32, blocks: Int32) -> Int32:
     """A number for each CTA (block), such that 2 i and 2 i + 1 belong to CTAs that share an SM where two fit: the GPU
-    gives every SM one CTA before it gives out second ones. It need not, and then times change, and no byte."""
+    gives every SM one CTA before it gives out second ones. It need not: then times change, but no byte does."""
     first = (blocks + 1) >> 1
     return 2 * block - cutlass.select_(block < first, Int32(0), 2 * first - 1)
 
 
 def control_cta(ctas: Int32) -> Int32:
-    """Which of `ctas` CTAs carries no items while the others have warps enough: it has other work."""
+    """Which of `ctas` CTAs has other work, and carries no items while the others have enough warps."""
     return quotient(ctas, 2)
 
 
 def static_first(items: Int32, cta: Int32, ctas: Int32, warp: Int32, chunks: Boolean | bool = False) -> Int32:
-    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where it has none.
+    """First of `items` items of a warp of CTA `cta` of `ctas`; `items` where the warp has no item.
 
     With `chunks`, neighbouring items go to the warps of one CTA, all of which have the same number of items: then
     `items` is a multiple of CHUNK.
@@ -142,7 +142,7 @@ class Tickets:
 
 
 def whole_chunks(slices: Int32) -> Int32:
-    """`slices` and as many that nobody has as fill their last chunk."""
+    """`slices` rounded up to whole chunks."""
     return round_up(slices, CHUNK)
 
 

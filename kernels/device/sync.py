@@ -107,8 +107,8 @@ POLLS_PER_TIME_CHECK = 64
 def wait_signal(wait_context: WaitContext, flag: Int64, epoch: Int64, awaited: Awaited) -> Boolean:
     """One thread polls `flag`, which the peer signals, until it holds at least `epoch`.
 
-    False after the watch's time, and then the status record of the peer says what was missing; False without a record
-    when another wait of this rank has failed, now or in an earlier launch.
+    False after `timeout_ns`: then the status record of the peer says what was missing. False without a record when
+    another wait of this rank has failed, now or in an earlier launch.
     """
     _, arrived = _poll(wait_context, flag, epoch, awaited, False)
     return arrived

@@ -1,8 +1,8 @@
-"""combine_pairs: ranks tell each other of which dispatch round the rows are that they return, and compare.
+"""combine_pairs: ranks tell each other which dispatch round the rows that they return belong to, and compare.
 
 A source whose peers return rows of another round than its own batch would sum those of other tokens, or wait for rows
-that nobody sends. Each rank stores the round of its batch at every other one, as an LL word beside the rows. Of the
-ranks that own experts of its tokens, whose rows it awaits anyway, a source waits for that word and compares.
+that no rank sends. Each rank stores the round of its batch at every other one, as an LL word beside the rows. A source
+waits for the word of each rank that owns experts of its tokens, whose rows it awaits anyway, and compares.
 
 One CTA tells, before its first row. One warp compares while others receive: the words come before the rows.
 """
@@ -26,8 +26,8 @@ from cute_ep.layouts.maps.routing import MASKED_ENTRY, Phase
 class CombinePairs:
     """Whether all rows that come home are of one dispatch round.
 
-    epoch, base: shared memory that has them. From there they cost the roles that move rows no registers: the compiler
-    keeps what it computes of a value in one place for all places that read it.
+    epoch, base: shared memory that has them. Read from there they cost the roles that move rows no registers; otherwise
+    the compiler would keep what it computes from them for all places that read it.
     """
 
     def __init__(self, epoch: Region, base: Region) -> None:
@@ -35,7 +35,8 @@ class CombinePairs:
 
     @cute.jit
     def tell(self, ctx: CombineContext, dispatch_round: Int32) -> None:
-        """Tell every rank of which dispatch round the rows are; by one CTA, after the wait for `combine_consumed`."""
+        """Tell every rank which dispatch round the rows belong to. By one CTA, after the wait for
+        `combine_consumed`."""
         sEpoch = shared_array(self.epoch, Int64)
         if ctx.tid < ctx.ranks:
             word = ctx.sPeers[ctx.tid] + ctx.arena.return_rounds.at(sEpoch[0] & 1, ctx.rank, 0)

@@ -38,8 +38,8 @@ from cute_ep.layouts.maps.record import Region, RegionMap
 from cute_ep.layouts.maps.routing import MAX_RANKS
 
 FEW_ROUNDS = 4
-"""Up to so many Lamport slices per warp stay with their CTA: a ticket of the CTA comes sooner (2 x H200, 2026-11-22:
-128 tokens of 4096 elements 9.1 us, from a global counter 10.6). More are scheduled among CTAs."""
+"""Up to this many Lamport slices per warp stay with their CTA, whose tickets come sooner: 128 tokens of 4096 elements
+take 9.1 us, with a global counter 10.6 (2 x H200, 2026-11-22). More are scheduled among CTAs."""
 
 
 class CombineSchedule:
@@ -83,7 +83,7 @@ class CombineSchedule:
         return source, row_slice.token, due
 
     def count(self) -> Int32:
-        """Items of the launch: an item from here on is none."""
+        """Number of items of the launch."""
         return shared_array(self.items, Int32)[0]
 
     def are_chunks(self) -> Boolean:

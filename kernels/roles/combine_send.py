@@ -3,7 +3,7 @@
 Each warp carries slices of returned rows; where rows are not Lamport rows, the warps of a CTA carry a chunk, which has
 one flag (`combine_schedule` says which come when). They carry its tokens one after the other, each token together:
 tokens have different numbers of rows. Lane k holds the row and the weight of entry k. A token without rows here is
-passed over: its source knows. A row that dispatch had no room for comes home as NaN.
+passed over: its source knows that. A row that dispatch had no room for comes home as NaN.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CombineSend:
     @cute.jit
     def _carry_chunks(self, ctx: CombineContext, row: Int32, weight: Float32) -> None:
         """Where some rows are not Lamport rows: the warps of a chunk carry its tokens one after the other. Meanwhile
-        the ticket for the CTA's next chunk comes, before the chunk's barrier, behind which it is read."""
+        the ticket for the CTA's next chunk is drawn, before the chunk's barrier; it is read after the barrier."""
         sEpoch = shared_array(self.epoch, Int64)
         item = self.schedule.first(ctx, True)
         turn = Int32(0)
@@ -112,7 +112,7 @@ class CombineSend:
             if wanted != Uint32(0):
                 regions = ctx.arena.lamport_returns, ctx.arena.returns
                 home = ctx.sPeers[source] + home_of(self._is_lamport(source), *regions, sEpoch[0] & 1, row_slice.token)
-                # where in the token each warp begins: a step behind the last one of the token before
+                # where in the token each warp begins: a step after the last one of the token before
                 steps = quotient(row_slice.last - row_slice.first + (self.segments - 1), self.segments)
                 first = row_slice.first + remainder(ctx.warp - row_slice.token * steps, CHUNK) * self.segments
                 step = Int32(self.segments * CHUNK)

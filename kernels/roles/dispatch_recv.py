@@ -2,10 +2,10 @@
 
 Row of entry (source, token, k) in group g: row_start[g] + base[g, source] - base[g, 0] + position, where base is the
 exclusive prefix sum of the gathered counts and row_start leaves room for padding, or is the first row of the group's
-block (`row_tables`); rows beyond a block are lost. The group is the entry's local expert; in rank-major order it is the
-source, and of a token's entries for this rank only the last has a row, beside which all its local experts stand. Each
-warp takes slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on the own
-rank.
+block (`row_tables`); rows beyond a block are lost. The group is the entry's local expert. In rank-major order it is the
+source: of a token's entries for this rank only the last has a row, and beside that row stand all its local experts.
+Each warp takes slices (`slices`): lane k finds the row of entry k. A token of the shared expert has one more row, on
+the own rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outputs: what a receiving rank knows once the routes are in: offsets, counts, and zeros in the padding."""
+"""What a receiving rank writes once it knows the routes: offsets, counts, and zeros in the padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outputs:
     @cute.jit
     def zero_padding(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
         """By each receiving CTA, number `receiver` of `receivers`. Jobs go from the last warp down: those have the
-        fewest rows. Blocks hold anything behind their rows."""
+        fewest rows. What a block holds after its rows is undefined."""
         if (self.tables.are_scattered(ctx) | (ctx.out.aligned != 0)) & (ctx.out.blocks == 0):
             jobs = (self.tables.groups(ctx) + ctx.shared.groups) * PADDING_PARTS
             last_first = item_stride(receivers) - 1 - first_item(receiver, receivers, ctx.warp)
@@ -110,7 +110,8 @@ class Outputs:
 
     @cute.jit
     def _write_sources(self, ctx: DispatchContext, fits: Boolean) -> None:
-        """What each group has of each source, by one CTA. All rows of the shared expert are this rank's own."""
+        """The rows of each group that came from each source, by one CTA. All rows of the shared expert are
+        this rank's own."""
         gRange = array(ctx.out.source_ranges, Int32, (ctx.shared.groups + ctx.local_experts) * ctx.ranks, 2)
         sBase = shared_array(self.tables.bases, Int32)
         room = Int32(0)

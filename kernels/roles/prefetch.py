@@ -60,8 +60,8 @@ class Prefetch:
 
     @cute.jit
     def fetch(self, ctx: DispatchContext, token: Int32, base: Int32, last: Int32, stage: Int32) -> None:
-        """Begin to load segments base .. base + units - 1 of a row into the warp's tile `stage`, which it has taken,
-        but none from `last` on; zeros beyond the end of the row."""
+        """Begin to load segments base .. base + units - 1 of a row into the warp's tile `stage`, whose content
+        it has taken. Segments from `last` on are left out; zeros beyond the end of the row."""
         if cutlass.const_expr(self.ahead):
             cute.arch.sync_warp()  # by all lanes
             if base < last:
@@ -76,7 +76,7 @@ class Prefetch:
             cute.arch.cp_async_commit_group()
 
     def wait(self) -> None:
-        """Until what the warp's fetches but the last one brought may be taken."""
+        """Wait until the tiles of all the warp's fetches but the last may be read."""
         if self.ahead:
             cute.arch.cp_async_wait_group(STAGES - 1)
             cute.arch.sync_warp()

@@ -6,7 +6,7 @@ tokens. A route CTA takes spans of entries, ROUTE_WARPS times what a warp ranks 
 those of whole tokens. For each span it histograms all entries before it in shared memory (integer adds: order does not
 matter) and ranks its own entries by lane and by warp. So there is no exchange between CTAs, and the result does not
 depend on timing. All that it tells is LL words, which need no flag: a table travels ahead of the rows on the links
-instead of waiting for a fence behind them.
+instead of waiting for a fence that follows them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Route:
     @cute.jit
     def run(self, ctx: DispatchContext, sent: Int64 | None) -> Boolean:
         """Wait until the peers have read round epoch - 2, then push; False, in every thread, after a timeout or out of
-        order: `sent` as of `Context.wait_all_ranks`.
+        order; `sent` as in `Context.wait_all_ranks`.
 
         Called by all CTAs. Spans are taken from the highest CTA down: those have the least to send. The first span,
-        and ids before it, are on their way from memory during the wait, whose barrier also stands behind the tables'
-        zeros. Counts are what the peers wait for first. Behind several spans comes an empty one, whose CTA counts and
-        has nothing to rank.
+        and ids before it, are on their way from memory during the wait, whose barrier also follows the zeroing of the
+        tables. Peers wait for counts first. Several spans are followed by an empty one, whose CTA counts and has
+        nothing to rank.
         """
         entries = ctx.input.tokens * ctx.top_k
         if cutlass.const_expr(self.rank_major):

@@ -33,7 +33,7 @@ SCALES_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Targets:
-    """The rows that a slice is copied to, NO_ROW where there is none: lane k holds output and scale row of entry k, all
+    """The rows that a slice is copied to; NO_ROW stands for none. Lane k holds output and scale row of entry k, all
     lanes hold the shared expert's row. Bit k of `wanted` is set where entry k has one."""
 
     row: Int32
@@ -216,7 +216,7 @@ class RowCopy:
 
     @cute.jit
     def _poll_scales(self, rWord: cute.Tensor, tScale: cute.Tensor, words: Int32, flagged: Uint32) -> Uint32:
-        """The lane's words, of which the first has `words` behind it in the row."""
+        """The lane's words; `words` words of the slice are left, from the first of these on."""
         collided = Boolean(False)
         for turn in cutlass.range_constexpr(SCALES_IN_FLIGHT):
             if 32 * turn < words:

@@ -31,10 +31,16 @@ class Tables:
     """Shared memory that `read` fills.
 
     A group is a local expert, whose rows are counted by source; in rank-major order it is a source rank, whose rows
-    have one count. bases[g * R + source], or bases[g]: rows before those that this counts; the last one: all.
-    row_starts[g], scale_starts[g]: first row of group g where rows, or scale rows, are aligned or in blocks; the last
-    one: all of them. items: ranks times the slices of the source that has most. tiled: 1 if `ScaleTiles` writes the
-    scale factors. headers[source]: its `HeaderWord`s.
+    have one count.
+
+    Attributes:
+        bases: [g * R + source], or [g] in rank-major order: the rows before those that this count counts; the last
+            element is the number of all rows.
+        row_starts, scale_starts: [g]: the first row, or scale row, of group g where they are aligned or in blocks; the
+            last element is the number of all.
+        items: ranks times the slices of the source that has the most.
+        tiled: 1 if `ScaleTiles` writes the scale factors.
+        headers: [source]: its `HeaderWord`s.
     """
 
     def __init__(self, rank_major: bool, shared: RegionMap) -> None:
@@ -151,8 +157,8 @@ class Tables:
 
     @cute.jit
     def _place_groups(self, ctx: DispatchContext, sStart: cute.Tensor, shared_rows: Int32, alignment: Int32) -> None:
-        """sStart[g] = rows before group g when every group is rounded up to `alignment` (a power of two), or is a block
-        of as many; by one warp."""
+        """sStart[g] = rows before group g when every group is rounded up to `alignment` (a power of two), or, with
+        blocks, has `alignment` rows; by one warp."""
 
         def room_of(group: Int32) -> Int32:
             aligned = round_up(self.arrived(ctx, group), alignment)

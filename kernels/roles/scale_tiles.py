@@ -9,8 +9,8 @@ each, next to those of its neighbours.
 That takes every row of a tile, whichever CTA took its message, so a grid barrier of all receiving CTAs comes first. The
 words come from the messages in the arena, which stay until the next launch signals `consumed`; those of Lamport
 messages were staged before they were cleared. The token of a row stands in `src_info`, its source follows from its
-place among the rows of its expert. `Tables.are_tiled` says where this pays. Weak loads will do: the barrier orders them
-behind whatever any CTA has waited for or stored.
+place among the rows of its expert. `Tables.are_tiled` says where this pays. Weak loads are enough: the barrier orders
+them after all that any CTA has waited for or stored.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class ScaleTiles:
 
     @cute.jit
     def run(self, ctx: DispatchContext, receiver: Int32, receivers: Int32) -> None:
-        """By the warps of receiving CTA `receiver` of `receivers`, behind their grid barrier. Lost rows leave nothing
-        to write.
+        """By the warps of receiving CTA `receiver` of `receivers`, after their grid barrier. If rows were lost there
+        is nothing to write.
 
-        Neighbouring items are the columns of the same rows, so that the words of a row are read at about one time (512
-        and 1024 NVFP4 tokens on two H200s, 2026-11-22: 20.6 and 31.0 us the other way round, 19.9 and 30.3 so).
+        Neighbouring items are the columns of the same rows, so that the words of a row are read at about the same
+        time: 512 and 1024 NVFP4 tokens on two H200s take 19.9 and 30.3 us, in the other order 20.6 and 31.0
+        (2026-11-22).
         """
         rows = self.tables.scale_start(ctx, self.tables.groups(ctx))
         if self.tables.row_start(ctx, self.tables.groups(ctx)) > ctx.out.capacity:

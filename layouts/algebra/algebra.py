@@ -95,7 +95,7 @@ def complement(layout: Layout, cotarget: int = 1) -> Layout:
 
     C is disjoint from `layout` except at 0. Leaves of stride 0 and extent 1 are ignored.
 
-    Raises LayoutError when leaves overlap or interleave, when a stride below `cotarget` is no multiple of what the
+    Raises LayoutError when leaves overlap or interleave, when a stride below `cotarget` is not a multiple of what the
     leaves of smaller stride reach, so that no C fills the gap, or `cotarget` < 1.
     """
     if cotarget < 1:

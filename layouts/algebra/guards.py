@@ -48,7 +48,7 @@ def first_gap(modes: Modes) -> int | None:
     leaves of smaller stride reach.
 
     With (2, 2):(1, 3) the leaf of stride 1 reaches 2, and no whole number of steps of 2 leads to 3: 2 is left out, and
-    so is whatever lies at 2 behind each of the tiles.
+    so is the offset 2 after the start of every tile.
     """
     reach = 1
     for stride, extent in sorted((stride, extent) for extent, stride in modes if extent > 1 and stride > 0):

@@ -34,13 +34,15 @@ WORD_BYTES = 4
 LANE_ROWS = 4
 """Rows whose words of one column are 16 contiguous bytes, where `has_tiles`."""
 SCATTERED_WORDS = 160
-"""Scale words that a rank stores for each token that some rank sends, beyond which it stores them by tiles: fewer hide
-behind the link, one by one. 4 x H200, 2026-11-21, 4096 tokens: NVFP4 201 -> 184 us by tiles, FP8 276 -> 281
-(`docs/lessons.md`, "Write many scale words in a second pass, behind a grid barrier")."""
+"""Scale words that a rank stores for each token that some rank sends, beyond which it stores them by tiles. The stores
+of fewer words, one by one, take no longer than the link does. By tiles 4096 NVFP4 tokens take 184 us instead of 201,
+FP8 281 instead of 276 (4 x H200, 2026-11-21; `docs/lessons.md`, "Write many scale words in a second pass, behind a grid
+barrier")."""
 SCATTERED_LAMPORT_WORDS = 320
 """The same where some source's rows are Lamport rows: those words are set aside first."""
 SCATTERED_RANK_MAJOR_WORDS = 40
-"""The same for rank-major rows: 4096 NVFP4 tokens 461 -> 362 us by tiles (four ranks on one H200, 2026-11-23)."""
+"""The same for rank-major rows: by tiles 4096 NVFP4 tokens take 362 us instead of 461 (four ranks on one H200,
+2026-11-23)."""
 FEW_WORDS = 1 << 18
 """Scale words that a rank stores one by one in any case where some source's rows are Lamport rows."""
 ATOM = "atom128x4"
