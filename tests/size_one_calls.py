@@ -102,7 +102,7 @@ def by_hand(opened: Open, cfg: EPConfig) -> tuple[Call, Made]:
     def call(tensors: Any) -> Made:
         parts = {name: tensors[f"batch.{name}"] for name in BUFFERS}
         ids, weights = tensors["topk_ids"], tensors["router_weights"]
-        own = {"rank": 0, "topk_ids": ids, "router_weights": weights, "return_slices": batch.return_slices}
+        own = {"rank": 0, "topk_ids": ids, "router_weights": weights, "return_slices_log2": batch.return_slices_log2}
         made = Dispatched.of_tensors(parts, **own)
         again = made.derived(row_map=parts["row_map"], topk_ids=ids, weights=parts["weights"], router_weights=weights)
         outs = {f"{name} {mode}": ep.combine(tensors["rows"], one, mode=mode)  # type: ignore[arg-type]

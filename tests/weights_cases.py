@@ -37,7 +37,7 @@ def of_tensors(batch: Dispatched, weighted: bool | None = None, *, without: str 
         rank=batch.rank,
         topk_ids=batch.topk_ids,
         router_weights=batch.router_weights,
-        return_slices=batch.return_slices,
+        return_slices_log2=batch.return_slices_log2,
         weighted=weighted,
     )
 

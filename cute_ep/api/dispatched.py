@@ -44,7 +44,7 @@ class Dispatched:
         rank: whose share it is.
         topk_ids: this rank's own [T, K] int32 or int64 argument.
         router_weights: this rank's own [T, K] float32 argument, or None.
-        return_slices: base-2 logarithm of the slices in which returned rows travel; the same number in this rank's
+        return_slices_log2: base-2 logarithm of the slices in which returned rows travel; the same number in this rank's
             header.
         row_per_entry: whether each entry of `topk_ids` that is not masked has a row of its own, which modes other than
             partial need of rank-major rows; `derived` with other `topk_ids` says so.
@@ -57,7 +57,7 @@ class Dispatched:
     rank: int
     topk_ids: Tensor
     router_weights: Tensor | None
-    return_slices: int
+    return_slices_log2: int
     row_per_entry: bool = False
     weighted: bool | None = None
     stamp: Stamp | None = None
@@ -89,14 +89,14 @@ class Dispatched:
         origin: Origin,
         topk_ids: Tensor,
         router_weights: Tensor | None,
-        return_slices: int,
+        return_slices_log2: int,
         **others: Any,
     ) -> Self:
         """The batch that a communicator has received into these buffers, whose generation has counted it. `others` are
         arguments of a subclass."""
         stamp = Stamp(origin, buffers.memory.generation.number, topk_ids, router_weights)
         weighted = router_weights is not None
-        return cls(buffers, origin.rank, topk_ids, router_weights, return_slices, False, weighted, stamp, **others)
+        return cls(buffers, origin.rank, topk_ids, router_weights, return_slices_log2, False, weighted, stamp, **others)
 
     @classmethod
     def of_tensors(
@@ -106,7 +106,7 @@ class Dispatched:
         rank: int,
         topk_ids: Tensor,
         router_weights: Tensor | None,
-        return_slices: int,
+        return_slices_log2: int,
         weighted: bool | None = None,
     ) -> Dispatched:
         """A batch put together from tensors that a dispatch of this rank wrote, such as those that a torch op returned.
@@ -120,7 +120,7 @@ class Dispatched:
                 rows does.
             rank: the rank that dispatched.
             topk_ids, router_weights: what that rank gave to its dispatch.
-            return_slices: `Dispatched.return_slices` of that dispatch.
+            return_slices_log2: `Dispatched.return_slices_log2` of that dispatch.
             weighted: whether that dispatch was given router weights. Buffers have `weights` in either case, ones where
                 there were none; if it was not, combine in partial mode refuses the batch. None: whether `tensors` has
                 `weights`.
@@ -135,7 +135,7 @@ class Dispatched:
             if tensors.get(name) is None:
                 raise EPInputError(f"tensors[{name!r}] = None: must be what dispatch wrote, combine reads it")
         parts: dict[str, Any] = dict.fromkeys(BUFFERS) | dict(tensors)
-        return cls(DispatchBuffers(**parts), rank, topk_ids, router_weights, return_slices, weighted=weighted)
+        return cls(DispatchBuffers(**parts), rank, topk_ids, router_weights, return_slices_log2, weighted=weighted)
 
     def derived(
         self,

@@ -21,7 +21,7 @@ class PendingDispatch(NamedTuple):
 
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
-    return_slices: int
+    return_slices_log2: int
     keep_alive: tuple[torch.Tensor | None, ...]
 
 

@@ -58,9 +58,9 @@ def check_batch(origin: Origin, dispatched: Dispatched) -> None:
     check_tensor("dispatched.tokens", dispatched.tokens, device=device)
     if not dispatched.tokens.dim():
         raise EPInputError("dispatched.tokens.shape = (): must have a dimension of rows")
-    slices, most = dispatched.return_slices, MAX_SLICES.bit_length() - 1
+    slices, most = dispatched.return_slices_log2, MAX_SLICES.bit_length() - 1
     if not (is_integer(slices) and 0 <= slices <= most):
-        raise EPInputError(f"dispatched.return_slices = {slices!r}: must be an integer in [0, {most}]")
+        raise EPInputError(f"dispatched.return_slices_log2 = {slices!r}: must be an integer in [0, {most}]")
     offsets = (cfg.groups + 1,)
     check_tensor("dispatched.row_offsets", dispatched.row_offsets, shape=offsets, dtype=torch.int32, device=device)
     if dispatched.num_rows is not None:

@@ -70,7 +70,7 @@ def dispatch_into(
     weights = None if router_weights is None else router_weights.contiguous()
     x = x if takes_strides(x) else x.clone(memory_format=torch.contiguous_format)
     batch = communicator_of(comm).dispatch(x, topk_ids.contiguous(), weights, input_scale, buffers)
-    registered(comm).slices[topk_ids.shape[0]] = batch.return_slices
+    registered(comm).slices[topk_ids.shape[0]] = batch.return_slices_log2
     return batch
 
 
@@ -105,7 +105,7 @@ def batch_of(rows: Tensor, kept: Sequence[Any], comm: str) -> Dispatched:
         rank=communicator_of(comm).rank,
         topk_ids=topk_ids.contiguous(),
         router_weights=None if router_weights is None else router_weights.contiguous(),
-        return_slices=known.slices[tokens],
+        return_slices_log2=known.slices[tokens],
         weighted=router_weights is not None,
     )
 

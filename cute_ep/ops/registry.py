@@ -34,8 +34,8 @@ class Registered:
 
     Attributes:
         order: `order_of` the communicator's device.
-        slices: `return_slices` of the latest dispatch, by its number of tokens. A kernel of combine needs it, and no
-            tensor on the host has it.
+        slices: `return_slices_log2` of the latest dispatch, by its number of tokens. A kernel of combine needs it, and
+            no tensor on the host has it.
     """
 
     def __init__(self, communicator: EPCommunicator) -> None:

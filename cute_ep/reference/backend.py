@@ -170,7 +170,7 @@ class ReferenceCommunicator(EPCommunicator):
             self.origin,
             pending.topk_ids,
             pending.router_weights,
-            pending.return_slices,
+            pending.return_slices_log2,
             number=self._dispatches.received + 1,
             read_again=pending.read_again,
         )

@@ -206,7 +206,7 @@ def dispatch(
 
     Returns:
         One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
-        `return_slices` 0, and headers of an unknown round. `weights` is 0 where this rank has no row.
+        `return_slices_log2` 0, and headers of an unknown round. `weights` is 0 where this rank has no row.
 
     Raises:
         EPInputError: an argument of some rank breaks its rule, or an expert id is out of range.
@@ -347,4 +347,4 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_expert_ids=row_expert_ids,
         source_ranges=source_ranges,
     )
-    return Dispatched(buffers, rank, own.topk_ids, own.router_weights, return_slices=0)
+    return Dispatched(buffers, rank, own.topk_ids, own.router_weights, return_slices_log2=0)

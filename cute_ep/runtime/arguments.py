@@ -143,5 +143,5 @@ def sums_record(dispatched: Dispatched, weights: torch.Tensor | None, out: torch
         address(options.epilogue_data),
         OUT_TYPES[out.dtype],
         dispatched.topk_ids.size(0),
-        dispatched.return_slices,
+        dispatched.return_slices_log2,
     )

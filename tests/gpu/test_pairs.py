@@ -71,7 +71,7 @@ def of_tensors(one: Communicator, rows: torch.Tensor, batch: Dispatched, out: to
     names = ("tokens", "row_offsets", "row_map", "headers", "weights")
     given = {"topk_ids": batch.topk_ids, "router_weights": batch.router_weights}
     tensors = {name: getattr(batch, name) for name in names}
-    made = Dispatched.of_tensors(tensors, rank=one.rank, return_slices=batch.return_slices, **given)
+    made = Dispatched.of_tensors(tensors, rank=one.rank, return_slices_log2=batch.return_slices_log2, **given)
     return one.combine(rows, made, mode="exact", out=out)
 
 

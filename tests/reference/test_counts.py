@@ -44,7 +44,7 @@ def test_counts_are_refused_where_the_batch_is_not_there() -> None:
     with pytest.raises(EPInputError, match="dispatched: all ranks must dispatch before rank 0 reads its counts"):
         early.counts_to_host()
     batch = batches_of(CFG)[0]
-    own = {"rank": 0, "topk_ids": IDS, "router_weights": None, "return_slices": 0}
+    own = {"rank": 0, "topk_ids": IDS, "router_weights": None, "return_slices_log2": 0}
     bare = Dispatched.of_tensors({name: getattr(batch, name) for name in READ_BY_COMBINE}, **own)
     with pytest.raises(EPInputError, match=r"dispatched\.row_counts = None: must be what dispatch wrote"):
         bare.counts_to_host()

@@ -42,7 +42,11 @@ def combined(ranks: list, rows: list[torch.Tensor], batches: Batches, mode: Comb
 
 
 def from_tensors(batch: Dispatched, names: tuple[str, ...] = READ_BY_COMBINE + ("weights",)) -> Dispatched:
-    own = {"topk_ids": batch.topk_ids, "router_weights": batch.router_weights, "return_slices": batch.return_slices}
+    own = {
+        "topk_ids": batch.topk_ids,
+        "router_weights": batch.router_weights,
+        "return_slices_log2": batch.return_slices_log2,
+    }
     return Dispatched.of_tensors({name: getattr(batch, name) for name in names}, rank=batch.rank, **own)
 
 
@@ -86,7 +90,7 @@ def test_a_batch_of_tensors_has_no_others() -> None:
     with pytest.raises(EPInputError, match=r"tensors\['rows'\]: must be one of tokens, scales"):
         Dispatched.of_tensors(
             tensors_of(batch) | {"rows": batch.tokens}, rank=0, topk_ids=batch.topk_ids, router_weights=None,
-            return_slices=0,
+            return_slices_log2=0,
         )  # fmt: skip
 
 
@@ -94,8 +98,12 @@ def test_a_batch_of_tensors_has_no_others() -> None:
     ("change", "rule"),
     [
         pytest.param({"rank": 1}, r"dispatched\.rank = 1: must be 0", id="rank"),
-        pytest.param({"return_slices": 6}, r"dispatched\.return_slices = 6: must be an int.* \[0, 5\]", id="slices"),
-        pytest.param({"return_slices": None}, r"dispatched\.return_slices = None", id="no slices"),
+        pytest.param(
+            {"return_slices_log2": 6},
+            r"dispatched\.return_slices_log2 = 6: must be an int.* \[0, 5\]",
+            id="slices",
+        ),
+        pytest.param({"return_slices_log2": None}, r"dispatched\.return_slices_log2 = None", id="no slices"),
         pytest.param({"row_offsets": torch.zeros(3)}, r"dispatched\.row_offsets\.dtype", id="offsets"),
         pytest.param({"num_rows": torch.zeros(2, dtype=torch.int32)}, r"dispatched\.num_rows\.shape", id="num_rows"),
         pytest.param({"tokens": torch.zeros(())}, r"dispatched\.tokens\.shape = \(\)", id="tokens"),

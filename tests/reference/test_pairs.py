@@ -25,7 +25,11 @@ READ = ("tokens", "row_offsets", "row_map", "headers", "weights", "num_rows")
 def of_tensors(batch: Dispatched) -> Dispatched:
     """The batch as `cute_ep.ops` and adapters put it together."""
     tensors = {name: getattr(batch, name) for name in READ}
-    own = {"topk_ids": batch.topk_ids, "router_weights": batch.router_weights, "return_slices": batch.return_slices}
+    own = {
+        "topk_ids": batch.topk_ids,
+        "router_weights": batch.router_weights,
+        "return_slices_log2": batch.return_slices_log2,
+    }
     return Dispatched.of_tensors(tensors, rank=batch.rank, **own)
 
 

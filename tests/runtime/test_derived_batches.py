@@ -17,7 +17,7 @@ def from_tensors(batch: Dispatched) -> Dispatched:
         rank=batch.rank,
         topk_ids=batch.topk_ids,
         router_weights=batch.router_weights,
-        return_slices=batch.return_slices,
+        return_slices_log2=batch.return_slices_log2,
     )
 
 
@@ -76,7 +76,7 @@ def test_a_derived_batch_is_checked(rank: Communicator, launches: Launches, part
 def test_partial_combine_needs_the_weights_that_travelled(rank: Communicator, launches: Launches) -> None:
     """A kernel would read them at address 0."""
     batch = rank.dispatch(*inputs())
-    own = {"rank": 0, "topk_ids": batch.topk_ids, "router_weights": batch.router_weights, "return_slices": 0}
+    own = {"rank": 0, "topk_ids": batch.topk_ids, "router_weights": batch.router_weights, "return_slices_log2": 0}
     without = Dispatched.of_tensors({name: getattr(batch, name) for name in READ_BY_COMBINE}, **own)
     with launches.forbidden(), pytest.raises(EPInputError, match=r"dispatched\.weights = None"):
         rank.combine(expert_rows(batch), without, mode="partial")

@@ -75,7 +75,7 @@ def test_combine_passes_rows_weights_sums_and_the_batch(rank: Communicator, laun
     sums = rank.combine(rows, batch, mode="partial")
     combined = launches.last("combine")
     assert combined.values("batch.row_map", "batch.headers") == (out.row_map.data_ptr(), out.headers.data_ptr())
-    assert combined.values("sums.tokens", "sums.return_slices_log2") == (5, batch.return_slices)
+    assert combined.values("sums.tokens", "sums.return_slices_log2") == (5, batch.return_slices_log2)
     assert combined.values("batch.weights", "sums.router_weights") == (out.weights.data_ptr(), 0)
     assert combined.values("rows.data", "sums.out") == (rows.data_ptr(), sums.data_ptr())
 
@@ -85,7 +85,7 @@ def test_dispatch_decides_the_slices_of_messages_and_of_rows_that_return(rank: C
     sent = launches.only().arguments
     wanted = [tuning.shape(name, 5, MAX_CTAS).slices for name in ("dispatch", "combine")]
     assert [1 << sent["input.message_slices_log2"], 1 << sent["input.return_slices_log2"]] == wanted
-    assert batch.return_slices == sent["input.return_slices_log2"]
+    assert batch.return_slices_log2 == sent["input.return_slices_log2"]
 
 
 def test_kernels_get_the_map_of_the_arena_for_their_mode(rank: Communicator, launches: Launches) -> None:

@@ -166,7 +166,7 @@ class Batch:
         """Enqueue on the current stream the comparison of a dispatch and of combines, and poison what they wrote.
 
         Args:
-            slices: what dispatch returned as `return_slices`.
+            slices: what dispatch returned as `return_slices_log2`.
             scratch: [>= `scratch_bytes`] uint8, overwritten.
             counter: wrong bytes are added to it.
         """

@@ -114,7 +114,7 @@ def late(devices: Sequence[str], library: Path | None) -> str:
             batch = group.batches[0]
             with lane.on("dispatch"):
                 made = lane.communicator.dispatch(**batch.arguments[rank], out=batch.buffers[rank])
-            slices[rank] = {0: made.return_slices}
+            slices[rank] = {0: made.return_slices_log2}
 
     with group_of(devices, library, small_input(len(devices))) as group:
         slices: dict[int, dict[int, int]] = {}

@@ -139,7 +139,7 @@ class Lane:
         must not wait here, as other ranks have not been called yet.
 
         Args:
-            slices: set to what dispatch returned as `return_slices`, by batch.
+            slices: set to what dispatch returned as `return_slices_log2`, by batch.
         """
         if self.forks:
             self.streams["combine"].wait_stream(self.streams["dispatch"])
@@ -153,7 +153,7 @@ class Lane:
                         torch.cuda._sleep(cycles)
                     self._call(step, batches[step.batch], number in joined, pending, received)
             if step.operation == "dispatch_wait":
-                slices[step.batch] = received[step.batch].return_slices
+                slices[step.batch] = received[step.batch].return_slices_log2
                 if self.forks:
                     self.streams["combine"].wait_stream(self.streams["dispatch"])
             yield

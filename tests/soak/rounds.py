@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Captured:
-    """A program as a graph a rank, and per rank the `return_slices` of its batches."""
+    """A program as a graph a rank, and per rank the `return_slices_log2` of its batches."""
 
     program: Program
     graphs: Sequence[torch.cuda.CUDAGraph]

@@ -170,7 +170,7 @@ def test_a_check_of_dispatch_names_the_source_and_the_word() -> None:
     for place, name in (
         ((2, HeaderWord.TOKENS), r"headers\[2\]\.tokens"),
         ((2, HeaderWord.MESSAGES), r"headers\[2\]\.has_weights"),
-        ((RANK, HeaderWord.RETURN_SLICES_LOG2), r"headers\.return_slices"),
+        ((RANK, HeaderWord.RETURN_SLICES_LOG2), r"headers\.return_slices_log2"),
     ):
         headers = actual.headers.clone()
         headers[place] += 1
@@ -203,7 +203,7 @@ def test_a_check_of_dispatch_of_a_rank_alone() -> None:
     cfg, actual, expected = dispatched("bf16", None, (5, 5), alone=True)
     check_dispatched(actual, expected, cfg, RANK)
     actual.headers[0, HeaderWord.RETURN_SLICES_LOG2] = 3
-    with pytest.raises(AssertionError, match=r"headers\.return_slices"):
+    with pytest.raises(AssertionError, match=r"headers\.return_slices_log2"):
         check_dispatched(actual, expected, cfg, RANK)
 
 
