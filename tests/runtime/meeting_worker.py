@@ -230,7 +230,8 @@ def interrupted(ranks: Ranks) -> None:
     else:
         if ranks.rank == 1:
             time.sleep(2)
-        ranks.refused(EPError, "rank 2 left: KeyboardInterrupt", lambda: connect(CFG, ranks.group), SOON_S)
+        # who had waited in vain would say so, after GROUP_S
+        ranks.refused(EPError, "rank 2 left: KeyboardInterrupt", lambda: connect(CFG, ranks.group))
     connect(CFG, ranks.group).close()
 
 
