@@ -13,7 +13,7 @@ from torch.nn.functional import grouped_mm
 import cute_ep
 from cute_ep.api.config import EPConfig
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import Connections
+from cute_ep.integrations.common.connections import Connections
 from perf.cases import Shape
 
 Calls = Mapping[str, Callable[[], object]]

@@ -12,8 +12,8 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations import connections, growing
-from cute_ep.integrations.deep_ep import Buffer
+from cute_ep.integrations.common import connections
+from cute_ep.integrations.deep_ep import Buffer, growing
 from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.connection import connect_local

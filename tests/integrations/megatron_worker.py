@@ -51,8 +51,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from cute_ep.api.errors import EPConfigError, EPInputError  # noqa: E402
-from cute_ep.integrations import connections, megatron  # noqa: E402
-from cute_ep.integrations.checks import LEAST_TOKENS  # noqa: E402
+from cute_ep.integrations import megatron  # noqa: E402
+from cute_ep.integrations.common import connections  # noqa: E402
+from cute_ep.integrations.common.checks import LEAST_TOKENS  # noqa: E402
 
 moe_utils.te_general_gemm = None  # a name that 0.16.1 leaves undefined without TransformerEngine
 if DEVICE == "cpu":

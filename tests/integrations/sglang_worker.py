@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.connections import close
+from cute_ep.integrations.common.connections import close
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, make_inputs
 from perf.stand_ins import allow_sglang

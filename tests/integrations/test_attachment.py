@@ -19,8 +19,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 from cute_ep import Dispatched, EPConfigError, EPError, EPInputError
 from cute_ep.api.dispatched import tensors_of
-from cute_ep.integrations.exchange import Exchange
 from cute_ep.integrations.transformers import Attachment, attach, attachment
+from cute_ep.integrations.transformers.exchange import Exchange
 from tests.integrations.models import EXPERTS, build, distance, text, trained
 
 

@@ -12,10 +12,10 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations import connections
-from cute_ep.integrations.checks import LEAST_TOKENS, check_most, room_for
-from cute_ep.integrations.connections import alignment_for, serves, timeout_of
-from cute_ep.integrations.counts import ReceiveCounts
+from cute_ep.integrations.common import connections
+from cute_ep.integrations.common.checks import LEAST_TOKENS, check_most, room_for
+from cute_ep.integrations.common.connections import alignment_for, serves, timeout_of
+from cute_ep.integrations.common.counts import ReceiveCounts
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.reference.backend import connect_reference
 from cute_ep.runtime.gpus import sms_beside_nccl

@@ -10,7 +10,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import connections
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.communicator import Communicator

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations import exchange
-from cute_ep.integrations.exchange import UNCOUNTED_ENTRIES, Exchange, Round
+from cute_ep.integrations.transformers import exchange
+from cute_ep.integrations.transformers.exchange import UNCOUNTED_ENTRIES, Exchange, Round
 from cute_ep.runtime.routes import RouteCounts, count_routes
 
 RANKS, EXPERTS, SLOTS, HIDDEN = 4, 8, 4, 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import connections
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank
 from tests.processes import WITHOUT_GPU, run_page, run_ranks

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cute_ep.api.config import memory_bytes
-from cute_ep.integrations.checks import LEAST_TOKENS
+from cute_ep.integrations.common.checks import LEAST_TOKENS
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
-from cute_ep.integrations.growing import GrowingConnections
+from cute_ep.integrations.deep_ep.growing import GrowingConnections
 
 from .groups import on_buffers
 from .refusals import refused

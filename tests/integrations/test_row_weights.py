@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm
 import cute_ep.ops
 from cute_ep.api.config import EPConfig
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
+from cute_ep.integrations.common.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.ops import library
 from cute_ep.ops.registry import communicator_of
 from tests.ops.layer import check, given, gradients

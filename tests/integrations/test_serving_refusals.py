@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import connections
 
 from .groups import ThreadGroup, on_groups
 from .refusals import changed, refused
@@ -291,7 +291,7 @@ def test_flashinfer(monkeypatch: Patch) -> None:
 
     alone(monkeypatch, "FlashInfer", check)
     with flashinfer(monkeypatch):
-        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer")
+        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.communication")
         shared = set(connections._SHARED)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         bootstrap = adapter.BootstrapConfig(world_size=2, rank=0, process_group=group)
@@ -365,7 +365,7 @@ def test_flashinfers_alltoall(monkeypatch: Patch) -> None:
 
     alone(monkeypatch, "FlashInfer, MoeAlltoAll", check)
     with flashinfer(monkeypatch):
-        make: Any = importlib.import_module("cute_ep.integrations.flashinfer_alltoall").MoeAlltoAll
+        make: Any = importlib.import_module("cute_ep.integrations.flashinfer.alltoall").MoeAlltoAll
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         good = {"mapping": SimpleNamespace(moe_ep_rank=0, moe_ep_size=2), "max_num_tokens": 8, "top_k": 2}
         good |= {"num_experts": 8, "mnnvl_config": SimpleNamespace(comm_backend=SimpleNamespace(_group=group))}

@@ -49,7 +49,7 @@ class Lone:
         self, monkeypatch: pytest.MonkeyPatch, *, tokens: int = 8, ranks: int = 1, packed: bool = False
     ) -> None:
         self.module = importlib.import_module(f"{ADAPTER}.dispatcher")
-        connections = importlib.import_module("cute_ep.integrations.connections")
+        connections = importlib.import_module("cute_ep.integrations.common.connections")
         monkeypatch.setattr(connections, "connect", connect)
         monkeypatch.setattr(connections, "_SHARED", {})
         self.group = ThreadGroup(0, 1, threading.Barrier(1), [None])
@@ -138,7 +138,7 @@ def test_layers_of_equal_sizes_share_a_communicator(sglang: dict[str, Any], monk
         one.prebuild()
     first, second, other = (one._connected() for one in layers)
     assert first is second and first is not other
-    importlib.import_module("cute_ep.integrations.connections").close()
+    importlib.import_module("cute_ep.integrations.common.connections").close()
     assert first.closed and not layers[0]._connected().closed
 
 

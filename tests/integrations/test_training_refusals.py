@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import connections
 
 from .groups import ThreadGroup, on_groups
 from .refusals import changed, refused

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations import connections
-from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.counts import ReceiveCounts
+from cute_ep.integrations.common import connections
+from cute_ep.integrations.common.connections import Connections
+from cute_ep.integrations.common.counts import ReceiveCounts
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.routes import RouteCounts
 from tests.fake_gpu import Launches, MakeRank

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tests.integrations.titan_stand_ins  # noqa: F401  before torchtitan
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations import connections
-from cute_ep.integrations.checks import LEAST_TOKENS
-from cute_ep.integrations.torchtitan import WORDS, CuteEPTokenDispatcher, close, cute_ep_dispatcher
+from cute_ep.integrations.common import connections
+from cute_ep.integrations.common.checks import LEAST_TOKENS
+from cute_ep.integrations.torchtitan import CuteEPTokenDispatcher, close, cute_ep_dispatcher
+from cute_ep.integrations.torchtitan.dispatcher import WORDS
 from cute_ep.ops.registry import communicator_of
 from tests.processes import join_group
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations import checks, connections
+from cute_ep.integrations.common import checks, connections
 from cute_ep.integrations.transformers import close, expert_parallel
 from tests.integrations.models import distance, text, trained
 from tests.processes import join_group

@@ -112,7 +112,7 @@ def test_deepep_itself_runs_in_processes_of_its_own(monkeypatch: pytest.MonkeyPa
     made = peers.worker_command
     monkeypatch.setattr(peers, "worker_command", command)
     monkeypatch.setattr(peers, "run_peers", lambda *args, **options: {"rows": [], "notes": []})
-    shims = Path(sys.modules[Buffer.__module__].__file__ or "").parents[1] / "shims"
+    shims = Path(sys.modules[Buffer.__module__].__file__ or "").parent / "shims"
     monkeypatch.syspath_prepend(shims)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, sys.path)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -137,7 +137,9 @@ def test_deepep_is_not_asked_to_wait_where_it_cannot(
 
 
 def test_deepep_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout' if rank else stuck())"
+    code = (
+        "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout' if rank else stuck())"
+    )
     before = {"peer": "deepep_normal", "format": "bf16", "tokens": 8, "operation": "dispatch", "p50_us": 1.0}
 
     def command(names: list, rank: int, *others: Any, module: str, budgets: dict) -> list[str]:

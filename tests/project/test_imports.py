@@ -134,11 +134,11 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/runtime/connection.py", "cute_ep.bench.machine.parse_devices"),
         ("cute_ep/runtime/connection.py", "cute_ep.ops.register"),
         ("cute_ep/ops/library.py", "cute_ep.nn.layer"),
-        ("cute_ep/ops/calls.py", "cute_ep.integrations.exchange"),
-        ("cute_ep/distributed.py", "cute_ep.integrations.exchange"),
-        ("cute_ep/integrations/exchange.py", "transformers"),
-        ("cute_ep/integrations/connections.py", "sglang.srt.environ"),
-        ("cute_ep/integrations/megatron.py", "torchtitan"),
+        ("cute_ep/ops/calls.py", "cute_ep.integrations.transformers.exchange"),
+        ("cute_ep/distributed.py", "cute_ep.integrations.transformers.exchange"),
+        ("cute_ep/integrations/common/checks.py", "transformers"),
+        ("cute_ep/integrations/common/connections.py", "sglang.srt.environ"),
+        ("cute_ep/integrations/megatron/manager.py", "torchtitan"),
         ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
         ("cute_ep/api/config.py", "cute_ep.reference.formats"),
         ("cute_ep/cli/main.py", "kernels.block"),
@@ -172,9 +172,9 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "cute_ep.ops": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.nn"),
     "cute_ep.nn": ("cutlass",),
     "cute_ep.distributed": ("cutlass", "cute_ep.integrations", "transformers"),
-    "cute_ep.integrations.exchange": ("transformers", "cute_ep.ops"),
+    "cute_ep.integrations.common.connections": ("transformers", "cute_ep.ops"),
     "cute_ep.integrations.sglang": ("torch", "cutlass", "cuda", "sglang"),
-    "cute_ep.integrations.rows": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.ops"),
+    "cute_ep.integrations.deep_ep": ("cutlass", "cute_ep.ops"),
 }
 """By module, what importing it must not import."""
 EACH = """

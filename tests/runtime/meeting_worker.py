@@ -23,7 +23,7 @@ from cute_ep import nn
 from cute_ep.api import waits
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
-from cute_ep.integrations.connections import SAME, Connections
+from cute_ep.integrations.common.connections import SAME, Connections
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.reference import processes
 from cute_ep.runtime.connection import connect

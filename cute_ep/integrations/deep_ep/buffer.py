@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cute_ep.api.config import memory_bytes
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import as_rows, check_given, check_integer, check_most, check_sms, roomy_config
+from cute_ep.integrations.common.checks import as_rows, check_given, check_integer, check_most, check_sms, roomy_config
 from cute_ep.integrations.deep_ep.calls import (
     Rows,
     absent,
@@ -26,10 +26,10 @@ from cute_ep.integrations.deep_ep.calls import (
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
+from cute_ep.integrations.deep_ep.growing import GrowingConnections
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, first_rows, joined, prefix_matrix
-from cute_ep.integrations.growing import GrowingConnections
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 

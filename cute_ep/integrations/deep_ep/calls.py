@@ -10,9 +10,9 @@ import torch
 
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.tensors import check_written
-from cute_ep.integrations.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
-from cute_ep.integrations.reports import Words
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from cute_ep.api.config import LONGEST_S, is_number, memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations.checks import as_rows, check_given, check_integer, check_sms, named_config
+from cute_ep.integrations.common.checks import as_rows, check_given, check_integer, check_sms, named_config
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
     Rows,
@@ -25,7 +25,7 @@ from cute_ep.integrations.deep_ep.calls import (
 )
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
-from cute_ep.integrations.growing import GrowingConnections
+from cute_ep.integrations.deep_ep.growing import GrowingConnections
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 

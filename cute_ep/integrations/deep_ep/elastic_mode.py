@@ -16,10 +16,10 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.integrations.checks import Names, as_rows, named_config
+from cute_ep.integrations.common.checks import Names, as_rows, named_config
+from cute_ep.integrations.deep_ep.growing import GrowingConnections
 from cute_ep.integrations.deep_ep.normal import NormalMode, Route, as_wide, buffers_for
-from cute_ep.integrations.growing import GrowingConnections
-from cute_ep.integrations.rows import rank_index
+from cute_ep.integrations.deep_ep.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.runtime.sums import sum_rows

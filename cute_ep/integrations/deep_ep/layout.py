@@ -9,9 +9,9 @@ import torch
 
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.calls import check_experts, require
-from cute_ep.integrations.reports import Words
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.routes import RouteCounts, count_routes

@@ -14,8 +14,9 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.checks import Names, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
+from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
     Rows,
@@ -27,8 +28,7 @@ from cute_ep.integrations.deep_ep.calls import (
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import EventOverlap
-from cute_ep.integrations.growing import GrowingConnections, Hold
-from cute_ep.integrations.halves import Halves, Hook
+from cute_ep.integrations.deep_ep.growing import GrowingConnections, Hold
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 

@@ -23,11 +23,11 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.integrations.checks import Names, as_rows, roomy_config
-from cute_ep.integrations.counts import Counting
+from cute_ep.integrations.common.checks import Names, as_rows, roomy_config
+from cute_ep.integrations.common.counts import Counting
 from cute_ep.integrations.deep_ep.calls import WORDS
+from cute_ep.integrations.deep_ep.growing import GrowingConnections, Hold
 from cute_ep.integrations.deep_ep.layout import LayoutWords
-from cute_ep.integrations.growing import GrowingConnections, Hold
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.routes import RouteCounts

@@ -15,7 +15,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.checks import (
+from cute_ep.integrations.common.checks import (
     FLOATS,
     as_rows,
     check_given,
@@ -24,10 +24,10 @@ from cute_ep.integrations.checks import (
     check_sms,
     named_config,
 )
-from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.reports import Words
-from cute_ep.integrations.scales import PACKED, packed_exponents
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.connections import connections_of
+from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common.scales import PACKED, packed_exponents
+from cute_ep.integrations.common.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
-from cute_ep.integrations import exchange
-from cute_ep.integrations.checks import Names, check_integer, check_mode, named_config
-from cute_ep.integrations.exchange import Exchange, Round, close_abandoned
+from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config
+from cute_ep.integrations.transformers import exchange
+from cute_ep.integrations.transformers.exchange import Exchange, Round, close_abandoned
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
     Shards,

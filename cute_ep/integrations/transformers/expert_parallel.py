@@ -11,10 +11,10 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations.checks import Names, check_given, check_most, named_config
-from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.exchange import RETURNED
-from cute_ep.integrations.row_weights import SCALAR_HIDDEN
+from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.integrations.common.checks import Names, check_given, check_most, named_config
+from cute_ep.integrations.common.connections import connections_of
+from cute_ep.integrations.common.row_weights import SCALAR_HIDDEN
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
     check_experts,
@@ -111,7 +111,7 @@ class CuteEP(EPImplementation):
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
-        returned = x.dtype if x.dtype in RETURNED else torch.float32
+        returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
 
     def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
+from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
 from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options

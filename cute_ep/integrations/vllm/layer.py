@@ -19,7 +19,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_tensor, check_written, overlap
 from cute_ep.api.validate import OUTPUT_TYPES
-from cute_ep.integrations.checks import FLOATS, as_rows, check_given
+from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given
 from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.layouts.maps.formats import VECTOR_BYTES

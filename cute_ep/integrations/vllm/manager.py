@@ -12,11 +12,11 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.checks import check_sms
-from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.counts import ReceiveCounts
-from cute_ep.integrations.halves import Halves
-from cute_ep.integrations.reports import Words
+from cute_ep.integrations.common.checks import check_sms
+from cute_ep.integrations.common.connections import Connections
+from cute_ep.integrations.common.counts import ReceiveCounts
+from cute_ep.integrations.common.halves import Halves
+from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.runtime.routes import RouteCounts
 

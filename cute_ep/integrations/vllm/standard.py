@@ -19,7 +19,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.checks import as_rows, named_config
+from cute_ep.integrations.common.checks import as_rows, named_config
 from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending, check_most
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options

@@ -22,13 +22,12 @@ from cute_ep.api.errors import EPError
 from cute_ep.api.host import host_list
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
+from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
 from cute_ep.layouts.maps.routing import shared_slice
 from cute_ep.runtime.connection import connect_local
 from cute_ep.runtime.routes import RouteCounts
 
-RETURNED = (torch.bfloat16, torch.float16, torch.float32)
-"""Types that combine returns; what has another type is cast from float32."""
 UNCOUNTED_ENTRIES = 2048
 """Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
 rows take 28 MiB."""
@@ -214,7 +213,7 @@ class Round:
         device: torch.device,
     ) -> Tensor:
         """[T, hidden] of a type: each rank's rows, added up with the weights, which batches in partial mode have."""
-        given, returned = weights if self.mode == "exact" else None, dtype if dtype in RETURNED else torch.float32
+        given, returned = weights if self.mode == "exact" else None, dtype if dtype in OUTPUT_TYPES else torch.float32
         rows = [one.contiguous() for one in rows]
         sums = self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned)
         return self.whole(sums, device).to(dtype)

@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 
 from cute_ep.api.config import is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import Names, check_given, named_config, own_device
-from cute_ep.integrations.flashinfer import BootstrapConfig, CuteEPCommunication, CuteEPConfig, MoEEpCommParams
-from cute_ep.integrations.flashinfer_arguments import Arguments, group_of
+from cute_ep.integrations.common.checks import Names, check_given, named_config, own_device
+from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
+from cute_ep.integrations.flashinfer.communication import CuteEPCommunication, CuteEPConfig
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 SIZES: Names = {

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.checks import Names
-from cute_ep.integrations.connections import SAME, Connections, serves
+from cute_ep.integrations.common.checks import Names
+from cute_ep.integrations.common.connections import SAME, Connections, serves
 from cute_ep.runtime.meeting import Meeting
 
 

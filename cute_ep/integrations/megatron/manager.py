@@ -1,7 +1,4 @@
-"""Megatron-core's flex token dispatcher over cute_ep (docs/training.md).
-
-`install()` makes cute_ep what the backend "deepep" means.
-"""
+"""The manager of Megatron-core's flex token dispatcher, and what puts it in the place of DeepEP's."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from torch import Tensor
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.checks import (
+from cute_ep.integrations.common.checks import (
     FLOATS,
     Names,
     check_given,
@@ -25,18 +24,10 @@ from cute_ep.integrations.checks import (
     check_sms,
     named_config,
 )
-from cute_ep.integrations.connections import alignment_for, close, connections_of
-from cute_ep.integrations.reports import Words
-from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.connections import alignment_for, connections_of
+from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
-
-require("megatron.core", (0, 16), below=(0, 17), package="megatron-core")
-
-from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization  # noqa: E402
-
-__all__ = ["CuteEPManager", "close", "install"]
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"

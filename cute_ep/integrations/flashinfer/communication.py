@@ -12,6 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from flashinfer.moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpDispatchResult,
+    register_communication,
+)
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -20,22 +27,11 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
 from cute_ep.api.validate import OUTPUT_TYPES
-from cute_ep.integrations.checks import Names, as_rows, check_given, check_sms, in_words, named_config
-from cute_ep.integrations.connections import release, share
-from cute_ep.integrations.flashinfer_arguments import PARAMS, Arguments, group_of
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_sms, in_words, named_config
+from cute_ep.integrations.common.connections import release, share
+from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, group_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
-
-require("flashinfer", (0, 7, 2), (0, 7, 3), package="flashinfer-python")
-
-from flashinfer.moe_ep import (  # noqa: E402
-    BootstrapConfig,
-    MoEEpCommParams,
-    MoEEpCommunication,
-    MoEEpDispatchResult,
-    register_communication,
-)
 
 NAME = "cute_ep"
 FORMATS: dict[str | None, FormatName] = {

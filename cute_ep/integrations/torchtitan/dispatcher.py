@@ -1,10 +1,4 @@
-"""torchtitan's MoE token dispatch over cute_ep (docs/training.md), by its overrides.
-
-| `--override.imports` | in place of |
-| --- | --- |
-| `cute_ep.integrations.torchtitan.cute_ep_dispatcher` | the model's expert parallel token dispatcher |
-| `cute_ep.integrations.torchtitan.cute_ep_selective_ac` | selective activation checkpointing, which then saves rounds |
-"""
+"""torchtitan's expert parallel token dispatcher, and selective checkpointing that saves its rounds."""
 
 from __future__ import annotations
 
@@ -14,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import cute_ep.ops
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.checks import (
+from cute_ep.api.validate import OUTPUT_TYPES
+from cute_ep.integrations.common.checks import (
     FLOATS,
     Names,
     check_given,
@@ -30,22 +28,12 @@ from cute_ep.integrations.checks import (
     named_config,
     room_for,
 )
-from cute_ep.integrations.connections import Connections, alignment_for, close, connections_of
-from cute_ep.integrations.exchange import RETURNED
-from cute_ep.integrations.reports import Words
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.connections import Connections, alignment_for, connections_of
+from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
 from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
-
-require("torchtitan", (0, 3), below=(0, 4))
-
-from torchtitan.config import derive, override  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
-from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher  # noqa: E402
-
-__all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispatcher", "cute_ep_selective_ac"]
 
 FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
 """What to do about too many tokens."""
@@ -201,7 +189,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
             shape = metadata.tokens.shape[0], x_TD.shape[1]
             check_given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
-        dtype = x_TD.dtype if x_TD.dtype in RETURNED else torch.float32
+        dtype = x_TD.dtype if x_TD.dtype in OUTPUT_TYPES else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
         return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
 

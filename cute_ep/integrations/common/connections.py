@@ -14,9 +14,9 @@ import torch.distributed as dist
 from cute_ep.api.config import LONGEST_S, EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.checks import Names, check_group, check_integer, in_words, own_device, roomy_config
-from cute_ep.integrations.counts import Counting, ReceiveCounts, counting_config
-from cute_ep.integrations.reports import Words
+from cute_ep.integrations.common.checks import Names, check_group, check_integer, in_words, own_device, roomy_config
+from cute_ep.integrations.common.counts import Counting, ReceiveCounts, counting_config
+from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.routing import ROW_ALIGNMENTS
 from cute_ep.runtime.connection import connect
 from cute_ep.runtime.gpus import sms_or_beside_nccl

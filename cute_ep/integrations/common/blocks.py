@@ -10,8 +10,8 @@ from cute_ep.api.dispatched import DispatchBuffers
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.checks import Names, named_config
-from cute_ep.integrations.scales import PACKED, packed_exponents
+from cute_ep.integrations.common.checks import Names, named_config
+from cute_ep.integrations.common.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 
 PACKED_COLUMNS = FP8.block * PACKED

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer
-from cute_ep.integrations.reports import Words
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer
+from cute_ep.integrations.common.reports import Words
 
 PARAMS: Names = {
     "hidden": "params.hidden_size",
