@@ -17,7 +17,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending
+from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
@@ -93,20 +93,12 @@ class CuteEPBatched(CuteEPLayer):
             )
         self._connect()
 
-    def _sending(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        weighted: bool,
-        quant: FusedMoEQuantConfig,
-        deferred: bool,
-    ) -> Sending:
+    def _sending(self, given: PrepareInput) -> Sending:
         communicator, cfg = self._connected(), self._cfg
-        quantized = cfg.format is not BF16
+        quant, deferred, quantized = given.quant_config, given.defer_input_quant, cfg.format is not BF16
         if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        a1, weights = self._inputs(a1, topk_weights, weighted)
+        a1, weights = self._inputs(given)
         assert cfg.block_rows is not None
         blocks = Blocks(communicator, cfg.block_rows, packed=self._packed)
 
@@ -117,7 +109,7 @@ class CuteEPBatched(CuteEPLayer):
                 rows, scales = _quantized(blocks, quant)
             return rows, scales, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return Sending(a1, topk_ids.contiguous(), weights, None, blocks.out, result)
+        return Sending(a1, given.topk_ids.contiguous(), weights, None, blocks.out, result)
 
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce

@@ -13,14 +13,13 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending, check_most
+from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, check_most
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -104,19 +103,11 @@ class CuteEPStandard(CuteEPLayer):
             self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
         self._connect()
 
-    def _sending(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        weighted: bool,
-        quant: FusedMoEQuantConfig,
-        deferred: bool,
-    ) -> Sending:
-        quantized = self._cfg.format is FP8
+    def _sending(self, given: PrepareInput) -> Sending:
+        quant, deferred, quantized = given.quant_config, given.defer_input_quant, self._cfg.format is FP8
         if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        a1, weights = self._inputs(a1, topk_weights, weighted)
+        a1, weights = self._inputs(given)
         scales = None
         if quantized:
             a1, scales = quantize(a1, quant, quant.a1_scale)
@@ -124,12 +115,12 @@ class CuteEPStandard(CuteEPLayer):
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             scales = scales.contiguous()
-        room = self._room(topk_ids)
+        room = self._room(given.topk_ids)
         communicator = self._connected()
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
-            numbers = self._row_ids(batch, room, topk_ids.dtype)
+            numbers = self._row_ids(batch, room, given.topk_ids.dtype)
             rows = batch.tokens[: room.rows]
             factors = None if batch.scales is None else batch.scales[: room.rows]
             if not quantized and not deferred and quant.quant_dtype is not None and room.rows:

@@ -1,5 +1,5 @@
-"""`deep_ep.utils`. With DEEPEP_SOURCE, the folder of a DeepEP checkout, modules that are not here come from there: its
-tests import `envs` and `math`."""
+"""`deep_ep.utils`. With DEEPEP_SOURCE, folders as PATH has them, each of which holds a package `deep_ep`, modules that
+are not here come from there: DeepEP's tests import `envs`, `math` and `testing`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from cute_ep.integrations.deep_ep import EventHandle, EventOverlap
 
-if "DEEPEP_SOURCE" in os.environ:
-    __path__.append(os.path.join(os.environ["DEEPEP_SOURCE"], "deep_ep", "utils"))
+for folder in filter(None, os.environ.get("DEEPEP_SOURCE", "").split(os.pathsep)):
+    __path__.append(os.path.join(folder, "deep_ep", "utils"))
 
 __all__ = ["EventHandle", "EventOverlap"]
