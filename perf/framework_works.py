@@ -136,7 +136,7 @@ def sglang(me: Rank) -> Iterator[Work]:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.runtime_context import get_parallel
 
-    from cute_ep.integrations.common.connections import close
+    from cute_ep.integrations.common.pools import close
     from cute_ep.integrations.sglang.dispatcher import CuteEPDispatcher
 
     most = envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,18 +171,34 @@ def connect(
         raise EPConfigError(
             f"group = {group}: must have this process, global rank {dist.get_rank()}, as one of its own"
         )
+    options = {"sms": sms, "library": library, "hooks": hooks, "tuning": tuning}
+    return connect_checked(lambda: None, cfg, group, **options)
+
+
+def connect_checked(
+    check: Callable[[], None], cfg: EPConfig, group: dist.ProcessGroup | None, **options: Any
+) -> EPCommunicator:
+    """`connect`, to an initialised group of this process. Where `check` raises on one rank, it fails on all."""
     with Meeting(group) as meeting:
-        return _connect(cfg, meeting, sms, library, hooks, tuning)
+        return _connect(check, cfg, meeting, **options)
 
 
 def _connect(
-    cfg: EPConfig, meeting: Meeting, sms: int | None, library: Path | str | None, hooks: Hooks, tuning: Tuning | None
+    check: Callable[[], None],
+    cfg: EPConfig,
+    meeting: Meeting,
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    hooks: Hooks = NO_HOOKS,
+    tuning: Tuning | None = None,
 ) -> EPCommunicator:
-    """`connect` of ranks that have met."""
+    """`connect_checked` of ranks that have met."""
     rank, world = meeting.rank, meeting.size
 
     def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
         check_config(cfg)
+        check()
         _check_options(sms, tuning, hooks)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from cute_ep.integrations.common.connections import release
+from cute_ep.integrations.common.pools import release
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from tests.integrations import flashinfer_library, vllm_parts
 from tests.integrations.groups import ThreadGroup

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations.common import connections
+from cute_ep.integrations.common import pools
 from cute_ep.testing.compare import assert_bits
 
 from . import upstream
@@ -160,4 +160,4 @@ def test_the_group_must_be_that_of_the_mapping(made_of: Any) -> None:
     ):
         with pytest.raises(EPConfigError, match=rule):
             make(made_of, group, **changes)
-    assert not connections._SHARED
+    assert not pools.SHARED

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.integrations.common import connections
+from cute_ep.integrations.common import pools
 
 from .groups import ThreadGroup, on_groups
 from .refusals import changed, refused
@@ -244,7 +244,7 @@ def test_sglang(monkeypatch: Patch) -> None:
         rig.one.give_up()
         refused(partial(rig.one.combine, given_up), "combine: there was no dispatch", EPError)
         rig.dispatch(given)
-        rig.module.connections_of(rig.group).close()
+        rig.module.pool_of(rig.group).close()
         refused(partial(rig.one.combine, given_up), "combine: the ranks were closed after the dispatch; drop", EPError)
         rig.one.give_up()
 
@@ -292,7 +292,7 @@ def test_flashinfer(monkeypatch: Patch) -> None:
     alone(monkeypatch, "FlashInfer", check)
     with flashinfer(monkeypatch):
         adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.communication")
-        shared = set(connections._SHARED)
+        shared = set(pools.SHARED)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         bootstrap = adapter.BootstrapConfig(world_size=2, rank=0, process_group=group)
         for changes, words in (
@@ -317,7 +317,7 @@ def test_flashinfer(monkeypatch: Patch) -> None:
         ):
             config = adapter.CuteEPConfig(**options)
             refused(partial(adapter.CuteEPCommunication, bootstrap, params, config), words, EPConfigError)
-        assert connections._SHARED.keys() == shared
+        assert set(pools.SHARED) == shared
 
 
 def test_flashinfers_alltoall(monkeypatch: Patch) -> None:

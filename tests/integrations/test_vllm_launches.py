@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations.common import connections
-from cute_ep.integrations.common.connections import Connections
-from cute_ep.integrations.common.counts import ReceiveCounts
+from cute_ep.runtime import connection
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.counts import ReceiveCounts
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts
 from tests.fake_gpu import Launches, MakeRank
 from tests.integrations.upstream import installed
@@ -33,13 +33,13 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
     """What was connected, and for how many SMs. Kernels write nothing, so outputs are zeros."""
     made: Connected = []
 
-    def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
+    def connect(check: object, cfg: EPConfig, group: object, sms: int | None) -> Communicator:
         made.append((cfg, sms))
         return make_rank(cfg)
 
     with installed("vllm", "cute_ep.integrations.vllm") as stubs:
         import_adapter(stubs, monkeypatch)
-        monkeypatch.setattr(connections, "connect", connect)
+        monkeypatch.setattr(connection, "connect_checked", connect)
         monkeypatch.setattr(torch, "empty", torch.zeros)
         yield made
 
@@ -99,7 +99,7 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
         asked.append((routes.by_expert.tolist(), experts))
         return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
 
-    monkeypatch.setattr(Connections, "exchange_counts", exchange)
+    monkeypatch.setattr(GroupPool, "exchange_counts", exchange)
     monkeypatch.setattr(standard, "_capturing", lambda device: captured)
     monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
     rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)

@@ -50,11 +50,11 @@ BROUGHT = {"pydantic": "vllm"}
 """Libraries that come with one of these, and may be imported where that one may."""
 ADAPTERS = "cute_ep.integrations"
 CONTRACT: dict[str, set[str]] = {
-    "api.config": {"EPConfig", "LONGEST_S", "is_integer", "is_number", "memory_bytes"},
+    "api.config": {"EPConfig", "LONGEST_S", "in_words", "is_integer", "is_number", "memory_bytes"},
     "api.dispatched": {"DispatchBuffers", "Dispatched"},
     "api.errors": {"EPConfigError", "EPError", "EPInputError"},
     "api.gates": {"Gate"},
-    "api.host": {"host_list", "host_memory"},
+    "api.host": {"host_list"},
     "api.interface": {"EPCommunicator"},
     "api.rounds": {"MAX_OUTSTANDING"},
     "api.row_tensors": {"ID_TYPES", "with_plain_strides"},
@@ -74,10 +74,12 @@ CONTRACT: dict[str, set[str]] = {
     "ops.library": {"FORWARD_OPS"},
     "ops.registry": {"is_open"},
     "reference.routes": {"NO_EXPERT"},
-    "runtime.connection": {"connect", "connect_local"},
-    "runtime.gpus": {"check_gpu", "sm_budget", "sms_or_beside_nccl"},
+    "runtime.counts": {"Counting", "ReceiveCounts"},
+    "runtime.gpus": {"check_gpu", "sm_budget", "sms_beside_nccl"},
+    "runtime.group_pool": {"GroupPool", "Pools", "own_device"},
     "runtime.local_ops": {"fused_silu"},
-    "runtime.meeting": {"Meeting", "group_timeout"},
+    "runtime.local_pool": {"CALLING", "LocalPool"},
+    "runtime.pool": {"Hold", "Opening"},
     "runtime.routes": {"RouteCounts", "count_routes"},
     "runtime.sums": {"sum_rows"},
     "torch_internals": {"AsyncCollectiveTensor", "all_to_all_single", "version_of"},
@@ -166,7 +168,7 @@ def test_adapters_use_all_of_their_contract() -> None:
     used = {name.removeprefix("cute_ep.") for path in rooms for _, name in imports(path)}
     for path in rooms:
         text = (ROOT / path).read_text()
-        used |= {f"ops.{name}" for name in CONTRACT["ops"] if f"cute_ep.ops.{name}(" in text}
+        used |= {f"ops.{name}" for name in CONTRACT["ops"] if re.search(rf"cute_ep\.ops\.{name}\b", text)}
     assert {f"{module}.{name}" for module, names in CONTRACT.items() for name in names} <= used
     said = ast.get_docstring(ast.parse((ROOT / "cute_ep/integrations/__init__.py").read_text())) or ""
     assert {module.split(".")[0] for module in CONTRACT} <= set(re.findall(r"\w+", said))
@@ -226,7 +228,7 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/integrations/deep_ep/normal.py", "cute_ep.runtime.arguments"),
         ("cute_ep/integrations/deep_ep/normal.py", "cute_ep.api.dispatched.buffer_shapes"),
         ("cute_ep/integrations/common/checks.py", "transformers"),
-        ("cute_ep/integrations/common/connections.py", "sglang.srt.environ"),
+        ("cute_ep/integrations/common/pools.py", "sglang.srt.environ"),
         ("cute_ep/integrations/megatron/manager.py", "torchtitan"),
         ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
         ("cute_ep/api/config.py", "cute_ep.reference.formats"),
@@ -261,7 +263,7 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "cute_ep.ops": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.nn"),
     "cute_ep.nn": ("cutlass",),
     "cute_ep.distributed": ("cutlass", "cute_ep.integrations", "transformers"),
-    "cute_ep.integrations.common.connections": ("transformers", "cute_ep.ops"),
+    "cute_ep.integrations.common.pools": ("transformers", "cute_ep.ops"),
     "cute_ep.integrations.sglang": ("torch", "cutlass", "cuda", "sglang"),
     "cute_ep.integrations.deep_ep": ("cutlass", "cute_ep.ops"),
 }

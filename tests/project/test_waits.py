@@ -37,7 +37,7 @@ COPIES = {
 COLLECTED = {
     ("cute_ep/ops/registry.py", "_BY_NAME.pop"): "forgets a name",
     ("cute_ep/reference/processes.py", "mail.close"): "closes sockets",
-    ("cute_ep/integrations/transformers/exchange.py", "_ABANDONED.extend"): "leaves closing to the next call",
+    ("cute_ep/runtime/local_pool.py", "_ABANDONED.append"): "leaves closing to the next call",
     ("cute_ep/integrations/transformers/attachment.py", "self._abandon"): "leaves closing to the next call",
 }
 """(file, callback) of finalizers, and what they do."""

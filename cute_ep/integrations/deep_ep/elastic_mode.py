@@ -17,10 +17,10 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.common.checks import Names, as_rows, named_config
-from cute_ep.integrations.deep_ep.growing import GrowingConnections
 from cute_ep.integrations.deep_ep.normal import NormalMode, Route, as_wide, buffers_for
 from cute_ep.integrations.deep_ep.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.runtime.sums import sum_rows
 
@@ -203,7 +203,7 @@ class ElasticMode(NormalMode):
     """Dispatch and combine of an `ElasticBuffer`.
 
     Args:
-        connections: of the group.
+        pool: of the group.
         sms: how many kernels may take, of communicators connected from now on; an attribute.
         timeout_s: how long a rank waits for another one.
         reduce: whether expanded rows are added on their rank first.
@@ -212,8 +212,8 @@ class ElasticMode(NormalMode):
     names: Names = NAMES
     _made = staticmethod(named_config)
 
-    def __init__(self, connections: GrowingConnections, sms: int, timeout_s: float, *, reduce: bool) -> None:
-        super().__init__(connections, lambda: self.sms)
+    def __init__(self, pool: GroupPool, sms: int, timeout_s: float, *, reduce: bool) -> None:
+        super().__init__(pool, lambda device: self.sms)
         self.sms, self._timeout_s, self._reduce = sms, timeout_s, reduce
 
     def check(self, x: torch.Tensor, route: Route, layout: Layout, *, scaled: bool) -> None:
@@ -248,8 +248,8 @@ class ElasticMode(NormalMode):
         alignment, local, rows = layout.expert_alignment, layout.num_experts // self._ranks, route.rows
         padded: list[int] = []
         if wait:
-            counts = self._connections.exchange_counts(
-                route.routes, layout.num_experts, sms=self._sms(), timeout_s=self._timeout_s
+            counts = self._pool.exchange_counts(
+                route.routes, layout.num_experts, opening=self._opening, timeout_s=self._timeout_s
             )
             rows, padded = counts.arriving, counts.padded(alignment)
             expanded = sum(padded)

@@ -13,7 +13,6 @@ numbers, and a token has an entry more for each rank that it goes to. Three comm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,12 +23,13 @@ from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common.checks import Names, as_rows, roomy_config
-from cute_ep.integrations.common.counts import Counting
-from cute_ep.integrations.deep_ep.calls import WORDS
-from cute_ep.integrations.deep_ep.growing import GrowingConnections, Hold
+from cute_ep.integrations.deep_ep.calls import WORDS, check_open
 from cute_ep.integrations.deep_ep.layout import LayoutWords
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.runtime.counts import Counting
+from cute_ep.runtime.group_pool import GroupPool
+from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
 
 VECTOR_WORDS = VECTOR_BYTES // 4
@@ -112,15 +112,14 @@ class NormalMode:
     names: Names = NAMES
     _made = staticmethod(roomy_config)
 
-    def __init__(self, connections: GrowingConnections, sms: Callable[[], int]) -> None:
-        """`sms`: says how many SMs kernels may take, when a communicator is connected."""
-        self._connections, self._sms = connections, sms
-        self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
+    def __init__(self, pool: GroupPool, opening: Opening) -> None:
+        self._pool, self._opening = pool, opening
+        self._rank, self._ranks, self._timeout_s = pool.rank, pool.size, EPConfig.timeout_s
         self.words = LayoutWords(WORDS.ids, WORDS.room)
 
     def counting(self, words: int) -> Counting:
-        """`Connections.counting` for this mode."""
-        return self._connections.counting(words, sms=self._sms(), timeout_s=self._timeout_s)
+        """`GroupPool.counting` for this mode."""
+        return self._pool.counting(words, opening=self._opening, timeout_s=self._timeout_s)
 
     def config(self, hidden: int, tokens: int, experts: int, top_k: int, *, scaled: bool = False) -> EPConfig:
         """Of rank-major rows of `hidden` elements, FP8 if `scaled`, for at least `tokens` tokens a rank. EPInputError:
@@ -148,7 +147,7 @@ class NormalMode:
     def check_returned(route: Route) -> tuple[int, int]:
         """The shape of rows that go home by a route. EPInputError: its communicator was closed."""
         assert route.of_rows is not None
-        route.of_rows.hold.check_open("handle")
+        check_open("handle", route.of_rows.hold)
         return route.rows, route.of_rows.communicator.cfg.hidden
 
     # ---- rows
@@ -202,12 +201,12 @@ class NormalMode:
         """What rows of a route go home by."""
         assert route.of_rows is not None
         communicator, batch, _ = route.of_rows
-        self._connections.note_capture(communicator)
+        self._pool.note_capture(communicator)
         return communicator, batch
 
     def returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
         """What a route keeps of a batch, without its rows, for calls to come."""
-        return Returned(communicator, batch, self._connections.hold(communicator))
+        return Returned(communicator, batch, self._pool.hold(communicator))
 
     # ---- top-k entries
 
@@ -232,7 +231,7 @@ class NormalMode:
             batch = communicator.dispatch(nothing, ranks, out=buffers_for(communicator, route.rows))
             of_words[width] = self.returned(communicator, batch.without_rows().derived(topk_ids=ranks))
         communicator, batch, _ = of_words[width]
-        self._connections.note_capture(communicator)
+        self._pool.note_capture(communicator)
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]
         total = home[:, 0]
@@ -242,8 +241,8 @@ class NormalMode:
 
     def _connect(self, cfg: EPConfig) -> EPCommunicator:
         """The communicator for rows that are sent next."""
-        communicator = self._connections.get(cfg, self._sms(), self.names)
-        self._connections.note_capture(communicator)
+        communicator = self._pool.get(cfg, None, self._opening, self.names)
+        self._pool.note_capture(communicator)
         return communicator
 
 

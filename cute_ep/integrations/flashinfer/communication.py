@@ -28,7 +28,7 @@ from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_sms, in_words, named_config
-from cute_ep.integrations.common.connections import release, share
+from cute_ep.integrations.common.pools import pool_of, release
 from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, group_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
@@ -121,7 +121,7 @@ class CuteEPCommunication(MoEEpCommunication):
         self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
         self._config(FORMATS[wanted])
         check_sms("config.sms", self.config.sms)
-        self._connections = share(self._group, self)
+        self._pool = pool_of(self._group, self)
         try:
             self._connect(FORMATS[wanted])
         except BaseException:
@@ -243,7 +243,7 @@ class CuteEPCommunication(MoEEpCommunication):
 
     def raise_found(self) -> None:
         """EPInputError of what is known by now to be wrong with earlier calls' input; waits for nothing."""
-        self._connections.raise_found(self._words)
+        self._words.raise_found(self._pool)
 
     def give_up(self) -> None:
         """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
@@ -253,12 +253,12 @@ class CuteEPCommunication(MoEEpCommunication):
     @property
     def device(self) -> torch.device:
         """Where tensors of calls are: the current GPU of the constructor, or the CPU if there is none."""
-        return self._connections.device
+        return self._pool.device
 
     def synchronize(self) -> None:
         """Wait for this rank's work, and raise what was found wrong: expert ids out of range, which count as masked
         (EPInputError), and ranks that did not come (EPTimeout)."""
-        self._connections.synchronize(self._words)
+        self._words.synchronize(self._pool)
 
     def destroy(self) -> None:
         """Give up the communicators, which close with the last object of the process group; then collective."""
@@ -268,7 +268,7 @@ class CuteEPCommunication(MoEEpCommunication):
     def _connect(self, kind: FormatName) -> EPCommunicator:
         if self._destroyed:
             raise EPError("the communication was destroyed: make another one, on all ranks")
-        return self._connections.get(self._config(kind), self.config.sms, self._params)
+        return self._pool.get(self._config(kind), self.config.sms, names=self._params)
 
     def _config(self, kind: FormatName) -> EPConfig:
         if kind not in self._cfgs:

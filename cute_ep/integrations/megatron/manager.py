@@ -17,6 +17,7 @@ from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common.checks import (
     FLOATS,
     Names,
+    alignment_for,
     check_given,
     check_group,
     check_mode,
@@ -24,7 +25,7 @@ from cute_ep.integrations.common.checks import (
     check_sms,
     named_config,
 )
-from cute_ep.integrations.common.connections import alignment_for, connections_of
+from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.common.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
@@ -126,8 +127,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         """
         if self.token_indices is None or self.token_probs is None:
             raise EPError("dispatch: setup_metadata must be called first")
-        ranks, sms = connections_of(self.group), self.config.moe_deepep_num_sms
-        ranks.raise_found(WORDS)
+        ranks, sms = pool_of(self.group), self.config.moe_deepep_num_sms
+        WORDS.raise_found(ranks)
         check_given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         if hidden_states.dtype != torch.bfloat16:
             raise EPInputError(
@@ -138,7 +139,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         if tokens != routed:
             raise EPInputError(f"hidden_states.shape[0] = {tokens}: must be {routed}, as of routing_map")
         check_given("routing_map", self.token_indices, device=ranks.device)
-        ranks.config(NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
+        config_for(ranks, NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
         every = counts.padded(self.row_alignment)
@@ -154,9 +155,9 @@ class CuteEPManager(token_dispatcher._DispatchManager):
 
     def _connected(self, hidden: int, tokens: int) -> str:
         """Name of the communicator for rows of `hidden` elements."""
-        sizes, sms = (hidden, self.num_experts, self.router_topk), self.config.moe_deepep_num_sms
-        ranks = connections_of(self.group)
-        return cute_ep.ops.register(ranks.for_tokens(NAMES, sizes, tokens, row_alignment=self.row_alignment, sms=sms))
+        pool, sizes = pool_of(self.group), (hidden, self.num_experts, self.router_topk)
+        cfg = config_for(pool, NAMES, sizes, tokens, self.row_alignment)
+        return cute_ep.ops.register(communicator_for(pool, cfg, NAMES, self.config.moe_deepep_num_sms))
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
@@ -169,8 +170,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             EPError: there was no dispatch.
             EPTimeout: a rank does not come.
         """
-        ranks, batch = connections_of(self.group), self._batch
-        ranks.raise_found(WORDS)
+        ranks, batch = pool_of(self.group), self._batch
+        WORDS.raise_found(ranks)
         if batch is None:
             raise EPError("combine: there was no dispatch")
         shape = self._received

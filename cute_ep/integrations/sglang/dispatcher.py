@@ -24,7 +24,7 @@ from cute_ep.integrations.common.checks import (
     check_sms,
     named_config,
 )
-from cute_ep.integrations.common.connections import connections_of
+from cute_ep.integrations.common.pools import pool_of
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.common.scales import PACKED, packed_exponents
 from cute_ep.integrations.common.versions import require
@@ -144,8 +144,8 @@ class CuteEPDispatcher(BaseDispatcher):
             EPTimeout: a rank did not come in time.
             EPError: the dispatch before has had no combine (`give_up`).
         """
-        ranks = connections_of(self._group)
-        ranks.raise_found(WORDS)
+        ranks = pool_of(self._group)
+        WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
         tokens = self._check_dispatch(hidden_states, topk_output, ranks.device)
@@ -195,7 +195,7 @@ class CuteEPDispatcher(BaseDispatcher):
             EPError: there was no dispatch.
             EPTimeout: a rank did not come in time.
         """
-        connections_of(self._group).raise_found(WORDS)
+        WORDS.raise_found(pool_of(self._group))
         batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
@@ -240,7 +240,7 @@ class CuteEPDispatcher(BaseDispatcher):
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            self._communicator = connections_of(self._group).get(self.cfg, _sms(), NAMES)
+            self._communicator = pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -257,7 +257,7 @@ class CuteEPDispatcher(BaseDispatcher):
         """Rows that come to this rank, padding included, and the ids as they were counted; collective, and the host
         waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        ranks, experts = connections_of(self._group), self.cfg.num_experts
+        ranks, experts = pool_of(self._group), self.cfg.num_experts
         counts = ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S)
         return sum(counts.padded(ALIGNMENT)), routes.ids
 

@@ -12,7 +12,7 @@ from cute_ep.integrations.common.versions import require
 
 require("torchtitan", (0, 3), below=(0, 4))
 
-from cute_ep.integrations.common.connections import close  # noqa: E402
+from cute_ep.integrations.common.pools import close  # noqa: E402
 from cute_ep.integrations.torchtitan.dispatcher import (  # noqa: E402
     CuteEPSelectiveAC,
     CuteEPTokenDispatcher,

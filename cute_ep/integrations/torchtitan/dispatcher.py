@@ -21,6 +21,7 @@ from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.integrations.common.checks import (
     FLOATS,
     Names,
+    alignment_for,
     check_given,
     check_mode,
     check_most,
@@ -28,11 +29,12 @@ from cute_ep.integrations.common.checks import (
     named_config,
     room_for,
 )
-from cute_ep.integrations.common.connections import Connections, alignment_for, connections_of
+from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 
 FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
@@ -108,10 +110,10 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         if hidden is not None and tokens is not None:
             self._connect(hidden, tokens)
 
-    def _ranks(self) -> Connections:
+    def _ranks(self) -> GroupPool:
         if self.ep_mesh is None:
             raise EPError("the dispatcher has no mesh: wire_meshes must be called first")
-        return connections_of(self.ep_mesh.get_group())
+        return pool_of(self.ep_mesh.get_group())
 
     def _connect(self, hidden: int, tokens: int) -> None:
         if torch.compiler.is_compiling():
@@ -119,8 +121,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "the dispatcher is not connected: make an eager forward pass first, or build the model with "
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
-        sizes, sms = (hidden, self.num_experts, self.top_k), self.config.sms
-        made = self._ranks().for_tokens(NAMES, sizes, tokens, row_alignment=self.alignment, sms=sms)
+        pool, sizes = self._ranks(), (hidden, self.num_experts, self.top_k)
+        cfg = config_for(pool, NAMES, sizes, tokens, self.alignment)
+        made = communicator_for(pool, cfg, NAMES, self.config.sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
     def _is_connected(self, tokens: int) -> bool:
@@ -183,7 +186,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         """
         if not torch.compiler.is_compiling():
             ranks = self._ranks()
-            ranks.raise_found(WORDS)
+            WORDS.raise_found(ranks)
             if not isinstance(metadata, cute_ep.ops.Batch):
                 raise EPInputError(f"metadata = {type(metadata).__name__}: must be what dispatch returned")
             check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
@@ -196,7 +199,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def _check_dispatch(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> None:
         """EPInputError: an argument of dispatch breaks its rule, or one of an earlier call did."""
         ranks = self._ranks()
-        ranks.raise_found(WORDS)
+        WORDS.raise_found(ranks)
         check_given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
         tokens, hidden = x.shape
         check_most("x_TD.shape[0]", tokens, FEWER)
@@ -205,7 +208,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         check_given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
         experts = (self.num_experts,)
         check_given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
-        ranks.config(NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
+        config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")

@@ -15,7 +15,7 @@ require("transformers", (5, 17))
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
-from cute_ep.integrations.common.connections import close  # noqa: E402
+from cute_ep.integrations.common.pools import close  # noqa: E402
 from cute_ep.integrations.transformers.attachment import NAME, Attachment, attach, experts_forward  # noqa: E402
 
 __all__ = ["Attachment", "attach", "close"]

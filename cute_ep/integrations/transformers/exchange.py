@@ -6,10 +6,7 @@ autograd function makes a call for all ranks, forward and backward, so every ran
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Sequence
-from threading import RLock
 from typing import Any
 
 import torch
@@ -20,12 +17,11 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
 from cute_ep.api.host import host_list
-from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
 from cute_ep.layouts.maps.routing import shared_slice
-from cute_ep.runtime.connection import connect_local
+from cute_ep.runtime.local_pool import CALLING, LocalPool
 from cute_ep.runtime.routes import RouteCounts
 
 UNCOUNTED_ENTRIES = 2048
@@ -33,57 +29,25 @@ UNCOUNTED_ENTRIES = 2048
 rows take 28 MiB."""
 
 
-_CALLING = RLock()
-"""Of whoever launches the calls of all ranks, connects or closes. What connects or closes waits for all kernels that
-run in the process and keeps other threads from launching what these wait for."""
-_ABANDONED: deque[EPCommunicator] = deque()
-"""Ranks that nobody has any more. A garbage collector, which finds that, may run between the launches of two ranks,
-where closing would wait for the second one for ever."""
-
-
-def close_abandoned() -> None:
-    """Close the ranks of exchanges that were abandoned; between two calls only."""
-    with _CALLING:
-        while _ABANDONED:
-            _ABANDONED.popleft().close()
-
-
 class Exchange:
     """The communicators of all ranks, which are in this process. Its calls may come from any thread.
 
-    Closes its communicators with `close()`, or, when nobody has it any more, with the next call or the next exchange.
-    Then its calls raise EPError.
-
     Args:
+        pool: what they are opened in; it closes them, or when nobody has it any more the next call of another one.
         cfg: the group's configuration, of bfloat16 rows.
-        devices: one a rank, as of `connect_local`.
-        closed: what to say where a call comes after `close`.
+        closed: what EPError says where a call comes afterwards.
 
     Raises:
         EPConfigError, VariantMissing: as `connect_local`.
     """
 
-    def __init__(self, cfg: EPConfig, devices: Sequence[torch.device], closed: str = "the exchange was closed") -> None:
-        self.cfg, self._closed = cfg, closed
-        with _CALLING:
-            close_abandoned()
-            self.communicators = connect_local(cfg, devices)
+    def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
+        self.cfg, self._pool, self._closed = cfg, pool, closed
+        self.communicators = pool.open(cfg).communicators
+        self._hold = pool.hold(self.communicators[0])
         self.waits = any(communicator.shares_device for communicator in self.communicators)
         self._dispatch = DistributedEPDispatch(self.communicators)
         self._combine = DistributedEPCombine(self.communicators)
-        self._end = weakref.finalize(self, _ABANDONED.extend, self.communicators)
-        self._end.atexit = False
-
-    def close(self) -> None:
-        """Close the communicators; may be called again."""
-        if self._end.detach():
-            with _CALLING:
-                for communicator in self.communicators:
-                    communicator.close()
-
-    def abandon(self) -> None:
-        """Have the next call, or the next exchange, close the communicators."""
-        self._end()
 
     @property
     def devices(self) -> list[torch.device]:
@@ -102,13 +66,12 @@ class Exchange:
         Returns:
             One batch a rank, in memory of its own. `row_map` is -1 for tokens that do not exist.
         """
-        self._check_open()
-        pairs = zip(self.communicators, capacities, strict=True)
-        buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
-        for one in buffers:
-            one.row_map.fill_(-1)
-        with _CALLING:
-            close_abandoned()
+        with CALLING:
+            self._check_open()
+            pairs = zip(self.communicators, capacities, strict=True)
+            buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
+            for one in buffers:
+                one.row_map.fill_(-1)
             batches = self._dispatch(xs, ids, weights, outs=buffers)
             self._wait()
         return batches
@@ -122,15 +85,19 @@ class Exchange:
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
-        self._check_open()
-        with _CALLING:
-            close_abandoned()
+        with CALLING:
+            self._check_open()
             sums = self._combine(rows, batches, weights, mode=mode, dtype=dtype)
             self._wait()
         return sums
 
+    def note_capture(self) -> None:
+        """To be called by a pass that may go into a CUDA graph."""
+        self._pool.note_capture(self.communicators[0])
+
     def _check_open(self) -> None:
-        if not self._end.alive:
+        self._pool.sweep()
+        if self.communicators[0].closed:
             raise EPError(self._closed)
 
     def _wait(self) -> None:
@@ -164,6 +131,8 @@ class Round:
         self.ids = self.share(ids)
         self.weights = self.share(weights)
         counted = gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES
+        if not counted:
+            exchange.note_capture()
         self.rows = self._count(routes.by_expert) if counted else [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 

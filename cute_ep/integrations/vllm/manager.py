@@ -12,12 +12,12 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.common.checks import check_sms
-from cute_ep.integrations.common.connections import Connections
-from cute_ep.integrations.common.counts import ReceiveCounts
+from cute_ep.integrations.common.checks import check_group, check_sms
 from cute_ep.integrations.common.halves import Halves
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.vllm.options import Options
+from cute_ep.runtime.counts import ReceiveCounts
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts
 
 NAMES = {"max_tokens_per_rank": "--max-num-batched-tokens", "world_size": "expert parallel ranks"}
@@ -41,8 +41,9 @@ class CuteEPAll2AllManager(All2AllManagerBase):
                 "all2all_backend: all expert parallel ranks must be on one machine; use another "
                 "--all2all-backend, or fewer ranks"
             )
-        self._connections = Connections(cpu_group)
-        self.halves = Halves(self._connections.capturing, "let go of them, and the next call drops their rounds")
+        check_group("cpu_group", cpu_group)
+        self._pool = GroupPool(cpu_group)
+        self.halves = Halves(self._pool.capturing, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
         """The communicator for the configuration `cfg`; connects where there is none, then collective.
@@ -53,24 +54,24 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         check_sms("additional_config['cute_ep']['sms']", options.sms)
-        return self._connections.get(cfg, options.sms, NAMES)
+        return self._pool.get(cfg, options.sms, names=NAMES)
 
     @property
     def device(self) -> torch.device:
         """Where tensors of calls are."""
-        return self._connections.device
+        return self._pool.device
 
     def capturing(self) -> bool:
         """Whether what the current stream is given goes into a CUDA graph."""
-        return self._connections.capturing()
+        return self._pool.capturing()
 
     def raise_found(self) -> None:
         """EPInputError of what is known by now to be wrong with earlier calls' input; waits for nothing."""
-        self._connections.raise_found(WORDS)
+        WORDS.raise_found(self._pool)
 
     def exchange_counts(self, routes: RouteCounts, experts: int, options: Options) -> ReceiveCounts:
-        """`Connections.exchange_counts` with these options."""
-        return self._connections.exchange_counts(routes, experts, sms=options.sms, timeout_s=options.timeout_s)
+        """`GroupPool.exchange_counts` with these options."""
+        return self._pool.exchange_counts(routes, experts, sms=options.sms, timeout_s=options.timeout_s)
 
     def max_sms_used(self) -> int | None:
         """None of those that vLLM would keep from experts: kernels and experts take turns on one stream."""
@@ -91,4 +92,4 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     def destroy(self) -> None:
         """Close the communicators; collective."""
         self.halves.forget()
-        self._connections.close()
+        self._pool.close()
