@@ -24,6 +24,7 @@ ROOMS = (
     "cute_ep.kernels.roles",
     "cute_ep.kernels",
     "cute_ep.torch_internals",
+    "cute_ep.adjoints",
     "cute_ep.api",
     "cute_ep.aot",
     "cute_ep.tuning",
@@ -50,6 +51,7 @@ BROUGHT = {"pydantic": "vllm"}
 """Libraries that come with one of these, and may be imported where that one may."""
 ADAPTERS = "cute_ep.integrations"
 CONTRACT: dict[str, set[str]] = {
+    "adjoints": {"inner_products", "ones_for", "weighted"},
     "api.config": {"EPConfig", "LONGEST_S", "in_words", "is_integer", "is_number", "memory_bytes"},
     "api.dispatched": {"DispatchBuffers", "Dispatched"},
     "api.errors": {"EPConfigError", "EPError", "EPInputError"},
@@ -71,6 +73,7 @@ CONTRACT: dict[str, set[str]] = {
     },
     "nn.gates": {"plain"},
     "ops": {"Batch", "combine", "dispatch", "register"},
+    "ops.row_weights": {"SCALAR_HIDDEN", "dispatch_weighted"},
     "ops.library": {"FORWARD_OPS"},
     "ops.registry": {"is_open"},
     "reference.routes": {"NO_EXPERT"},

@@ -27,7 +27,7 @@ from cute_ep.integrations.common.checks import (
 )
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.common.row_weights import SCALAR_HIDDEN, dispatch_weighted
+from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_ep.adjoints import inner_products, ones_for, weighted
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
@@ -168,10 +169,12 @@ class Round:
 
     def gradient_of_tokens(self, grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Each token gets the sum of its rows' gradients: a combine with weights of 1, which each rank has itself."""
-        batches, ones = self.batches, [torch.ones_like(weights) for weights in self.weights]
-        if self.mode == "partial":
-            batches = [batch.derived(weights=torch.ones_like(batch.weights)) for batch in batches]
-        return self._sums(grads, batches, ones, dtype, device)
+        batches = self.batches
+        if self.mode == "exact":
+            return self._sums(grads, batches, [torch.ones_like(own) for own in self.weights], dtype, device)
+        ones = [ones_for(batch.topk_ids, batch.weights) for batch in batches]
+        batches = [batch.derived(weights=own) for batch, (_, own) in zip(batches, ones, strict=True)]
+        return self._sums(grads, batches, [own for own, _ in ones], dtype, device)
 
     def _sums(
         self,
@@ -193,17 +196,13 @@ class Round:
         parts = self.share(grad.to(torch.bfloat16))
         back = self.exchange.dispatch(parts, self.ids, None, self.rows)
         pairs = zip(back, self.batches, strict=True)
-        return [(batch.tokens * own.row_weights[:, None]).to(torch.bfloat16) for batch, own in pairs]
+        return [weighted(batch.tokens, own.row_weights) for batch, own in pairs]
 
     def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""
         returned = self.exchange.combine(rows, self.batches, None, mode="unweighted", dtype=torch.bfloat16)
-        parts = self.share(grad)
-        products = [
-            torch.stack([(one[:, slot].float() * part.float()).sum(1) for slot in range(one.shape[1])], dim=1)
-            for one, part in zip(returned, parts, strict=True)
-        ]
-        return self.whole(products, grad.device)
+        pairs = zip(returned, self.share(grad), strict=True)
+        return self.whole([inner_products(one, part) for one, part in pairs], grad.device)
 
 
 class _Dispatch(torch.autograd.Function):
