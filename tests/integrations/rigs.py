@@ -200,7 +200,9 @@ class VLLM(Rig):
         self.group, self.manager = group, manager.CuteEPAll2AllManager(group)
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": MOST}
         make = module.CuteEPBatched if batched else module.CuteEPStandard
-        self.layer = make(self.manager, **sizes, options=options.Options(static_rows=0 if counted else 32768))
+        self.layer = make(
+            self.manager, module.LayerSizes(**sizes), options=options.Options(static_rows=0 if counted else 32768)
+        )
         self.experts = vllm_parts.experts_of()
         self.layer.post_init_setup(self.experts)
         self.lower_half = not counted

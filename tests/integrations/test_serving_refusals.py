@@ -207,6 +207,7 @@ def test_vllm(monkeypatch: Patch) -> None:
     with vllm(monkeypatch):
         options: Any = importlib.import_module("cute_ep.integrations.vllm.options").Options
         standard: Any = importlib.import_module("cute_ep.integrations.vllm.standard").CuteEPStandard
+        make_sizes: Any = importlib.import_module("cute_ep.integrations.vllm.layer").LayerSizes
         batched: Any = importlib.import_module("cute_ep.integrations.vllm.batched").CuteEPBatched
         for given, words in (
             ({"mode": "unweighted"}, "['mode'] = 'unweighted': must be 'partial' or 'exact'"),
@@ -226,7 +227,7 @@ def test_vllm(monkeypatch: Patch) -> None:
             ({"max_tokens": 40000}, "--max-num-batched-tokens = 40000: must be an integer in [1, 32768]"),
         ):
             for make in (standard, batched):
-                call = partial(make, SimpleNamespace(world_size=2), **{**sizes, **changes})
+                call = partial(make, SimpleNamespace(world_size=2), make_sizes(**{**sizes, **changes}))
                 refused(call, words, EPConfigError, own=("hidden", "top_k"))
 
 

@@ -77,7 +77,7 @@ CONTRACT: dict[str, set[str]] = {
     "ops.library": {"FORWARD_OPS"},
     "ops.registry": {"is_open"},
     "reference.routes": {"NO_EXPERT"},
-    "runtime.counts": {"Counting", "ReceiveCounts"},
+    "runtime.counts": {"Counting"},
     "runtime.gpus": {"check_gpu", "sm_budget", "sms_beside_nccl"},
     "runtime.group_pool": {"GroupPool", "Pools", "own_device"},
     "runtime.local_ops": {"fused_silu"},

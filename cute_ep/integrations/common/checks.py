@@ -23,6 +23,8 @@ from cute_ep.runtime.group_pool import own_device
 
 Names = Mapping[str, str]
 """What an interface calls the fields of EPConfig."""
+Sizes = tuple[int, int, int, int, int]
+"""hidden, experts of all ranks, top-k, tokens of a rank, ranks."""
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 """Types of router weights that adapters widen."""
 
@@ -37,12 +39,12 @@ def room_for(tokens: int) -> int:
     return max(LEAST_TOKENS, tokens, min(1 << (tokens - 1).bit_length(), MAX_TOKENS_PER_RANK))
 
 
-def named_config(names: Names, *sizes: Any, error: type[EPError] = EPInputError, **options: Any) -> EPConfig:
+def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputError, **options: Any) -> EPConfig:
     """`config_of`, whose errors have an interface's names.
 
     Args:
         names: of the fields.
-        sizes, options: of EPConfig.
+        options: of EPConfig.
         error: type of the error: EPInputError for arguments of a call, EPConfigError for those of a constructor.
     """
     try:
@@ -51,18 +53,17 @@ def named_config(names: Names, *sizes: Any, error: type[EPError] = EPInputError,
         raise error(in_words(str(failure), names)) from None
 
 
-def roomy_config(
-    names: Names, hidden: int, experts: int, top_k: int, tokens: int, ranks: int, **options: Any
-) -> EPConfig:
-    """That of a communicator for `room_for(tokens)` tokens; for `tokens` where so much room would break a rule.
+def roomy_config(names: Names, sizes: Sizes, **options: Any) -> EPConfig:
+    """That of a communicator for `room_for` the tokens; for no more where so much room would break a rule.
 
     Raises:
         EPInputError: as `named_config`.
     """
+    hidden, experts, top_k, tokens, ranks = sizes
     try:
         return config_of(hidden, experts, top_k, room_for(tokens), ranks, **options)
     except EPConfigError:
-        return named_config(names, hidden, experts, top_k, tokens, ranks, **options)
+        return named_config(names, sizes, **options)
 
 
 def check_given(

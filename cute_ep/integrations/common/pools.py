@@ -23,7 +23,8 @@ def config_for(
     pool: GroupPool, names: Names, sizes: tuple[int, int, int], tokens: int, row_alignment: int | None = None
 ) -> EPConfig:
     """That of `communicator_for`. EPInputError: an argument breaks its rule."""
-    return roomy_config(names, *sizes, tokens, pool.size, timeout_s=pool.timeout_s, row_alignment=row_alignment)
+    every = *sizes, tokens, pool.size
+    return roomy_config(names, every, timeout_s=pool.timeout_s, row_alignment=row_alignment)
 
 
 def communicator_for(pool: GroupPool, cfg: EPConfig, names: Names, sms: int | None = None) -> EPCommunicator:

@@ -129,7 +129,7 @@ class Buffer(LowLatency):
         most = num_max_dispatch_tokens_per_rank
         check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
-        return memory_bytes(roomy_config(names, hidden, num_experts, min(8, num_experts), most, num_ranks))
+        return memory_bytes(roomy_config(names, (hidden, num_experts, min(8, num_experts), most, num_ranks)))
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that calls run on: the current one. EPError: there is no GPU."""
@@ -229,7 +229,7 @@ class Buffer(LowLatency):
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
             self._normal.check_route(payload, route, scaled=scales is not None)
-            rows, factors, _ = self._normal.dispatch(payload, scales, None, route)
+            rows, factors, _ = self._normal.dispatch((payload, scales), None, route, route.rows)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
@@ -239,7 +239,7 @@ class Buffer(LowLatency):
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         if known is None:
             layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            check_layout(*layout, topk_idx, ranks, self._pool.device)
+            check_layout(layout, topk_idx, ranks, self._pool.device)
         own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
         require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
@@ -262,10 +262,11 @@ class Buffer(LowLatency):
         if not room:
             counts = counting.wait(experts)
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
+            self._normal.check_route(payload, route, scaled=scales is not None)
         sent = None if topk_weights is None else topk_weights.contiguous()
         if sent is not None and routes.ids.shape != sent.shape:
             sent = torch.nn.functional.pad(sent, (0, routes.ids.shape[1] - sent.shape[1]))
-        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route, exact=not room)
+        rows, factors, batch = self._normal.dispatch((payload, scales), sent, route, route.rows, exact=not room)
         room, ids, weights = route.rows, None, None
         if topk_idx is not None:
             ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])

@@ -23,8 +23,9 @@ from cute_ep.integrations.deep_ep.calls import (
     require,
     without_gradients,
 )
-from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
+from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
+from cute_ep.integrations.deep_ep.normal import Layout
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 from cute_ep.runtime.group_pool import GroupPool
@@ -273,13 +274,12 @@ class ElasticBuffer:
             assert topk_idx is not None
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
             route = mode.route(ids, layout)
-            mode.check(payload, route, layout, scaled=scales is not None)
+            mode.check_route(payload, route, scaled=scales is not None)
             made = mode.handle(ids, layout, route, wait=do_cpu_sync is None or do_cpu_sync)
         else:
             made = handle
-            mode.check(payload, made.route, layout, scaled=scales is not None)
-        send = mode.expanded if layout.do_expand else mode.by_rank
-        rows, factors, entries, weights = send(made, payload, scales, topk_weights)
+            mode.check_route(payload, made.route, scaled=scales is not None)
+        rows, factors, entries, weights = mode.send(made, payload, scales, topk_weights)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(made.num_unaligned_recv_tokens_per_expert)
         got: Rows = rows
@@ -380,7 +380,7 @@ def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: typ
     check_integer("num_topk", entries, 0, MAX_TOP_K, error=error)
     entries = max(entries, 1)
     names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
-    cfg = named_config(names, hidden, align_up(entries, ranks), entries, tokens, ranks, error=error)
+    cfg = named_config(names, (hidden, align_up(entries, ranks), entries, tokens, ranks), error=error)
     return align_up(memory_bytes(cfg), SIZE_UNIT)
 
 

@@ -66,15 +66,14 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def check_layout(
-    by_rank: torch.Tensor,
-    goes: torch.Tensor,
-    by_expert: torch.Tensor,
+    layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     topk_idx: torch.Tensor | None,
     ranks: int,
     device: torch.device,
 ) -> None:
     """EPInputError unless `routes_of` can take these arguments of a dispatch, which `get_dispatch_layout` has not
-    made."""
+    made. `layout`: num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert."""
+    by_rank, goes, by_expert = layout
     check_given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=ID_TYPES, device=device)
     check_given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
     check_given("num_tokens_per_expert", by_expert, shape=(None,), dtype=ID_TYPES, device=device)

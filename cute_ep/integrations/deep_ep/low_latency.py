@@ -15,7 +15,7 @@ from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.common.checks import Names, Sizes, as_rows, check_given, check_integer, room_for
 from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
@@ -138,7 +138,7 @@ class LowLatency:
         )
         check_stats(stats, num_experts // ranks, pool.device)
         fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
-        cfg = _config(hidden, num_experts, topk_idx.shape[1], most, ranks, fp8 if use_fp8 else "bf16")
+        cfg = _config((hidden, num_experts, topk_idx.shape[1], most, ranks), fp8 if use_fp8 else "bf16")
         self._halves.drop_lost()
         communicator = pool.get(cfg, names=NAMES)
         self._halves.make_way(communicator, DISPATCH, whole=not return_recv_hook)
@@ -280,13 +280,14 @@ class LowLatency:
         self._halves.give_up()
 
 
-def _config(hidden: int, experts: int, top_k: int, most: int, ranks: int, fmt: FormatName) -> EPConfig:
-    """That of a communicator with room for `most` tokens a rank, rounded up if the rules allow it. EPInputError: an
+def _config(sizes: Sizes, fmt: FormatName) -> EPConfig:
+    """That of a communicator with room for these tokens of a rank, rounded up if the rules allow it. EPInputError: an
     argument breaks its rule."""
+    hidden, experts, top_k, most, ranks = sizes
     try:
-        return block_config(NAMES, hidden, experts, top_k, room_for(most), ranks, fmt, error=EPConfigError)
+        return block_config(NAMES, (hidden, experts, top_k, room_for(most), ranks), fmt, error=EPConfigError)
     except EPConfigError:
-        return block_config(NAMES, hidden, experts, top_k, most, ranks, fmt)
+        return block_config(NAMES, sizes, fmt)
 
 
 def _own(handle: tuple) -> LowLatencyHandle:

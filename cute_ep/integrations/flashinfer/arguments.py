@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,15 @@ PARAMS: Names = {
 """What `CuteEPCommunication` calls sizes and options."""
 
 
+class Given(NamedTuple):
+    """What a dispatch is to send: rows and their scale factors, ids, weights."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+
+
 @dataclass(frozen=True)
 class Arguments:
     """What the interface that was called names the arguments of dispatch and combine."""
@@ -41,17 +51,7 @@ class Arguments:
         """Of what kernels have found wrong."""
         return Words(self.ids, self.most)
 
-    def check(
-        self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        stride: int,
-        most: int,
-        top_k: int,
-        device: torch.device,
-    ) -> None:
+    def check(self, given: Given, stride: int, most: int, top_k: int, device: torch.device) -> None:
         """EPInputError unless a dispatch can send these, which its callers call as the attributes say.
 
         Args:
@@ -59,6 +59,7 @@ class Arguments:
             top_k: entries of a token.
             device: where tensors must be.
         """
+        rows, scales, ids, weights = given
         check_integer(self.most, stride, 1, most)
         check_given(self.rows, rows, shape=(None, None), device=device)
         tokens = rows.shape[0]

@@ -29,7 +29,7 @@ from cute_ep.api.types import FormatName
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_sms, in_words, named_config
 from cute_ep.integrations.common.pools import pool_of, release
-from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, group_of
+from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, Given, group_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
@@ -117,7 +117,7 @@ class CuteEPCommunication(MoEEpCommunication):
         sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
         options: dict[str, Any] = {"timeout_s": self.config.timeout_s, "row_order": RANK_MAJOR}
         most = params.max_tokens_per_rank
-        cfg = named_config(self._params, *sizes, error=EPConfigError, block_rows=most, **options)
+        cfg = named_config(self._params, sizes, error=EPConfigError, block_rows=most, **options)
         self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
         self._config(FORMATS[wanted])
         check_sms("config.sms", self.config.sms)
@@ -176,9 +176,8 @@ class CuteEPCommunication(MoEEpCommunication):
             raise EPInputError("eplb_local_stats = tensor: must be None, statistics are not gathered")
         names, most = self._arguments, self.params.max_tokens_per_rank
         stride = most if max_tokens_per_rank is None else max_tokens_per_rank
-        names.check(
-            hidden_states, hidden_states_scale, topk_ids, topk_weights, stride, most, self.params.top_k, self.device
-        )
+        given = Given(hidden_states, hidden_states_scale, topk_ids, topk_weights)
+        names.check(given, stride, most, self.params.top_k, self.device)
         kind, payload, scales = names.as_sent(hidden_states, hidden_states_scale, self.params.hidden_size)
         ids = topk_ids.clone(memory_format=torch.contiguous_format)  # not narrowed, since the kernel checks them
         invalid = self.params.invalid_expert_id

@@ -81,7 +81,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             )
         check_group("group", group)
         sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()
-        named_config(NAMES, *sizes, error=EPConfigError)
+        named_config(NAMES, sizes, error=EPConfigError)
         check_sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk

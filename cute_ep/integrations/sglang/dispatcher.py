@@ -107,7 +107,7 @@ class CuteEPDispatcher(BaseDispatcher):
         check_sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
         fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
         self.cfg = named_config(
-            NAMES, hidden_size, num_experts, router_topk, tokens, ranks, error=EPConfigError,
+            NAMES, (hidden_size, num_experts, router_topk, tokens, ranks), error=EPConfigError,
             dispatch_format=fmt, timeout_s=TIMEOUT_S, row_alignment=ALIGNMENT,
             scale_layout="linear" if use_fp8_dispatch else None,
         )  # fmt: skip

@@ -100,8 +100,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
         if is_integer(tokens):
             check_most("num_max_tokens_per_rank", tokens, FEWER)
-        sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, 1 if tokens is None else tokens
-        named_config(CONFIGURED, *sizes, ep_mesh.size(), error=EPConfigError)
+        tokens = 1 if tokens is None else tokens
+        sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, tokens, ep_mesh.size()
+        named_config(CONFIGURED, sizes, error=EPConfigError)
         super().wire_meshes(ep_mesh=ep_mesh)
 
     def init_buffer(self) -> None:

@@ -91,7 +91,7 @@ class Attachment:
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
             sizes = hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
-            named_config(names, *sizes, error=EPConfigError)
+            named_config(names, sizes, error=EPConfigError)
         self._pool = LocalPool(self.devices, grows=True)
         self._pool.sweep()
         self._connecting = RLock()
@@ -165,7 +165,7 @@ class Attachment:
                 LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
                 del self._exchanges[key], found  # frees its memory, unless a graph needs it
             room = min(max(room, need), MAX_TOKENS_PER_RANK)
-            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, *key, room, ranks), DETACHED)
+            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, (*key, room, ranks)), DETACHED)
             return made
 
 

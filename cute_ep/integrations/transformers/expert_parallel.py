@@ -58,7 +58,7 @@ class CuteEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
         sizes = VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()
-        named_config(NAMES, *sizes, error=EPConfigError)
+        named_config(NAMES, sizes, error=EPConfigError)
         self._experts: Any = experts
         self._known: bool | None = None  # whether `run` computes what they do; None before the first call
         self._gate: FoundGate | None = None

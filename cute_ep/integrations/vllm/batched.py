@@ -17,7 +17,8 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending
+from cute_ep.integrations.common.checks import Sizes
+from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
@@ -40,16 +41,11 @@ class CuteEPBatched(CuteEPLayer):
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
-        *,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        max_tokens: int,
+        sizes: LayerSizes,
         options: Options = Options(),  # noqa: B008, it is immutable
     ) -> None:
         """Arguments as of `CuteEPStandard`."""
-        sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
-        super().__init__(manager, _config(*sizes, "bf16", options.timeout_s), options)
+        super().__init__(manager, _config((*sizes, manager.world_size), "bf16", options.timeout_s), options)
         self._packed = False
 
     @property
@@ -86,7 +82,7 @@ class CuteEPBatched(CuteEPLayer):
                 )
             kind: FormatName = "fp8_pow2" if self._packed else "fp8"
             sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
-            self._cfg = _config(*sizes, kind, cfg.timeout_s)
+            self._cfg = _config(sizes, kind, cfg.timeout_s)
         elif isinstance(quant.quant_dtype, str) and not (fused_experts.expects_unquantized_inputs or _is_nvfp4(quant)):
             raise EPConfigError(
                 f"quant_dtype = {quant.quant_dtype!r}: has no batched format; use --all2all-backend cute_ep"
@@ -120,19 +116,10 @@ class CuteEPBatched(CuteEPLayer):
         return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
 
 
-def _config(
-    hidden: int,
-    num_experts: int,
-    top_k: int,
-    max_tokens: int,
-    ranks: int,
-    dispatch_format: FormatName,
-    timeout_s: float,
-) -> EPConfig:
+def _config(sizes: Sizes, dispatch_format: FormatName, timeout_s: float) -> EPConfig:
     """`block_config` in vLLM's words. EPConfigError: a size breaks its rule."""
     names = {**NAMES, "block_rows": "ranks x --max-num-batched-tokens"}
-    sizes = hidden, num_experts, top_k, max_tokens, ranks
-    return block_config(names, *sizes, dispatch_format, timeout_s, error=EPConfigError)
+    return block_config(names, sizes, dispatch_format, error=EPConfigError, timeout_s=timeout_s)
 
 
 def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:

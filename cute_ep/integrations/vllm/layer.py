@@ -20,13 +20,23 @@ from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_tensor, check_written, overlap
 from cute_ep.api.validate import OUTPUT_TYPES
 from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given
-from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 LIMIT = "--max-num-batched-tokens of the server"
 """What the most tokens of a call on a rank come from."""
 PREPARE, FINALIZE = "prepare", "finalize"
+
+
+class LayerSizes(NamedTuple):
+    """Of a layer; `num_experts` with redundant ones, `max_tokens` the most of a call on a rank
+    (`--max-num-batched-tokens`)."""
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
 
 
 class PrepareInput(NamedTuple):
@@ -177,7 +187,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             PREPARE,
             lambda: received.append(communicator.dispatch_wait(pending, out)),
             lambda: communicator.dispatch_wait(pending, out),
-            captured=self._manager.capturing(),
+            captured=self._manager.pool.capturing(),
         )
         return hook, lambda: self._prepared(number, received[0], result)
 
@@ -254,7 +264,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             FINALIZE,
             lambda: communicator.combine_wait(pending, out=output),
             lambda: communicator.combine_wait(pending),
-            captured=self._manager.capturing(),
+            captured=self._manager.pool.capturing(),
         )
         return hook, lambda: None
 
@@ -281,8 +291,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _check_prepare(self, given: PrepareInput) -> None:
         """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
-        self._manager.raise_found()
-        cfg, device, a1, num_experts = self._cfg, self._manager.device, given.a1, given.num_experts
+        WORDS.raise_found(self._manager.pool)
+        cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
         check_given("a1", a1, shape=(None, cfg.hidden), device=device)
         if a1.dtype != torch.bfloat16:
             raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
@@ -309,12 +319,12 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> tuple[Tensor, Dispatched]:
         """The experts' rows, and the batch that they are of. EPInputError: an argument of finalize breaks its rule, or
         one of an earlier call did."""
-        self._manager.raise_found()
+        WORDS.raise_found(self._manager.pool)
         prepared = self._batches.get(dbo_current_ubatch_id())
         if prepared is None:
             raise EPInputError("finalize must follow a prepare of the same layer")
         batch, count = prepared
-        hidden, device, rows = self._cfg.hidden, self._manager.device, fused_expert_output
+        hidden, device, rows = self._cfg.hidden, self._manager.pool.device, fused_expert_output
         check_given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
         if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
             rule = f"must be {count} rows of {hidden} elements, as prepare returned"

@@ -19,7 +19,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from cute_ep.api.dispatched import DispatchBuffers, Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, PrepareInput, Sending, check_most
+from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, check_most
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -60,25 +60,19 @@ class CuteEPStandard(CuteEPLayer):
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
+        sizes: LayerSizes,
+        options: Options = Options(),  # noqa: B008, it is immutable
         *,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        max_tokens: int,
         sp_size: int = 1,
         graphs: bool = False,
-        options: Options = Options(),  # noqa: B008, it is immutable
     ) -> None:
         """
         Args:
             manager: of the expert parallel group of R ranks; rank r has experts [r * E/R, (r + 1) * E/R).
-            hidden, num_experts, top_k: of the layer; `num_experts` with redundant ones.
-            max_tokens: most tokens of a call on a rank (`--max-num-batched-tokens`).
             sp_size: ranks that share out the tokens of one data parallel rank.
             graphs: whether vLLM captures CUDA graphs.
         """
-        sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
-        cfg = named_config(NAMES, *sizes, error=EPConfigError, timeout_s=options.timeout_s)
+        cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
         self._sp_size, self._graphs = sp_size, graphs
         self._called: set[int] = set()  # by which micro-batches
@@ -150,7 +144,8 @@ class CuteEPStandard(CuteEPLayer):
         most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
         if most > self._options.static_rows and not _capturing(topk_ids.device):
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-            counts = self._manager.exchange_counts(routes, cfg.num_experts, self._options)
+            asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
+            counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked)
             if first:
                 return Room(self._reserved_rows(), None, routes.ids)
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
