@@ -17,7 +17,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.integrations.common.checks import Names, named_config
-from cute_ep.integrations.deep_ep.normal import Layout, NormalMode, Route, first_rows
+from cute_ep.integrations.deep_ep.normal import FORMATS, Layout, NormalMode, Route, first_rows
 from cute_ep.integrations.deep_ep.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.runtime.group_pool import GroupPool
@@ -214,7 +214,8 @@ class ElasticMode(NormalMode):
             return super().config(hidden, route, scaled=scaled)
         entries, most = route.routes.ids.shape[1], layout.num_max_tokens_per_rank
         sizes = hidden, layout.num_experts, entries, most, self._ranks
-        return named_config(self.names, sizes, row_alignment=layout.expert_alignment, **self.options(scaled=scaled))
+        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
+        return named_config(self.names, sizes, row_alignment=layout.expert_alignment, **options)
 
     def route(self, ids: torch.Tensor, layout: Layout) -> Route:
         """Where tokens go, for as many rows as can come."""

@@ -41,6 +41,12 @@ NAMES: Names = {
     "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
     "world_size": "group.size()",
 }
+FORMATS: dict[bool, dict[str, Any]] = {
+    False: {"dispatch_format": "bf16", "scale_layout": None},
+    True: {"dispatch_format": "mxfp8", "scale_layout": "linear"},
+}
+"""Of rows without and with scale factors: the format that has as many bytes of these, and whose rows need no
+padding."""
 
 
 class _Fields(NamedTuple):
@@ -139,14 +145,8 @@ class NormalMode:
         return self._rank_major((hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._ranks), scaled)
 
     def _rank_major(self, sizes: Sizes, scaled: bool) -> EPConfig:
-        options = self.options(scaled=scaled)
+        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
         return self._made(self.names, sizes, row_alignment=1, row_order=RANK_MAJOR, **options)
-
-    def options(self, *, scaled: bool) -> dict[str, Any]:
-        """Of all configurations: with scale factors in the format that has as many bytes of them, whose rows need no
-        padding."""
-        fmt, layout = ("mxfp8", "linear") if scaled else ("bf16", None)
-        return {"dispatch_format": fmt, "scale_layout": layout, "timeout_s": self._timeout_s}
 
     def check_route(self, x: torch.Tensor, route: Route, *, scaled: bool) -> None:
         """Set `Route.cfg` for rows like these. EPInputError: they cannot be sent along the route."""

@@ -38,6 +38,10 @@ class Exchange:
         cfg: the group's configuration, of bfloat16 rows.
         closed: what EPError says where a call comes afterwards.
 
+    Attributes:
+        communicators, devices: one a rank.
+        waits: whether calls wait for their results, as where ranks share a device.
+
     Raises:
         EPConfigError, VariantMissing: as `connect_local`.
     """
@@ -46,14 +50,10 @@ class Exchange:
         self.cfg, self._pool, self._closed = cfg, pool, closed
         self.communicators = pool.open(cfg).communicators
         self._hold = pool.hold(self.communicators[0])
+        self.devices = [communicator.device for communicator in self.communicators]
         self.waits = any(communicator.shares_device for communicator in self.communicators)
         self._dispatch = DistributedEPDispatch(self.communicators)
         self._combine = DistributedEPCombine(self.communicators)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Where each rank's tensors are."""
-        return [communicator.device for communicator in self.communicators]
 
     def dispatch(
         self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacities: Sequence[int]
