@@ -18,6 +18,7 @@ from cute_ep.api.config import EPConfig, differing
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
+from cute_ep.runtime.connection import check_member
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import Pools, own_device
 from cute_ep.runtime.local_pool import LocalPool
@@ -185,6 +186,7 @@ def connect(
     layers = list(connected_in(module))
     if not layers:
         raise EPConfigError(f"module = {type(module).__name__}: must be or contain a MoELayer")
+    check_member(group)
     options = {"sms": sms, "library": library, "tuning": tuning}
     origin = _Origin(None if group is None or group is dist.group.WORLD else weakref.ref(group), options)
     before = set(opened())

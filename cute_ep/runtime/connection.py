@@ -161,26 +161,30 @@ def connect(
         EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
             than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
     """
+    return connect_checked(lambda: None, cfg, group, sms=sms, library=library, hooks=hooks, tuning=tuning)
+
+
+def connect_checked(
+    check: Callable[[], None], cfg: EPConfig, group: dist.ProcessGroup | None, **options: Any
+) -> EPCommunicator:
+    """`connect`, which fails on all ranks where `check` raises on one."""
     if not dist.is_initialized():
         check_config(cfg)
         without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
         raise EPConfigError(
             f"group = {group}: must be initialised, call torch.distributed.init_process_group first ({without})"
         )
-    if dist.get_rank(group) < 0:
+    check_member(group)
+    with Meeting(group) as meeting:
+        return _connect(check, cfg, meeting, **options)
+
+
+def check_member(group: dist.ProcessGroup | None) -> None:
+    """EPConfigError unless this process is a rank of the group."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise EPConfigError(
             f"group = {group}: must have this process, global rank {dist.get_rank()}, as one of its own"
         )
-    options = {"sms": sms, "library": library, "hooks": hooks, "tuning": tuning}
-    return connect_checked(lambda: None, cfg, group, **options)
-
-
-def connect_checked(
-    check: Callable[[], None], cfg: EPConfig, group: dist.ProcessGroup | None, **options: Any
-) -> EPCommunicator:
-    """`connect`, to an initialised group of this process. Where `check` raises on one rank, it fails on all."""
-    with Meeting(group) as meeting:
-        return _connect(check, cfg, meeting, **options)
 
 
 def _connect(

@@ -44,9 +44,13 @@ class GroupPool(Pool):
         rank, size: of this process in the group.
         device: where tensors of calls are: the current GPU of the first call, or the CPU if there is none.
         timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
+
+    Raises:
+        EPConfigError: this process is no rank of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, grows: bool = False) -> None:
+        connection.check_member(group)
         super().__init__(grows=grows)
         self.group = group
         self.rank, self.size = group.rank(), group.size()

@@ -196,6 +196,14 @@ def groups(opened: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
     return [group for group, _ in opened]
 
 
+def test_a_group_of_other_processes_is_refused(opened: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    with pytest.raises(EPConfigError, match="must have this process, global rank 3, as one of its own"):
+        connect(*layers(1), other)
+    assert not opened
+
+
 def test_layers_share_a_communicator_of_their_group_only(opened: list) -> None:
     one, two, three = layers(3)
     connect(one, A)

@@ -166,6 +166,12 @@ def test_what_cannot_be_opened_leaves_nothing_and_what_was_open_stays(kind: int,
     assert pool.open(ONE).first.cfg == ONE
 
 
+def test_a_process_that_is_no_rank_of_the_group_has_no_pool(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    with pytest.raises(EPConfigError, match="must have this process, global rank 3, as one of its own"):
+        GroupPool(torch.distributed.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+
+
 @KINDS
 def test_what_has_failed_is_found_until_it_is_closed(kind: int, opened: list, monkeypatch: Patch) -> None:
     """It may have failed on this rank only."""
