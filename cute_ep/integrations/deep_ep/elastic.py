@@ -44,8 +44,7 @@ class ElasticBuffer:
     the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
     no gradients and drop those of their arguments. All results are deterministic.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.

@@ -75,8 +75,7 @@ class CuteEPCommunication(MoEEpCommunication):
     is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
     objects of a process group in a process share communicators. Calls compute no gradients.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError). A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Args:
         bootstrap: rank, world size and process group (None: the default group, which must be initialised).

@@ -61,8 +61,7 @@ class CuteEPDispatcher(BaseDispatcher):
     """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
     Arguments are those that SGLang gives; SMs and most tokens of a rank come from its variables, which all ranks must
     have set alike.
 

@@ -58,9 +58,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
     there becomes NaN.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range,
-    or rows that found no room (EPInputError), and checks its own arguments. A call that raises EPInputError has sent
-    nothing: make it again. Compiled code does neither.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Attributes:
         communicator: name of the communicator in `cute_ep.ops`; None until it is connected.

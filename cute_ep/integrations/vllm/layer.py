@@ -86,8 +86,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     batches, each in a thread, take turns: prepare and finalize alternate in each, and between two turns each phase has
     at most one round that was sent and not received.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
     """
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
