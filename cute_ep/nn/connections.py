@@ -189,11 +189,12 @@ def connect(
     check_member(group)
     options = {"sms": sms, "library": library, "tuning": tuning}
     origin = _Origin(None if group is None or group is dist.group.WORLD else weakref.ref(group), options)
-    before = set(opened())
+    before, used = set(opened()), []
     for layer in layers:
-        layer.attach(_find_or_open(layer.cfg, layer.place(), group, options))
+        used.append(_find_or_open(layer.cfg, layer.place(), group, options))
+        layer.attach(used[-1])
         layer._origin = origin
-    return Connections([one for one in opened() if one not in before])
+    return Connections([one for one in dict.fromkeys(used) if one not in before])
 
 
 def disconnect() -> None:
@@ -235,11 +236,10 @@ def _find_or_open(
             )
         pool, check = POOLS.of(group or dist.group.WORLD), partial(_check_place, cfg, device)
     sms, others = options.get("sms"), {name: one for name, one in options.items() if name != "sms"}
-    found = pool.find(cfg, sms, exact=True)
-    if found is not None and found.first.device != device:
-        check()  # the other ranks may have found theirs, and do not come
-        found = None
+    found = pool.find(cfg, sms, layer_on=device)
     if found is None:
+        if any(one.cfg == cfg for one in pool.communicators):
+            check()  # before ranks meet: the others may have found theirs, and do not come
         if pool.capturing():
             raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
         opening = all_sms if cfg.world_size == 1 else sms_beside_nccl
@@ -257,8 +257,7 @@ def _nothing() -> None:
 def _group_of_equals(cfg: EPConfig, device: torch.device) -> dist.ProcessGroup | None:
     """Whose open communicator a layer that was never connected can use; None: there is none. EPConfigError: several
     groups have one."""
-    found = [(pool, pool.find(cfg, exact=True)) for pool in POOLS]
-    groups = [pool.group for pool, one in found if one is not None and one.first.device == device]
+    groups = [pool.group for pool in POOLS if pool.find(cfg, layer_on=device) is not None]
     if len(groups) > 1:
         raise EPConfigError(
             f"{len(groups)} process groups have layers of {cfg}: must be one for a layer that was not connected; call "

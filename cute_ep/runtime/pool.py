@@ -2,8 +2,8 @@
 
 | question | rule |
 | --- | --- |
-| Who shares a communicator? | Users of one pool. `serves` says which calls one takes; a layer takes its configuration \
-only. Of several the roomiest is found. One that was closed is found no more. |
+| Who shares a communicator? | Users of one pool. `serves` says which calls one takes; a layer takes its own \
+configuration only. Of several the roomiest is found. One that was closed is found no more. |
 | What does `sms` mean? | A number is a demand: only what was opened for the same demand is found. None takes any, and \
 what is opened then gets as many as `opening` says. |
 | What if a rank cannot open? | All ranks raise, the others with the rank's name and reason, and none keeps any. \
@@ -70,11 +70,11 @@ class Opened(NamedTuple):
         """Stands for all of them."""
         return self.communicators[0]
 
-    def fits(self, cfg: EPConfig, sms: int | None, exact: bool) -> bool:
-        """Whether a request finds it; `exact`: of the very configuration."""
-        own = self.first.cfg
-        alike = own == cfg if exact else serves(own, cfg)
-        return alike and sms in (None, self.sms) and not self.first.closed
+    def fits(self, cfg: EPConfig, sms: int | None, layer_on: torch.device | None) -> bool:
+        """Whether a request finds it (`Pool.find`)."""
+        one = self.first
+        alike = serves(one.cfg, cfg) if layer_on is None else one.cfg == cfg and one.device == layer_on
+        return alike and sms in (None, self.sms) and not one.closed
 
 
 class Hold:
@@ -120,9 +120,10 @@ class Pool:
         """Whether what the current stream is given goes into a CUDA graph."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def find(self, cfg: EPConfig, sms: int | None = None, *, exact: bool = False) -> Opened | None:
-        """What a request for this configuration finds; None: it must open one."""
-        found = [one for one in self._open if one.fits(cfg, sms, exact)]
+    def find(self, cfg: EPConfig, sms: int | None = None, *, layer_on: torch.device | None = None) -> Opened | None:
+        """What a request for this configuration finds; None: it must open one. `layer_on`: of a layer on this device,
+        which takes its very configuration."""
+        found = [one for one in self._open if one.fits(cfg, sms, layer_on)]
         return max(found, key=lambda one: one.first.cfg.max_tokens_per_rank, default=None)
 
     def open(

@@ -115,9 +115,11 @@ KINDS = pytest.mark.parametrize("kind", [0, 1], ids=["of a group", "of a process
 def test_who_finds_what_was_opened(kind: int, own: tuple, asked: tuple, exact: bool, found: bool, opened: list) -> None:
     pool = pools()[kind]
     made = pool.open(*own)
-    assert pool.find(*asked, exact=exact) == (made if found else None)
+    layer_on = CPU if exact else None
+    assert pool.find(*asked, layer_on=layer_on) == (made if found else None)
+    assert pool.find(*asked, layer_on=torch.device("meta")) is None
     made.first.close()
-    assert pool.find(*asked, exact=exact) is None, "it was closed"
+    assert pool.find(*asked, layer_on=layer_on) is None, "it was closed"
 
 
 @KINDS
