@@ -56,7 +56,8 @@ test-upstream: $(VENV)/package.stamp  ## DeepEP's tests over this package (DEEPE
 	@test -e build/library/manifest.json || $(MAKE) build/library/sm_90a.stamp
 	@mkdir -p build/upstream && ln -sfn ../library build/upstream/cute_ep  # where communicators look for kernels
 	for test in legacy/test_intranode.py legacy/test_low_latency.py 'elastic/test_ep.py --skip-perf-test'; do \
-	    XDG_CACHE_HOME=$(CURDIR)/build/upstream TORCH_COMPILE_DISABLE=1 DEEPEP_SOURCE=$(abspath $(DEEPEP_SOURCE)) \
+	    XDG_CACHE_HOME=$(CURDIR)/build/upstream TORCH_COMPILE_DISABLE=1 \
+	    DEEPEP_SOURCE=$(CURDIR)/tests/integrations/upstream:$(abspath $(DEEPEP_SOURCE)) \
 	    PYTHONPATH=$$($(PY) -m tests.sharing $(or $(RANKS),2))$$($(PY) -m cute_ep.integrations.deep_ep) \
 	    $(PY) $(DEEPEP_SOURCE)/tests/$$test --num-processes $(or $(RANKS),2) || exit 1; done
 

@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.ext.autodoc.mock import mock
 
 import cute_ep
-from cute_ep.integrations import versions
+from cute_ep.integrations.common import versions
 
 project = "cute_ep"
 author = "The cute_ep authors"

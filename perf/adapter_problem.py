@@ -13,7 +13,7 @@ from torch.nn.functional import grouped_mm
 import cute_ep
 from cute_ep.api.config import EPConfig
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.connections import Connections
+from cute_ep.runtime.group_pool import GroupPool
 from perf.cases import Shape
 
 Calls = Mapping[str, Callable[[], object]]
@@ -61,7 +61,7 @@ class Rank:
         self.group = dist.group.WORLD
         assert self.group is not None
         self.rank, self.world = self.group.rank(), self.group.size()
-        self._connections: dict[int | None, Connections] = {}
+        self._pools: dict[int | None, GroupPool] = {}
 
     def inputs(self, tokens: int) -> Inputs:
         """Uniform routing, another one on each rank."""
@@ -75,11 +75,11 @@ class Rank:
     def connect(self, cfg: EPConfig, sms: int | None = None) -> Any:
         """The communicator of a configuration with a number of SMs."""
         assert self.group is not None
-        return self._connections.setdefault(sms, Connections(self.group)).get(cfg, sms)
+        return self._pools.setdefault(sms, GroupPool(self.group)).get(cfg, sms)
 
     def close(self) -> None:
         """Close all communicators."""
-        for one in self._connections.values():
+        for one in self._pools.values():
             one.close()
 
 

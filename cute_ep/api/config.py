@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import TypeGuard
@@ -313,3 +314,11 @@ def tokens_per_rank(batch_tokens: int, world_size: int, *, skip_a2a: bool = Fals
             "each rank; split the batch, on all ranks"
         )
     return tokens
+
+
+_FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(EPConfig))})(?= = )")
+
+
+def in_words(text: str, names: Mapping[str, str]) -> str:
+    """A message of EPConfig or of `connect`, with an interface's names of the fields that it gives values of."""
+    return _FIELD.sub(lambda found: names.get(found[1], found[1]), text)

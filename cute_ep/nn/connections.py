@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -17,30 +18,21 @@ from cute_ep.api.config import EPConfig, differing
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
-from cute_ep.runtime import connection
-from cute_ep.runtime.gpus import sms_or_beside_nccl
+from cute_ep.runtime.connection import check_member
+from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.group_pool import Pools, own_device
+from cute_ep.runtime.local_pool import LocalPool
+from cute_ep.runtime.pool import Pool, all_sms
 from cute_ep.torch_internals import Movable
 from cute_ep.tuning.launch_shape import Tuning
 
 LOG = logging.getLogger(__name__)
 
 
-class _Open(NamedTuple):
-    """A communicator, and what it was opened with: the process group, None of one rank, and `sms`."""
-
-    communicator: EPCommunicator
-    group: dist.ProcessGroup | None
-    sms: int | None
-
-    def serves(self, cfg: EPConfig, device: torch.device) -> bool:
-        """Whether layers of this configuration can use it there: the same on all ranks, which close together. A round
-        may have failed on this rank only."""
-        one = self.communicator
-        return one.cfg == cfg and one.device == device and not one.closed
-
-
-_OPEN: list[_Open] = []
-"""What `connect` and first calls have opened, in their order; `ops` keeps none of them alive."""
+POOLS = Pools()
+"""Of groups in which layers are; `ops` keeps none of their communicators alive."""
+_ALONE: dict[torch.device, LocalPool] = {}
+"""Of layers that are a group by themselves."""
 
 
 class _Origin(NamedTuple):
@@ -147,9 +139,8 @@ class Connections:
 
     def close(self) -> None:
         """Close them, on all ranks; may be called again. Calls of their layers are errors until `connect`."""
-        for communicator in self.communicators:
-            communicator.close()
-        _OPEN[:] = [one for one in _OPEN if one.communicator not in self.communicators]
+        for pool in _pools():
+            pool.close(self.communicators)
 
     def __enter__(self) -> Self:
         return self
@@ -195,19 +186,32 @@ def connect(
     layers = list(connected_in(module))
     if not layers:
         raise EPConfigError(f"module = {type(module).__name__}: must be or contain a MoELayer")
+    check_member(group)
     options = {"sms": sms, "library": library, "tuning": tuning}
     origin = _Origin(None if group is None or group is dist.group.WORLD else weakref.ref(group), options)
-    before = set(map(id, _OPEN))
+    before, used = set(opened()), []
     for layer in layers:
-        layer.attach(_find_or_open(layer.cfg, layer.place(), group, options))
+        used.append(_find_or_open(layer.cfg, layer.place(), group, options))
+        layer.attach(used[-1])
         layer._origin = origin
-    return Connections([one.communicator for one in _OPEN if id(one) not in before])
+    return Connections([one for one in dict.fromkeys(used) if one not in before])
 
 
 def disconnect() -> None:
     """Close all communicators of layers, also those that first calls opened, on all ranks; before
     `destroy_process_group`."""
-    Connections([one.communicator for one in _OPEN]).close()
+    POOLS.close()
+    for pool in _ALONE.values():
+        pool.close()
+
+
+def opened() -> list[EPCommunicator]:
+    """What `connect` and first calls have opened, pool by pool."""
+    return [one for pool in _pools() for one in pool.communicators]
+
+
+def _pools() -> list[Pool]:
+    return [*POOLS, *_ALONE.values()]
 
 
 def connected_in(module: torch.nn.Module) -> Iterator[Connected]:
@@ -219,34 +223,47 @@ def _find_or_open(
     cfg: EPConfig, device: torch.device, group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> EPCommunicator:
     """Ranks decide alike whether to open one: they give equal `sms`, but may have different libraries and tunings."""
-    group, sms = None if cfg.world_size == 1 else group or dist.group.WORLD, options.get("sms")
-    for one in _OPEN:
-        if one.serves(cfg, device) and one.group is group and sms in (None, one.sms):
-            if one.communicator.failed:
-                raise EPError(f"{one.communicator!r}: a round failed; call cute_ep.nn.disconnect() first, on all ranks")
-            return one.communicator
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
+    pool: Pool
     if cfg.world_size == 1:
-        (communicator,) = connection.connect_local(cfg, [device], **options)
+        if device not in _ALONE:
+            _ALONE[device] = LocalPool([device])
+        pool, check = _ALONE[device], _nothing
     else:
-        _check_process(cfg, device)
-        communicator = connection.connect(cfg, group, **{**options, "sms": sms_or_beside_nccl(device, sms)})
-    LOG.info("connected %r", communicator)
-    _OPEN.append(_Open(communicator, group, sms))
-    return communicator
+        if not dist.is_initialized():
+            raise EPConfigError(
+                f"cfg.world_size = {cfg.world_size}: needs a process group of as many ranks, one process each; start "
+                "them with torchrun and call torch.distributed.init_process_group first, or use world_size = 1"
+            )
+        pool, check = POOLS.of(group or dist.group.WORLD), partial(_check_place, cfg, device)
+    sms, others = options.get("sms"), {name: one for name, one in options.items() if name != "sms"}
+    found = pool.find(cfg, sms, layer_on=device)
+    if found is None:
+        if any(one.cfg == cfg for one in pool.communicators):
+            check()  # before ranks meet: the others may have found theirs, and do not come
+        if pool.capturing():
+            raise EPError("a layer is not connected: call cute_ep.nn.connect(model) before a CUDA graph is captured")
+        opening = all_sms if cfg.world_size == 1 else sms_beside_nccl
+        found = pool.open(cfg, sms, opening, check, **others)
+        LOG.info("connected %r", found.first)
+    if found.first.failed:
+        raise EPError(f"{found.first!r}: a round failed; call cute_ep.nn.disconnect() first, on all ranks")
+    return found.first
+
+
+def _nothing() -> None:
+    pass
 
 
 def _group_of_equals(cfg: EPConfig, device: torch.device) -> dist.ProcessGroup | None:
     """Whose open communicator a layer that was never connected can use; None: there is none. EPConfigError: several
     groups have one."""
-    groups = {id(one.group): one.group for one in _OPEN if one.serves(cfg, device)}
+    groups = [pool.group for pool in POOLS if pool.find(cfg, layer_on=device) is not None]
     if len(groups) > 1:
         raise EPConfigError(
             f"{len(groups)} process groups have layers of {cfg}: must be one for a layer that was not connected; call "
             "cute_ep.nn.connect(model, group), on all ranks"
         )
-    return next(iter(groups.values()), None)
+    return groups[0] if groups else None
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -258,16 +275,9 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _check_process(cfg: EPConfig, device: torch.device) -> None:
-    """EPConfigError unless this process can open a communicator on a device."""
-    if not dist.is_initialized():
-        raise EPConfigError(
-            f"cfg.world_size = {cfg.world_size}: needs a process group of as many ranks, one process each; start them "
-            "with torchrun and call torch.distributed.init_process_group first, or use world_size = 1"
-        )
-    gpus = torch.cuda.device_count()
-    here = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
-    if device != here:
+def _check_place(cfg: EPConfig, device: torch.device) -> None:
+    """EPConfigError unless a rank of several can be on a device."""
+    if device != (here := own_device()):
         raise EPConfigError(
             f"device = {device}: must be {here}, the current device, for a layer of {cfg.world_size} ranks; move the "
             "layer there, or call torch.cuda.set_device with the layer's device"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from cute_ep.adjoints import ones_for
 from cute_ep.api.buffers import BUFFERS
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.layouts.maps.formats import BF16
@@ -72,8 +73,8 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_tokens: Tensor, *others: Any) -> tuple:
         topk_ids, *batch, weights = ctx.saved_tensors
-        ones = torch.ones(topk_ids.shape, dtype=torch.float32, device=topk_ids.device)
-        read = grad_tokens, topk_ids, ones, *batch, torch.ones_like(weights)
+        ones, travelled = ones_for(topk_ids, weights)
+        read = grad_tokens, topk_ids, ones, *batch, travelled
         return None, torch.ops.cute_ep.combine(*read, ctx.comm, "partial", torch.bfloat16, ctx.order), *[None] * 7
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_ep.adjoints import inner_products, weighted
 from cute_ep.api.buffers import BUFFERS, DispatchBuffers, buffer_shapes, rows_for
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
@@ -142,12 +143,11 @@ def combine_backward(grad: Tensor, rows: Tensor | None, *arguments: Any) -> tupl
         batch = dispatch_into(grad.to(torch.bfloat16), topk_ids, weights, None, comm, buffers)
         grad_rows = batch.tokens[:capacity]
         if not communicator.cfg.is_rank_major:
-            grad_rows = batch.tokens.mul_(batch.row_weights[:, None])[:capacity]
+            grad_rows = weighted(batch.tokens, batch.row_weights)[:capacity]
     if rows is not None:
-        rows, wide = rows.contiguous(), grad.float()
+        rows = rows.contiguous()
         returned = communicator.combine(rows, batch_of(rows, kept, comm), mode="unweighted")
-        products = [(returned[:, slot] * wide).sum(1) for slot in range(communicator.cfg.top_k)]
-        grad_weights = torch.stack(products, dim=1)
+        grad_weights = inner_products(returned, grad)
     return grad_rows, grad_weights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,28 +161,48 @@ def connect(
         EPError: another rank could not connect, did not come within the process group's timeout, ended, or took more
             than half an hour from then on; says which and why. Meanwhile the logger `cute_ep` warns of a long wait.
     """
+    return connect_checked(lambda: None, cfg, group, sms=sms, library=library, hooks=hooks, tuning=tuning)
+
+
+def connect_checked(
+    check: Callable[[], None], cfg: EPConfig, group: dist.ProcessGroup | None, **options: Any
+) -> EPCommunicator:
+    """`connect`, which fails on all ranks where `check` raises on one."""
     if not dist.is_initialized():
         check_config(cfg)
         without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
         raise EPConfigError(
             f"group = {group}: must be initialised, call torch.distributed.init_process_group first ({without})"
         )
-    if dist.get_rank(group) < 0:
+    check_member(group)
+    with Meeting(group) as meeting:
+        return _connect(check, cfg, meeting, **options)
+
+
+def check_member(group: dist.ProcessGroup | None) -> None:
+    """EPConfigError unless this process is a rank of the group."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise EPConfigError(
             f"group = {group}: must have this process, global rank {dist.get_rank()}, as one of its own"
         )
-    with Meeting(group) as meeting:
-        return _connect(cfg, meeting, sms, library, hooks, tuning)
 
 
 def _connect(
-    cfg: EPConfig, meeting: Meeting, sms: int | None, library: Path | str | None, hooks: Hooks, tuning: Tuning | None
+    check: Callable[[], None],
+    cfg: EPConfig,
+    meeting: Meeting,
+    *,
+    sms: int | None = None,
+    library: Path | str | None = None,
+    hooks: Hooks = NO_HOOKS,
+    tuning: Tuning | None = None,
 ) -> EPCommunicator:
-    """`connect` of ranks that have met."""
+    """`connect_checked` of ranks that have met."""
     rank, world = meeting.rank, meeting.size
 
     def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
         check_config(cfg)
+        check()
         _check_options(sms, tuning, hooks)
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")

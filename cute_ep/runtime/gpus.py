@@ -32,8 +32,3 @@ def sms_beside_nccl(device: torch.device) -> int | None:
     None on a CPU. A call that waits with CTAs on every SM would keep out a collective that its peer has before its
     own call. NCCL's clusters of 4 start there (FEW_FREE_SMS)."""
     return max(1, sm_budget(device, None) - FREE_SMS) if device.type == "cuda" else None
-
-
-def sms_or_beside_nccl(device: torch.device, sms: int | None) -> int | None:
-    """`sms` where it is a number, else `sms_beside_nccl`."""
-    return sms_beside_nccl(device) if sms is None else sms

@@ -137,7 +137,7 @@ def test_ranks_of_one_gpu_with_a_buffer_of_deep_ep(
             on_buffers(
                 monkeypatch,
                 ranks,
-                lambda buffer, given=there: program(buffer, given[buffer._connections.rank]),
+                lambda buffer, given=there: program(buffer, given[buffer._pool.rank]),
                 make,
                 device,
             )
@@ -157,7 +157,7 @@ def test_a_late_rank_makes_others_wait_and_nobody_give_up(monkeypatch: pytest.Mo
         given = on_device(make_inputs(cfg, tokens, "one_expert", 5), device)
 
         def program(buffer: ElasticBuffer) -> tuple:
-            rank = buffer._connections.rank
+            rank = buffer._pool.rank
 
             def begin(stage: str) -> None:
                 if (rank, stage) == late:

@@ -119,7 +119,7 @@ def test_a_graph_replays_after_a_larger_call_has_taken_the_place_of_its_ranks(mo
             return buffer.low_latency_combine(rows, ids, weights, handle)[0]
 
         def room() -> list[int]:
-            return [cfg.max_tokens_per_rank for cfg in buffer._connections._open]
+            return [one.cfg.max_tokens_per_rank for one in buffer._pool.communicators]
 
         layer(16)
         torch.cuda.synchronize()

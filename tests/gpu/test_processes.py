@@ -20,7 +20,7 @@ from tests.processes import ROOT, run_ranks
 from tests.sharing import FOLDER, needed
 
 RANKS = max(2, torch.cuda.device_count())
-SHIMS = ROOT / "cute_ep" / "integrations" / "shims"
+SHIMS = ROOT / "cute_ep" / "integrations" / "deep_ep" / "shims"
 
 
 def path_with(*folders: Path | None) -> str:

@@ -46,7 +46,9 @@ def grow(buffer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor)
     weights = weights.masked_fill(ids < 0, 0)
     for most, room in ((100, 128), (200, 256), (TOKENS, 256)):
         low_latency(buffer, x, ids, weights, most)
-        in_blocks = [cfg.max_tokens_per_rank for cfg in buffer._connections._open if cfg.block_rows is not None]
+        in_blocks = [
+            one.cfg.max_tokens_per_rank for one in buffer._pool.communicators if one.cfg.block_rows is not None
+        ]
         assert in_blocks == [room], in_blocks
 
 

@@ -12,9 +12,9 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations import connections, growing
 from cute_ep.integrations.deep_ep import Buffer
 from cute_ep.reference.processes import connect_processes
+from cute_ep.runtime import connection, group_pool
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.connection import connect_local
 from cute_ep.testing.workloads import RankInputs
@@ -47,15 +47,15 @@ class ThreadGroup:
         return made, shared
 
 
-def connect(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
-    """In place of `cute_ep.connect`; all ranks must give the same configuration."""
+def connect(check: Callable, cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
+    """In place of `connect_checked`; all ranks must give the same configuration."""
     _, cfgs = group.on_all_ranks(lambda: cfg, lambda made: made)
     assert cfgs == [cfg] * group.size(), cfgs
     return connect_processes(cfg, group.rank(), group.on_all_ranks)
 
 
-def connect_on_gpu(cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
-    """In place of `cute_ep.connect`, for ranks that share the current GPU. As with a GPU of its own, a rank's kernels
+def connect_on_gpu(check: Callable, cfg: EPConfig, group: ThreadGroup, *, sms: int | None = None) -> EPCommunicator:
+    """In place of `connect_checked`, for ranks that share the current GPU. As with a GPU of its own, a rank's kernels
     run on the current stream, so each thread has another one. As there, nothing is made before all ranks have come: the
     load of a kernel waits for those that run, and holds up launches of the ranks that these wait for."""
     _, cfgs = group.on_all_ranks(lambda: cfg, lambda made: made)
@@ -74,8 +74,8 @@ def on_groups(
 ) -> list:
     """What program(group) returns on each rank. Several ranks on a GPU need CUDA_MODULE_LOADING=EAGER: CUDA may load a
     kernel only once the GPU is idle, and it never is while a rank waits for another one."""
-    monkeypatch.setattr(connections, "connect", connect if device.type == "cpu" else connect_on_gpu)
-    monkeypatch.setattr(growing, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
+    monkeypatch.setattr(connection, "connect_checked", connect if device.type == "cpu" else connect_on_gpu)
+    monkeypatch.setattr(group_pool, "gather", lambda group, one: group.on_all_ranks(lambda: one, lambda made: made)[1])
     barrier, given = threading.Barrier(ranks, timeout=30), [None] * ranks
 
     def run(rank: int) -> Any:
@@ -107,7 +107,7 @@ def on_buffers(
 
     def run(group: ThreadGroup) -> Any:
         buffer = make(group)
-        buffer._connections.device = device
+        buffer._pool.device = device
         try:
             return program(buffer)
         finally:

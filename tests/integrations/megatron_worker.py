@@ -51,8 +51,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from cute_ep.api.errors import EPConfigError, EPInputError  # noqa: E402
-from cute_ep.integrations import connections, megatron  # noqa: E402
-from cute_ep.integrations.checks import LEAST_TOKENS  # noqa: E402
+from cute_ep.integrations import megatron  # noqa: E402
+from cute_ep.integrations.common import pools  # noqa: E402
+from cute_ep.integrations.common.checks import LEAST_TOKENS  # noqa: E402
 
 moe_utils.te_general_gemm = None  # a name that 0.16.1 leaves undefined without TransformerEngine
 if DEVICE == "cpu":
@@ -248,7 +249,7 @@ def check_patience() -> None:
     groups = groups_of(True)
     groups.tp_ep = dist.new_group(timeout=timedelta(seconds=77))
     through(dispatcher_of("exact", groups), next(routings(0))[1])
-    assert {cfg.timeout_s for cfg in connections.connections_of(groups.tp_ep)._open} == {77.0}
+    assert {one.cfg.timeout_s for one in pools.pool_of(groups.tp_ep).communicators} == {77.0}
 
 
 def main(store: Path, rank: int, world: int) -> None:
@@ -260,7 +261,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_options()
     check_patience()
     megatron.close()
-    assert not connections._SHARED
+    assert not pools.SHARED
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from cute_ep.integrations.connections import release
+from cute_ep.integrations.common.pools import release
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from tests.integrations import flashinfer_library, vllm_parts
 from tests.integrations.groups import ThreadGroup
@@ -145,7 +145,7 @@ class FlashInfer(Rig):
     sums = "ranks"
 
     def __init__(self, group: ThreadGroup) -> None:
-        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer")
+        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.communication")
         params = adapter.MoEEpCommParams(
             num_experts=EXPERTS, top_k=SLOTS, max_tokens_per_rank=MOST, hidden_size=HIDDEN, dtype=torch.bfloat16
         )
@@ -166,7 +166,7 @@ class AlltoAll(FlashInfer):
     ids = "token_selected_experts"
 
     def __init__(self, group: ThreadGroup) -> None:
-        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer_alltoall")
+        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.alltoall")
         mapping = SimpleNamespace(moe_ep_rank=group.rank(), moe_ep_size=group.size())
         backend = SimpleNamespace(comm_backend=SimpleNamespace(_group=group))
         self.one = adapter.MoeAlltoAll(mapping, MOST, SLOTS, EXPERTS, hidden_size=HIDDEN, mnnvl_config=backend)
@@ -200,7 +200,9 @@ class VLLM(Rig):
         self.group, self.manager = group, manager.CuteEPAll2AllManager(group)
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": MOST}
         make = module.CuteEPBatched if batched else module.CuteEPStandard
-        self.layer = make(self.manager, **sizes, options=options.Options(static_rows=0 if counted else 32768))
+        self.layer = make(
+            self.manager, module.LayerSizes(**sizes), options=options.Options(static_rows=0 if counted else 32768)
+        )
         self.experts = vllm_parts.experts_of()
         self.layer.post_init_setup(self.experts)
         self.lower_half = not counted
@@ -261,9 +263,7 @@ class SGLang(Rig):
 @contextmanager
 def torchtitan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def loaded() -> list[str]:
-        return [
-            one for one in sys.modules if one.split(".")[0] == "torchtitan" or one.endswith("integrations.torchtitan")
-        ]
+        return [one for one in sys.modules if f"{one}.".startswith(("torchtitan.", "cute_ep.integrations.torchtitan."))]
 
     monkeypatch.syspath_prepend(ROOT / "tests" / "integrations" / "stubs")
     for name in loaded():

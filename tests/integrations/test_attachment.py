@@ -19,8 +19,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 from cute_ep import Dispatched, EPConfigError, EPError, EPInputError
 from cute_ep.api.buffers import tensors_of
-from cute_ep.integrations.exchange import Exchange
 from cute_ep.integrations.transformers import Attachment, attach, attachment
+from cute_ep.integrations.transformers.exchange import Exchange
 from tests.integrations.models import EXPERTS, build, distance, text, trained
 
 
@@ -78,7 +78,7 @@ def test_more_tokens_than_announced_connect_again_and_graphs_keep_their_ranks() 
         gone, communicators = weakref.ref(before), before.communicators
         del before, logits
         gc.collect()
-        attachment.close_abandoned()  # as the next pass would
+        one._pool.sweep()  # as the next pass would
         assert gone() is None and all(communicator.closed for communicator in communicators)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations import connections
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.layouts.maps.routing import Phase
+from cute_ep.runtime import connection
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank, report
 
@@ -34,11 +34,11 @@ def connected() -> Connected:
 def group(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank, connected: Connected) -> Any:
     """That of rank 0 of two. Kernels write nothing, so outputs are zeros."""
 
-    def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
+    def connect(check: object, cfg: EPConfig, group: object, sms: int | None) -> Communicator:
         connected.append((cfg, sms))
         return make_rank(cfg)
 
-    monkeypatch.setattr(connections, "connect", connect)
+    monkeypatch.setattr(connection, "connect_checked", connect)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     return SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 

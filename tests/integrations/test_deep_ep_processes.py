@@ -49,9 +49,14 @@ def test_modules_that_the_folder_has_not_come_from_a_checkout(tmp_path: Path) ->
     utils = tmp_path / "deep_ep" / "utils"
     utils.mkdir(parents=True)
     (utils / "envs.py").write_text("import deep_ep._C as _C\nfrom .event import EventOverlap\nfound = _C.EventHandle\n")
-    (utils / "event.py").write_text("raise ImportError('the checkout must not hide what the folder has')\n")
-    code = "import deep_ep, deep_ep.utils.envs as envs; print(envs.found is deep_ep.EventHandle, deep_ep.__file__)"
-    done = run_code(code, ROOT, PYTHONPATH=shims(), DEEPEP_SOURCE=str(tmp_path))
+    for name in ("event", "testing"):
+        (utils / f"{name}.py").write_text("raise ImportError('must not hide what the folder and our tests have')\n")
+    code = "import deep_ep, deep_ep.utils.envs as envs, deep_ep.utils.testing as testing\n"
+    code += "print(envs.found is deep_ep.EventHandle and bool(testing.bench_kineto), deep_ep.__file__)"
+    source = os.pathsep.join(
+        [str(ROOT / "tests" / "integrations" / "upstream"), str(tmp_path)]
+    )  # as `make test-upstream`
+    done = run_code(code, ROOT, PYTHONPATH=shims(), DEEPEP_SOURCE=source)
     assert done.returncode == 0, done.stderr
     found, where = done.stdout.split()
     assert found == "True" and Path(where).parents[1] == Path(shims())

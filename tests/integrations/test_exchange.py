@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.rounds import Plan
-from cute_ep.integrations import exchange
-from cute_ep.integrations.exchange import UNCOUNTED_ENTRIES, Exchange, Round
+from cute_ep.integrations.transformers import exchange
+from cute_ep.integrations.transformers.exchange import UNCOUNTED_ENTRIES, Exchange, Round
+from cute_ep.runtime.local_pool import LocalPool
 from cute_ep.runtime.routes import RouteCounts, count_routes
 
 RANKS, EXPERTS, SLOTS, HIDDEN = 4, 8, 4, 64
@@ -25,10 +26,11 @@ LARGEST = UNCOUNTED_ENTRIES // SLOTS
 def ranks() -> Iterator[Exchange]:
     """As if each had a device. They share the CPU, whose calls are done when they return."""
     cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, max_tokens_per_rank=LARGEST, world_size=RANKS)
-    made = Exchange(cfg, [torch.device("cpu")] * RANKS)
+    pool = LocalPool([torch.device("cpu")] * RANKS, grows=True)
+    made = Exchange(pool, cfg)
     made.waits = False
     yield made
-    made.close()
+    pool.close()
 
 
 def routes(kind: str, tokens: int) -> Tensor:
@@ -98,7 +100,7 @@ def test_a_collector_between_the_launches_of_two_ranks_closes_nothing(
 ) -> None:
     """Closing waits for the kernel of the first rank, which waits for the second's. The next call closes."""
     cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, max_tokens_per_rank=4, world_size=2)
-    lost = [Exchange(cfg, [torch.device("cpu")] * 2)]
+    lost = [Exchange(LocalPool([torch.device("cpu")] * 2, grows=True), cfg)]
     gone = lost[0].communicators
     ids = routes("any", 8)
     last = ranks.communicators[-1]
@@ -127,10 +129,11 @@ def test_a_collector_between_the_launches_of_two_ranks_closes_nothing(
 
 def test_an_exchange_is_closed_once_however_it_ends() -> None:
     cfg = EPConfig(HIDDEN, EXPERTS, SLOTS, max_tokens_per_rank=4, world_size=2)
-    for ends in ([Exchange.close, Exchange.close], [Exchange.abandon, Exchange.close, Exchange.abandon]):
-        made = Exchange(cfg, [torch.device("cpu")] * 2)
+    for ends in ([LocalPool.close, LocalPool.close], [LocalPool.abandon, LocalPool.abandon]):
+        pool = LocalPool([torch.device("cpu")] * 2, grows=True)
+        made = Exchange(pool, cfg)
         for end in ends:
-            end(made)
-        assert all(one.closed == (ends[0] is Exchange.close) for one in made.communicators)
-        exchange.close_abandoned()
+            end(pool)
+        assert all(one.closed == (ends[0] is LocalPool.close) for one in made.communicators)
+        LocalPool([]).sweep()
         assert all(one.closed for one in made.communicators)

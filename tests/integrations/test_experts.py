@@ -22,9 +22,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.gates import Gate
-from cute_ep.integrations import exchange
-from cute_ep.integrations.exchange import Exchange
-from cute_ep.integrations.transformers import attach
+from cute_ep.integrations.transformers import attach, exchange
+from cute_ep.integrations.transformers.exchange import Exchange
 from cute_ep.integrations.transformers.experts import KNOWN_FLAGS, FoundGate, Shards, find_gate, grouped_linear
 from cute_ep.runtime.local_ops import fused_silu
 from tests.integrations.models import EXPERTS, distance

@@ -12,7 +12,8 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import pools
+from cute_ep.runtime import connection
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs
 
@@ -200,11 +201,11 @@ def test_objects_of_a_group_share_communicators(monkeypatch: Patch, library: Any
     config = library.adapter.CuteEPConfig(sms=16, timeout_s=5.0)
 
     def program(first: Any) -> list:
-        def counted(cfg: EPConfig, group: Any, *, sms: int | None) -> Any:
-            made.append((cfg.timeout_s, sms, connect(cfg, group)))
+        def counted(check: Any, cfg: EPConfig, group: Any, *, sms: int | None) -> Any:
+            made.append((cfg.timeout_s, sms, connect(check, cfg, group)))
             return made[-1][2]
 
-        monkeypatch.setattr(connections, "connect", counted)
+        monkeypatch.setattr(connection, "connect_checked", counted)
         second = library.create_communication(first.bootstrap, first.params, config)
         third = library.create_communication(first.bootstrap, first.params, config)
         own = given[first.ep_rank]
@@ -222,7 +223,7 @@ def test_objects_of_a_group_share_communicators(monkeypatch: Patch, library: Any
         for other in others:
             assert_bits(one, other, "sums")
     assert [one[:2] for one in made] == [(5.0, 16)] * 2 and all(one[2].closed for one in made)
-    assert not connections._SHARED
+    assert not pools.SHARED
 
 
 def test_the_adapter_takes_calls_as_its_base_class_does(library: Any) -> None:
@@ -247,7 +248,7 @@ def test_sizes_that_cannot_be_served_are_refused(monkeypatch: Patch, library: An
         changes = {"dispatch_format": library.QuantFormat[changes["dispatch_format"]]}
     with pytest.raises(EPConfigError, match=rule):
         on_ranks(monkeypatch, library, 2, lambda comm: None, **changes)
-    assert not connections._SHARED
+    assert not pools.SHARED
 
 
 def test_the_group_must_be_that_of_the_bootstrap(library: Any) -> None:

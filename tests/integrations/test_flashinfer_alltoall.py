@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import pools
 from cute_ep.testing.compare import assert_bits
 
 from . import upstream
@@ -39,7 +39,7 @@ Patch = pytest.MonkeyPatch
 def made_of(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The module under test, over stubs or the installed library."""
     with library_of(request.param):
-        yield importlib.reload(importlib.import_module("cute_ep.integrations.flashinfer_alltoall"))
+        yield importlib.import_module("cute_ep.integrations.flashinfer.alltoall")
 
 
 def make(module: Any, group: Any, **changes: Any) -> Any:
@@ -160,4 +160,4 @@ def test_the_group_must_be_that_of_the_mapping(made_of: Any) -> None:
     ):
         with pytest.raises(EPConfigError, match=rule):
             make(made_of, group, **changes)
-    assert not connections._SHARED
+    assert not pools.SHARED

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations import connections
+from cute_ep.runtime import connection
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import Launches, MakeRank
 from tests.processes import WITHOUT_GPU, run_page, run_ranks
@@ -42,11 +42,11 @@ def test_nothing_waits_on_the_host(
 ) -> None:
     made: list[Communicator] = []
 
-    def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
+    def connect(check: object, cfg: EPConfig, group: object, sms: int | None) -> Communicator:
         made.append(make_rank(cfg))
         return made[-1]
 
-    monkeypatch.setattr(connections, "connect", connect)
+    monkeypatch.setattr(connection, "connect_checked", connect)
     monkeypatch.setattr(torch, "empty", torch.zeros)  # kernels write nothing
     group: Any = ThreadGroup(0, 2, threading.Barrier(1), [])
     ids, weights = torch.rand(TOKENS, 8).topk(4).indices, torch.rand(TOKENS, 4)

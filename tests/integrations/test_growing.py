@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cute_ep.api.config import memory_bytes
-from cute_ep.integrations.checks import LEAST_TOKENS
+from cute_ep.integrations.common.checks import LEAST_TOKENS
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
-from cute_ep.integrations.growing import GrowingConnections
+from cute_ep.runtime.group_pool import GroupPool
 
 from .groups import on_buffers
 from .refusals import refused
@@ -26,7 +26,7 @@ ORDERS = {
 
 def room(buffer: Any, *, hidden: int = HIDDEN) -> list[int]:
     """Tokens that the open communicators for rows of so many elements have room for."""
-    return [cfg.max_tokens_per_rank for cfg in buffer._connections._open if cfg.hidden == hidden]
+    return [one.cfg.max_tokens_per_rank for one in buffer._pool.communicators if one.cfg.hidden == hidden]
 
 
 def tokens(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,7 +69,7 @@ def test_low_latency_mode_has_one_communicator_for_the_most_tokens(monkeypatch: 
             handles += [handle] if kept else []
             largest = max(ORDERS[order][: number + 1])
             assert room(buffer) == [max(LEAST_TOKENS, 1 << (largest - 1).bit_length())]
-        cfg = next(iter(buffer._connections._open))
+        cfg = buffer._pool.communicators[0].cfg
         hint = buffer.get_low_latency_rdma_size_hint(max(ORDERS[order]), HIDDEN, RANKS, EXPERTS)
         assert memory_bytes(cfg) <= hint
 
@@ -82,7 +82,7 @@ def test_formats_have_a_communicator_each(monkeypatch: Patch) -> None:
             for options in ({"use_fp8": False}, {"use_fp8": True}, {"use_fp8": True, "round_scale": True}):
                 low_latency(buffer, most, **options)
         assert room(buffer) == [256] * 3
-        assert {cfg.dispatch_format for cfg in buffer._connections._open} == {"bf16", "fp8", "fp8_pow2"}
+        assert {one.cfg.dispatch_format for one in buffer._pool.communicators} == {"bf16", "fp8", "fp8_pow2"}
 
     on_buffers(monkeypatch, RANKS, program)
 
@@ -122,18 +122,18 @@ def test_a_handle_of_what_was_given_back_is_named(monkeypatch: Patch) -> None:
 def test_what_a_graph_was_captured_with_stays_open(monkeypatch: Patch, who: tuple[int, ...]) -> None:
     """Replays run no Python. Also where only one rank has captured, and whatever becomes of handles."""
     capturing: set[int] = set()
-    monkeypatch.setattr(GrowingConnections, "capturing", lambda self: self.rank in capturing)
+    monkeypatch.setattr(GroupPool, "capturing", lambda self: self.rank in capturing)
 
     def program(buffer: Buffer) -> None:
         home(buffer, *low_latency(buffer, 64))  # connects
-        buffer._connections._group.on_all_ranks(lambda: None)
+        buffer._pool.group.on_all_ranks(lambda: None)
         capturing.update(who)
-        buffer._connections._group.on_all_ranks(lambda: None)
+        buffer._pool.group.on_all_ranks(lambda: None)
         home(buffer, *low_latency(buffer, 64))
-        buffer._connections._group.on_all_ranks(lambda: None)
+        buffer._pool.group.on_all_ranks(lambda: None)
         capturing.clear()
-        buffer._connections._group.on_all_ranks(lambda: None)
-        (captured,) = buffer._connections._open.values()
+        buffer._pool.group.on_all_ranks(lambda: None)
+        (captured,) = buffer._pool.communicators
         for most in (128, 256, 512):
             home(buffer, *low_latency(buffer, most))
             assert room(buffer) == [64, 1 << (most - 1).bit_length()] and not captured.closed
@@ -178,7 +178,7 @@ def test_normal_mode_has_one_communicator_for_the_most_tokens(monkeypatch: Patch
         for count in (1, 3, 70, 200, 300, 5):
             back(buffer, *send(buffer, count))
         assert room(buffer) == [512]
-        words = [cfg for cfg in buffer._connections._open if cfg.hidden not in (HIDDEN, 24)]
+        words = [one.cfg for one in buffer._pool.communicators if one.cfg.hidden not in (HIDDEN, 24)]
         assert [cfg.max_tokens_per_rank for cfg in words] == [512]
         first = send(buffer, 300)
         back(buffer, *send(buffer, 600))

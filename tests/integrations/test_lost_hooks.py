@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.integrations.common.halves import Halves
 from cute_ep.integrations.deep_ep import Buffer
-from cute_ep.integrations.halves import Halves
 
 from .groups import on_buffers, on_groups
 from .refusals import refused

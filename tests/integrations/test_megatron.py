@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import ROOT, WITHOUT_GPU, run_ranks
 
-SHIMS = ROOT / "cute_ep" / "integrations" / "shims"
+SHIMS = ROOT / "cute_ep" / "integrations" / "deep_ep" / "shims"
 
 
 @pytest.mark.slow

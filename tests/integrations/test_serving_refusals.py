@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import pools
 
 from .groups import ThreadGroup, on_groups
 from .refusals import changed, refused
@@ -207,6 +207,7 @@ def test_vllm(monkeypatch: Patch) -> None:
     with vllm(monkeypatch):
         options: Any = importlib.import_module("cute_ep.integrations.vllm.options").Options
         standard: Any = importlib.import_module("cute_ep.integrations.vllm.standard").CuteEPStandard
+        make_sizes: Any = importlib.import_module("cute_ep.integrations.vllm.layer").LayerSizes
         batched: Any = importlib.import_module("cute_ep.integrations.vllm.batched").CuteEPBatched
         for given, words in (
             ({"mode": "unweighted"}, "['mode'] = 'unweighted': must be 'partial' or 'exact'"),
@@ -226,7 +227,7 @@ def test_vllm(monkeypatch: Patch) -> None:
             ({"max_tokens": 40000}, "--max-num-batched-tokens = 40000: must be an integer in [1, 32768]"),
         ):
             for make in (standard, batched):
-                call = partial(make, SimpleNamespace(world_size=2), **{**sizes, **changes})
+                call = partial(make, SimpleNamespace(world_size=2), make_sizes(**{**sizes, **changes}))
                 refused(call, words, EPConfigError, own=("hidden", "top_k"))
 
 
@@ -244,7 +245,7 @@ def test_sglang(monkeypatch: Patch) -> None:
         rig.one.give_up()
         refused(partial(rig.one.combine, given_up), "combine: there was no dispatch", EPError)
         rig.dispatch(given)
-        rig.module.connections_of(rig.group).close()
+        rig.module.pool_of(rig.group).close()
         refused(partial(rig.one.combine, given_up), "combine: the ranks were closed after the dispatch; drop", EPError)
         rig.one.give_up()
 
@@ -291,8 +292,8 @@ def test_flashinfer(monkeypatch: Patch) -> None:
 
     alone(monkeypatch, "FlashInfer", check)
     with flashinfer(monkeypatch):
-        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer")
-        shared = set(connections._SHARED)
+        adapter: Any = importlib.import_module("cute_ep.integrations.flashinfer.communication")
+        shared = set(pools.SHARED)
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         bootstrap = adapter.BootstrapConfig(world_size=2, rank=0, process_group=group)
         for changes, words in (
@@ -317,7 +318,7 @@ def test_flashinfer(monkeypatch: Patch) -> None:
         ):
             config = adapter.CuteEPConfig(**options)
             refused(partial(adapter.CuteEPCommunication, bootstrap, params, config), words, EPConfigError)
-        assert connections._SHARED.keys() == shared
+        assert set(pools.SHARED) == shared
 
 
 def test_flashinfers_alltoall(monkeypatch: Patch) -> None:
@@ -365,7 +366,7 @@ def test_flashinfers_alltoall(monkeypatch: Patch) -> None:
 
     alone(monkeypatch, "FlashInfer, MoeAlltoAll", check)
     with flashinfer(monkeypatch):
-        make: Any = importlib.import_module("cute_ep.integrations.flashinfer_alltoall").MoeAlltoAll
+        make: Any = importlib.import_module("cute_ep.integrations.flashinfer.alltoall").MoeAlltoAll
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
         good = {"mapping": SimpleNamespace(moe_ep_rank=0, moe_ep_size=2), "max_num_tokens": 8, "top_k": 2}
         good |= {"num_experts": 8, "mnnvl_config": SimpleNamespace(comm_backend=SimpleNamespace(_group=group))}

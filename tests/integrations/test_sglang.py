@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.integrations.common import pools
+from cute_ep.runtime import connection
 from tests.integrations.groups import ThreadGroup, connect
 from tests.integrations.test_version import import_beside
 from tests.integrations.upstream import differences, installed
@@ -49,9 +51,8 @@ class Lone:
         self, monkeypatch: pytest.MonkeyPatch, *, tokens: int = 8, ranks: int = 1, packed: bool = False
     ) -> None:
         self.module = importlib.import_module(f"{ADAPTER}.dispatcher")
-        connections = importlib.import_module("cute_ep.integrations.connections")
-        monkeypatch.setattr(connections, "connect", connect)
-        monkeypatch.setattr(connections, "_SHARED", {})
+        monkeypatch.setattr(connection, "connect_checked", connect)
+        monkeypatch.setattr(pools.SHARED, "_pools", {})
         self.group = ThreadGroup(0, 1, threading.Barrier(1), [None])
         names = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_DEEPEP_V2_NUM_SMS"
         settings = dict(zip(names, (setting(tokens), setting(0)), strict=True))
@@ -138,7 +139,7 @@ def test_layers_of_equal_sizes_share_a_communicator(sglang: dict[str, Any], monk
         one.prebuild()
     first, second, other = (one._connected() for one in layers)
     assert first is second and first is not other
-    importlib.import_module("cute_ep.integrations.connections").close()
+    pools.close()
     assert first.closed and not layers[0]._connected().closed
 
 

@@ -30,7 +30,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Imports find what stands in for torchtitan, and import the adapter anew."""
 
     def loaded() -> list[str]:
-        return [name for name in sys.modules if name.split(".")[0] == "torchtitan" or name == ADAPTER]
+        return [name for name in sys.modules if f"{name}.".startswith(("torchtitan.", f"{ADAPTER}."))]
 
     monkeypatch.syspath_prepend(STUBS)
     for name in loaded():

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations import connections
+from cute_ep.integrations.common import pools
+from cute_ep.runtime import connection
+from cute_ep.runtime.group_pool import GroupPool
 
 from .groups import ThreadGroup, on_groups
 from .refusals import changed, refused
@@ -174,7 +176,7 @@ def test_megatron(monkeypatch: Patch) -> None:
                     out = one.combine(rows)
                     assert torch.equal(out, x * routing.sum(1, keepdim=True).bfloat16())
         finally:
-            connections.release(group, None)  # type: ignore[arg-type]
+            pools.release(group, None)  # type: ignore[arg-type]
 
     on_groups(monkeypatch, RANKS, program)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
@@ -269,8 +271,8 @@ def test_transformers_plan(monkeypatch: Patch) -> None:
     mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: group)
     alone = SimpleNamespace(size=lambda: 1, get_group=lambda: None)
     monkeypatch.setattr("transformers.distributed.expert_parallel.get_process_group_ranks", lambda group: [])
-    monkeypatch.setattr(expert_parallel, "connections_of", connections.Connections)
-    monkeypatch.setattr(connections, "connect", None)
+    monkeypatch.setattr(expert_parallel, "pool_of", GroupPool)
+    monkeypatch.setattr(connection, "connect_checked", None)
     one: Any = expert_parallel.CuteEP(experts, mesh, alone)
     check(one, routed(), ROUTED)
     wide = {**routed(), "hidden_states": torch.zeros(4, 36)}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.versions import require
 from tests.processes import ROOT, run_code
 
 NEED = "must be 5.17 or newer: pip install 'transformers>=5.17'"

@@ -214,7 +214,9 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
     sizes = {"hidden": 512, "num_experts": experts, "top_k": top_k, "max_tokens": 1023}
     options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8)
     monkeypatch.setattr(standard, "_capturing", lambda device: True)
-    layer = standard.CuteEPStandard(manager, **sizes, sp_size=shared_by, graphs=True, options=options)
+    layer = standard.CuteEPStandard(
+        manager, standard.LayerSizes(**sizes), sp_size=shared_by, graphs=True, options=options
+    )
     most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
     assert layer._room(ids).rows == most * min(top_k, experts // 8)
     assert layer._room(ids).rows == 8 * 1023 * top_k
@@ -224,7 +226,7 @@ def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     manager: Any = SimpleNamespace(world_size=2)
-    layer = CuteEPStandard(manager, hidden=256, num_experts=4, top_k=2, max_tokens=4)
+    layer = CuteEPStandard(manager, (256, 4, 2, 4))
     with pytest.raises(EPConfigError, match=r"output_hidden_dim\(256\) = 192: must be 256, .*; choose other experts"):
         layer.post_init_setup(experts_of(padding=64))
 

@@ -250,6 +250,6 @@ def test_experts_that_blocks_are_not_for_are_refused(quant: dict, hidden: int, r
     from cute_ep.integrations.vllm.batched import CuteEPBatched
 
     manager: Any = SimpleNamespace(world_size=2)
-    layer = CuteEPBatched(manager, hidden=hidden, num_experts=4, top_k=2, max_tokens=5)
+    layer = CuteEPBatched(manager, (hidden, 4, 2, 5))
     with pytest.raises(EPConfigError, match=rule):
         layer.post_init_setup(experts_of(**quant))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations import connections
-from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.counts import ReceiveCounts
+from cute_ep.runtime import connection
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.counts import ReceiveCounts
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts
 from tests.fake_gpu import Launches, MakeRank
 from tests.integrations.upstream import installed
@@ -33,13 +33,13 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
     """What was connected, and for how many SMs. Kernels write nothing, so outputs are zeros."""
     made: Connected = []
 
-    def connect(cfg: EPConfig, group: object, sms: int | None) -> Communicator:
+    def connect(check: object, cfg: EPConfig, group: object, sms: int | None) -> Communicator:
         made.append((cfg, sms))
         return make_rank(cfg)
 
     with installed("vllm", "cute_ep.integrations.vllm") as stubs:
         import_adapter(stubs, monkeypatch)
-        monkeypatch.setattr(connections, "connect", connect)
+        monkeypatch.setattr(connection, "connect_checked", connect)
         monkeypatch.setattr(torch, "empty", torch.zeros)
         yield made
 
@@ -47,6 +47,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, make_rank: MakeRank) -> Iterator[
 def layers(number: int, quant: dict[str, Any], batched: bool = False, **options: Any) -> list:
     """Layers of rank 0 of two."""
     from cute_ep.integrations.vllm.batched import CuteEPBatched
+    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
     from cute_ep.integrations.vllm.options import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
@@ -55,7 +56,7 @@ def layers(number: int, quant: dict[str, Any], batched: bool = False, **options:
     manager = CuteEPAll2AllManager(group)
     sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": TOKENS}
     make: Any = CuteEPBatched if batched else CuteEPStandard
-    made = [make(manager, **sizes, options=Options(**options)) for _ in range(number)]
+    made = [make(manager, LayerSizes(**sizes), options=Options(**options)) for _ in range(number)]
     for one in made:
         one.post_init_setup(experts_of(**quant))
     return made
@@ -99,7 +100,7 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
         asked.append((routes.by_expert.tolist(), experts))
         return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
 
-    monkeypatch.setattr(Connections, "exchange_counts", exchange)
+    monkeypatch.setattr(GroupPool, "exchange_counts", exchange)
     monkeypatch.setattr(standard, "_capturing", lambda device: captured)
     monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
     rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)

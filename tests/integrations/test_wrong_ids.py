@@ -4,6 +4,7 @@ them, names the entry, and can be made again. Ranks are in threads, on the CPU, 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.integrations.reports import Words
+from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.reference.backend import ReferenceCommunicator, connect_reference
 from tests.integrations.groups import ThreadGroup, on_groups
@@ -152,6 +153,9 @@ BLOCKS = EPConfig(8, 4, 2, 4, 2, block_rows=8)
     ids=["rows", "blocks of experts", "blocks of ranks"],
 )
 def test_rows_without_room_are_told_with_what_says_how_many_there_may_be(cfg: EPConfig, index: int, words: str) -> None:
+    one = connect_reference(cfg)[1]
+    one.take_input_errors = lambda: {Phase.ROW_CAPACITY: (index, 8, 9)}  # type: ignore[method-assign]
+    pool = SimpleNamespace(communicators=[one])
     with pytest.raises(EPInputError) as told:
-        Words("ids", "most").raise_found(connect_reference(cfg)[1], {Phase.ROW_CAPACITY: (index, 8, 9)})
+        Words("ids", "most").raise_found(pool)  # type: ignore[arg-type]
     assert str(told.value).startswith(f"rank 1: {words}")

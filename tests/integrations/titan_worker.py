@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tests.integrations.titan_stand_ins  # noqa: F401  before torchtitan
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations import connections
-from cute_ep.integrations.checks import LEAST_TOKENS
-from cute_ep.integrations.torchtitan import WORDS, CuteEPTokenDispatcher, close, cute_ep_dispatcher
+from cute_ep.integrations.common import pools
+from cute_ep.integrations.common.checks import LEAST_TOKENS
+from cute_ep.integrations.torchtitan import CuteEPTokenDispatcher, close, cute_ep_dispatcher
+from cute_ep.integrations.torchtitan.dispatcher import WORDS
 from cute_ep.ops.registry import communicator_of
 from tests.processes import join_group
 
@@ -147,7 +148,7 @@ def check_overflow(mesh: DeviceMesh, cfg: Any) -> None:
     out = through_without_grad(dispatcher, own, told)
     assert out.isnan().any(1).any()
     try:
-        connections.connections_of(mesh.get_group()).synchronize(WORDS)
+        WORDS.synchronize(pools.pool_of(mesh.get_group()))
     except EPInputError as error:
         told.append(str(error))
     assert len(told) == (rank == 0) and all("non_blocking_capacity_factor: left room for" in one for one in told)
@@ -239,7 +240,7 @@ def main(store: Path, rank: int, world: int) -> None:
     check_reconnected(mesh, cfg)
     check_compiled(mesh, cfg)
     close()
-    assert not connections._SHARED
+    assert not pools.SHARED
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations import checks, connections
+from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.transformers import close, expert_parallel
 from tests.integrations.models import distance, text, trained
 from tests.processes import join_group
@@ -83,9 +83,9 @@ def main(store: Path, rank: int, world: int, models: Path) -> None:
     with unknown as asked:  # experts that compute themselves
         check(models / "gpt_oss", rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
     assert asked.called
-    assert connections._SHARED
+    assert pools.SHARED
     close()
-    assert not connections._SHARED
+    assert not pools.SHARED
     dist.destroy_process_group()
     sys.stdout.write(f"rank {rank} ok\n")
 

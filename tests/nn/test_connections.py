@@ -16,7 +16,7 @@ from cute_ep import EPCommunicator, EPConfig, connect_local
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.nn import MoELayer, connect, connections, disconnect
 from cute_ep.reference.backend import ReferenceCommunicator
-from cute_ep.runtime import gpus
+from cute_ep.runtime import connection
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
 
 from .layers import INNER, config
@@ -60,7 +60,7 @@ def test_copies_compute_the_same(layer: MoELayer, again: Callable[[MoELayer], Mo
         layer(tokens())
     other = again(layer)
     assert torch.equal(other(tokens()), layer(tokens()))
-    assert other.communicator is layer.communicator and len(connections._OPEN) == 1
+    assert other.communicator is layer.communicator and len(connections.opened()) == 1
 
 
 def test_copies_hold_no_name(layer: MoELayer) -> None:
@@ -80,12 +80,12 @@ def test_a_copy_has_parameters_of_its_own(layer: MoELayer) -> None:
 
 
 def test_a_first_call_connects_and_layers_of_equal_configurations_share(layer: MoELayer) -> None:
-    assert "not connected" in repr(layer) and not connections._OPEN
+    assert "not connected" in repr(layer) and not connections.opened()
     model = torch.nn.Sequential(layer, MoELayer(CFG, 2 * INNER), MoELayer(config(1, top_k=2), INNER))
     model(tokens())
     assert "not connected" not in repr(model)
     first, second, third = (one.communicator for one in model)
-    assert first is second is not third and [one.communicator for one in connections._OPEN] == [first, third]
+    assert first is second is not third and connections.opened() == [first, third]
 
 
 def test_connect_opens_what_is_missing_and_closes_that_only(layer: MoELayer) -> None:
@@ -102,9 +102,7 @@ def test_connect_opens_what_is_missing_and_closes_that_only(layer: MoELayer) -> 
     model(tokens())
 
 
-@pytest.mark.parametrize(
-    "end", [disconnect, lambda: connections._OPEN[0].communicator.close()], ids=["disconnect", "close"]
-)
+@pytest.mark.parametrize("end", [disconnect, lambda: connections.opened()[0].close()], ids=["disconnect", "close"])
 def test_a_layer_whose_communicator_is_gone_says_so_until_it_is_connected(layer: MoELayer, end: Callable) -> None:
     before = layer(tokens())
     end()
@@ -119,7 +117,7 @@ def test_a_communicator_of_yours_is_used_and_yours_to_keep(layer: MoELayer) -> N
     (ep,) = connect_local(CFG, ["cpu"])
     layer.attach(ep)
     layer(tokens())
-    assert layer.communicator is ep and not connections._OPEN
+    assert layer.communicator is ep and not connections.opened()
     assert ep._dispatches.sent == 1
 
 
@@ -157,8 +155,14 @@ def test_several_ranks_need_a_process_group() -> None:
 class Group:
     """Stands for a process group of two ranks."""
 
+    def rank(self) -> int:
+        return 0
 
-A, B = Group(), Group()
+    def size(self) -> int:
+        return 2
+
+
+A, B, DEFAULT = Group(), Group(), Group()
 
 
 @pytest.fixture
@@ -166,12 +170,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
     """(process group, options) of every communicator of two ranks that layers have opened."""
     calls = []
 
-    def connect_rank(cfg: EPConfig, group: Any, **options: Any) -> EPCommunicator:
-        calls.append((group, options))
+    def connect_rank(check: Callable[[], None], cfg: EPConfig, group: Any, **options: Any) -> EPCommunicator:
+        check()
+        calls.append((None if group is DEFAULT else group, options))
         return connect_local(cfg, ["cpu"] * cfg.world_size)[0]
 
-    monkeypatch.setattr(connections.connection, "connect", connect_rank)
-    monkeypatch.setattr(connections, "_check_process", lambda *_: None)
+    monkeypatch.setattr(connection, "connect_checked", connect_rank)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", DEFAULT)
     monkeypatch.setattr(connections, "_is_registered", lambda group: group in (None, A, B))  # None is the default group
     monkeypatch.setattr(ReferenceCommunicator, "shares_device", False)
     return calls
@@ -188,6 +194,14 @@ def move(layer: MoELayer) -> MoELayer:
 
 def groups(opened: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
     return [group for group, _ in opened]
+
+
+def test_a_group_of_other_processes_is_refused(opened: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    with pytest.raises(EPConfigError, match="must have this process, global rank 3, as one of its own"):
+        connect(*layers(1), other)
+    assert not opened
 
 
 def test_layers_share_a_communicator_of_their_group_only(opened: list) -> None:
@@ -260,7 +274,7 @@ def test_after_a_failed_round_layers_say_what_to_do(opened: list, monkeypatch: p
 
 
 def test_sms_are_left_to_nccl_unless_a_number_is_given(opened: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "sms_beside_nccl", lambda device: 124)
+    monkeypatch.setattr(connections, "sms_beside_nccl", lambda device: 124)
     one, two = layers(2)
     connect(one, A)
     connect(two, B, sms=132)

@@ -112,7 +112,7 @@ def test_deepep_itself_runs_in_processes_of_its_own(monkeypatch: pytest.MonkeyPa
     made = peers.worker_command
     monkeypatch.setattr(peers, "worker_command", command)
     monkeypatch.setattr(peers, "run_peers", lambda *args, **options: {"rows": [], "notes": []})
-    shims = Path(sys.modules[Buffer.__module__].__file__ or "").parents[1] / "shims"
+    shims = Path(sys.modules[Buffer.__module__].__file__ or "").parent / "shims"
     monkeypatch.syspath_prepend(shims)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, sys.path)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

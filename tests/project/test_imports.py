@@ -4,6 +4,7 @@ Read from the sources, so no module needs to run."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ ROOMS = (
     "cute_ep.kernels.roles",
     "cute_ep.kernels",
     "cute_ep.torch_internals",
+    "cute_ep.adjoints",
     "cute_ep.api",
     "cute_ep.aot",
     "cute_ep.tuning",
@@ -47,6 +49,47 @@ ADAPTED = {"flashinfer", "megatron", "sglang", "torchtitan", "transformers", "vl
 """Other libraries, each imported by `cute_ep.integrations.<its name>` only."""
 BROUGHT = {"pydantic": "vllm"}
 """Libraries that come with one of these, and may be imported where that one may."""
+ADAPTERS = "cute_ep.integrations"
+CONTRACT: dict[str, set[str]] = {
+    "adjoints": {"inner_products", "ones_for", "weighted"},
+    "api.config": {"EPConfig", "LONGEST_S", "in_words", "is_integer", "is_number", "memory_bytes"},
+    "api.buffers": {"DispatchBuffers"},
+    "api.dispatched": {"Dispatched"},
+    "api.errors": {"EPConfigError", "EPError", "EPInputError"},
+    "api.gates": {"Gate"},
+    "api.host": {"host_list"},
+    "api.interface": {"EPCommunicator"},
+    "api.rounds": {"MAX_OUTSTANDING"},
+    "api.row_tensors": {"ID_TYPES", "with_plain_strides"},
+    "api.tensors": {"check_apart", "check_tensor", "check_written", "overlap"},
+    "api.types": {"CombineMode", "FormatName"},
+    "api.validate": {"check_devices"},
+    "api.validate_combine": {"OUTPUT_TYPES"},
+    "distributed": {"DistributedEPCombine", "DistributedEPDispatch"},
+    "layouts.maps.arena": {"HeaderWord"},
+    "layouts.maps.formats": {"BF16", "FORMATS", "FP8", "VECTOR_BYTES"},
+    "layouts.maps.record": {"align_up"},
+    "layouts.maps.routing": {
+        *("BEYOND", "MAX_EXPERTS", "MAX_RANKS", "MAX_TOKENS_PER_RANK", "MAX_TOP_K", "NO_ROW", "Phase", "RANK_MAJOR"),
+        *("ROW_ALIGNMENTS", "max_rows", "shared_slice"),
+    },
+    "nn.gates": {"plain"},
+    "ops": {"Batch", "combine", "dispatch", "register"},
+    "ops.row_weights": {"SCALAR_HIDDEN", "dispatch_weighted"},
+    "ops.library": {"FORWARD_OPS"},
+    "ops.registry": {"is_open"},
+    "reference.routes": {"NO_EXPERT"},
+    "runtime.counts": {"Counting"},
+    "runtime.gpus": {"check_gpu", "sm_budget", "sms_beside_nccl"},
+    "runtime.group_pool": {"GroupPool", "Pools", "own_device"},
+    "runtime.local_ops": {"fused_silu"},
+    "runtime.local_pool": {"CALLING", "LocalPool"},
+    "runtime.pool": {"Hold", "Opening"},
+    "runtime.routes": {"RouteCounts", "count_routes"},
+    "runtime.sums": {"sum_rows"},
+    "torch_internals": {"AsyncCollectiveTensor", "all_to_all_single", "version_of"},
+}
+"""What adapters may use of the rest of `cute_ep`, by module; `cute_ep/integrations/__init__.py` says what it is."""
 
 
 def sources() -> list[str]:
@@ -91,6 +134,8 @@ def allowed(path: str, name: str) -> bool:
         return True
     if within(name, "cutlass"):
         return folder == "kernels" or path in (*DSL_FILES, BUILD_FILE)
+    if within(name, ADAPTERS) or (within(module_of(path), ADAPTERS) and within(name, "cute_ep")):
+        return allowed_of_adapters(module_of(path), name)
     top = name.split(".")[0]
     if (top := BROUGHT.get(top, top)) in ADAPTED:
         return within(module_of(path), f"cute_ep.integrations.{top}")
@@ -101,6 +146,18 @@ def allowed(path: str, name: str) -> bool:
     return name == "cute_ep" or name == "cute_ep.__version__" or room_of(name) <= room_of(module_of(path))
 
 
+def allowed_of_adapters(module: str, name: str) -> bool:
+    """Whether a module may import `name`, where one of both is an adapter's: a room imports itself, `common`, and of
+    the core the contract."""
+    if not within(module, ADAPTERS):
+        return False
+    if within(name, ADAPTERS):
+        return any(within(name, f"{ADAPTERS}.{room}") for room in (module.split(".")[2], "common"))
+    used = name.removeprefix("cute_ep.")
+    owner, _, last = used.rpartition(".")
+    return used in (*CONTRACT, "__version__") or last in CONTRACT.get(owner, ())
+
+
 def violations(path: str) -> list[str]:
     return [f"{path}:{line} imports {name}" for line, name in imports(path) if not allowed(path, name)]
 
@@ -108,6 +165,40 @@ def violations(path: str) -> list[str]:
 @pytest.mark.parametrize("path", sources())
 def test_imports_go_one_way(path: str) -> None:
     assert not violations(path)
+
+
+def test_adapters_use_all_of_their_contract() -> None:
+    """And the page that says what it is names its modules."""
+    rooms = [path for path in sources() if path.startswith("cute_ep/integrations/")]
+    used = {name.removeprefix("cute_ep.") for path in rooms for _, name in imports(path)}
+    for path in rooms:
+        text = (ROOT / path).read_text()
+        used |= {f"ops.{name}" for name in CONTRACT["ops"] if re.search(rf"cute_ep\.ops\.{name}\b", text)}
+    assert {f"{module}.{name}" for module, names in CONTRACT.items() for name in names} <= used
+    said = ast.get_docstring(ast.parse((ROOT / "cute_ep/integrations/__init__.py").read_text())) or ""
+    assert {module.split(".")[0] for module in CONTRACT} <= set(re.findall(r"\w+", said))
+
+
+def test_adapters_leave_private_attributes_of_the_core_alone() -> None:
+    def attributes(path: str) -> Iterator[ast.Attribute]:
+        tree = ast.parse((ROOT / path).read_text())
+        return (one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and one.attr.startswith("_"))
+
+    def own(one: ast.Attribute) -> bool:
+        return isinstance(one.value, ast.Name) and one.value.id in ("self", "cls")
+
+    rooms = [path for path in sources() if path.startswith("cute_ep/integrations/")]
+    core = [path for path in sources() if path.startswith(("cute_ep/api/", "cute_ep/runtime/", "cute_ep/reference/"))]
+    theirs = {one.attr for path in rooms for one in attributes(path) if own(one)}
+    private = {one.attr for path in core for one in attributes(path) if own(one)} - theirs
+    assert len(private) > 50
+    assert not [f"{path}: {ast.unparse(one)}" for path in rooms for one in attributes(path) if one.attr in private]
+
+
+def test_nothing_lies_beside_the_rooms() -> None:
+    folder = ROOT / "cute_ep" / "integrations"
+    beside = {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"}
+    assert beside == {"common", "deep_ep", *ADAPTED}
 
 
 def test_every_room_says_what_it_is() -> None:
@@ -134,11 +225,16 @@ def test_every_room_says_what_it_is() -> None:
         ("cute_ep/runtime/connection.py", "cute_ep.bench.machine.parse_devices"),
         ("cute_ep/runtime/connection.py", "cute_ep.ops.register"),
         ("cute_ep/ops/library.py", "cute_ep.nn.layer"),
-        ("cute_ep/ops/calls.py", "cute_ep.integrations.exchange"),
-        ("cute_ep/distributed.py", "cute_ep.integrations.exchange"),
-        ("cute_ep/integrations/exchange.py", "transformers"),
-        ("cute_ep/integrations/connections.py", "sglang.srt.environ"),
-        ("cute_ep/integrations/megatron.py", "torchtitan"),
+        ("cute_ep/ops/calls.py", "cute_ep.integrations.transformers.exchange"),
+        ("cute_ep/distributed.py", "cute_ep.integrations.transformers.exchange"),
+        ("cute_ep/__init__.py", "cute_ep.integrations.transformers.attach"),
+        ("cute_ep/integrations/common/checks.py", "cute_ep.integrations.vllm.options"),
+        ("cute_ep/integrations/sglang/dispatcher.py", "cute_ep.integrations.vllm.options"),
+        ("cute_ep/integrations/deep_ep/normal.py", "cute_ep.runtime.arguments"),
+        ("cute_ep/integrations/deep_ep/normal.py", "cute_ep.api.buffers.buffer_shapes"),
+        ("cute_ep/integrations/common/checks.py", "transformers"),
+        ("cute_ep/integrations/common/pools.py", "sglang.srt.environ"),
+        ("cute_ep/integrations/megatron/manager.py", "torchtitan"),
         ("cute_ep/bench/tune.py", "cute_ep.cli.common"),
         ("cute_ep/api/config.py", "cute_ep.reference.formats"),
         ("cute_ep/cli/main.py", "kernels.block"),
@@ -172,9 +268,9 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "cute_ep.ops": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.nn"),
     "cute_ep.nn": ("cutlass",),
     "cute_ep.distributed": ("cutlass", "cute_ep.integrations", "transformers"),
-    "cute_ep.integrations.exchange": ("transformers", "cute_ep.ops"),
+    "cute_ep.integrations.common.pools": ("transformers", "cute_ep.ops"),
     "cute_ep.integrations.sglang": ("torch", "cutlass", "cuda", "sglang"),
-    "cute_ep.integrations.rows": ("cutlass", "cute_ep.runtime", "cute_ep.reference", "cute_ep.ops"),
+    "cute_ep.integrations.deep_ep": ("cutlass", "cute_ep.ops"),
 }
 """By module, what importing it must not import."""
 EACH = """

@@ -27,13 +27,17 @@ COPIES = {
     (HOST, "host_list", "tolist"): "of the host's memory",
     ("cute_ep/runtime/local_ops.py", "quantize", "item"): "on a CPU only",
     ("cute_ep/runtime/local_ops.py", "fused_silu", "tolist"): "on a CPU only",
-    ("cute_ep/integrations/torchtitan.py", "dispatch", "to"): "a process per rank; checkpointing saves this op",
+    (
+        "cute_ep/integrations/torchtitan/dispatcher.py",
+        "dispatch",
+        "to",
+    ): "a process per rank; checkpointing saves this op",
 }
 """(file, function, name) of calls that are allowed, and why."""
 COLLECTED = {
     ("cute_ep/ops/registry.py", "_BY_NAME.pop"): "forgets a name",
     ("cute_ep/reference/processes.py", "mail.close"): "closes sockets",
-    ("cute_ep/integrations/exchange.py", "_ABANDONED.extend"): "leaves closing to the next call",
+    ("cute_ep/runtime/local_pool.py", "_ABANDONED.append"): "leaves closing to the next call",
     ("cute_ep/integrations/transformers/attachment.py", "self._abandon"): "leaves closing to the next call",
 }
 """(file, callback) of finalizers, and what they do."""

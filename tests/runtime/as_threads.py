@@ -30,6 +30,7 @@ def collective(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], object]) -
     dist = SimpleNamespace(
         PrefixStore=torch.distributed.PrefixStore,
         get_rank=lambda group: mine.rank,
+        GroupMember=torch.distributed.GroupMember,
         get_world_size=lambda group: RANKS,
         get_process_group_ranks=lambda group: list(range(RANKS)),
         group=SimpleNamespace(WORLD=SimpleNamespace(group_name="0")),

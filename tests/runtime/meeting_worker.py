@@ -23,10 +23,11 @@ from cute_ep import nn
 from cute_ep.api import waits
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
-from cute_ep.integrations.connections import SAME, Connections
+from cute_ep.integrations.common.pools import communicator_for, config_for
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.reference import processes
 from cute_ep.runtime.connection import connect
+from cute_ep.runtime.group_pool import SAME, GroupPool
 from cute_ep.torch_internals import default_store
 from tests.processes import join_group
 
@@ -62,9 +63,9 @@ def layer(group: dist.ProcessGroup) -> Callable[[], None]:
 
 
 def adapter(group: dist.ProcessGroup) -> Callable[[], None]:
-    connections = Connections(group)
-    connections.for_tokens(SAME, (128, 6, 2), 16)
-    return connections.close
+    pool = GroupPool(group)
+    communicator_for(pool, config_for(pool, SAME, (128, 6, 2), 16), SAME)
+    return pool.close
 
 
 def normal(group: dist.ProcessGroup) -> Callable[[], None]:
@@ -190,6 +191,31 @@ def differing(ranks: Ranks) -> None:
     connect(CFG, ranks.group).close()
 
 
+def cannot_open(ranks: Ranks) -> None:
+    """The last rank refuses to open: all are told at once, nobody keeps anything, and all may try again."""
+    pool = GroupPool(ranks.group)
+    before = pool.open(CFG).first
+    larger = replace(CFG, max_tokens_per_rank=32)
+
+    def refuse() -> None:
+        if ranks.is_last:
+            raise EPConfigError("device = here: must be there")
+
+    kind: type[EPError] = EPConfigError if ranks.is_last else EPError
+    words = "device = here: must be there"
+    words = words if ranks.is_last else f"rank 2 could not connect: EPConfigError: {words}"
+    for _ in range(2):
+        dist.barrier()
+        ranks.refused(kind, words, lambda: pool.open(larger, check=refuse), SOON_S)
+        assert pool.communicators == [before] and pool.find(larger) is None
+    assert pool.open(larger).first in pool.communicators
+    pool.close()
+    layer = nn.MoELayer(CFG, 16).to("meta" if ranks.is_last else "cpu")
+    words = "device = meta: must be cpu" if ranks.is_last else "rank 2 could not connect: EPConfigError: device = meta"
+    ranks.refused(kind, words, lambda: nn.connect(layer, ranks.group), SOON_S)
+    nn.connect(nn.MoELayer(CFG, 16), ranks.group).close()
+
+
 def one_connects_anew(ranks: Ranks) -> None:
     """The last rank connects for more tokens while the others use what they have: each names whom it misses."""
     ep = connect(replace(CFG, timeout_s=2), ranks.group)
@@ -246,7 +272,7 @@ def part_of_all(ranks: Ranks) -> None:
     return dist.barrier()
 
 
-PROGRAMS = (absent, differing, one_connects_anew, killed_before, killed_within, interrupted, part_of_all)
+PROGRAMS = (absent, differing, cannot_open, one_connects_anew, killed_before, killed_within, interrupted, part_of_all)
 
 
 def main(store: str, rank: int, world: int, program: str) -> None:

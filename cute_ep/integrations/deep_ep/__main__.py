@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{Path(__file__).parents[1] / 'shims'}\n")
+    sys.stdout.write(f"{Path(__file__).parent / 'shims'}\n")

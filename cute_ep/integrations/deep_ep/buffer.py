@@ -12,7 +12,15 @@ import torch.distributed as dist
 from cute_ep.api.config import memory_bytes
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import as_rows, check_given, check_integer, check_most, check_sms, roomy_config
+from cute_ep.integrations.common.checks import (
+    as_rows,
+    check_given,
+    check_group,
+    check_integer,
+    check_most,
+    check_sms,
+    roomy_config,
+)
 from cute_ep.integrations.deep_ep.calls import (
     Rows,
     absent,
@@ -29,8 +37,8 @@ from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverla
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
 from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, first_rows, joined, prefix_matrix
-from cute_ep.integrations.growing import GrowingConnections
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
+from cute_ep.runtime.group_pool import GroupPool
 
 
 class Buffer(LowLatency):
@@ -40,8 +48,7 @@ class Buffer(LowLatency):
     the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments, as
     DeepEP's do.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
@@ -80,16 +87,17 @@ class Buffer(LowLatency):
             raise EPConfigError("enable_shrink = True: must be False, a group keeps all its ranks")
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        connections = GrowingConnections(group)
-        super().__init__(connections)
-        self.rank, self.group_size = connections.rank, connections.size
-        self._normal = NormalMode(connections, lambda: Buffer.num_sms)
+        check_group("group", group)
+        pool = GroupPool(group, grows=True)
+        super().__init__(pool)
+        self.rank, self.group_size = pool.rank, pool.size
+        self._normal = NormalMode(pool, lambda device: Buffer.num_sms)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Hooks and handles from before are of no use then; later calls connect
         again."""
         self._halves.forget()
-        self._connections.close()
+        self._pool.close()
 
     # ---- facts
 
@@ -120,11 +128,11 @@ class Buffer(LowLatency):
         most = num_max_dispatch_tokens_per_rank
         check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
-        return memory_bytes(roomy_config(names, hidden, num_experts, min(8, num_experts), most, num_ranks))
+        return memory_bytes(roomy_config(names, (hidden, num_experts, min(8, num_experts), most, num_ranks)))
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that calls run on: the current one. EPError: there is no GPU."""
-        return current_stream(self._connections.device)
+        return current_stream(self._pool.device)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -157,9 +165,9 @@ class Buffer(LowLatency):
             EPInputError: an argument breaks its rule, or an earlier call's did.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._connections.raise_found(self._normal.words)
+        self._normal.words.raise_found(self._pool)
         check_experts(num_experts, self.group_size)
-        check_given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._connections.device)
+        check_given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._pool.device)
         check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
         routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
         return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
@@ -210,8 +218,8 @@ class Buffer(LowLatency):
             EPTimeout: a rank does not come.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._connections.raise_found(self._normal.words)
-        payload, scales = check_payload(x, self._connections.device)
+        self._normal.words.raise_found(self._pool)
+        payload, scales = check_payload(x, self._pool.device)
         tokens, room, ranks = payload.shape[0], num_worst_tokens, self.group_size
         check_most("x.shape[0]", tokens)
         if handle is not None:
@@ -220,7 +228,7 @@ class Buffer(LowLatency):
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
             self._normal.check_route(payload, route, scaled=scales is not None)
-            rows, factors, _ = self._normal.dispatch(payload, scales, None, route)
+            rows, factors, _ = self._normal.dispatch((payload, scales), None, route, route.rows)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
@@ -230,12 +238,12 @@ class Buffer(LowLatency):
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         if known is None:
             layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            check_layout(*layout, topk_idx, ranks, self._connections.device)
+            check_layout(layout, topk_idx, ranks, self._pool.device)
         own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
         require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
         if topk_idx is not None and topk_weights is not None:
-            shape, device = topk_idx.shape, self._connections.device
+            shape, device = topk_idx.shape, self._pool.device
             check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
         check_integer("expert_alignment", expert_alignment)
         check_integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
@@ -253,10 +261,11 @@ class Buffer(LowLatency):
         if not room:
             counts = counting.wait(experts)
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
+            self._normal.check_route(payload, route, scaled=scales is not None)
         sent = None if topk_weights is None else topk_weights.contiguous()
         if sent is not None and routes.ids.shape != sent.shape:
             sent = torch.nn.functional.pad(sent, (0, routes.ids.shape[1] - sent.shape[1]))
-        rows, factors, batch = self._normal.dispatch(payload, scales, sent, route, exact=not room)
+        rows, factors, batch = self._normal.dispatch((payload, scales), sent, route, route.rows, exact=not room)
         room, ids, weights = route.rows, None, None
         if topk_idx is not None:
             ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
@@ -293,8 +302,8 @@ class Buffer(LowLatency):
             EPInputError: an argument breaks its rule.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._connections.raise_found(self._normal.words)
-        own, device = _handle(handle), self._connections.device
+        self._normal.words.raise_found(self._pool)
+        own, device = _handle(handle), self._pool.device
         extents = self._normal.check_returned(own.route)
         check_given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
         biases = check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)

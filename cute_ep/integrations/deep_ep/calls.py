@@ -10,11 +10,12 @@ import torch
 
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.tensors import check_written
-from cute_ep.integrations.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
-from cute_ep.integrations.reports import Words
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
+from cute_ep.runtime.pool import Hold
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
@@ -48,6 +49,15 @@ def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> No
     check_integer(name, num_experts, 1, MAX_EXPERTS)
     ok = num_experts % ranks == 0
     require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
+
+
+def check_open(name: str, hold: Hold) -> None:
+    """EPInputError, which begins with `name`, if the communicator that something needs was closed."""
+    if hold.communicator.closed:
+        raise EPInputError(
+            f"{name}: the memory that it needs was given back, by destroy() or, once it had been combined, for a "
+            "dispatch of more tokens; dispatch again"
+        )
 
 
 def check_event(name: str, event: object, *kinds: type) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from cute_ep.api.config import LONGEST_S, is_number, memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations.checks import as_rows, check_given, check_integer, check_sms, named_config
+from cute_ep.integrations.common.checks import as_rows, check_given, check_group, check_integer, check_sms, named_config
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
     Rows,
@@ -23,11 +23,12 @@ from cute_ep.integrations.deep_ep.calls import (
     require,
     without_gradients,
 )
-from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
+from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
-from cute_ep.integrations.growing import GrowingConnections
+from cute_ep.integrations.deep_ep.normal import Layout
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
+from cute_ep.runtime.group_pool import GroupPool
 
 SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
@@ -43,8 +44,7 @@ class ElasticBuffer:
     the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
     no gradients and drop those of their arguments. All results are deterministic.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
@@ -97,8 +97,9 @@ class ElasticBuffer:
         if not in_time:
             rule = f"must be a number of seconds up to {LONGEST_S}"
             raise EPConfigError(f"num_gpu_timeout_secs = {num_gpu_timeout_secs!r}: {rule}")
-        connections = GrowingConnections(group)
-        self.group, self.rank_idx, self.num_ranks = group, connections.rank, connections.size
+        check_group("group", group)
+        pool = GroupPool(group, grows=True)
+        self.group, self.rank_idx, self.num_ranks = group, pool.rank, pool.size
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
         self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
@@ -112,13 +113,13 @@ class ElasticBuffer:
             known = num_max_tokens_per_rank and hidden
             num_bytes = _size_hint(group.size(), *sizes, error=EPConfigError) if known else 0
         self.num_bytes = num_bytes
-        self._connections = connections
+        self._pool = pool
         timeout_s = float(num_gpu_timeout_secs)
-        self._mode = ElasticMode(connections, OVERLAPPED_SMS, timeout_s, reduce=allow_multiple_reduction)
+        self._mode = ElasticMode(pool, OVERLAPPED_SMS, timeout_s, reduce=allow_multiple_reduction)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Handles from before cannot be combined then; later calls connect again."""
-        self._connections.close()
+        self._pool.close()
 
     # ---- facts
 
@@ -146,7 +147,7 @@ class ElasticBuffer:
         """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
         are. Nothing is derived from the arguments."""
         wanted = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS
-        device = self._connections.device
+        device = self._pool.device
         if device.type == "cpu":
             return wanted
         return min(wanted, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -162,7 +163,7 @@ class ElasticBuffer:
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that calls run on: the current one. EPError: there is no GPU."""
-        return current_stream(self._connections.device)
+        return current_stream(self._pool.device)
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say.
@@ -171,10 +172,10 @@ class ElasticBuffer:
             EPError: a rank does not come within the group's timeout, or has ended; says which.
             EPInputError: once all are here, an argument of an earlier call was wrong.
         """
-        if self._connections.device.type == "cuda":
+        if self._pool.device.type == "cuda":
             torch.cuda.synchronize()
-        self._connections.barrier()
-        self._connections.raise_found(WORDS)
+        self._pool.barrier()
+        WORDS.raise_found(self._pool)
 
     # ---- dispatch and combine
 
@@ -238,9 +239,9 @@ class ElasticBuffer:
             EPTimeout: a rank does not come.
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        connections, mode = self._connections, self._mode
-        connections.raise_found(WORDS)
-        payload, scales = check_payload(x, connections.device)
+        pool, mode = self._pool, self._mode
+        WORDS.raise_found(pool)
+        payload, scales = check_payload(x, pool.device)
         tokens = payload.shape[0]
         require(do_expand or not do_zero_padding, "do_zero_padding = True: must come with do_expand")
         check_integer("num_sms", num_sms, 0)
@@ -251,7 +252,7 @@ class ElasticBuffer:
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             layout = Layout(num_experts, most, 1 if expert_alignment is None else expert_alignment, do_expand)
             _check_layout(layout, self.num_ranks)
-            check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=connections.device)
+            check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=pool.device)
             check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
             require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
             shape = tuple(topk_idx.shape)
@@ -264,21 +265,20 @@ class ElasticBuffer:
             require(not do_cpu_sync, "do_cpu_sync = True: must be False with a handle")
             require(tokens == shape[0], "x.shape[0] = {}: must be {}, as of the handle", tokens, shape[0])
         if topk_weights is not None:
-            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=connections.device)
+            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=pool.device)
             topk_weights = topk_weights.contiguous()
-        check_stats(cumulative_local_expert_recv_stats, layout.num_experts // self.num_ranks, connections.device)
+        check_stats(cumulative_local_expert_recv_stats, layout.num_experts // self.num_ranks, pool.device)
         mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
         if handle is None:
             assert topk_idx is not None
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
             route = mode.route(ids, layout)
-            mode.check(payload, route, layout, scaled=scales is not None)
+            mode.check_route(payload, route, scaled=scales is not None)
             made = mode.handle(ids, layout, route, wait=do_cpu_sync is None or do_cpu_sync)
         else:
             made = handle
-            mode.check(payload, made.route, layout, scaled=scales is not None)
-        send = mode.expanded if layout.do_expand else mode.by_rank
-        rows, factors, entries, weights = send(made, payload, scales, topk_weights)
+            mode.check_route(payload, made.route, scaled=scales is not None)
+        rows, factors, entries, weights = mode.send(made, payload, scales, topk_weights)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(made.num_unaligned_recv_tokens_per_expert)
         got: Rows = rows
@@ -319,8 +319,8 @@ class ElasticBuffer:
             EPInputError: an argument breaks its rule.
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        self._connections.raise_found(WORDS)
-        own, device = _checked(handle), self._connections.device
+        WORDS.raise_found(self._pool)
+        own, device = _checked(handle), self._pool.device
         rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
         _, hidden = self._mode.check_returned(own.route)
         check_given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
@@ -379,7 +379,7 @@ def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: typ
     check_integer("num_topk", entries, 0, MAX_TOP_K, error=error)
     entries = max(entries, 1)
     names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
-    cfg = named_config(names, hidden, align_up(entries, ranks), entries, tokens, ranks, error=error)
+    cfg = named_config(names, (hidden, align_up(entries, ranks), entries, tokens, ranks), error=error)
     return align_up(memory_bytes(cfg), SIZE_UNIT)
 
 

@@ -16,11 +16,11 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.integrations.checks import Names, as_rows, named_config
-from cute_ep.integrations.deep_ep.normal import NormalMode, Route, as_wide, buffers_for
-from cute_ep.integrations.growing import GrowingConnections
-from cute_ep.integrations.rows import rank_index
+from cute_ep.integrations.common.checks import Names, named_config
+from cute_ep.integrations.deep_ep.normal import FORMATS, Layout, NormalMode, Route, first_rows
+from cute_ep.integrations.deep_ep.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.runtime.sums import sum_rows
 
@@ -32,15 +32,6 @@ NAMES: Names = {
     "timeout_s": "num_gpu_timeout_secs",
     "row_alignment": "expert_alignment",
 }
-
-
-class Layout(NamedTuple):
-    """Sizes of a dispatch that its handle keeps; as the arguments of `ElasticBuffer.dispatch`."""
-
-    num_experts: int
-    num_max_tokens_per_rank: int
-    expert_alignment: int
-    do_expand: bool
 
 
 class Entries(NamedTuple):
@@ -203,7 +194,7 @@ class ElasticMode(NormalMode):
     """Dispatch and combine of an `ElasticBuffer`.
 
     Args:
-        connections: of the group.
+        pool: of the group.
         sms: how many kernels may take, of communicators connected from now on; an attribute.
         timeout_s: how long a rank waits for another one.
         reduce: whether expanded rows are added on their rank first.
@@ -212,44 +203,32 @@ class ElasticMode(NormalMode):
     names: Names = NAMES
     _made = staticmethod(named_config)
 
-    def __init__(self, connections: GrowingConnections, sms: int, timeout_s: float, *, reduce: bool) -> None:
-        super().__init__(connections, lambda: self.sms)
+    def __init__(self, pool: GroupPool, sms: int, timeout_s: float, *, reduce: bool) -> None:
+        super().__init__(pool, lambda device: self.sms)
         self.sms, self._timeout_s, self._reduce = sms, timeout_s, reduce
 
-    def check(self, x: torch.Tensor, route: Route, layout: Layout, *, scaled: bool) -> None:
-        """EPInputError unless rows like these can be sent along a route."""
-        if layout.do_expand:
-            self._expanded_config(x.shape[1], route, layout, scaled)
-        else:
-            self.check_route(x, route, scaled=scaled)
-
-    def _expanded_config(self, hidden: int, route: Route, layout: Layout, scaled: bool) -> EPConfig:
-        """Of rows per (token, expert). EPInputError: a size breaks its rule."""
-        return named_config(
-            self.names,
-            hidden,
-            layout.num_experts,
-            route.routes.ids.shape[1],
-            layout.num_max_tokens_per_rank,
-            self._ranks,
-            "mxfp8" if scaled else "bf16",
-            self._timeout_s,
-            scale_layout="linear" if scaled else None,
-            row_alignment=layout.expert_alignment,
-        )
+    def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
+        """As of `NormalMode`, also of rows per (token, expert)."""
+        layout = route.layout
+        if layout is None or not layout.do_expand:
+            return super().config(hidden, route, scaled=scaled)
+        entries, most = route.routes.ids.shape[1], layout.num_max_tokens_per_rank
+        sizes = hidden, layout.num_experts, entries, most, self._ranks
+        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
+        return named_config(self.names, sizes, row_alignment=layout.expert_alignment, **options)
 
     def route(self, ids: torch.Tensor, layout: Layout) -> Route:
         """Where tokens go, for as many rows as can come."""
         routes, most = count_routes(ids, layout.num_experts, self._ranks), layout.num_max_tokens_per_rank
-        return Route(routes, layout.num_experts, most, self._ranks * most)
+        return Route(routes, layout.num_experts, most, self._ranks * most, layout=layout)
 
     def handle(self, ids: torch.Tensor, layout: Layout, route: Route, *, wait: bool) -> EPHandle:
         """What a dispatch along a route returns; `wait` for all ranks' numbers of rows on the host."""
         alignment, local, rows = layout.expert_alignment, layout.num_experts // self._ranks, route.rows
         padded: list[int] = []
         if wait:
-            counts = self._connections.exchange_counts(
-                route.routes, layout.num_experts, sms=self._sms(), timeout_s=self._timeout_s
+            counts = self._pool.exchange_counts(
+                route.routes, layout.num_experts, opening=self._opening, timeout_s=self._timeout_s
             )
             rows, padded = counts.arriving, counts.padded(alignment)
             expanded = sum(padded)
@@ -258,37 +237,25 @@ class ElasticMode(NormalMode):
         route.rows = rows
         return EPHandle(layout, self.sms, ids, route.routes, rows, expanded, padded, route)
 
-    def by_rank(
+    def send(
         self, handle: EPHandle, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(rows, their scale factors, [rows, K] local experts, [rows, K] weights), one row per (token, rank)."""
-        rows = handle.num_recv_tokens
-        exact = bool(handle.num_recv_tokens_per_expert_list)
-        got, factors, batch = self.dispatch(x, scales, weights, handle.route, exact=exact)
+        """(rows, their scale factors, [rows, K] local experts, [rows, K] weights); of expanded rows None, [rows]
+        weights."""
+        route, experts = handle.route, handle.num_experts // self._ranks
+        rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+        exact, before = handle.do_expand or bool(handle.num_recv_tokens_per_expert_list), route.of_rows
+        got, factors, batch = self.dispatch((x, scales), weights, route, rows, exact=exact)
+        assert route.of_rows is not None
+        kept, new = route.of_rows.batch, route.of_rows is not before
+        if handle.do_expand:
+            if new:
+                handle.arrived = Expanded(kept, batch.row_counts, handle.num_recv_tokens)
+            return got, factors, None, None if weights is None else first_rows(batch.row_weights, rows)
+        if new:
+            handle.arrived = ByRank(kept, rows, experts)
         local, received = self.entries(batch, rows, handle.routes.ids.shape[1])
-        if handle.arrived is None:
-            assert handle.route.of_rows is not None
-            handle.arrived = ByRank(handle.route.of_rows.batch, rows, handle.num_experts // self._ranks)
         return got, factors, local, None if weights is None else received
-
-    def expanded(
-        self, handle: EPHandle, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor | None]:
-        """(rows, their scale factors, None, [rows] weights), one row per (token, expert)."""
-        rows, wire = handle.num_expanded_tokens, None
-        if scales is not None:  # a format with as many bytes of scale factors, and rows that need no alignment
-            wire = as_wide(scales, x.shape[1]).view(torch.uint8)
-        communicator = self._connect(self._expanded_config(x.shape[1], handle.route, handle.layout, scales is not None))
-        out = buffers_for(communicator, rows)
-        batch = communicator.dispatch(as_rows(x), handle.routes.ids, weights, scales=wire, out=out)
-        if handle.arrived is None or handle.route.of_rows is None or not handle.route.of_rows.usable:
-            kept = batch.without_rows()
-            handle.arrived = Expanded(kept, batch.row_counts, handle.num_recv_tokens)
-            handle.route.of_rows = self.returned(communicator, kept)
-        factors = None
-        if scales is not None and batch.scales is not None:
-            factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        return batch.tokens[:rows], factors, None, None if weights is None else batch.row_weights[:rows]
 
     def combine_rows(self, handle: EPHandle, rows: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""

@@ -9,9 +9,9 @@ import torch
 
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.calls import check_experts, require
-from cute_ep.integrations.reports import Words
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.routes import RouteCounts, count_routes
@@ -66,15 +66,14 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def check_layout(
-    by_rank: torch.Tensor,
-    goes: torch.Tensor,
-    by_expert: torch.Tensor,
+    layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     topk_idx: torch.Tensor | None,
     ranks: int,
     device: torch.device,
 ) -> None:
     """EPInputError unless `routes_of` can take these arguments of a dispatch, which `get_dispatch_layout` has not
-    made."""
+    made. `layout`: num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert."""
+    by_rank, goes, by_expert = layout
     check_given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=ID_TYPES, device=device)
     check_given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
     check_given("num_tokens_per_expert", by_expert, shape=(None,), dtype=ID_TYPES, device=device)

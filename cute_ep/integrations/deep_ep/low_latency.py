@@ -14,23 +14,25 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.checks import Names, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
+from cute_ep.integrations.common.checks import Names, Sizes, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
     Rows,
     begin,
     check_experts,
+    check_open,
     check_stats,
     finished,
     require,
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import EventOverlap
-from cute_ep.integrations.growing import GrowingConnections, Hold
-from cute_ep.integrations.halves import Halves, Hook
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.runtime.group_pool import GroupPool
+from cute_ep.runtime.pool import Hold
 
 NAMES: Names = {
     "hidden": "x.shape[1]",
@@ -69,9 +71,9 @@ class LowLatencyHandle(_Fields):
 class LowLatency:
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
 
-    def __init__(self, connections: GrowingConnections) -> None:
-        self._connections = connections
-        self._halves = Halves(connections.capturing, "give them up with clean_low_latency_buffer(...)")
+    def __init__(self, pool: GroupPool) -> None:
+        self._pool = pool
+        self._halves = Halves(pool.capturing, "give them up with clean_low_latency_buffer(...)")
         self._combine_memory: torch.Tensor | None = None
         self._combine_views: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured_memory: list[torch.Tensor] = []  # which graphs use
@@ -117,37 +119,37 @@ class LowLatency:
             EPTimeout: a rank did not come.
         """
         begin(None, async_finish, False)
-        connections, ranks = self._connections, self._connections.size
-        connections.raise_found(WORDS)
+        pool, ranks = self._pool, self._pool.size
+        WORDS.raise_found(pool)
         _check_options(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
         most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         check_experts(num_experts, ranks)
-        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=connections.device)
+        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=pool.device)
         tokens, hidden = x.shape
         require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_dispatch_tokens_per_rank = {}", tokens, most)
-        check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=connections.device)
+        check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=pool.device)
         require(
             not use_ue8m0 or hidden % PACKED_COLUMNS == 0,
             "x.shape[1] = {}: must be a multiple of {}",
             hidden,
             PACKED_COLUMNS,
         )
-        check_stats(stats, num_experts // ranks, connections.device)
+        check_stats(stats, num_experts // ranks, pool.device)
         fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
-        cfg = _config(hidden, num_experts, topk_idx.shape[1], most, ranks, fp8 if use_fp8 else "bf16")
+        cfg = _config((hidden, num_experts, topk_idx.shape[1], most, ranks), fp8 if use_fp8 else "bf16")
         self._halves.drop_lost()
-        communicator = connections.get(cfg, names=NAMES)
+        communicator = pool.get(cfg, names=NAMES)
         self._halves.make_way(communicator, DISPATCH, whole=not return_recv_hook)
-        captured = connections.note_capture(communicator)
+        captured = pool.note_capture(communicator)
         blocks, experts = Blocks(communicator, ranks * most, packed=use_ue8m0), cfg.local_experts
         out = blocks.out
         assert out.source_ranges is not None
         layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
         source_tokens = out.src_info[:, 0].view(experts, -1)
         handle = LowLatencyHandle(source_tokens, layout_range, most, hidden, num_experts)
-        handle.communicator, handle.hold = communicator, connections.hold(communicator)
+        handle.communicator, handle.hold = communicator, pool.hold(communicator)
 
         def receive(batch: Dispatched) -> None:
             handle.batch = batch
@@ -207,17 +209,17 @@ class LowLatency:
             EPTimeout: a rank did not come.
         """
         begin(None, async_finish, False)
-        connections = self._connections
-        connections.raise_found(WORDS)
+        pool = self._pool
+        WORDS.raise_found(pool)
         _check_options(async_finish, return_recv_hook, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
         own = _own(handle)
         batch, communicator, hold = own.batch, own.communicator, own.hold
-        hold.check_open("handle")
+        check_open("handle", hold)
         if batch is None:
             raise EPInputError(
                 "handle: the dispatch's hook must be called before its rows are combined; dispatch again if it was lost"
             )
-        place, entries, extents = connections.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
+        place, entries, extents = pool.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
         check_given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
         check_given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
         if zero_copy:
@@ -231,7 +233,7 @@ class LowLatency:
             check_tensor("out", out, shape=shape, dtype=torch.bfloat16, device=place, alignment=VECTOR_BYTES)
             check_apart("out", out, x=rows, topk_idx=topk_idx, topk_weights=topk_weights)
         self._halves.make_way(communicator, COMBINE, whole=not return_recv_hook)
-        captured = connections.note_capture(communicator)
+        captured = pool.note_capture(communicator)
         weights = torch.where(topk_idx >= 0, topk_weights, 0)
         if out is None:
             out = torch.empty((entries[0], own.hidden), dtype=torch.bfloat16, device=place)
@@ -260,10 +262,10 @@ class LowLatency:
             elements, memory = own.src_info.numel() * own.hidden, self._combine_memory
             with torch.inference_mode(False):  # a later caller need not be in it
                 if memory is None or memory.numel() < elements:
-                    memory = torch.empty(elements, dtype=torch.bfloat16, device=self._connections.device)
+                    memory = torch.empty(elements, dtype=torch.bfloat16, device=self._pool.device)
                     self._combine_memory, self._combine_views = memory, {}
                 self._combine_views[extents] = memory[:elements].view(extents)
-        if self._connections.capturing():
+        if self._pool.capturing():
             self._captured_memory.append(self._combine_views[extents])
         return self._combine_views[extents]
 
@@ -278,13 +280,14 @@ class LowLatency:
         self._halves.give_up()
 
 
-def _config(hidden: int, experts: int, top_k: int, most: int, ranks: int, fmt: FormatName) -> EPConfig:
-    """That of a communicator with room for `most` tokens a rank, rounded up if the rules allow it. EPInputError: an
+def _config(sizes: Sizes, fmt: FormatName) -> EPConfig:
+    """That of a communicator with room for these tokens of a rank, rounded up if the rules allow it. EPInputError: an
     argument breaks its rule."""
+    hidden, experts, top_k, most, ranks = sizes
     try:
-        return block_config(NAMES, hidden, experts, top_k, room_for(most), ranks, fmt, error=EPConfigError)
+        return block_config(NAMES, (hidden, experts, top_k, room_for(most), ranks), fmt, error=EPConfigError)
     except EPConfigError:
-        return block_config(NAMES, hidden, experts, top_k, most, ranks, fmt)
+        return block_config(NAMES, sizes, fmt)
 
 
 def _own(handle: tuple) -> LowLatencyHandle:

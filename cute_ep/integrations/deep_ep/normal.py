@@ -13,9 +13,8 @@ numbers, and a token has an entry more for each rank that it goes to. Three comm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +23,14 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.integrations.checks import Names, as_rows, roomy_config
-from cute_ep.integrations.counts import Counting
-from cute_ep.integrations.deep_ep.calls import WORDS
+from cute_ep.integrations.common.checks import Names, Sizes, as_rows, roomy_config
+from cute_ep.integrations.deep_ep.calls import WORDS, check_open
 from cute_ep.integrations.deep_ep.layout import LayoutWords
-from cute_ep.integrations.growing import GrowingConnections, Hold
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.runtime.counts import Counting
+from cute_ep.runtime.group_pool import GroupPool
+from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
 
 VECTOR_WORDS = VECTOR_BYTES // 4
@@ -42,6 +42,12 @@ NAMES: Names = {
     "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
     "world_size": "group.size()",
 }
+FORMATS: dict[bool, dict[str, Any]] = {
+    False: {"dispatch_format": "bf16", "scale_layout": None},
+    True: {"dispatch_format": "mxfp8", "scale_layout": "linear"},
+}
+"""Of rows without and with scale factors: the format that has as many bytes of these, and whose rows need no
+padding."""
 
 
 class _Fields(NamedTuple):
@@ -64,6 +70,15 @@ class Handle(_Fields):
     """
 
     route: Route
+
+
+class Layout(NamedTuple):
+    """Sizes of a dispatch that its handle keeps; as the arguments of `ElasticBuffer.dispatch`."""
+
+    num_experts: int
+    num_max_tokens_per_rank: int
+    expert_alignment: int
+    do_expand: bool
 
 
 class Returned(NamedTuple):
@@ -90,6 +105,8 @@ class Route:
         tokens: what no rank has more tokens than.
         rows: rows received, or that there is room for.
         own: whether a token has an entry of each rank behind those that it was given.
+        layout: of an `ElasticBuffer`.
+        cfg: of the rows that are sent next.
         of_rows: for sums of rows, once they were sent.
         of_words: for sums of top-k weights, once there was need; by the number of words of a row.
     """
@@ -99,6 +116,8 @@ class Route:
     tokens: int
     rows: int
     own: bool = False
+    layout: Layout | None = None
+    cfg: EPConfig | None = None
     of_rows: Returned | None = None
     of_words: dict[int, Returned] = field(default_factory=dict)
 
@@ -113,81 +132,71 @@ class NormalMode:
     names: Names = NAMES
     _made = staticmethod(roomy_config)
 
-    def __init__(self, connections: GrowingConnections, sms: Callable[[], int]) -> None:
-        """`sms`: says how many SMs kernels may take, when a communicator is connected."""
-        self._connections, self._sms = connections, sms
-        self._rank, self._ranks, self._timeout_s = connections.rank, connections.size, EPConfig.timeout_s
+    def __init__(self, pool: GroupPool, opening: Opening) -> None:
+        self._pool, self._opening = pool, opening
+        self._rank, self._ranks, self._timeout_s = pool.rank, pool.size, EPConfig.timeout_s
         self.words = LayoutWords(WORDS.ids, WORDS.room)
 
     def counting(self, words: int) -> Counting:
-        """`Connections.counting` for this mode."""
-        return self._connections.counting(words, sms=self._sms(), timeout_s=self._timeout_s)
+        """`GroupPool.counting` for this mode."""
+        return self._pool.counting(words, opening=self._opening, timeout_s=self._timeout_s)
 
-    def config(self, hidden: int, tokens: int, experts: int, top_k: int, *, scaled: bool = False) -> EPConfig:
-        """Of rank-major rows of `hidden` elements, FP8 if `scaled`, for at least `tokens` tokens a rank. EPInputError:
-        a size breaks its rule."""
-        return self._made(
-            self.names,
-            hidden,
-            experts,
-            top_k,
-            tokens,
-            self._ranks,
-            # the format with as many bytes of scale factors whose rows need no padding
-            dispatch_format="mxfp8" if scaled else "bf16",
-            timeout_s=self._timeout_s,
-            scale_layout="linear" if scaled else None,
-            row_alignment=1,
-            row_order=RANK_MAJOR,
-        )
+    def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
+        """Of rows of `hidden` elements, FP8 if `scaled`, along a route. EPInputError: a size breaks its rule."""
+        return self._rank_major((hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._ranks), scaled)
+
+    def _rank_major(self, sizes: Sizes, scaled: bool) -> EPConfig:
+        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
+        return self._made(self.names, sizes, row_alignment=1, row_order=RANK_MAJOR, **options)
 
     def check_route(self, x: torch.Tensor, route: Route, *, scaled: bool) -> None:
-        """EPInputError unless rows like these can be sent along a route."""
-        self.config(x.shape[1], route.tokens, route.experts, route.routes.ids.shape[1], scaled=scaled)
+        """Set `Route.cfg` for rows like these. EPInputError: they cannot be sent along the route."""
+        route.cfg = self.config(x.shape[1], route, scaled=scaled)
 
     @staticmethod
     def check_returned(route: Route) -> tuple[int, int]:
         """The shape of rows that go home by a route. EPInputError: its communicator was closed."""
         assert route.of_rows is not None
-        route.of_rows.hold.check_open("handle")
+        check_open("handle", route.of_rows.hold)
         return route.rows, route.of_rows.communicator.cfg.hidden
 
     # ---- rows
 
     def dispatch(
         self,
-        x: torch.Tensor,
-        scales: torch.Tensor | None,
+        sent: tuple[torch.Tensor, torch.Tensor | None],
         weights: torch.Tensor | None,
         route: Route,
+        rows: int,
         *,
         exact: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
-        """Send tokens along a route, which keeps the batch for combine if it has none.
+        """Send tokens along a route that was checked for them, which keeps the batch for combine if it has none.
 
         Args:
-            x, scales: [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits.
+            sent: [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits.
             weights: [T, entries] float32 that travel along.
+            rows: to receive.
             exact: whether a token has each of the rows; else weights behind the last are made 0.
 
         Returns:
             The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch.
         """
-        hidden, ids = x.shape[1], route.routes.ids
-        wire = None if scales is None else as_wide(scales, hidden).view(torch.uint8)
-        cfg = self.config(hidden, route.tokens, route.experts, ids.shape[1], scaled=scales is not None)
-        communicator = self._connect(cfg)
+        assert route.cfg is not None
+        x, scales = sent
+        wire = None if scales is None else as_wide(scales, x.shape[1]).view(torch.uint8)
+        communicator = self._connect(route.cfg)
         (self.words.own.add if route.own else self.words.own.discard)(communicator)
-        out = buffers_for(communicator, route.rows)
+        out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
-        batch = communicator.dispatch(as_rows(x), ids, weights, scales=wire, out=out)
+        batch = communicator.dispatch(as_rows(x), route.routes.ids, weights, scales=wire, out=out)
         factors = None
         if scales is not None and batch.scales is not None:
-            factors = batch.scales[: route.rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
+            factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
         if route.of_rows is None or not route.of_rows.usable:
             route.of_rows = self.returned(communicator, batch.without_rows())
-        return first_rows(batch.tokens, route.rows), factors, batch
+        return first_rows(batch.tokens, rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
@@ -203,12 +212,12 @@ class NormalMode:
         """What rows of a route go home by."""
         assert route.of_rows is not None
         communicator, batch, _ = route.of_rows
-        self._connections.note_capture(communicator)
+        self._pool.note_capture(communicator)
         return communicator, batch
 
     def returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
         """What a route keeps of a batch, without its rows, for calls to come."""
-        return Returned(communicator, batch, self._connections.hold(communicator))
+        return Returned(communicator, batch, self._pool.hold(communicator))
 
     # ---- top-k entries
 
@@ -227,13 +236,15 @@ class NormalMode:
         words = padded(weights)
         width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
         if width not in of_words or not of_words[width].usable:
-            communicator = self._connect(self.config(width * 2, route.tokens, self._ranks, self._ranks))
+            communicator = self._connect(
+                self._rank_major((width * 2, self._ranks, self._ranks, route.tokens, self._ranks), False)
+            )
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ranks = torch.where(goes, torch.arange(self._ranks, dtype=torch.int32, device=goes.device), -1)
             batch = communicator.dispatch(nothing, ranks, out=buffers_for(communicator, route.rows))
             of_words[width] = self.returned(communicator, batch.without_rows().derived(topk_ids=ranks))
         communicator, batch, _ = of_words[width]
-        self._connections.note_capture(communicator)
+        self._pool.note_capture(communicator)
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
         home = home.view(torch.float32)[:, :, :slots]
         total = home[:, 0]
@@ -243,8 +254,8 @@ class NormalMode:
 
     def _connect(self, cfg: EPConfig) -> EPCommunicator:
         """The communicator for rows that are sent next."""
-        communicator = self._connections.get(cfg, self._sms(), self.names)
-        self._connections.note_capture(communicator)
+        communicator = self._pool.get(cfg, None, self._opening, self.names)
+        self._pool.note_capture(communicator)
         return communicator
 
 

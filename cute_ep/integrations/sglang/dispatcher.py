@@ -16,7 +16,7 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.checks import (
+from cute_ep.integrations.common.checks import (
     FLOATS,
     as_rows,
     check_given,
@@ -25,10 +25,10 @@ from cute_ep.integrations.checks import (
     check_sms,
     named_config,
 )
-from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.reports import Words
-from cute_ep.integrations.scales import PACKED, packed_exponents
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.pools import pool_of
+from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common.scales import PACKED, packed_exponents
+from cute_ep.integrations.common.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
@@ -62,8 +62,7 @@ class CuteEPDispatcher(BaseDispatcher):
     """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
     Arguments are those that SGLang gives; SMs and most tokens of a rank come from its variables, which all ranks must
     have set alike.
 
@@ -108,7 +107,7 @@ class CuteEPDispatcher(BaseDispatcher):
         check_sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
         fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
         self.cfg = named_config(
-            NAMES, hidden_size, num_experts, router_topk, tokens, ranks, error=EPConfigError,
+            NAMES, (hidden_size, num_experts, router_topk, tokens, ranks), error=EPConfigError,
             dispatch_format=fmt, timeout_s=TIMEOUT_S, row_alignment=ALIGNMENT,
             scale_layout="linear" if use_fp8_dispatch else None,
         )  # fmt: skip
@@ -145,8 +144,8 @@ class CuteEPDispatcher(BaseDispatcher):
             EPTimeout: a rank did not come in time.
             EPError: the dispatch before has had no combine (`give_up`).
         """
-        ranks = connections_of(self._group)
-        ranks.raise_found(WORDS)
+        ranks = pool_of(self._group)
+        WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
         tokens = self._check_dispatch(hidden_states, topk_output, ranks.device)
@@ -196,7 +195,7 @@ class CuteEPDispatcher(BaseDispatcher):
             EPError: there was no dispatch.
             EPTimeout: a rank did not come in time.
         """
-        connections_of(self._group).raise_found(WORDS)
+        WORDS.raise_found(pool_of(self._group))
         batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
@@ -241,7 +240,7 @@ class CuteEPDispatcher(BaseDispatcher):
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            self._communicator = connections_of(self._group).get(self.cfg, _sms(), NAMES)
+            self._communicator = pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -258,7 +257,7 @@ class CuteEPDispatcher(BaseDispatcher):
         """Rows that come to this rank, padding included, and the ids as they were counted; collective, and the host
         waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        ranks, experts = connections_of(self._group), self.cfg.num_experts
+        ranks, experts = pool_of(self._group), self.cfg.num_experts
         counts = ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S)
         return sum(counts.padded(ALIGNMENT)), routes.ids
 

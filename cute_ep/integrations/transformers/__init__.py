@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ep.integrations.versions import has, require
+from cute_ep.integrations.common.versions import has, require
 
 require("transformers", (5, 17))
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
-from cute_ep.integrations.connections import close  # noqa: E402
+from cute_ep.integrations.common.pools import close  # noqa: E402
 from cute_ep.integrations.transformers.attachment import NAME, Attachment, attach, experts_forward  # noqa: E402
 
 __all__ = ["Attachment", "attach", "close"]

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
-from cute_ep.integrations import exchange
-from cute_ep.integrations.checks import Names, check_integer, check_mode, named_config
-from cute_ep.integrations.exchange import Exchange, Round, close_abandoned
+from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config
+from cute_ep.integrations.transformers import exchange
+from cute_ep.integrations.transformers.exchange import Exchange, Round
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
     Shards,
@@ -34,6 +34,7 @@ from cute_ep.integrations.transformers.experts import (
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
 from cute_ep.runtime.gpus import check_gpu
+from cute_ep.runtime.local_pool import LocalPool
 from cute_ep.runtime.routes import count_routes
 
 LOG = logging.getLogger(__name__)
@@ -90,11 +91,11 @@ class Attachment:
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
             sizes = hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
-            named_config(names, *sizes, error=EPConfigError)
-        close_abandoned()
+            named_config(names, sizes, error=EPConfigError)
+        self._pool = LocalPool(self.devices, grows=True)
+        self._pool.sweep()
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
-        self._open: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._before = [(config, _implementation_of(config, model)) for config in _configs_of(model)]
         found_now = {id(config): before for config, before in self._before}
         for other in _attachments():  # what was chosen since is what a detach in any order gives back
@@ -121,13 +122,11 @@ class Attachment:
         self._before = []
         self._end.detach()
         self._exchanges.clear()
-        for one in list(self._open):
-            one.close()
+        self._pool.close()
 
     def _abandon(self) -> None:
         self._exchanges.clear()
-        for one in list(self._open):
-            one.abandon()
+        self._pool.abandon()
 
     def _room(self) -> int:
         """Tokens of a rank in a pass of `max_tokens`."""
@@ -166,9 +165,7 @@ class Attachment:
                 LOG.info("%d tokens a rank, more than %d: connecting again", need, found.cfg.max_tokens_per_rank)
                 del self._exchanges[key], found  # frees its memory, unless a graph needs it
             room = min(max(room, need), MAX_TOKENS_PER_RANK)
-            made = Exchange(named_config(NAMES, *key, room, ranks), self.devices, DETACHED)
-            self._exchanges[key] = made
-            self._open.add(made)
+            made = self._exchanges[key] = Exchange(self._pool, named_config(NAMES, (*key, room, ranks)), DETACHED)
             return made
 
 

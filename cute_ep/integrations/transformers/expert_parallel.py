@@ -11,10 +11,9 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError
-from cute_ep.integrations.checks import Names, check_given, check_most, named_config
-from cute_ep.integrations.connections import connections_of
-from cute_ep.integrations.exchange import RETURNED
-from cute_ep.integrations.row_weights import SCALAR_HIDDEN
+from cute_ep.api.validate_combine import OUTPUT_TYPES
+from cute_ep.integrations.common.checks import Names, check_given, check_most, named_config
+from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
     check_experts,
@@ -24,6 +23,7 @@ from cute_ep.integrations.transformers.experts import (
     run,
     weight_names,
 )
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.routes import count_routes
 
 NAMES: Names = {
@@ -57,8 +57,8 @@ class CuteEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
-        sizes = SCALAR_HIDDEN, self.num_experts, 1, 1, ep_mesh.size()
-        named_config(NAMES, *sizes, error=EPConfigError)
+        sizes = VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()
+        named_config(NAMES, sizes, error=EPConfigError)
         self._experts: Any = experts
         self._known: bool | None = None  # whether `run` computes what they do; None before the first call
         self._gate: FoundGate | None = None
@@ -98,20 +98,20 @@ class CuteEP(EPImplementation):
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         group = self.ep_mesh.get_group()
-        ranks, sizes = connections_of(group), (x.shape[1], self.num_experts, ids.shape[1])
+        ranks, sizes = pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
         check_given("hidden_states", x, device=ranks.device)
-        ranks.config(NAMES, sizes, len(x))
+        config_for(ranks, NAMES, sizes, len(x))
         with_gradient = torch.is_grad_enabled() and weights.requires_grad
         given = None if with_gradient else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         counts = ranks.exchange_counts(routes, self.num_experts)
         rows = sum(counts.entries)
-        communicator = ranks.for_tokens(NAMES, sizes, counts.tokens)
+        communicator = communicator_for(ranks, config_for(ranks, NAMES, sizes, counts.tokens), NAMES)
         comm = cute_ep.ops.register(communicator)
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows)
         out = self._run(batch.tokens[:rows], batch, x.dtype)
-        returned = x.dtype if x.dtype in RETURNED else torch.float32
+        returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
 
     def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.gates import Gate
 from cute_ep.api.host import host_list
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import plain

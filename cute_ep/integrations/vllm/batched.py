@@ -16,8 +16,9 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending
+from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
+from cute_ep.integrations.common.checks import Sizes
+from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
@@ -40,16 +41,11 @@ class CuteEPBatched(CuteEPLayer):
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
-        *,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        max_tokens: int,
+        sizes: LayerSizes,
         options: Options = Options(),  # noqa: B008, it is immutable
     ) -> None:
         """Arguments as of `CuteEPStandard`."""
-        sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
-        super().__init__(manager, _config(*sizes, "bf16", options.timeout_s), options)
+        super().__init__(manager, _config((*sizes, manager.world_size), "bf16", options.timeout_s), options)
         self._packed = False
 
     @property
@@ -86,27 +82,19 @@ class CuteEPBatched(CuteEPLayer):
                 )
             kind: FormatName = "fp8_pow2" if self._packed else "fp8"
             sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
-            self._cfg = _config(*sizes, kind, cfg.timeout_s)
+            self._cfg = _config(sizes, kind, cfg.timeout_s)
         elif isinstance(quant.quant_dtype, str) and not (fused_experts.expects_unquantized_inputs or _is_nvfp4(quant)):
             raise EPConfigError(
                 f"quant_dtype = {quant.quant_dtype!r}: has no batched format; use --all2all-backend cute_ep"
             )
         self._connect()
 
-    def _sending(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        weighted: bool,
-        quant: FusedMoEQuantConfig,
-        deferred: bool,
-    ) -> Sending:
+    def _sending(self, given: PrepareInput) -> Sending:
         communicator, cfg = self._connected(), self._cfg
-        quantized = cfg.format is not BF16
+        quant, deferred, quantized = given.quant_config, given.defer_input_quant, cfg.format is not BF16
         if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        a1, weights = self._inputs(a1, topk_weights, weighted)
+        a1, weights = self._inputs(given)
         assert cfg.block_rows is not None
         blocks = Blocks(communicator, cfg.block_rows, packed=self._packed)
 
@@ -117,7 +105,7 @@ class CuteEPBatched(CuteEPLayer):
                 rows, scales = _quantized(blocks, quant)
             return rows, scales, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return Sending(a1, topk_ids.contiguous(), weights, None, blocks.out, result)
+        return Sending(a1, given.topk_ids.contiguous(), weights, None, blocks.out, result)
 
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
@@ -128,19 +116,10 @@ class CuteEPBatched(CuteEPLayer):
         return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
 
 
-def _config(
-    hidden: int,
-    num_experts: int,
-    top_k: int,
-    max_tokens: int,
-    ranks: int,
-    dispatch_format: FormatName,
-    timeout_s: float,
-) -> EPConfig:
+def _config(sizes: Sizes, dispatch_format: FormatName, timeout_s: float) -> EPConfig:
     """`block_config` in vLLM's words. EPConfigError: a size breaks its rule."""
     names = {**NAMES, "block_rows": "ranks x --max-num-batched-tokens"}
-    sizes = hidden, num_experts, top_k, max_tokens, ranks
-    return block_config(names, *sizes, dispatch_format, timeout_s, error=EPConfigError)
+    return block_config(names, sizes, dispatch_format, error=EPConfigError, timeout_s=timeout_s)
 
 
 def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:

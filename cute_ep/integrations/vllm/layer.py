@@ -20,14 +20,37 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_tensor, check_written, overlap
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.checks import FLOATS, as_rows, check_given
-from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
+from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given
+from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
 LIMIT = "--max-num-batched-tokens of the server"
 """What the most tokens of a call on a rank come from."""
 PREPARE, FINALIZE = "prepare", "finalize"
+
+
+class LayerSizes(NamedTuple):
+    """Of a layer; `num_experts` with redundant ones, `max_tokens` the most of a call on a rank
+    (`--max-num-batched-tokens`)."""
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+
+
+class PrepareInput(NamedTuple):
+    """The arguments of `CuteEPLayer.prepare`, which describes them."""
+
+    a1: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    num_experts: int
+    expert_map: Tensor | None
+    apply_router_weight_on_input: bool
+    quant_config: FusedMoEQuantConfig
+    defer_input_quant: bool
 
 
 class Sending(NamedTuple):
@@ -64,8 +87,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     batches, each in a thread, take turns: prepare and finalize alternate in each, and between two turns each phase has
     at most one round that was sent and not received.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError), and checks its own arguments. A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
     """
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
@@ -132,12 +154,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             EPTimeout: a rank did not come.
         """
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
-        self._check_prepare(a1, topk_weights, topk_ids, num_experts, weighted)
-        communicator = self._connected()
-        self._manager.halves.make_way(communicator, PREPARE, whole=True)
-        x, ids, weights, scales, out, result = self._sending(a1, topk_weights, topk_ids, weighted, quant, deferred)
-        batch = communicator.dispatch(x, ids, weights, out=out, scales=scales)
-        return self._prepared(dbo_current_ubatch_id(), batch, result)
+        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
+        return self._prepare(given)
 
     def prepare_async(
         self,
@@ -154,13 +172,14 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         micro-batch's thread, and what then returns the result. Otherwise all of `prepare`: vLLM has nothing to compute
         in between."""
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
+        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
         if not dbo_enabled():
-            made = self.prepare(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
+            made = self._prepare(given)
             return lambda: made
-        self._check_prepare(a1, topk_weights, topk_ids, num_experts, weighted)
+        self._check_prepare(given)
         communicator, number = self._connected(), dbo_current_ubatch_id()
         self._manager.halves.make_way(communicator, PREPARE, whole=False)
-        x, ids, weights, scales, out, result = self._sending(a1, topk_weights, topk_ids, weighted, quant, deferred)
+        x, ids, weights, scales, out, result = self._sending(given)
         pending = communicator.dispatch_async(x, ids, weights, scales=scales)
         received: list[Dispatched] = []
         hook = self._manager.halves.sent(
@@ -168,9 +187,18 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             PREPARE,
             lambda: received.append(communicator.dispatch_wait(pending, out)),
             lambda: communicator.dispatch_wait(pending, out),
-            captured=self._manager.capturing(),
+            captured=self._manager.pool.capturing(),
         )
         return hook, lambda: self._prepared(number, received[0], result)
+
+    def _prepare(self, given: PrepareInput) -> mk.PrepareResultType:
+        """`prepare`, in one call."""
+        self._check_prepare(given)
+        communicator = self._connected()
+        self._manager.halves.make_way(communicator, PREPARE, whole=True)
+        x, ids, weights, scales, out, result = self._sending(given)
+        batch = communicator.dispatch(x, ids, weights, out=out, scales=scales)
+        return self._prepared(dbo_current_ubatch_id(), batch, result)
 
     def _prepared(
         self, number: int, batch: Dispatched, result: Callable[[Dispatched], mk.PrepareResultType]
@@ -181,16 +209,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         return made
 
     @abstractmethod
-    def _sending(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        weighted: bool,
-        quant: FusedMoEQuantConfig,
-        deferred: bool,
-    ) -> Sending:
-        """The dispatch for the arguments of `prepare`, of which `_check_prepare` has checked the tensors."""
+    def _sending(self, given: PrepareInput) -> Sending:
+        """The dispatch for arguments of which `_check_prepare` has checked the tensors."""
 
     # ---- finalize
 
@@ -244,7 +264,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             FINALIZE,
             lambda: communicator.combine_wait(pending, out=output),
             lambda: communicator.combine_wait(pending),
-            captured=self._manager.capturing(),
+            captured=self._manager.pool.capturing(),
         )
         return hook, lambda: None
 
@@ -269,12 +289,10 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             raise EPError("the layer's all2all manager was destroyed: make the layer again")
         return self._communicator
 
-    def _check_prepare(
-        self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, weighted: bool
-    ) -> None:
+    def _check_prepare(self, given: PrepareInput) -> None:
         """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
-        self._manager.raise_found()
-        cfg, device = self._cfg, self._manager.device
+        WORDS.raise_found(self._manager.pool)
+        cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
         check_given("a1", a1, shape=(None, cfg.hidden), device=device)
         if a1.dtype != torch.bfloat16:
             raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
@@ -282,17 +300,18 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             raise EPInputError(f"num_experts = {num_experts}: must be {cfg.num_experts}, as the layer's")
         shape = a1.shape[0], cfg.top_k
         check_most(shape[0], cfg.max_tokens_per_rank, LIMIT)
-        check_given("topk_ids", topk_ids, shape=shape, dtype=ID_TYPES, device=device)
-        check_given("topk_weights", topk_weights, shape=shape, dtype=FLOATS, device=device)
-        if weighted and cfg.top_k != 1:
+        check_given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
+        check_given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
+        if given.apply_router_weight_on_input and cfg.top_k != 1:
             raise EPInputError(f"topk_ids.shape[1] = {cfg.top_k}: must be 1 to weight inputs")
 
-    def _inputs(self, a1: Tensor, topk_weights: Tensor, weighted: bool) -> tuple[Tensor, Tensor]:
-        """[T, hidden] rows and [T, K] float32 weights to dispatch. `weighted`: multiply rows by their weights; combine
-        then multiplies by 1."""
-        weights = topk_weights.float().contiguous()
-        if weighted:
-            a1, weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(weights)
+    @staticmethod
+    def _inputs(given: PrepareInput) -> tuple[Tensor, Tensor]:
+        """[T, hidden] rows and [T, K] float32 weights to dispatch. With `apply_router_weight_on_input` rows are
+        multiplied by their weights here, and by 1 in combine."""
+        a1, weights = given.a1, given.topk_weights.float().contiguous()
+        if given.apply_router_weight_on_input:
+            a1, weights = a1 * given.topk_weights.to(a1.dtype), torch.ones_like(weights)
         return as_rows(a1), weights
 
     def _returned(
@@ -300,12 +319,12 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> tuple[Tensor, Dispatched]:
         """The experts' rows, and the batch that they are of. EPInputError: an argument of finalize breaks its rule, or
         one of an earlier call did."""
-        self._manager.raise_found()
+        WORDS.raise_found(self._manager.pool)
         prepared = self._batches.get(dbo_current_ubatch_id())
         if prepared is None:
             raise EPInputError("finalize must follow a prepare of the same layer")
         batch, count = prepared
-        hidden, device, rows = self._cfg.hidden, self._manager.device, fused_expert_output
+        hidden, device, rows = self._cfg.hidden, self._manager.pool.device, fused_expert_output
         check_given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
         if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
             rule = f"must be {count} rows of {hidden} elements, as prepare returned"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
@@ -12,13 +11,11 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.checks import check_sms
-from cute_ep.integrations.connections import Connections
-from cute_ep.integrations.counts import ReceiveCounts
-from cute_ep.integrations.halves import Halves
-from cute_ep.integrations.reports import Words
+from cute_ep.integrations.common.checks import check_group, check_sms
+from cute_ep.integrations.common.halves import Halves
+from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.vllm.options import Options
-from cute_ep.runtime.routes import RouteCounts
+from cute_ep.runtime.group_pool import GroupPool
 
 NAMES = {"max_tokens_per_rank": "--max-num-batched-tokens", "world_size": "expert parallel ranks"}
 """What vLLM calls the fields of EPConfig that it names otherwise."""
@@ -30,6 +27,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     """Layers of equal sizes share a communicator, which receives in the order of sending.
 
     Attributes:
+        pool: of the expert parallel group.
         halves: rounds that wait for their hooks, of all layers.
     """
 
@@ -41,8 +39,9 @@ class CuteEPAll2AllManager(All2AllManagerBase):
                 "all2all_backend: all expert parallel ranks must be on one machine; use another "
                 "--all2all-backend, or fewer ranks"
             )
-        self._connections = Connections(cpu_group)
-        self.halves = Halves(self._connections.capturing, "let go of them, and the next call drops their rounds")
+        check_group("cpu_group", cpu_group)
+        self.pool = GroupPool(cpu_group)
+        self.halves = Halves(self.pool.capturing, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
         """The communicator for the configuration `cfg`; connects where there is none, then collective.
@@ -53,24 +52,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         check_sms("additional_config['cute_ep']['sms']", options.sms)
-        return self._connections.get(cfg, options.sms, NAMES)
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors of calls are."""
-        return self._connections.device
-
-    def capturing(self) -> bool:
-        """Whether what the current stream is given goes into a CUDA graph."""
-        return self._connections.capturing()
-
-    def raise_found(self) -> None:
-        """EPInputError of what is known by now to be wrong with earlier calls' input; waits for nothing."""
-        self._connections.raise_found(WORDS)
-
-    def exchange_counts(self, routes: RouteCounts, experts: int, options: Options) -> ReceiveCounts:
-        """`Connections.exchange_counts` with these options."""
-        return self._connections.exchange_counts(routes, experts, sms=options.sms, timeout_s=options.timeout_s)
+        return self.pool.get(cfg, options.sms, names=NAMES)
 
     def max_sms_used(self) -> int | None:
         """None of those that vLLM would keep from experts: kernels and experts take turns on one stream."""
@@ -91,4 +73,4 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     def destroy(self) -> None:
         """Close the communicators; collective."""
         self.halves.forget()
-        self._connections.close()
+        self.pool.close()

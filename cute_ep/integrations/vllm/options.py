@@ -9,7 +9,7 @@ from typing import Any, Self
 from cute_ep.api.config import LONGEST_S, is_integer, is_number
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.checks import check_mode
+from cute_ep.integrations.common.checks import check_mode
 
 KEY = "cute_ep"
 

@@ -176,6 +176,7 @@ def _layer(moe: Any, manager: Any) -> Any:
     from vllm.config.vllm import get_current_vllm_config
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
+    from cute_ep.integrations.vllm.layer import LayerSizes
     from cute_ep.integrations.vllm.options import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
@@ -185,14 +186,9 @@ def _layer(moe: Any, manager: Any) -> Any:
             "with --enable-eplb add redundant experts (num_redundant_experts in --eplb-config)"
         )
     config = get_current_vllm_config()
-    sizes = {
-        "hidden": moe.hidden_dim,
-        "num_experts": moe.num_experts,
-        "top_k": moe.experts_per_token,
-        "max_tokens": moe.max_num_tokens,
-        "options": Options.of(config.additional_config),
-    }
+    sizes = LayerSizes(moe.hidden_dim, moe.num_experts, moe.experts_per_token, moe.max_num_tokens)
+    options = Options.of(config.additional_config)
     if moe.moe_parallel_config.all2all_backend == BATCHED:
-        return CuteEPBatched(manager, **sizes)
+        return CuteEPBatched(manager, sizes, options)
     graphs = config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-    return CuteEPStandard(manager, sp_size=moe.moe_parallel_config.sp_size, graphs=graphs, **sizes)
+    return CuteEPStandard(manager, sizes, options, sp_size=moe.moe_parallel_config.sp_size, graphs=graphs)

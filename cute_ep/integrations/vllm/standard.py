@@ -13,15 +13,14 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.checks import as_rows, named_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, Sending, check_most
+from cute_ep.integrations.common.checks import as_rows, named_config
+from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, check_most
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -62,25 +61,19 @@ class CuteEPStandard(CuteEPLayer):
     def __init__(
         self,
         manager: CuteEPAll2AllManager,
+        sizes: LayerSizes,
+        options: Options = Options(),  # noqa: B008, it is immutable
         *,
-        hidden: int,
-        num_experts: int,
-        top_k: int,
-        max_tokens: int,
         sp_size: int = 1,
         graphs: bool = False,
-        options: Options = Options(),  # noqa: B008, it is immutable
     ) -> None:
         """
         Args:
             manager: of the expert parallel group of R ranks; rank r has experts [r * E/R, (r + 1) * E/R).
-            hidden, num_experts, top_k: of the layer; `num_experts` with redundant ones.
-            max_tokens: most tokens of a call on a rank (`--max-num-batched-tokens`).
             sp_size: ranks that share out the tokens of one data parallel rank.
             graphs: whether vLLM captures CUDA graphs.
         """
-        sizes = hidden, num_experts, top_k, max_tokens, manager.world_size
-        cfg = named_config(NAMES, *sizes, error=EPConfigError, timeout_s=options.timeout_s)
+        cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
         self._sp_size, self._graphs = sp_size, graphs
         self._called: set[int] = set()  # by which micro-batches
@@ -105,19 +98,11 @@ class CuteEPStandard(CuteEPLayer):
             self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
         self._connect()
 
-    def _sending(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        weighted: bool,
-        quant: FusedMoEQuantConfig,
-        deferred: bool,
-    ) -> Sending:
-        quantized = self._cfg.format is FP8
+    def _sending(self, given: PrepareInput) -> Sending:
+        quant, deferred, quantized = given.quant_config, given.defer_input_quant, self._cfg.format is FP8
         if quantized and deferred:
             raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
-        a1, weights = self._inputs(a1, topk_weights, weighted)
+        a1, weights = self._inputs(given)
         scales = None
         if quantized:
             a1, scales = quantize(a1, quant, quant.a1_scale)
@@ -125,12 +110,12 @@ class CuteEPStandard(CuteEPLayer):
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             scales = scales.contiguous()
-        room = self._room(topk_ids)
+        room = self._room(given.topk_ids)
         communicator = self._connected()
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
-            numbers = self._row_ids(batch, room, topk_ids.dtype)
+            numbers = self._row_ids(batch, room, given.topk_ids.dtype)
             rows = batch.tokens[: room.rows]
             factors = None if batch.scales is None else batch.scales[: room.rows]
             if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
@@ -160,7 +145,8 @@ class CuteEPStandard(CuteEPLayer):
         most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
         if most > self._options.static_rows and not _capturing(topk_ids.device):
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
-            counts = self._manager.exchange_counts(routes, cfg.num_experts, self._options)
+            asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
+            counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked)
             if first:
                 return Room(self._reserved_rows(), None, routes.ids)
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")

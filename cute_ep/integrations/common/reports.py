@@ -7,16 +7,15 @@ looks there before it sends anything: one that raises can be made again, and no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.routes import NO_EXPERT
-
-Found = Mapping[Phase, tuple[int, int, int]]
-"""What `EPCommunicator.take_input_errors` returns."""
+from cute_ep.runtime.group_pool import GroupPool
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,25 @@ class Words:
             "tokens name an expert twice"
         )
 
-    def raise_found(self, communicator: EPCommunicator, found: Found) -> None:
-        """EPInputError of what a communicator has found wrong in an earlier call; nothing may have been sent since."""
-        tell = {Phase.EXPERT_ID: self.entry, Phase.ROW_CAPACITY: self.rows}
-        texts = [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]
-        if texts:
-            raise EPInputError(
-                f"rank {communicator.rank}: {'; '.join(texts)} (found in an earlier call; this one has sent nothing, "
-                "make it again)"
-            )
+    def raise_found(self, pool: GroupPool) -> None:
+        """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting. To be
+        called before a call sends anything."""
+        for communicator in pool.communicators:
+            if not (found := communicator.take_input_errors()):
+                continue
+            tell = {Phase.EXPERT_ID: self.entry, Phase.ROW_CAPACITY: self.rows}
+            texts = [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]
+            if texts:
+                raise EPInputError(
+                    f"rank {communicator.rank}: {'; '.join(texts)} (found in an earlier call; this one has sent "
+                    "nothing, make it again)"
+                )
+
+    def synchronize(self, pool: GroupPool) -> None:
+        """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of
+        `raise_found`, EPTimeout as of `EPCommunicator.synchronize`."""
+        if pool.device.type == "cuda":
+            torch.cuda.synchronize(pool.device)
+        self.raise_found(pool)
+        for communicator in pool.communicators:
+            communicator.synchronize()

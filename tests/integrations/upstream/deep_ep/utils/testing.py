@@ -1,4 +1,5 @@
-"""`deep_ep.utils.testing`, as far as DeepEP's tests of V1 need it: timing by CUDA events."""
+"""`deep_ep.utils.testing` for DeepEP's own tests of V1 over the adapter (`make test-upstream`), as far as they need it:
+timing by CUDA events."""
 
 from __future__ import annotations
 

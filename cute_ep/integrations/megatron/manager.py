@@ -1,7 +1,4 @@
-"""Megatron-core's flex token dispatcher over cute_ep (docs/training.md).
-
-`install()` makes cute_ep what the backend "deepep" means.
-"""
+"""The manager of Megatron-core's flex token dispatcher, and what puts it in the place of DeepEP's."""
 
 from __future__ import annotations
 
@@ -10,14 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from torch import Tensor
 
 import cute_ep.ops
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.checks import (
+from cute_ep.integrations.common.checks import (
     FLOATS,
     Names,
+    alignment_for,
     check_given,
     check_group,
     check_mode,
@@ -25,18 +25,10 @@ from cute_ep.integrations.checks import (
     check_sms,
     named_config,
 )
-from cute_ep.integrations.connections import alignment_for, close, connections_of
-from cute_ep.integrations.reports import Words
-from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
+from cute_ep.integrations.common.reports import Words
+from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
-
-require("megatron.core", (0, 16), below=(0, 17), package="megatron-core")
-
-from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization  # noqa: E402
-
-__all__ = ["CuteEPManager", "close", "install"]
 
 LOG = logging.getLogger(__name__)
 FEWER = "lower --micro-batch-size, or raise --context-parallel-size"
@@ -89,7 +81,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             )
         check_group("group", group)
         sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()
-        named_config(NAMES, *sizes, error=EPConfigError)
+        named_config(NAMES, sizes, error=EPConfigError)
         check_sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
@@ -135,8 +127,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         """
         if self.token_indices is None or self.token_probs is None:
             raise EPError("dispatch: setup_metadata must be called first")
-        ranks, sms = connections_of(self.group), self.config.moe_deepep_num_sms
-        ranks.raise_found(WORDS)
+        ranks, sms = pool_of(self.group), self.config.moe_deepep_num_sms
+        WORDS.raise_found(ranks)
         check_given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         if hidden_states.dtype != torch.bfloat16:
             raise EPInputError(
@@ -147,7 +139,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         if tokens != routed:
             raise EPInputError(f"hidden_states.shape[0] = {tokens}: must be {routed}, as of routing_map")
         check_given("routing_map", self.token_indices, device=ranks.device)
-        ranks.config(NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
+        config_for(ranks, NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
         every = counts.padded(self.row_alignment)
@@ -163,9 +155,9 @@ class CuteEPManager(token_dispatcher._DispatchManager):
 
     def _connected(self, hidden: int, tokens: int) -> str:
         """Name of the communicator for rows of `hidden` elements."""
-        sizes, sms = (hidden, self.num_experts, self.router_topk), self.config.moe_deepep_num_sms
-        ranks = connections_of(self.group)
-        return cute_ep.ops.register(ranks.for_tokens(NAMES, sizes, tokens, row_alignment=self.row_alignment, sms=sms))
+        pool, sizes = pool_of(self.group), (hidden, self.num_experts, self.router_topk)
+        cfg = config_for(pool, NAMES, sizes, tokens, self.row_alignment)
+        return cute_ep.ops.register(communicator_for(pool, cfg, NAMES, self.config.moe_deepep_num_sms))
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
@@ -178,8 +170,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             EPError: there was no dispatch.
             EPTimeout: a rank does not come.
         """
-        ranks, batch = connections_of(self.group), self._batch
-        ranks.raise_found(WORDS)
+        ranks, batch = pool_of(self.group), self._batch
+        WORDS.raise_found(ranks)
         if batch is None:
             raise EPError("combine: there was no dispatch")
         shape = self._received

@@ -12,6 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from flashinfer.moe_ep import (
+    BootstrapConfig,
+    MoEEpCommParams,
+    MoEEpCommunication,
+    MoEEpDispatchResult,
+    register_communication,
+)
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -20,22 +27,11 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.types import FormatName
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.checks import Names, as_rows, check_given, check_sms, in_words, named_config
-from cute_ep.integrations.connections import release, share
-from cute_ep.integrations.flashinfer_arguments import PARAMS, Arguments, group_of
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_sms, in_words, named_config
+from cute_ep.integrations.common.pools import pool_of, release
+from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, Given, group_of
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
-
-require("flashinfer", (0, 7, 2), (0, 7, 3), package="flashinfer-python")
-
-from flashinfer.moe_ep import (  # noqa: E402
-    BootstrapConfig,
-    MoEEpCommParams,
-    MoEEpCommunication,
-    MoEEpDispatchResult,
-    register_communication,
-)
 
 NAME = "cute_ep"
 FORMATS: dict[str | None, FormatName] = {
@@ -79,8 +75,7 @@ class CuteEPCommunication(MoEEpCommunication):
     is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
     objects of a process group in a process share communicators. Calls compute no gradients.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range
-    (EPInputError). A call that raises EPInputError has sent nothing: make it again.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Args:
         bootstrap: rank, world size and process group (None: the default group, which must be initialised).
@@ -121,11 +116,11 @@ class CuteEPCommunication(MoEEpCommunication):
         sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
         options: dict[str, Any] = {"timeout_s": self.config.timeout_s, "row_order": RANK_MAJOR}
         most = params.max_tokens_per_rank
-        cfg = named_config(self._params, *sizes, error=EPConfigError, block_rows=most, **options)
+        cfg = named_config(self._params, sizes, error=EPConfigError, block_rows=most, **options)
         self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
         self._config(FORMATS[wanted])
         check_sms("config.sms", self.config.sms)
-        self._connections = share(self._group, self)
+        self._pool = pool_of(self._group, self)
         try:
             self._connect(FORMATS[wanted])
         except BaseException:
@@ -180,9 +175,8 @@ class CuteEPCommunication(MoEEpCommunication):
             raise EPInputError("eplb_local_stats = tensor: must be None, statistics are not gathered")
         names, most = self._arguments, self.params.max_tokens_per_rank
         stride = most if max_tokens_per_rank is None else max_tokens_per_rank
-        names.check(
-            hidden_states, hidden_states_scale, topk_ids, topk_weights, stride, most, self.params.top_k, self.device
-        )
+        given = Given(hidden_states, hidden_states_scale, topk_ids, topk_weights)
+        names.check(given, stride, most, self.params.top_k, self.device)
         kind, payload, scales = names.as_sent(hidden_states, hidden_states_scale, self.params.hidden_size)
         ids = topk_ids.clone(memory_format=torch.contiguous_format)  # not narrowed, since the kernel checks them
         invalid = self.params.invalid_expert_id
@@ -247,7 +241,7 @@ class CuteEPCommunication(MoEEpCommunication):
 
     def raise_found(self) -> None:
         """EPInputError of what is known by now to be wrong with earlier calls' input; waits for nothing."""
-        self._connections.raise_found(self._words)
+        self._words.raise_found(self._pool)
 
     def give_up(self) -> None:
         """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
@@ -257,12 +251,12 @@ class CuteEPCommunication(MoEEpCommunication):
     @property
     def device(self) -> torch.device:
         """Where tensors of calls are: the current GPU of the constructor, or the CPU if there is none."""
-        return self._connections.device
+        return self._pool.device
 
     def synchronize(self) -> None:
         """Wait for this rank's work, and raise what was found wrong: expert ids out of range, which count as masked
         (EPInputError), and ranks that did not come (EPTimeout)."""
-        self._connections.synchronize(self._words)
+        self._words.synchronize(self._pool)
 
     def destroy(self) -> None:
         """Give up the communicators, which close with the last object of the process group; then collective."""
@@ -272,7 +266,7 @@ class CuteEPCommunication(MoEEpCommunication):
     def _connect(self, kind: FormatName) -> EPCommunicator:
         if self._destroyed:
             raise EPError("the communication was destroyed: make another one, on all ranks")
-        return self._connections.get(self._config(kind), self.config.sms, self._params)
+        return self._pool.get(self._config(kind), self.config.sms, names=self._params)
 
     def _config(self, kind: FormatName) -> EPConfig:
         if kind not in self._cfgs:

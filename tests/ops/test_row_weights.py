@@ -14,9 +14,9 @@ from torch.nn.functional import grouped_mm
 import cute_ep.ops
 from cute_ep.api.config import EPConfig
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.ops import library
 from cute_ep.ops.registry import communicator_of
+from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from tests.ops.layer import check, given, gradients
 from tests.ops.ranks import CFG, counted, on_all_ranks
 from tests.reference.ranks import processes

@@ -6,90 +6,54 @@ autograd function makes a call for all ranks, forward and backward, so every ran
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Sequence
-from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_ep.adjoints import inner_products, ones_for, weighted
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError
 from cute_ep.api.host import host_list
-from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import CombineMode
+from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.distributed import DistributedEPCombine, DistributedEPDispatch
 from cute_ep.layouts.maps.routing import shared_slice
-from cute_ep.runtime.connection import connect_local
+from cute_ep.runtime.local_pool import CALLING, LocalPool
 from cute_ep.runtime.routes import RouteCounts
 
-RETURNED = (torch.bfloat16, torch.float16, torch.float32)
-"""Types that combine returns; what has another type is cast from float32."""
 UNCOUNTED_ENTRIES = 2048
 """Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
 rows take 28 MiB."""
 
 
-_CALLING = RLock()
-"""Of whoever launches the calls of all ranks, connects or closes. What connects or closes waits for all kernels that
-run in the process and keeps other threads from launching what these wait for."""
-_ABANDONED: deque[EPCommunicator] = deque()
-"""Ranks that nobody has any more. A garbage collector, which finds that, may run between the launches of two ranks,
-where closing would wait for the second one for ever."""
-
-
-def close_abandoned() -> None:
-    """Close the ranks of exchanges that were abandoned; between two calls only."""
-    with _CALLING:
-        while _ABANDONED:
-            _ABANDONED.popleft().close()
-
-
 class Exchange:
     """The communicators of all ranks, which are in this process. Its calls may come from any thread.
 
-    Closes its communicators with `close()`, or, when nobody has it any more, with the next call or the next exchange.
-    Then its calls raise EPError.
-
     Args:
+        pool: what they are opened in; it closes them, or when nobody has it any more the next call of another one.
         cfg: the group's configuration, of bfloat16 rows.
-        devices: one a rank, as of `connect_local`.
-        closed: what to say where a call comes after `close`.
+        closed: what EPError says where a call comes afterwards.
+
+    Attributes:
+        communicators, devices: one a rank.
+        waits: whether calls wait for their results, as where ranks share a device.
 
     Raises:
         EPConfigError, VariantMissing: as `connect_local`.
     """
 
-    def __init__(self, cfg: EPConfig, devices: Sequence[torch.device], closed: str = "the exchange was closed") -> None:
-        self.cfg, self._closed = cfg, closed
-        with _CALLING:
-            close_abandoned()
-            self.communicators = connect_local(cfg, devices)
+    def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
+        self.cfg, self._pool, self._closed = cfg, pool, closed
+        self.communicators = pool.open(cfg).communicators
+        self._hold = pool.hold(self.communicators[0])
+        self.devices = [communicator.device for communicator in self.communicators]
         self.waits = any(communicator.shares_device for communicator in self.communicators)
         self._dispatch = DistributedEPDispatch(self.communicators)
         self._combine = DistributedEPCombine(self.communicators)
-        self._end = weakref.finalize(self, _ABANDONED.extend, self.communicators)
-        self._end.atexit = False
-
-    def close(self) -> None:
-        """Close the communicators; may be called again."""
-        if self._end.detach():
-            with _CALLING:
-                for communicator in self.communicators:
-                    communicator.close()
-
-    def abandon(self) -> None:
-        """Have the next call, or the next exchange, close the communicators."""
-        self._end()
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """Where each rank's tensors are."""
-        return [communicator.device for communicator in self.communicators]
 
     def dispatch(
         self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacities: Sequence[int]
@@ -103,13 +67,12 @@ class Exchange:
         Returns:
             One batch a rank, in memory of its own. `row_map` is -1 for tokens that do not exist.
         """
-        self._check_open()
-        pairs = zip(self.communicators, capacities, strict=True)
-        buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
-        for one in buffers:
-            one.row_map.fill_(-1)
-        with _CALLING:
-            close_abandoned()
+        with CALLING:
+            self._check_open()
+            pairs = zip(self.communicators, capacities, strict=True)
+            buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
+            for one in buffers:
+                one.row_map.fill_(-1)
             batches = self._dispatch(xs, ids, weights, outs=buffers)
             self._wait()
         return batches
@@ -123,15 +86,19 @@ class Exchange:
         dtype: torch.dtype,
     ) -> list[Tensor]:
         """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
-        self._check_open()
-        with _CALLING:
-            close_abandoned()
+        with CALLING:
+            self._check_open()
             sums = self._combine(rows, batches, weights, mode=mode, dtype=dtype)
             self._wait()
         return sums
 
+    def note_capture(self) -> None:
+        """To be called by a pass that may go into a CUDA graph."""
+        self._pool.note_capture(self.communicators[0])
+
     def _check_open(self) -> None:
-        if not self._end.alive:
+        self._pool.sweep()
+        if self.communicators[0].closed:
             raise EPError(self._closed)
 
     def _wait(self) -> None:
@@ -165,6 +132,8 @@ class Round:
         self.ids = self.share(ids)
         self.weights = self.share(weights)
         counted = gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES
+        if not counted:
+            exchange.note_capture()
         self.rows = self._count(routes.by_expert) if counted else [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 
@@ -200,10 +169,12 @@ class Round:
 
     def gradient_of_tokens(self, grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Each token gets the sum of its rows' gradients: a combine with weights of 1, which each rank has itself."""
-        batches, ones = self.batches, [torch.ones_like(weights) for weights in self.weights]
-        if self.mode == "partial":
-            batches = [batch.derived(weights=torch.ones_like(batch.weights)) for batch in batches]
-        return self._sums(grads, batches, ones, dtype, device)
+        batches = self.batches
+        if self.mode == "exact":
+            return self._sums(grads, batches, [torch.ones_like(own) for own in self.weights], dtype, device)
+        ones = [ones_for(batch.topk_ids, batch.weights) for batch in batches]
+        batches = [batch.derived(weights=own) for batch, (_, own) in zip(batches, ones, strict=True)]
+        return self._sums(grads, batches, [own for own, _ in ones], dtype, device)
 
     def _sums(
         self,
@@ -214,7 +185,7 @@ class Round:
         device: torch.device,
     ) -> Tensor:
         """[T, hidden] of a type: each rank's rows, added up with the weights, which batches in partial mode have."""
-        given, returned = weights if self.mode == "exact" else None, dtype if dtype in RETURNED else torch.float32
+        given, returned = weights if self.mode == "exact" else None, dtype if dtype in OUTPUT_TYPES else torch.float32
         rows = [one.contiguous() for one in rows]
         sums = self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned)
         return self.whole(sums, device).to(dtype)
@@ -225,17 +196,13 @@ class Round:
         parts = self.share(grad.to(torch.bfloat16))
         back = self.exchange.dispatch(parts, self.ids, None, self.rows)
         pairs = zip(back, self.batches, strict=True)
-        return [(batch.tokens * own.row_weights[:, None]).to(torch.bfloat16) for batch, own in pairs]
+        return [weighted(batch.tokens, own.row_weights) for batch, own in pairs]
 
     def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""
         returned = self.exchange.combine(rows, self.batches, None, mode="unweighted", dtype=torch.bfloat16)
-        parts = self.share(grad)
-        products = [
-            torch.stack([(one[:, slot].float() * part.float()).sum(1) for slot in range(one.shape[1])], dim=1)
-            for one, part in zip(returned, parts, strict=True)
-        ]
-        return self.whole(products, grad.device)
+        pairs = zip(returned, self.share(grad), strict=True)
+        return self.whole([inner_products(one, part) for one, part in pairs], grad.device)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer
-from cute_ep.integrations.reports import Words
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer
+from cute_ep.integrations.common.reports import Words
 
 PARAMS: Names = {
     "hidden": "params.hidden_size",
@@ -23,6 +24,15 @@ PARAMS: Names = {
     "block_rows": "params.max_tokens_per_rank",
 }
 """What `CuteEPCommunication` calls sizes and options."""
+
+
+class Given(NamedTuple):
+    """What a dispatch is to send: rows and their scale factors, ids, weights."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    ids: torch.Tensor
+    weights: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -41,17 +51,7 @@ class Arguments:
         """Of what kernels have found wrong."""
         return Words(self.ids, self.most)
 
-    def check(
-        self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        stride: int,
-        most: int,
-        top_k: int,
-        device: torch.device,
-    ) -> None:
+    def check(self, given: Given, stride: int, most: int, top_k: int, device: torch.device) -> None:
         """EPInputError unless a dispatch can send these, which its callers call as the attributes say.
 
         Args:
@@ -59,6 +59,7 @@ class Arguments:
             top_k: entries of a token.
             device: where tensors must be.
         """
+        rows, scales, ids, weights = given
         check_integer(self.most, stride, 1, most)
         check_given(self.rows, rows, shape=(None, None), device=device)
         tokens = rows.shape[0]

@@ -1,10 +1,4 @@
-"""torchtitan's MoE token dispatch over cute_ep (docs/training.md), by its overrides.
-
-| `--override.imports` | in place of |
-| --- | --- |
-| `cute_ep.integrations.torchtitan.cute_ep_dispatcher` | the model's expert parallel token dispatcher |
-| `cute_ep.integrations.torchtitan.cute_ep_selective_ac` | selective activation checkpointing, which then saves rounds |
-"""
+"""torchtitan's expert parallel token dispatcher, and selective checkpointing that saves its rounds."""
 
 from __future__ import annotations
 
@@ -14,15 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchtitan.config import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import cute_ep.ops
 from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.checks import (
+from cute_ep.api.validate_combine import OUTPUT_TYPES
+from cute_ep.integrations.common.checks import (
     FLOATS,
     Names,
+    alignment_for,
     check_given,
     check_mode,
     check_most,
@@ -30,22 +29,13 @@ from cute_ep.integrations.checks import (
     named_config,
     room_for,
 )
-from cute_ep.integrations.connections import Connections, alignment_for, close, connections_of
-from cute_ep.integrations.exchange import RETURNED
-from cute_ep.integrations.reports import Words
-from cute_ep.integrations.versions import require
+from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
+from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
-
-require("torchtitan", (0, 3), below=(0, 4))
-
-from torchtitan.config import derive, override  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
-from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher  # noqa: E402
-
-__all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispatcher", "cute_ep_selective_ac"]
 
 FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
 """What to do about too many tokens."""
@@ -68,9 +58,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
     there becomes NaN.
 
-    Every call first tells what is known to be wrong with the input of earlier ones, such as an expert id out of range,
-    or rows that found no room (EPInputError), and checks its own arguments. A call that raises EPInputError has sent
-    nothing: make it again. Compiled code does neither.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
 
     Attributes:
         communicator: name of the communicator in `cute_ep.ops`; None until it is connected.
@@ -110,8 +98,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
         if is_integer(tokens):
             check_most("num_max_tokens_per_rank", tokens, FEWER)
-        sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, 1 if tokens is None else tokens
-        named_config(CONFIGURED, *sizes, ep_mesh.size(), error=EPConfigError)
+        tokens = 1 if tokens is None else tokens
+        sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, tokens, ep_mesh.size()
+        named_config(CONFIGURED, sizes, error=EPConfigError)
         super().wire_meshes(ep_mesh=ep_mesh)
 
     def init_buffer(self) -> None:
@@ -120,10 +109,10 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         if hidden is not None and tokens is not None:
             self._connect(hidden, tokens)
 
-    def _ranks(self) -> Connections:
+    def _ranks(self) -> GroupPool:
         if self.ep_mesh is None:
             raise EPError("the dispatcher has no mesh: wire_meshes must be called first")
-        return connections_of(self.ep_mesh.get_group())
+        return pool_of(self.ep_mesh.get_group())
 
     def _connect(self, hidden: int, tokens: int) -> None:
         if torch.compiler.is_compiling():
@@ -131,8 +120,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "the dispatcher is not connected: make an eager forward pass first, or build the model with "
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
-        sizes, sms = (hidden, self.num_experts, self.top_k), self.config.sms
-        made = self._ranks().for_tokens(NAMES, sizes, tokens, row_alignment=self.alignment, sms=sms)
+        pool, sizes = self._ranks(), (hidden, self.num_experts, self.top_k)
+        cfg = config_for(pool, NAMES, sizes, tokens, self.alignment)
+        made = communicator_for(pool, cfg, NAMES, self.config.sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
     def _is_connected(self, tokens: int) -> bool:
@@ -195,20 +185,20 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         """
         if not torch.compiler.is_compiling():
             ranks = self._ranks()
-            ranks.raise_found(WORDS)
+            WORDS.raise_found(ranks)
             if not isinstance(metadata, cute_ep.ops.Batch):
                 raise EPInputError(f"metadata = {type(metadata).__name__}: must be what dispatch returned")
             check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
             shape = metadata.tokens.shape[0], x_TD.shape[1]
             check_given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
-        dtype = x_TD.dtype if x_TD.dtype in RETURNED else torch.float32
+        dtype = x_TD.dtype if x_TD.dtype in OUTPUT_TYPES else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
         return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
 
     def _check_dispatch(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> None:
         """EPInputError: an argument of dispatch breaks its rule, or one of an earlier call did."""
         ranks = self._ranks()
-        ranks.raise_found(WORDS)
+        WORDS.raise_found(ranks)
         check_given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
         tokens, hidden = x.shape
         check_most("x_TD.shape[0]", tokens, FEWER)
@@ -217,7 +207,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         check_given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
         experts = (self.num_experts,)
         check_given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
-        ranks.config(NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
+        config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")

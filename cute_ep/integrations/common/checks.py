@@ -6,27 +6,27 @@ refused its arguments, and the call can be made again. Nothing here reads a tens
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from cute_ep.api.config import EPConfig, is_integer
+from cute_ep.api.config import EPConfig, in_words, is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.tensors import check_tensor
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
+from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.gpus import sm_budget
+from cute_ep.runtime.group_pool import own_device
 
 Names = Mapping[str, str]
 """What an interface calls the fields of EPConfig."""
+Sizes = tuple[int, int, int, int, int]
+"""hidden, experts of all ranks, top-k, tokens of a rank, ranks."""
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 """Types of router weights that adapters widen."""
-_FIELD = re.compile(rf"\b({'|'.join(field.name for field in fields(EPConfig))})(?= = )")
 
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
 """An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
@@ -39,17 +39,12 @@ def room_for(tokens: int) -> int:
     return max(LEAST_TOKENS, tokens, min(1 << (tokens - 1).bit_length(), MAX_TOKENS_PER_RANK))
 
 
-def in_words(text: str, names: Names) -> str:
-    """A message of EPConfig or of `connect`, with an interface's names of the fields that it gives values of."""
-    return _FIELD.sub(lambda found: names.get(found[1], found[1]), text)
-
-
-def named_config(names: Names, *sizes: Any, error: type[EPError] = EPInputError, **options: Any) -> EPConfig:
+def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputError, **options: Any) -> EPConfig:
     """`config_of`, whose errors have an interface's names.
 
     Args:
         names: of the fields.
-        sizes, options: of EPConfig.
+        options: of EPConfig.
         error: type of the error: EPInputError for arguments of a call, EPConfigError for those of a constructor.
     """
     try:
@@ -58,18 +53,17 @@ def named_config(names: Names, *sizes: Any, error: type[EPError] = EPInputError,
         raise error(in_words(str(failure), names)) from None
 
 
-def roomy_config(
-    names: Names, hidden: int, experts: int, top_k: int, tokens: int, ranks: int, **options: Any
-) -> EPConfig:
-    """That of a communicator for `room_for(tokens)` tokens; for `tokens` where so much room would break a rule.
+def roomy_config(names: Names, sizes: Sizes, **options: Any) -> EPConfig:
+    """That of a communicator for `room_for` the tokens; for no more where so much room would break a rule.
 
     Raises:
         EPInputError: as `named_config`.
     """
+    hidden, experts, top_k, tokens, ranks = sizes
     try:
         return config_of(hidden, experts, top_k, room_for(tokens), ranks, **options)
     except EPConfigError:
-        return named_config(names, hidden, experts, top_k, tokens, ranks, **options)
+        return named_config(names, sizes, **options)
 
 
 def check_given(
@@ -102,11 +96,6 @@ def check_most(name: str, tokens: int, remedy: str = "") -> None:
         raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
 
 
-def own_device() -> torch.device:
-    """Where this rank's tensors are: the current GPU, or the CPU if there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def check_sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
     """An error unless it is a number of SMs that the current GPU has, or None."""
     if sms is not None:
@@ -132,3 +121,19 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The same rows where kernels can read them: row after row, from a multiple of 16 bytes on."""
     tensor = with_plain_strides(tensor.contiguous())
     return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
+
+
+def alignment_for(multiple: int, name: str = "padding") -> int:
+    """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this.
+
+    Args:
+        name: what an interface calls the multiple.
+
+    Raises:
+        EPConfigError: there is none.
+    """
+    check_integer(name, multiple, error=EPConfigError)
+    for alignment in ROW_ALIGNMENTS:
+        if alignment % multiple == 0:
+            return alignment
+    raise EPConfigError(f"{name} = {multiple}: must be a divisor of {ROW_ALIGNMENTS[-1]}")

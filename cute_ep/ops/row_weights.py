@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import cute_ep.ops
+from cute_ep.adjoints import ones_for
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.ops import Batch
+from cute_ep.ops.calls import Batch, combine, dispatch
 
 SCALAR_HIDDEN = VECTOR_BYTES // 2
 """`EPConfig.hidden` of the communicator on which gradients of weights go home: the least, one vector of bfloat16."""
@@ -59,11 +59,11 @@ def dispatch_weighted(
 
 def sums_of(batch: Batch) -> Batch:
     """The batch for sums that are not weighted, in exact and in partial mode."""
-    ones = torch.ones(batch.topk_ids.shape, dtype=torch.float32, device=batch.topk_ids.device)
+    ones, travelled = ones_for(batch.topk_ids, batch.weights)
     nothing = ones.new_empty(0)
     return batch._replace(
         router_weights=ones,
-        weights=torch.ones_like(batch.weights),
+        weights=travelled,
         tokens=nothing,
         src_info=nothing,
         row_weights=nothing,
@@ -75,7 +75,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, comm: str, scalars: str, capacity: int
     ) -> tuple[Tensor, Tensor, Batch]:
-        batch = cute_ep.ops.dispatch(x, ids, weights, comm, capacity=capacity)
+        batch = dispatch(x, ids, weights, comm, capacity=capacity)
         sums = sums_of(batch)
         ctx.comm, ctx.scalars = comm, scalars
         ctx.save_for_backward(*sums[1:])
@@ -87,7 +87,7 @@ class _Dispatch(torch.autograd.Function):
         sums = Batch(ctx.comm, *ctx.saved_tensors)
         of_tokens = None
         if ctx.needs_input_grad[0]:
-            of_tokens = cute_ep.ops.combine(grad_tokens.contiguous(), sums, mode="partial")
+            of_tokens = combine(grad_tokens.contiguous(), sums, mode="partial")
         of_weights = _send_home(grad_weights, sums.topk_ids, ctx.scalars) if ctx.needs_input_grad[2] else None
         return of_tokens, None, of_weights, None, None, None
 
@@ -95,8 +95,8 @@ class _Dispatch(torch.autograd.Function):
 def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:
     """[T, K] float32 of [capacity] float32 values of rows, bit for bit; 0 where masked."""
     nothing = torch.zeros(len(ids), SCALAR_HIDDEN, dtype=torch.bfloat16, device=ids.device)
-    batch = cute_ep.ops.dispatch(nothing, ids, None, scalars, capacity=len(values))
+    batch = dispatch(nothing, ids, None, scalars, capacity=len(values))
     rows = torch.zeros(len(values), VECTOR_BYTES // 4, dtype=torch.float32, device=ids.device)
     rows[:, 0] = values
-    home = cute_ep.ops.combine(rows.view(torch.bfloat16), batch, mode="unweighted")
+    home = combine(rows.view(torch.bfloat16), batch, mode="unweighted")
     return home.view(torch.float32)[:, :, 0]

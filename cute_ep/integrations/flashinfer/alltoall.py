@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 
 from cute_ep.api.config import is_integer
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.checks import Names, check_given, named_config, own_device
-from cute_ep.integrations.flashinfer import BootstrapConfig, CuteEPCommunication, CuteEPConfig, MoEEpCommParams
-from cute_ep.integrations.flashinfer_arguments import Arguments, group_of
+from cute_ep.integrations.common.checks import Names, check_given, named_config, own_device
+from cute_ep.integrations.flashinfer.arguments import Arguments, Given, group_of
+from cute_ep.integrations.flashinfer.communication import CuteEPCommunication, CuteEPConfig
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 SIZES: Names = {
@@ -97,7 +98,7 @@ class MoeAlltoAll:
         self.ep_rank, self.ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         sizes = 128 if hidden_size is None else hidden_size, num_experts, top_k, max_num_tokens, self.ep_size
-        named_config(SIZES, *sizes, error=EPConfigError, block_rows=max_num_tokens, row_order=RANK_MAJOR)
+        named_config(SIZES, sizes, error=EPConfigError, block_rows=max_num_tokens, row_order=RANK_MAJOR)
         backend_group = getattr(getattr(mnnvl_config, "comm_backend", None), "_group", None)
         names = "mapping.moe_ep_rank, mapping.moe_ep_size"
         self._group = group_of(backend_group, self.ep_rank, self.ep_size, names)
@@ -154,8 +155,8 @@ class MoeAlltoAll:
         weights = None if places.weights is None else input_payloads[places.weights]
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
         _require(is_integer(invalid), f"invalid_token_expert_id = {invalid!r}: must be an integer or None")
-        given = rows, scales, token_selected_experts, weights, runtime_max_tokens_per_rank
-        ARGUMENTS.check(*given, self.max_num_tokens, self.top_k, own_device())
+        given = Given(rows, scales, token_selected_experts, weights)
+        ARGUMENTS.check(given, runtime_max_tokens_per_rank, self.max_num_tokens, self.top_k, own_device())
         communication = self._communication(_elements(rows, scales), "elements of a row of input_payloads[0]")
         ids = token_selected_experts
         if not -1 <= invalid < self.num_experts:

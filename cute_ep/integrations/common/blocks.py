@@ -3,6 +3,8 @@ hold tokens, and scale factors of neighbouring rows lie beside each other."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_ep.api.buffers import DispatchBuffers
@@ -10,8 +12,8 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.checks import Names, named_config
-from cute_ep.integrations.scales import PACKED, packed_exponents
+from cute_ep.integrations.common.checks import Names, Sizes, named_config
+from cute_ep.integrations.common.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 
 PACKED_COLUMNS = FP8.block * PACKED
@@ -19,39 +21,21 @@ PACKED_COLUMNS = FP8.block * PACKED
 
 
 def block_config(
-    names: Names,
-    hidden: int,
-    num_experts: int,
-    top_k: int,
-    max_tokens: int,
-    ranks: int,
-    dispatch_format: FormatName,
-    timeout_s: float = 60.0,
-    error: type[EPError] = EPInputError,
+    names: Names, sizes: Sizes, dispatch_format: FormatName, *, error: type[EPError] = EPInputError, **options: Any
 ) -> EPConfig:
-    """That of blocks with room for every row that may come: S = ranks * max_tokens.
+    """That of blocks with room for every row that may come: S = ranks * tokens.
 
     Args:
-        names, error: as of `named_config`.
+        names, sizes, error, options: as of `named_config`.
         dispatch_format: bf16, or fp8 or fp8_pow2, whose rows are quantised while they are sent, a scale factor per 128
             elements.
 
     Raises:
         EPInputError, or `error`: a size breaks its rule.
     """
-    return named_config(
-        names,
-        hidden,
-        num_experts,
-        top_k,
-        max_tokens,
-        ranks,
-        dispatch_format,
-        timeout_s,
-        error=error,
-        scale_layout=None if dispatch_format == "bf16" else "transposed",
-        block_rows=ranks * max_tokens,
-    )
+    layout, rows = None if dispatch_format == "bf16" else "transposed", sizes[3] * sizes[4]
+    options |= {"dispatch_format": dispatch_format, "scale_layout": layout, "block_rows": rows}
+    return named_config(names, sizes, error=error, **options)
 
 
 class Blocks:

@@ -1,0 +1,1 @@
+"""What several adapters use. Imports none of the libraries that are adapted."""

@@ -1,0 +1,33 @@
+"""The pools of process groups that adapters have in common, and configurations with room to spare."""
+
+from __future__ import annotations
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.integrations.common.checks import Names, roomy_config
+from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.group_pool import GroupPool, Pools
+
+SHARED = Pools()
+pool_of, release = SHARED.of, SHARED.release
+
+
+def close() -> None:
+    """Close all communicators that adapters share in this process; collective over each group. Call it before
+    `destroy_process_group`. A later forward pass connects again; a backward pass through an output from before raises
+    EPInputError."""
+    SHARED.close()
+
+
+def config_for(
+    pool: GroupPool, names: Names, sizes: tuple[int, int, int], tokens: int, row_alignment: int | None = None
+) -> EPConfig:
+    """That of `communicator_for`. EPInputError: an argument breaks its rule."""
+    every = *sizes, tokens, pool.size
+    return roomy_config(names, every, timeout_s=pool.timeout_s, row_alignment=row_alignment)
+
+
+def communicator_for(pool: GroupPool, cfg: EPConfig, names: Names, sms: int | None = None) -> EPCommunicator:
+    """A communicator of a `config_for`, which waits for late ranks as long as the group does. EPConfigError, EPError:
+    as of `GroupPool.get`; without a number of `sms` it leaves some to NCCL."""
+    return pool.get(cfg, sms, sms_beside_nccl, names)

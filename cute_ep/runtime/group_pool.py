@@ -1,0 +1,201 @@
+"""Pools of process groups, of which a process has one rank. `pool` has the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cute_ep.api.config import LONGEST_S, EPConfig, in_words
+from cute_ep.api.errors import EPConfigError
+from cute_ep.api.interface import EPCommunicator
+from cute_ep.runtime import connection
+from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
+from cute_ep.runtime.gpus import sms_beside_nccl
+from cute_ep.runtime.meeting import Meeting, group_timeout
+from cute_ep.runtime.pool import Opened, Opening, Pool, all_sms
+from cute_ep.runtime.routes import RouteCounts
+
+SAME: Mapping[str, str] = MappingProxyType({})
+"""Names of an interface that calls the fields of EPConfig as it does."""
+
+
+def own_device() -> torch.device:
+    """Where this process's tensors are: the current GPU, or the CPU if there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """How long the group's own collectives wait for late ranks, as `EPConfig.timeout_s`; its default where torch does
+    not say."""
+    found = group_timeout(group)
+    return EPConfig.timeout_s if found is None else min(found, LONGEST_S)
+
+
+class GroupPool(Pool):
+    """Communicators of a process group, of which this process has one rank.
+
+    Attributes:
+        group: the process group.
+        rank, size: of this process in the group.
+        device: where tensors of calls are: the current GPU of the first call, or the CPU if there is none.
+        timeout_s: `timeout_of` the group, when it was first used: a framework may shorten it later.
+
+    Raises:
+        EPConfigError: this process is no rank of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, grows: bool = False) -> None:
+        connection.check_member(group)
+        super().__init__(grows=grows)
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.timeout_s = timeout_of(group)
+        self._meeting: Meeting | None = None  # of `barrier`
+        self._found: dict[Hashable, EPCommunicator] = {}  # what `get` has answered
+        self._counting: dict[EPCommunicator, Counting] = {}  # made anew they would be empty in a graph's capture
+
+    @cached_property
+    def device(self) -> torch.device:
+        """See above: a process may choose its GPU after a framework has made this."""
+        return own_device()
+
+    def get(
+        self, cfg: EPConfig, sms: int | None = None, opening: Opening = all_sms, names: Mapping[str, str] = SAME
+    ) -> EPCommunicator:
+        """The communicator for calls of this configuration; opens one where there is none, then collective.
+
+        Args:
+            sms: the number that is demanded, or None.
+            opening: SMs of what is opened without a demand.
+            names: what an interface calls the fields of EPConfig, for errors.
+
+        Raises:
+            EPConfigError, EPError: as of `open`.
+        """
+        key = cfg if sms is None else (cfg, sms)
+        if (known := self._found.get(key)) is not None:
+            return known
+        found = self.find(cfg, sms)
+        if found is None:
+            try:
+                found = self.open(cfg, sms, opening)
+            except EPConfigError as error:
+                raise EPConfigError(in_words(str(error), names)) from None
+        self._found[key] = found.first
+        return found.first
+
+    def counting(
+        self,
+        words: int,
+        *,
+        sms: int | None = None,
+        opening: Opening = sms_beside_nccl,
+        timeout_s: float | None = None,
+    ) -> Counting:
+        """What exchanges counts of so many words between the ranks.
+
+        Args:
+            words: a multiple of 4, as of `RouteCounts.counts`.
+            sms, opening: as of `get`.
+            timeout_s: as of `EPConfig`; None: this one's.
+
+        Raises:
+            EPConfigError, EPError: as of `open`.
+        """
+        cfg = counting_config(words, self.size, self.timeout_s if timeout_s is None else timeout_s)
+        communicator = self.get(cfg, sms, opening)
+        found = self._counting.get(communicator)
+        if found is None:
+            found = self._counting[communicator] = Counting(communicator)
+        return found
+
+    def exchange_counts(self, routes: RouteCounts, experts: int, **options: Any) -> ReceiveCounts:
+        """Send all ranks the counts of this one's tokens, for `experts` experts of all ranks, and wait on the host for
+        theirs: collective. `options`: of `counting`.
+
+        Raises:
+            EPConfigError, EPError: as of `open`.
+            EPTimeout: a rank did not come in time.
+        """
+        counting = self.counting(routes.counts.size(0), **options)
+        counting.exchange(routes.counts)
+        return counting.wait(experts)
+
+    def barrier(self) -> None:
+        """Wait on the host until all ranks have called this: collective.
+
+        Raises:
+            EPError: a rank does not come within the group's timeout, or has ended; says which.
+        """
+        meeting, self._meeting = self._meeting, None  # after an error the ranks meet anew
+        if meeting is None:
+            meeting = Meeting(self.group, "call barrier")
+        else:
+            meeting.wait(meeting.patience_s, "call barrier")
+        self._meeting = meeting
+
+    def _connect(self, cfg: EPConfig, check: Callable[[], None], **options: Any) -> tuple[EPCommunicator, ...]:
+        return (connection.connect_checked(check, cfg, self.group, **options),)
+
+    def _agree(self, needed: dict[Hashable, bool]) -> list[dict[Hashable, bool]]:
+        return gather(self.group, needed)
+
+    def _make_way(self, cfg: EPConfig) -> None:
+        super()._make_way(cfg)
+        self._found.clear()  # smaller calls take the larger one from now on
+
+    def _close(self, one: Opened) -> None:
+        self._found.clear()
+        self._counting.pop(one.first, None)
+        super()._close(one)
+
+
+def gather(group: dist.ProcessGroup, one: Any) -> list:
+    """What every rank gives, in the order of ranks; collective. EPError: a rank does not come, or connects instead."""
+    call = "agree on which memory to give back"
+    with Meeting(group, call) as meeting:
+        return meeting.gather(one, meeting.patience_s, call)
+
+
+class Pools:
+    """Pools of process groups, one for each, which its users have in common."""
+
+    def __init__(self) -> None:
+        self._pools: dict[dist.ProcessGroup, tuple[GroupPool, set[object]]] = {}
+
+    def __iter__(self) -> Iterator[GroupPool]:
+        return (pool for pool, _ in list(self._pools.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._pools)
+
+    def of(self, group: dist.ProcessGroup, user: object = None) -> GroupPool:
+        """The pool that all users of a group share, until `release`. Those who name no user never release it, since
+        graphs and backward passes may need it until `close`."""
+        if (found := self._pools.get(group)) is None:
+            found = self._pools[group] = GroupPool(group), set()
+        found[1].add(user)
+        return found[0]
+
+    def release(self, group: dist.ProcessGroup, user: object) -> None:
+        """End what `of` began; may be called again. With the last user the pool closes, which is collective."""
+        if group not in self._pools:
+            return
+        pool, users = self._pools[group]
+        users.discard(user)
+        if not users:
+            del self._pools[group]
+            pool.close()
+
+    def close(self) -> None:
+        """Close all communicators, collective over each group; users that have not released a pool may call again."""
+        for group, (pool, users) in list(self._pools.items()):
+            users.discard(None)
+            if not users:
+                del self._pools[group]
+            pool.close()

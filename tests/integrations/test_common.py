@@ -1,0 +1,53 @@
+"""What adapters share: sizes of communicators, and counts of rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.integrations.common.checks import LEAST_TOKENS, alignment_for, check_most, room_for
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
+from cute_ep.runtime.counts import ReceiveCounts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room"),
+    [
+        (0, LEAST_TOKENS),
+        (LEAST_TOKENS, LEAST_TOKENS),
+        (LEAST_TOKENS + 1, 2 * LEAST_TOKENS),
+        (4096, 4096),
+        (MAX_TOKENS_PER_RANK - 1, MAX_TOKENS_PER_RANK),
+        (MAX_TOKENS_PER_RANK, MAX_TOKENS_PER_RANK),
+    ],
+)
+def test_room_is_a_power_of_two(tokens: int, room: int) -> None:
+    assert room_for(tokens) == room
+
+
+def test_too_many_tokens_stay_too_many() -> None:
+    """`EPConfig` then says so."""
+    assert room_for(MAX_TOKENS_PER_RANK + 1) > MAX_TOKENS_PER_RANK
+
+
+def test_too_many_tokens_are_refused_with_what_to_do() -> None:
+    check_most("x.shape[0]", MAX_TOKENS_PER_RANK, "raise --context-parallel-size")
+    with pytest.raises(
+        EPInputError, match=r"x.shape\[0\] = 32769: must not exceed 32768 .*; raise --context-parallel-size"
+    ):
+        check_most("x.shape[0]", MAX_TOKENS_PER_RANK + 1, "raise --context-parallel-size")
+
+
+@pytest.mark.parametrize(("multiple", "alignment"), [(1, 1), (16, 16), (32, 64), (128, 128)])
+def test_the_alignment_is_the_least_that_pads_enough(multiple: int, alignment: int) -> None:
+    assert alignment_for(multiple) == alignment
+
+
+def test_an_alignment_that_there_is_not_is_refused() -> None:
+    with pytest.raises(EPConfigError, match="padding = 24: must be a divisor of 128"):
+        alignment_for(24)
+
+
+@pytest.mark.parametrize(("alignment", "rows"), [(1, [0, 1, 8, 9]), (8, [0, 8, 8, 16])])
+def test_rows_of_experts_are_padded_each(alignment: int, rows: list[int]) -> None:
+    assert ReceiveCounts([0, 1, 8, 9], 3, 5).padded(alignment) == rows
