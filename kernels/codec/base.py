@@ -13,11 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
+from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.scales import WORD_BYTES
-
-SOURCE_BITS = 16
-"""Bits of a source element (bfloat16)."""
 
 
 class Codec(Protocol):
@@ -68,31 +66,26 @@ class UnscaledCodec:
         return None
 
 
-def unit_elements(fmt: Format) -> int:
-    """Elements of one unit."""
-    return VECTOR_BYTES * 8 // fmt.bits
-
-
 def source_vectors(fmt: Format) -> int:
     """16-byte vectors of bfloat16 that one unit reads."""
-    return SOURCE_BITS // fmt.bits
+    return fmt.unit // VECTOR_ELEMENTS
 
 
 def block_lanes(fmt: Format) -> int:
     """Lanes that share one block: units of a block, 1 when a unit holds whole blocks."""
-    return max(1, fmt.block // unit_elements(fmt))
+    return max(1, fmt.block // fmt.unit)
 
 
 def word_lanes(fmt: Format) -> int:
     """Lanes whose scale factors make up one scale word."""
-    return WORD_BYTES // fmt.scale_itemsize * fmt.block // unit_elements(fmt)
+    return WORD_BYTES // fmt.scale_itemsize * fmt.block // fmt.unit
 
 
 @cute.jit
 def join_scale_word(fmt: cutlass.Constexpr, bits: Uint32) -> Uint32:
     """In lanes that are multiples of `word_lanes`: the scale word of it and the lanes after it. By all 32 lanes."""
     word = bits
-    width = 8 * fmt.scale_itemsize * max(1, unit_elements(fmt) // fmt.block)
+    width = 8 * fmt.scale_itemsize * max(1, fmt.unit // fmt.block)
     stride = block_lanes(fmt)
     while cutlass.const_expr(width < 8 * WORD_BYTES):
         word = word | (cute.arch.shuffle_sync_down(word, stride) << width)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from cute_ep.layouts.maps.formats import MXFP4, MXFP8, Format
+from cute_ep.layouts.maps.formats import FLOAT32, MXFP4, MXFP8, Format
 
 f32 = np.float32
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -65,7 +65,7 @@ def oracle(fmt: Format, x: np.ndarray, amax: np.ndarray, scale: np.ndarray) -> t
     """(codes [N, elements], scale bits [N]) by docs/numerics.md; `amax` [N, blocks of a unit]."""
     one = f32(1)
     blocks = x.reshape(*amax.shape, -1)
-    if fmt.scale == "f32":
+    if fmt.scale is FLOAT32:
         s = fp8_scales(amax)
         s = powers_up(s) if fmt.power_of_two else s
         codes = e4m3_oracle(np.where(np.isnan(blocks), blocks, np.clip(blocks, -MAX_BF16, MAX_BF16)) / s[..., None])

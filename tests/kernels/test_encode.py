@@ -14,7 +14,7 @@ from cutlass import Int32, Uint32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_ep.kernels.codec import codec_for, e2m1
-from cute_ep.kernels.codec.base import block_lanes, source_vectors, unit_elements
+from cute_ep.kernels.codec.base import block_lanes, source_vectors
 from cute_ep.layouts.maps.formats import FORMATS, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
 
 from .codec_oracle import MIDPOINTS, f32, oracle, row_scales
@@ -108,7 +108,7 @@ def test_encode(fmt, arch, monkeypatch):
     """Every byte of every unit of a wide sample."""
     if arch == BLACKWELL:
         monkeypatch.setattr(e2m1, "pack_e2m1", host_pack_e2m1)
-    elements = unit_elements(fmt)
+    elements = fmt.unit
     patterns = sample_units(elements)
     x = to_f32(patterns)
     assert np.isnan(x).any() and np.isinf(x).any()

@@ -15,7 +15,7 @@ from cute_ep import connect_local, dequantize
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
-from cute_ep.layouts.maps.formats import BF16, FORMATS, Format
+from cute_ep.layouts.maps.formats import BF16, E4M3, E8M0, FLOAT32, FORMATS, Format
 from cute_ep.nn import GatedMLP, MoELayer, Router
 from cute_ep.reference.formats import quantize
 from cute_ep.runtime.decode import decode_rows
@@ -62,12 +62,12 @@ def random_rows(fmt: Format, rows: int, hidden: int) -> tuple[Tensor, Tensor, Te
         bits = draw(*shape)
         return torch.where(bits & 127 == 127, 1, bits)
 
-    e4m3 = fmt.element == "e4m3"
+    e4m3 = fmt.element is E4M3
     payload = numbers(rows, hidden).view(torch.float8_e4m3fn) if e4m3 else draw(rows, hidden // 2)
-    if fmt.scale == "f32":
+    if fmt.scale is FLOAT32:
         scales = torch.randn(rows, hidden // fmt.block, generator=generator).exp()
     else:
-        scales = draw(rows, hidden // fmt.block, top=255) if fmt.scale == "e8m0" else numbers(rows, hidden // fmt.block)
+        scales = draw(rows, hidden // fmt.block, top=255) if fmt.scale is E8M0 else numbers(rows, hidden // fmt.block)
     return payload, scales, torch.randn(rows, generator=generator).exp().bfloat16() if fmt.row_scale else None
 
 

@@ -137,7 +137,9 @@ def test_deepep_is_not_asked_to_wait_where_it_cannot(
 
 
 def test_deepep_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout' if rank else stuck())"
+    code = (
+        "at('deepep_normal', 'running'); sys.exit('RuntimeError: DeepEP error: CPU recv timeout' if rank else stuck())"
+    )
     before = {"peer": "deepep_normal", "format": "bf16", "tokens": 8, "operation": "dispatch", "p50_us": 1.0}
 
     def command(names: list, rank: int, *others: Any, module: str, budgets: dict) -> list[str]:

@@ -125,7 +125,7 @@ def test_table_says_what_each_format_is() -> None:
     element = {"bf16": "bfloat16", "e4m3": "8-bit e4m3", "e2m1": "4-bit e2m1"}
     for fmt in FORMATS.values():
         _, _, payload, scales, _, places, alignment, _ = (cell.strip() for cell in rows[fmt.name].split("|"))
-        assert payload == element[fmt.element]
+        assert payload == element[fmt.element.name]
         assert places == ", ".join(f"`{name}`" for name in fmt.scale_layouts)
         assert alignment == str(fmt.row_alignment)
         assert (scales == "none") == (fmt.scale is None)

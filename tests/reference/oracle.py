@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cute_ep.api.row_tensors import QuantizedRows
-from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.formats import E2M1, FORMATS
 from cute_ep.testing.compare import assert_bits
 
 ALL_BF16 = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -173,7 +173,7 @@ def encode(x: torch.Tensor, fmt: str, scale: float = 1.0) -> Encoded:
 def packed(encoded: Encoded, fmt: str) -> QuantizedRows:
     """The tensors that `quantize` must return."""
     codes = encoded.codes.reshape(encoded.codes.shape[0], -1)
-    if FORMATS[fmt].element == "e2m1":
+    if FORMATS[fmt].element is E2M1:
         payload = torch.from_numpy(codes[:, 0::2] + 16 * codes[:, 1::2])
     else:
         payload = torch.from_numpy(codes).view(torch.float8_e4m3fn)

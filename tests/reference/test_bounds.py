@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.formats import E4M3, FORMATS
 
 from . import error_table, oracle
 from .oracle import ALL_BF16
@@ -43,7 +43,7 @@ def test_a_wrong_element_breaks_the_bound(fmt):
     bound = reference.quantization_bound(x, fmt)
     codes = rows.payload.view(torch.uint8)
     wrong = codes.clone()
-    if FORMATS[fmt].element == "e4m3":
+    if FORMATS[fmt].element is E4M3:
         wrong[:, ::2] = (codes[:, ::2] & 0x80) | ((codes[:, ::2] & 0x7F) - 1)
         expected = torch.arange(1024) % 2 == 0
     else:

@@ -6,7 +6,7 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.row_tensors import QuantizedRows
-from cute_ep.layouts.maps.formats import FORMATS, NVFP4
+from cute_ep.layouts.maps.formats import E2M1, E4M3, FORMATS, NVFP4
 from cute_ep.testing.compare import assert_bits
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.scale]
@@ -70,7 +70,7 @@ def test_codes_and_scale_of_a_block_made_by_hand(fmt, elements, codes, scale):
     x[0, : len(elements)] = torch.tensor(elements)
     payload, scales, row_scales = reference.quantize(x.bfloat16(), fmt)
     got = payload.view(torch.uint8)[0].tolist()
-    if facts.element == "e2m1":
+    if facts.element is E2M1:
         got = [nibble for byte in got for nibble in (byte & 15, byte >> 4)]
     assert got[: len(codes)] == codes and not any(got[len(codes) :])
     assert scales[0, 0].item() == scale
@@ -129,7 +129,7 @@ def test_every_e2m1_value_at_every_e4m3_scale_survives(scale):
 def test_blocks_of_every_finite_element_survive(fmt, factors):
     """Blocks of every finite element beside the largest one, which makes the scale `factor`."""
     facts = FORMATS[fmt]
-    if facts.element == "e2m1":
+    if facts.element is E2M1:
         values = reference.decode_e2m1(torch.arange(16, dtype=torch.uint8)).repeat(2)
     else:
         values = reference.decode_e4m3(torch.arange(127, dtype=torch.uint8))
@@ -156,10 +156,10 @@ def test_a_nan_changes_only_itself(fmt):
     got_values, want_values = (reference.dequantize(rows, fmt) for rows in (got, want))
     code = got_values[range(40), at]
     largest = want.scales.repeat_interleave(FORMATS[fmt].block, 1)[range(40), at]
-    if FORMATS[fmt].element == "e4m3":
+    if FORMATS[fmt].element is E4M3:
         assert code.isnan().all()
     else:
-        largest = reference.decode_e4m3(largest) if FORMATS[fmt].scale == "e4m3" else reference.decode_e8m0(largest)
+        largest = reference.decode_e4m3(largest) if FORMATS[fmt].scale is E4M3 else reference.decode_e8m0(largest)
         factor = want.row_scales.float() if FORMATS[fmt].row_scale else 1.0
         assert_bits(code, 6 * largest * factor, "NaN is +6")
     got_values[range(40), at] = 0.0
