@@ -1,8 +1,9 @@
-"""What a kernel asks of a codec: one unit of bfloat16 in, one 16-byte payload vector and its scale bits out.
+"""What a kernel asks of a codec: one unit of bfloat16 in, the words of its payload and its scale bits out.
 
-A unit is the source of one payload vector (16 bytes): 8 elements of BF16, 16 of an 8-bit format, 32 of a 4-bit one. A
-warp encodes 32 consecutive units of one row, lane l the l-th of them, so lanes that share a block find each other by
-shuffles and the scale factors of neighbouring lanes join into words. Kernels never ask which format they carry.
+A unit is the source of one payload vector (16 bytes): 8 elements of BF16, 16 of an 8-bit format, 32 of a 4-bit one; of
+a 6-bit one 32, of 24 bytes (`codec/payload.py`). A warp encodes 32 consecutive units of one row, lane l the l-th of
+them, so lanes that share a block find each other by shuffles and the scale factors of neighbouring lanes join into
+words. Kernels never ask which format they carry.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Codec(Protocol):
 
         Args:
             rX: (4 * source_vectors) Uint32, bfloat16 pairs, lower half first; zeros beyond the end of the row.
-            rQ: (4) Uint32, overwritten with the payload.
+            rQ: (unit_words) Uint32, overwritten with the payload.
             state: what `state` returned.
 
         Returns:

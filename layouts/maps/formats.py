@@ -13,7 +13,7 @@ from cute_ep.layouts.maps.scales import ATOM, LINEAR, TRANSPOSED, WORD_BYTES
 
 VECTOR_BYTES = 16
 """Widest access of one thread: payload rows and message fields are multiples of it."""
-MAX_UNIT = 64
+MAX_UNIT = 32
 """Elements of the largest unit (`Format.unit`): what a lane loads of a row at a time."""
 ROW_SCALE_BYTES = 2
 """Bytes of a row's own global scale (bfloat16), in formats that have one."""
@@ -64,6 +64,11 @@ class Element:
     def magnitude(self) -> int:
         """All bits of a code but the sign."""
         return (1 << (self.exponent + self.mantissa)) - 1
+
+    @property
+    def largest_exponent(self) -> int:
+        """Exponent of the largest number of a format without infinities."""
+        return (self.magnitude >> self.mantissa) - self.bias
 
     @property
     def smallest_normal(self) -> float:
@@ -119,8 +124,9 @@ class Format:
         """ValueError unless units hold whole blocks, or blocks whole units, and lanes of a warp whole scale words: what
         kernels compute from the record are exact quotients."""
         large, small = max(self.unit, self.block), min(self.unit, self.block)
-        if self.unit > MAX_UNIT:
-            raise ValueError(f"{self.name}: units of {self.unit} elements, must have at most {MAX_UNIT}")
+        if self.unit > MAX_UNIT or self.unit_words % 2:
+            rule = f"must have at most {MAX_UNIT}, and an even number of words"
+            raise ValueError(f"{self.name}: units of {self.unit} elements in {self.unit_words} words: {rule}")
         if self.scale is None:
             return
         if large % small or large // small & (large // small - 1):
@@ -135,13 +141,13 @@ class Format:
 
     @property
     def unit(self) -> int:
-        """Elements of a unit, what a lane encodes at a time: the fewest whose payload is whole 16-byte vectors."""
-        return lcm(self.bits, VECTOR_BYTES * 8) // self.bits
+        """Elements of a unit, what a lane encodes at a time: the fewest, a power of two, that fill a vector."""
+        return 1 << (-(-VECTOR_BYTES * 8 // self.bits) - 1).bit_length()
 
     @property
-    def unit_vectors(self) -> int:
-        """16-byte vectors of payload of a unit."""
-        return self.unit * self.bits // (VECTOR_BYTES * 8)
+    def unit_words(self) -> int:
+        """32-bit words of payload of a unit: 4, a vector, or more."""
+        return self.unit * self.bits // 32
 
     @property
     def scale_itemsize(self) -> int:
@@ -164,7 +170,7 @@ class Format:
     @property
     def multiple(self) -> int:
         """Least number of elements of a row that are whole blocks and whole 16-byte vectors; rows are multiples."""
-        return lcm(self.block, self.unit)
+        return lcm(self.block, lcm(self.bits, VECTOR_BYTES * 8) // self.bits)
 
     def check_hidden(self, hidden: int, name: str = "hidden") -> None:
         """Raise ValueError unless `hidden` elements, which the caller calls `name`, can be a row."""

@@ -52,8 +52,9 @@ def test_containers_and_names_are_types_of_torch(element: Element) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_units_are_whole(fmt: Format) -> None:
-    """A unit is the source of whole vectors, and has whole words of payload; a row has whole units."""
-    assert fmt.multiple % fmt.unit == 0 and fmt.unit * 16 % 128 == 0 and fmt.unit * fmt.bits % 128 == 0
+    """A unit is the source of whole vectors, and has whole words of payload; a row has whole units and vectors."""
+    assert fmt.multiple % fmt.unit == 0 and fmt.unit * 16 % 128 == 0 and fmt.unit_words * 32 == fmt.unit * fmt.bits
+    assert fmt.unit_words >= 4 and fmt.unit // 2 * fmt.bits < 128, "a vector, and no smaller unit fills one"
     for hidden in (fmt.multiple, 3 * fmt.multiple):
         assert fmt.payload_bytes(hidden) * 8 == hidden * fmt.bits
         assert fmt.payload_bytes(hidden) % 16 == 0
@@ -66,7 +67,7 @@ def test_units_are_whole(fmt: Format) -> None:
         (lambda: replace(MXFP8, block=24), "must be a unit of 16 by a power of two"),
         (lambda: replace(MXFP8, block=48), "must be a unit of 16 by a power of two"),
         (lambda: replace(NVFP4, block=4), "more scale factors than a word"),
-        (lambda: replace(MXFP8, element=Element("e3m1", 3, 1, "uint8")), "units of 128 elements"),
+        (lambda: replace(MXFP8, element=Element("e3m1", 3, 1, "uint8")), "units of 32 elements in 5 words"),
     ],
     ids=["no multiple", "no power of two", "eight factors a unit", "five bits"],
 )
