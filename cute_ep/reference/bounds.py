@@ -7,6 +7,7 @@ bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,6 +18,8 @@ from cute_ep.layouts.maps.formats import (
     FP8,
     FP8_POW2,
     MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
     MXFP8,
     NVFP4,
     NVFP4_ROW,
@@ -99,6 +102,11 @@ def _mxfp8_steps(amax: torch.Tensor, _global: torch.Tensor) -> Steps:
     return [torch.where(amax.isinf() | (scale <= 2.0**-127), 0, scale) for scale in scales]
 
 
+def _mxfp6_steps(amax: torch.Tensor, _global: torch.Tensor, *, rounds_up: float, largest_power: float) -> Steps:
+    scale = 2 * _power_below(amax.clamp(max=2.0**128) / rounds_up) / largest_power
+    return [torch.where(amax.isinf() | (scale <= 2.0**-127), 0, scale)]
+
+
 def _mxfp4_steps(amax: torch.Tensor, _global: torch.Tensor) -> Steps:
     return [(_power_below(amax.clamp(max=2.0**128) / 1.75) / 2).clamp(min=2.0**-127)]
 
@@ -130,6 +138,8 @@ STEPS: dict[Format, Callable[[torch.Tensor, torch.Tensor], Steps]] = {
     FP8: _fp8_steps,
     FP8_POW2: _fp8_pow2_steps,
     MXFP8: _mxfp8_steps,
+    MXFP6_E2M3: partial(_mxfp6_steps, rounds_up=1.9375, largest_power=4),
+    MXFP6_E3M2: partial(_mxfp6_steps, rounds_up=1.875, largest_power=16),
     MXFP4: _mxfp4_steps,
     NVFP4: _nvfp4_steps,
     NVFP4_ROW: _nvfp4_row_steps,

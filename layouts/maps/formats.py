@@ -18,7 +18,7 @@ MAX_UNIT = 32
 ROW_SCALE_BYTES = 2
 """Bytes of a row's own global scale (bfloat16), in formats that have one."""
 
-SwigluFormat = Literal["fp8", "fp8_pow2", "mxfp8", "mxfp4", "nvfp4"]
+SwigluFormat = Literal["fp8", "fp8_pow2", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"]
 """Formats with scale factors that `fused_silu` makes."""
 ScaledFormat = Literal[SwigluFormat, "nvfp4_row"]
 """Formats with scale factors: what `quantize` makes."""
@@ -90,6 +90,8 @@ class Element:
 FLOAT32 = Element("f32", 8, 23, "float32")
 BFLOAT16 = Element("bf16", 8, 7, "bfloat16")
 E4M3 = Element("e4m3", 4, 3, "float8_e4m3fn", "float8_e4m3fn", nan=0x7F)
+E2M3 = Element("e2m3", 2, 3, "uint8")
+E3M2 = Element("e3m2", 3, 2, "uint8")
 E2M1 = Element("e2m1", 2, 1, "uint8", "float4_e2m1fn_x2")
 E8M0 = Element("e8m0", 8, 0, "uint8", "float8_e8m0fnu", nan=0xFF, signed=False)
 
@@ -194,11 +196,15 @@ BF16 = Format("bf16", BFLOAT16)
 FP8 = Format("fp8", E4M3, 128, FLOAT32, scale_layouts=_FLOAT_SCALES, row_alignment=4)
 FP8_POW2 = Format("fp8_pow2", E4M3, 128, FLOAT32, power_of_two=True, scale_layouts=_FLOAT_SCALES, row_alignment=4)
 MXFP8 = Format("mxfp8", E4M3, 32, E8M0, scale_layouts=_BYTE_SCALES)
+MXFP6_E2M3 = Format("mxfp6_e2m3", E2M3, 32, E8M0, scale_layouts=_BYTE_SCALES)
+MXFP6_E3M2 = Format("mxfp6_e3m2", E3M2, 32, E8M0, scale_layouts=_BYTE_SCALES)
 MXFP4 = Format("mxfp4", E2M1, 32, E8M0, scale_layouts=_BYTE_SCALES)
 NVFP4 = Format("nvfp4", E2M1, 16, E4M3, global_scale=True, scale_layouts=_BYTE_SCALES)
 NVFP4_ROW = Format("nvfp4_row", E2M1, 16, E4M3, row_scale=True, scale_layouts=_BYTE_SCALES)
 
-FORMATS: dict[str, Format] = {fmt.name: fmt for fmt in (BF16, FP8, FP8_POW2, MXFP8, MXFP4, NVFP4, NVFP4_ROW)}
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt for fmt in (BF16, FP8, FP8_POW2, MXFP8, MXFP6_E2M3, MXFP6_E3M2, MXFP4, NVFP4, NVFP4_ROW)
+}
 
 
 def formats_of(hidden: int, formats: Iterable[str] = FORMATS) -> list[str]:

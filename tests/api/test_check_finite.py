@@ -74,7 +74,7 @@ QUANTISED = [
     *((fmt, "payload", 0xFF) for fmt in ("fp8", "fp8_pow2", "mxfp8")),
     *((fmt, "scales", NAN) for fmt in ("fp8", "fp8_pow2")),
     *((fmt, "scales", INF) for fmt in ("fp8", "fp8_pow2")),
-    *((fmt, "scales", 0xFF) for fmt in ("mxfp8", "mxfp4")),
+    *((fmt, "scales", 0xFF) for fmt in ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")),
     *((fmt, "scales", 0x7F) for fmt in ("nvfp4", "nvfp4_row")),
     *(("nvfp4_row", "row_scales", value) for value in (NAN, INF)),
 ]

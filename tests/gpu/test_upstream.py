@@ -62,6 +62,6 @@ def check_swiglu(fmt: str, counts: list[int], device: str) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 2, 0, 4], [3, 33, 0, 17, 64], [128, 33, 96]], ids=str)
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"])
 def test_clamped_swiglu_of_ragged_groups(fmt: str, counts: list[int]) -> None:
     check_swiglu(fmt, counts, "cuda")

@@ -11,6 +11,8 @@ import torch
 from cute_ep.layouts.maps.formats import (
     BFLOAT16,
     E2M1,
+    E2M3,
+    E3M2,
     E4M3,
     E8M0,
     FLOAT32,
@@ -26,9 +28,11 @@ NAMED = {
     BFLOAT16: "bfloat16",
     E4M3: "float8_e4m3fn",
     E2M1: "float4_e2m1fn",
+    E2M3: "float6_e2m3fn",
+    E3M2: "float6_e3m2fn",
     E8M0: "float8_e8m0fnu",
 }
-FINITE = [E4M3, E2M1]
+FINITE = [E4M3, E2M1, E2M3, E3M2]
 
 
 @pytest.mark.parametrize("element", NAMED, ids=lambda one: one.name)
