@@ -17,7 +17,7 @@ from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.rounds import Plan, Result
 from cute_ep.api.types import CombineMode
-from cute_ep.layouts.maps.formats import BF16, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
+from cute_ep.layouts.maps.formats import BF16, E8M0, FORMATS, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
 
 Communicators = Sequence[EPCommunicator]
 
@@ -121,7 +121,7 @@ class DistributedEPDispatchFP8(DistributedEPDispatch):
 class DistributedEPDispatchMXFP4(DistributedEPDispatch):
     """`mo.distributed.ep.dispatch.mxfp4`: the MX formats."""
 
-    formats = (MXFP4, MXFP8)
+    formats = tuple(fmt for fmt in FORMATS.values() if fmt.scale is E8M0)
 
 
 class DistributedEPDispatchNVFP4(DistributedEPDispatch):

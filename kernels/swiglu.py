@@ -26,11 +26,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32
 
 from cute_ep.kernels.codec import Codec
 from cute_ep.kernels.codec.base import State, join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.codec.payload import Payload
 from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, unit_amax
 from cute_ep.kernels.device.atoms import WORDS, weak
 from cute_ep.kernels.device.block import launch_config, shared_array, swizzled
 from cute_ep.kernels.device.divide import quotient, remainder, round_up
-from cute_ep.kernels.device.memory import array, item_coord, pointer, rows
+from cute_ep.kernels.device.memory import array, item_coord, lane_tile, pointer, row_address, rows
 from cute_ep.kernels.device.scale_rows import store_scale_word, zero_scale_rows
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.gates import NO_BIAS, gated, swiglu
@@ -76,6 +77,7 @@ class Rows:
         self.segments = LANE_VECTORS // self.unit_vectors
         shared = RegionMap(alignment=VECTOR_BYTES)
         self.values = shared.add("values", 4, WARPS, TILE_VECTORS, 4)
+        self.payload = Payload(codec.fmt, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit
@@ -226,19 +228,38 @@ class Rows:
         first = tile * (32 * self.segments) + lane
         gOut = rows(args.out + (Int64(row) * units + first) * VECTOR_BYTES, 32 * self.segments, 1)
         rX = cute.make_rmem_tensor(4 * self.unit_vectors, Uint32)
-        rQ = cute.make_rmem_tensor(4, Uint32)
+        rQ = cute.make_rmem_tensor(self.payload.words, Uint32)
         for segment in cutlass.range_constexpr(self.segments):
             for part in cutlass.range_constexpr(self.unit_vectors):
                 vector = (segment * 32 + lane) * self.unit_vectors + part
                 cute.copy(weak(), sValue[swizzled(vector), None], cute.local_tile(rX, (4,), (part,)))
             bits = self.codec.encode(rX, rQ, state)
             unit = first + segment * 32
+            if cutlass.const_expr(not self.payload.whole):
+                self._store_vectors(args, rQ, tile * self.segments + segment, row, units, lane)
             if unit < units:
-                cute.copy(weak(), rQ, gOut[None, segment * 32, 0])
+                if cutlass.const_expr(self.payload.whole):
+                    cute.copy(weak(), rQ, gOut[None, segment * 32, 0])
             else:
                 bits = Uint32(0)
             if cutlass.const_expr(self.fmt.scale is not None):
                 self._store_scale_word(args, bits, scale_row, unit, unit < units)
+
+    @cute.jit
+    def _store_vectors(
+        self, args: RowsArgs, rUnit: cute.Tensor, segment: Int32, row: Int32, units: Int32, lane: Int32
+    ) -> None:
+        """The payload of 32 units of a row, where a unit is more than a vector."""
+        warp = quotient(cute.arch.thread_idx()[0], 32)
+        rQ = cute.make_rmem_tensor((4, self.payload.turns), Uint32)
+        self.payload.exchange(warp, lane, rUnit, rQ)
+        row_vectors = quotient(units * self.payload.vectors, 32)
+        first = segment * self.payload.vectors
+        count = self.payload.own_vectors(lane, row_vectors - first)
+        tOut = lane_tile(row_address(args.out, row, row_vectors * VECTOR_BYTES), first + lane)
+        for turn in cutlass.range_constexpr(self.payload.turns):
+            if turn < count:
+                cute.copy(weak(), rQ[None, turn], tOut[None, turn])
 
     @cute.jit
     def _store_scale_word(self, args: RowsArgs, bits: Uint32, scale_row: Int32, unit: Int32, inside: Boolean) -> None:

@@ -80,6 +80,9 @@ CASES = (
     Case(32, 6, 2, 20, (20, 19), "nvfp4_row", "uniform", layout="linear", alignment=4),
     Case(384, 6, 2, 20, (20, 19), "fp8", "uniform", layout="linear"),
     Case(384, 6, 2, 20, (20, 19), "fp8_pow2", "uniform", alignment=8),
+    Case(192, 6, 2, 130, (130, 129), "mxfp6_e2m3", "uniform"),
+    Case(2880, 32, 4, 33, (33, 7, 0, 20), "mxfp6_e3m2", "masked", alignment=8, shared=True),
+    Case(192, 6, 2, 20, (20, 19), "mxfp6_e3m2", "uniform", layout="linear"),
     # expert row counts around the 128-row block
     Case(64, 4, 1, 128, (128, 128), "nvfp4", "one_expert"),
     Case(64, 4, 1, 128, (0, 128), "nvfp4", "one_expert"),

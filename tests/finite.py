@@ -15,7 +15,7 @@ from cute_ep import dequantize, fused_silu
 from cute_ep.api.gates import Gate
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import SwigluRows
-from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.formats import E4M3, E8M0, FLOAT32, FORMATS
 from cute_ep.layouts.maps.scales import LINEAR
 from tests.reference.oracle import FINITE_BF16
 
@@ -36,12 +36,12 @@ def all_numbers(block: int, other: float) -> Tensor:
 def assert_numbers(name: str, fmt: str, payload: Tensor, scales: Tensor | None, row_scales: Tensor | None) -> None:
     """AssertionError where a stored row has a NaN or an infinity."""
     record = FORMATS[fmt]
-    if record.element == "e4m3":
+    if record.element is E4M3:
         assert (payload.view(torch.uint8) & 0x7F != 0x7F).all(), f"{name}: NaN in the payload"
-    if record.scale in ("e4m3", "e8m0"):
-        code = 0x7F if record.scale == "e4m3" else 0xFF
+    if record.scale in (E4M3, E8M0):
+        code = 0x7F if record.scale is E4M3 else 0xFF
         assert scales is not None and (scales.view(torch.uint8) & code != code).all(), f"{name}: NaN in the factors"
-    for wide in (scales if record.scale == "f32" else None, row_scales, payload if record.scale is None else None):
+    for wide in (scales if record.scale is FLOAT32 else None, row_scales, payload if record.scale is None else None):
         assert wide is None or wide.isfinite().all(), f"{name}: not finite"
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from math import lcm
-
 from hypothesis import strategies as st
 
 from cute_ep.api.config import MAX_HIDDEN, EPConfig
 from cute_ep.layouts.maps.arena import MAX_SCALED, MAX_STRIDE, message_of
-from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
 
 
@@ -25,7 +23,7 @@ def deployments(
     """Configurations in every format with every option; the arguments are the largest values of their fields."""
     fmt = FORMATS[draw(st.sampled_from(sorted(FORMATS)))]
     world, local = draw(st.integers(1, ranks)), draw(st.integers(1, per_rank))
-    unit = lcm(fmt.block, VECTOR_BYTES * 8 // fmt.bits)
+    unit = fmt.multiple
     width = unit * draw(st.integers(1, hidden // unit))
     size, chosen = message_of(fmt, width).pitch, draw(st.integers(1, min(top_k, local * world)))
     token = 4 * max(world, chosen) * width + world * (3 * size + 32 * chosen)  # bytes of an arena

@@ -183,7 +183,7 @@ def test_a_refused_list_joins_no_round() -> None:
 SERVES = {
     DistributedEPDispatch: {"bf16"},
     DistributedEPDispatchFP8: {"fp8", "fp8_pow2"},
-    DistributedEPDispatchMXFP4: {"mxfp4", "mxfp8"},
+    DistributedEPDispatchMXFP4: {"mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8"},
     DistributedEPDispatchNVFP4: {"nvfp4", "nvfp4_row", "mxfp4", "mxfp8"},
 }
 

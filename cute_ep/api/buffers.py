@@ -32,8 +32,8 @@ class DispatchBuffers:
     `alignment` with rows of zeros; with `block_rows` the rows behind them hold anything.
 
     Attributes:
-        tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden / 2] uint8 (4-bit formats: element 0
-            in the low nibble).
+        tokens: [capacity, hidden] bfloat16 or float8_e4m3fn, or [capacity, hidden * bits / 8] uint8 (formats of fewer
+            than 8 bits: element 0 in the lowest bits of byte 0).
         scales: block scale factors, uint8 bits or float32, in the configuration's scale layout
             (`cute_ep.layouts.maps.scales` has the shapes); rows that pad a group are zero. None when the format has
             none. With `block_rows` and layout `transposed`: [G, words, capacity / G].

@@ -9,7 +9,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.host import host_list
 from cute_ep.api.modes import no_modes
 from cute_ep.api.row_tensors import payload_columns, payload_dtype, scale_dtype
-from cute_ep.layouts.maps.formats import Format
+from cute_ep.layouts.maps.formats import FLOAT32, Element, Format
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 
 NOTHING = 2**63 - 1
@@ -17,8 +17,6 @@ NOTHING = 2**63 - 1
 CALL, TOKEN = 2 * MAX_TOKENS_PER_RANK, 2
 """A finding is CALL * call + TOKEN * token, + 1 of an infinity: the least one is of the first call, and of its first
 token."""
-E4M3_NAN, E8M0_NAN = 0x7F, 0xFF
-"""Bits of NaN without the sign."""
 
 
 class FiniteCheck:
@@ -73,17 +71,21 @@ def _largest(fmt: Format, given: DispatchInput) -> torch.Tensor:
     """[T] magnitudes of each token's elements or scale factors: NaN where one is NaN, else infinity where one is."""
     if given.scales is None:
         return torch.linalg.vector_norm(given.x, ord=torch.inf, dim=1)
-    if fmt.scale == "f32":
+    if fmt.scale is FLOAT32:
         largest = torch.linalg.vector_norm(given.scales, ord=torch.inf, dim=1)
     else:
-        bits = given.scales.view(torch.uint8)
-        broken = bits == E8M0_NAN if fmt.scale == "e8m0" else (bits & 0x7F) == E4M3_NAN
-        largest = _nan_where(broken.any(dim=1))
-    if fmt.element == "e4m3":
-        largest = torch.maximum(largest, _nan_where(((given.x.view(torch.uint8) & 0x7F) == E4M3_NAN).any(dim=1)))
+        assert fmt.scale is not None
+        largest = _nan_where(_is_nan(given.scales, fmt.scale).any(dim=1))
+    if fmt.element.nan is not None:
+        largest = torch.maximum(largest, _nan_where(_is_nan(given.x, fmt.element).any(dim=1)))
     if given.row_scales is not None:
         largest = torch.maximum(largest, given.row_scales.float().abs())
     return largest
+
+
+def _is_nan(codes: torch.Tensor, element: Element) -> torch.Tensor:
+    """Where one-byte numbers are NaN."""
+    return (codes.view(torch.uint8) & element.magnitude) == element.nan
 
 
 def _nan_where(broken: torch.Tensor) -> torch.Tensor:

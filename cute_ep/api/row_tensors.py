@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.layouts.maps.formats import Format
+from cute_ep.layouts.maps.formats import FLOAT32, Element, Format
 
 ID_TYPES = (torch.int32, torch.int64)
 """Element types of `topk_ids`."""
@@ -38,7 +38,8 @@ class QuantizedRows(NamedTuple):
     4-bit formats, float8_e8m0fnu and float8_e4m3fn as scales.
 
     Attributes:
-        payload: [rows, hidden] float8_e4m3fn, or [rows, hidden / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        payload: [rows, hidden] float8_e4m3fn, or [rows, hidden * bits / 8] uint8 (formats of fewer than 8 bits:
+            element 0 in the lowest bits of byte 0).
         scales: [rows, hidden / block] uint8 bits or float32.
         row_scales: [rows] bfloat16, in formats whose rows have a scale of their own.
     """
@@ -52,7 +53,8 @@ class SwigluRows(NamedTuple):
     """Rows after SwiGLU in a format with scales.
 
     Attributes:
-        payload: [rows, D] float8_e4m3fn, or [rows, D / 2] uint8 (4-bit formats: element 0 in the low nibble).
+        payload: [rows, D] float8_e4m3fn, or [rows, D * bits / 8] uint8 (formats of fewer than 8 bits: element 0
+            in the lowest bits of byte 0).
         scales: uint8 bits or float32, in one of the layouts of `cute_ep.layouts.maps.scales`.
     """
 
@@ -61,20 +63,24 @@ class SwigluRows(NamedTuple):
 
 
 def payload_dtype(fmt: Format) -> torch.dtype:
-    """Element type of a tensor of payload rows; 4-bit elements come two in a uint8."""
-    return {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}[fmt.element]
+    """Element type of a tensor of payload rows; elements of fewer than 8 bits share the bytes of a uint8."""
+    return getattr(torch, fmt.element.container)
 
 
 def payload_types(fmt: Format) -> tuple[torch.dtype, ...]:
     """Element types of payload rows that callers may give; `payload_dtype` is the first."""
-    pairs = getattr(torch, "float4_e2m1fn_x2", None) if fmt.element == "e2m1" else None  # torch 2.8 or newer
-    return (payload_dtype(fmt),) if pairs is None else (payload_dtype(fmt), pairs)
+    return _with_torch_type(payload_dtype(fmt), fmt.element)
 
 
 def scale_types(fmt: Format) -> tuple[torch.dtype, ...]:
     """Element types of scale factors that callers may give; `scale_dtype` is the first."""
-    named = {"e8m0": (torch.float8_e8m0fnu,), "e4m3": (torch.float8_e4m3fn,)}.get(fmt.scale or "", ())
-    return scale_dtype(fmt), *named
+    return (scale_dtype(fmt),) if fmt.scale is None else _with_torch_type(scale_dtype(fmt), fmt.scale)
+
+
+def _with_torch_type(own: torch.dtype, element: Element) -> tuple[torch.dtype, ...]:
+    """`own` and torch's type for the element, where torch has another one."""
+    named = getattr(torch, element.torch_name or "", own)
+    return (own,) if named == own else (own, named)
 
 
 def as_own_types(rows: QuantizedRows, fmt: Format) -> QuantizedRows:
@@ -92,4 +98,4 @@ def payload_columns(fmt: Format, hidden: int) -> int:
 
 def scale_dtype(fmt: Format) -> torch.dtype:
     """Element type of a tensor of scale factors; one-byte numbers are kept as bits."""
-    return torch.float32 if fmt.scale == "f32" else torch.uint8
+    return torch.float32 if fmt.scale is FLOAT32 else torch.uint8

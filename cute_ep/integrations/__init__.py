@@ -7,7 +7,7 @@ cute_ep imports a room. Of the core an adapter may use this, and no name with an
 | --- | --- |
 | the interface: configurations, communicators, modes, formats, gates | `api.config`, `.interface`, `.types`, `.gates` |
 | the batch: buffers that dispatch fills, and what combine is given | `api.buffers`, `.dispatched` |
-| errors, and the checks of tensors that raise them | `api.errors`, `.tensors`, `.row_tensors`, `.validate`, `.validate_combine` |
+| errors, and the checks of tensors that raise them | `api.errors`, `.tensors`, `.row_tensors`, `.validate`, ... |
 | counts: how many rows a routing brings to each rank | `runtime.routes`, `.counts` |
 | the pool, where communicators are found, opened and closed | `runtime.pool`, `.group_pool`, `.local_pool`, `.gpus` |
 | torch ops with gradients; all ranks of a process at once | `ops`; `distributed`, `adjoints` |

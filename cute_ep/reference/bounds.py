@@ -7,6 +7,7 @@ bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -17,9 +18,12 @@ from cute_ep.layouts.maps.formats import (
     FP8,
     FP8_POW2,
     MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
     MXFP8,
     NVFP4,
     NVFP4_ROW,
+    Element,
     Format,
 )
 from cute_ep.reference.combine import check_combine, chosen_weights, returned_rows, shared_rows
@@ -98,6 +102,11 @@ def _mxfp8_steps(amax: torch.Tensor, _global: torch.Tensor) -> Steps:
     return [torch.where(amax.isinf() | (scale <= 2.0**-127), 0, scale) for scale in scales]
 
 
+def _mxfp6_steps(amax: torch.Tensor, _global: torch.Tensor, *, rounds_up: float, largest_power: float) -> Steps:
+    scale = 2 * _power_below(amax.clamp(max=2.0**128) / rounds_up) / largest_power
+    return [torch.where(amax.isinf() | (scale <= 2.0**-127), 0, scale)]
+
+
 def _mxfp4_steps(amax: torch.Tensor, _global: torch.Tensor) -> Steps:
     return [(_power_below(amax.clamp(max=2.0**128) / 1.75) / 2).clamp(min=2.0**-127)]
 
@@ -119,21 +128,18 @@ def _nvfp4_row_steps(amax: torch.Tensor, _global: torch.Tensor) -> Steps:
     return steps
 
 
-def _e4m3_error(value: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(_power_below(value).clamp(2.0**-6, 256.0) / 16, value - 448)
+def _element_error(value: torch.Tensor, element: Element) -> torch.Tensor:
+    """Half the gap around a number >= 0, or its distance from the largest element; never decreasing."""
+    half_gap = _power_below(value.clamp(element.smallest_normal, element.largest)) * element.roundoff
+    return torch.maximum(half_gap, value - element.largest)
 
-
-def _e2m1_error(value: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(_power_below(value).clamp(1.0, 4.0) / 4, value - 6)
-
-
-ELEMENT_ERRORS = {"e4m3": _e4m3_error, "e2m1": _e2m1_error}
-"""Element format -> half the gap around a number, or its distance from the largest element; never decreasing."""
 
 STEPS: dict[Format, Callable[[torch.Tensor, torch.Tensor], Steps]] = {
     FP8: _fp8_steps,
     FP8_POW2: _fp8_pow2_steps,
     MXFP8: _mxfp8_steps,
+    MXFP6_E2M3: partial(_mxfp6_steps, rounds_up=1.9375, largest_power=4),
+    MXFP6_E3M2: partial(_mxfp6_steps, rounds_up=1.875, largest_power=16),
     MXFP4: _mxfp4_steps,
     NVFP4: _nvfp4_steps,
     NVFP4_ROW: _nvfp4_row_steps,
@@ -158,7 +164,6 @@ def quantization_bound(x: torch.Tensor, fmt: Format | str, global_scale: float |
     scale = as_global_scale(global_scale, x.device).double()
     if fmt == BF16:
         return torch.where(x.isfinite(), 0.0, torch.inf).double()
-    element_error = ELEMENT_ERRORS[fmt.element]
     bounds = []
     for part in row_chunks(*x.shape):
         values = x[part].double().abs().unflatten(1, (-1, fmt.block))
@@ -166,7 +171,9 @@ def quantization_bound(x: torch.Tensor, fmt: Format | str, global_scale: float |
         bound = torch.zeros_like(values)
         for step in STEPS[fmt](amax, scale):
             step = step[:, :, None]
-            error = step * (1 + CHAIN) * (element_error(values * (1 + CHAIN) / step) + TINY) + CHAIN * values
+            error = (
+                step * (1 + CHAIN) * (_element_error(values * (1 + CHAIN) / step, fmt.element) + TINY) + CHAIN * values
+            )
             bound = torch.maximum(bound, torch.where(step == 0, values, error))
         bound = bound + UNIT * (values + bound) + TINY  # the dequantised product
         bound = bound + torch.where(values + bound >= 2.0**128 * (1 - 2.0**-25), torch.inf, 0)

@@ -264,7 +264,7 @@ def _arranged(cfg: EPConfig, scales: torch.Tensor, layout: str, row_counts: Sequ
 
 def _indexable(field: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that every device can index."""
-    return field.view(torch.uint8) if field.dtype == torch.float8_e4m3fn else field
+    return field.view(torch.uint8) if field.dtype.itemsize == 1 else field
 
 
 @no_modes()

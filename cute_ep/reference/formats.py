@@ -19,13 +19,19 @@ from cute_ep.api.tensors import check_tensor
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.formats import (
     BF16,
+    E2M3,
+    E3M2,
+    E4M3,
     FORMATS,
     FP8,
     FP8_POW2,
     MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
     MXFP8,
     NVFP4,
     NVFP4_ROW,
+    Element,
     Format,
 )
 
@@ -34,11 +40,8 @@ CHUNK_ELEMENTS = 1 << 22
 
 BFLOAT16_MAX = float(torch.finfo(torch.bfloat16).max)
 E4M3_MAX = 448.0
-E4M3_NAN = 0x7F
 FP8_AMAX_FLOOR = 1e-4
 """Smallest block maximum that an fp8 scale factor is made from, in float32."""
-MXFP4_ROUNDING = 0x200000
-"""Added to the bits of a float32: rounds its mantissa to one bit, half up."""
 ROW_SCALE_DIVISOR = 2688.0
 """Largest element times largest scale factor of nvfp4_row: 6 * 448."""
 ROW_SCALE_LIMITS = (2.0**-100, 2.0**100)
@@ -80,28 +83,62 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent + 127) << 23).view(torch.float32)
 
 
+def _encode_element(value: torch.Tensor, element: Element) -> torch.Tensor:
+    """float32 -> uint8 codes, round to nearest even, saturating; the sign is kept, also of zero. NaN gives NaN's code,
+    or the largest number, without the sign.
+
+    Values of one binade are multiples of 2**(exponent - mantissa bits); numbers below the smallest normal one share its
+    binade's step.
+    """
+    smallest, one = 1 - element.bias, 1 << element.mantissa
+    magnitude = torch.where(value.isnan(), 0, value).abs().clamp(max=element.largest)
+    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=smallest)
+    exponent = torch.where(magnitude == 0, smallest, exponent)  # frexp gives zero the exponent 0
+    steps = (magnitude * _power_of_two(element.mantissa - exponent)).round()  # exact scaling, then half to even
+    code = one * (exponent - smallest) + steps.int() + (element.magnitude + 1) * value.signbit()
+    return torch.where(value.isnan(), element.magnitude, code).to(torch.uint8)
+
+
+def _decode_element(code: torch.Tensor, element: Element) -> torch.Tensor:
+    """uint8 codes -> float32, exact."""
+    bits, one = torch.arange(element.magnitude + 1, dtype=torch.int32), 1 << element.mantissa
+    exponent, fraction = bits // one, bits % one
+    steps = torch.where(exponent == 0, fraction, fraction + one).float()
+    magnitude = steps * _power_of_two(exponent.clamp(min=1) - element.bias - element.mantissa)
+    if element.nan is not None:
+        magnitude[element.nan] = torch.nan
+    return torch.cat([magnitude, -magnitude]).to(code.device)[code.int()]
+
+
 def encode_e4m3(value: torch.Tensor) -> torch.Tensor:
     """float32 -> uint8 bits of e4m3fn, round to nearest even, saturating at 448; the sign is kept, also of zero; NaN
-    gives 0x7F.
-
-    Values of one binade are multiples of 2**(exponent - 3); below 2**-6 all share that binade's step 2**-9.
-    """
-    magnitude = torch.where(value.isnan(), 0, value).abs().clamp(max=E4M3_MAX)
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=-6)
-    exponent = torch.where(magnitude == 0, -6, exponent)  # frexp gives zero the exponent 0
-    steps = (magnitude * _power_of_two(3 - exponent)).round()  # exact scaling, then half to even: 0..16
-    code = 8 * (exponent + 7) + steps.int() - 8 + 128 * value.signbit()
-    return torch.where(value.isnan(), E4M3_NAN, code).to(torch.uint8)
+    gives 0x7F."""
+    return _encode_element(value, E4M3)
 
 
 def decode_e4m3(code: torch.Tensor) -> torch.Tensor:
     """uint8 bits of e4m3fn -> float32, exact (0x7F and 0xFF are NaN)."""
-    bits = torch.arange(128, dtype=torch.int32)
-    exponent, fraction = bits >> 3, bits & 7
-    steps = torch.where(exponent == 0, fraction, fraction + 8).float()
-    magnitude = steps * _power_of_two(exponent.clamp(min=1) - 10)
-    magnitude[127] = torch.nan
-    return torch.cat([magnitude, -magnitude]).to(code.device)[code.int()]
+    return _decode_element(code, E4M3)
+
+
+def encode_e2m3(value: torch.Tensor) -> torch.Tensor:
+    """float32 -> uint8 codes 0..63 of e2m3, round to nearest even, saturating at 7.5; NaN gives 0x1F (+7.5)."""
+    return _encode_element(value, E2M3)
+
+
+def decode_e2m3(code: torch.Tensor) -> torch.Tensor:
+    """uint8 codes 0..63 -> float32, exact."""
+    return _decode_element(code, E2M3)
+
+
+def encode_e3m2(value: torch.Tensor) -> torch.Tensor:
+    """float32 -> uint8 codes 0..63 of e3m2, round to nearest even, saturating at 28; NaN gives 0x1F (+28)."""
+    return _encode_element(value, E3M2)
+
+
+def decode_e3m2(code: torch.Tensor) -> torch.Tensor:
+    """uint8 codes 0..63 -> float32, exact."""
+    return _decode_element(code, E3M2)
 
 
 def encode_e8m0(value: torch.Tensor) -> torch.Tensor:
@@ -185,6 +222,20 @@ def _elements_e2m1(payload: torch.Tensor, block: int) -> torch.Tensor:
     return decode_e2m1(codes).unflatten(1, (-1, block))
 
 
+def _pack_six(codes: torch.Tensor) -> torch.Tensor:
+    """Four codes in three bytes, the first one in the lowest bits."""
+    quads = codes.flatten(1).int().unflatten(1, (-1, 4))
+    word = quads[:, :, 0] | quads[:, :, 1] << 6 | quads[:, :, 2] << 12 | quads[:, :, 3] << 18
+    return torch.stack([word, word >> 8, word >> 16], dim=2).to(torch.uint8).flatten(1)
+
+
+def _codes_of_six(payload: torch.Tensor) -> torch.Tensor:
+    """[T, hidden] codes 0..63."""
+    parts = payload.int().unflatten(1, (-1, 3))
+    word = parts[:, :, 0] | parts[:, :, 1] << 8 | parts[:, :, 2] << 16
+    return torch.stack([word >> place & 63 for place in (0, 6, 12, 18)], dim=2).to(torch.uint8).flatten(1)
+
+
 def _encode_bf16(x: torch.Tensor, _global: torch.Tensor) -> QuantizedRows:
     return QuantizedRows(x, None)
 
@@ -218,10 +269,29 @@ def _decode_mxfp8(rows: QuantizedRows, _global: torch.Tensor) -> torch.Tensor:
     return (_elements_e4m3(rows.payload, MXFP8.block) * decode_e8m0(rows.scales)[:, :, None]).flatten(1)
 
 
+def _even_scale(amax: torch.Tensor, element: Element) -> torch.Tensor:
+    """Bytes of e8m0 that give amax the exponent of the largest element, once it is rounded to an element's mantissa
+    bits, half up."""
+    exponent = (amax.view(torch.int32) + (1 << (22 - element.mantissa))) >> 23
+    return (exponent - element.largest_exponent).clamp(0, 254).to(torch.uint8)
+
+
+def _encode_mxfp6(x: torch.Tensor, _global: torch.Tensor, *, fmt: Format) -> QuantizedRows:
+    values, amax = _blocks(x, fmt.block)
+    scale = _even_scale(amax, fmt.element)
+    dead = amax.isinf() | (scale == 0)
+    codes = _encode_element(values * decode_e8m0(254 - scale)[:, :, None], fmt.element)
+    return QuantizedRows(_pack_six(torch.where(dead[:, :, None], 0, codes)), torch.where(dead, 0, scale))
+
+
+def _decode_mxfp6(rows: QuantizedRows, _global: torch.Tensor, *, fmt: Format) -> torch.Tensor:
+    elements = _decode_element(_codes_of_six(rows.payload), fmt.element).unflatten(1, (-1, fmt.block))
+    return (elements * decode_e8m0(rows.scales)[:, :, None]).flatten(1)
+
+
 def _encode_mxfp4(x: torch.Tensor, _global: torch.Tensor) -> QuantizedRows:
     values, amax = _blocks(x, MXFP4.block)
-    exponent = (amax.view(torch.int32) + MXFP4_ROUNDING) >> 23
-    scale = (exponent - 2).clamp(0, 254).to(torch.uint8)
+    scale = _even_scale(amax, MXFP4.element)
     return QuantizedRows(_pack_e2m1(encode_e2m1(values * decode_e8m0(254 - scale)[:, :, None])), scale)
 
 
@@ -282,6 +352,8 @@ MODELS: dict[Format, Model] = {
     FP8: Model(partial(_encode_fp8, power_of_two=False), _decode_fp8),
     FP8_POW2: Model(partial(_encode_fp8, power_of_two=True), _decode_fp8),
     MXFP8: Model(_encode_mxfp8, _decode_mxfp8),
+    MXFP6_E2M3: Model(partial(_encode_mxfp6, fmt=MXFP6_E2M3), partial(_decode_mxfp6, fmt=MXFP6_E2M3)),
+    MXFP6_E3M2: Model(partial(_encode_mxfp6, fmt=MXFP6_E3M2), partial(_decode_mxfp6, fmt=MXFP6_E3M2)),
     MXFP4: Model(_encode_mxfp4, _decode_mxfp4),
     NVFP4: Model(_encode_nvfp4, _decode_nvfp4),
     NVFP4_ROW: Model(_encode_nvfp4_row, _decode_nvfp4_row),
@@ -329,7 +401,7 @@ def quantize(x: torch.Tensor, fmt: Format | str, global_scale: float | torch.Ten
         global_scale: G, a number or a float32 tensor of one element; used by formats with a global scale.
 
     Returns:
-        Payload [T, hidden] (bf16: x itself; float8_e4m3fn) or [T, hidden / 2] uint8, scales [T, hidden / block]
+        Payload [T, hidden] (bf16: x itself; float8_e4m3fn) or [T, hidden * bits / 8] uint8, scales [T, hidden / block]
         float32 or uint8 or None, row_scales [T] bfloat16 or None.
 
     Raises:

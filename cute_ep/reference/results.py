@@ -144,7 +144,7 @@ def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: s
     if layout is not None:
         to, of = rows_first(to, layout), rows_first(of, layout)
         rows = rows.view(to.shape[: to.dim() - (2 if layout == ATOM else 1)])
-    if to.dtype == torch.float8_e4m3fn:
+    if to.dtype.itemsize == 1:
         to, of = to.view(torch.uint8), of.view(torch.uint8)
     to[rows] = of[rows]
 

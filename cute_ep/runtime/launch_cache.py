@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.config import EPConfig
 from cute_ep.api.validate import check_buffers
+from cute_ep.layouts.maps.arena import has_whole_segments
 from cute_ep.layouts.maps.arguments import Grid, Scales, SharedExpert
 from cute_ep.layouts.maps.scales import scale_block
 from cute_ep.runtime.arguments import output_record, scales_record, shared_record
@@ -85,9 +86,12 @@ class LaunchCache:
                 receive_from=shape.receive_from,
             )
             shared = shared_record(self.cfg, self.rank, tokens)
+            slices = shape.slices_log2
+            if operation.startswith("dispatch") and not has_whole_segments(self.cfg.format):
+                slices = 0
             back = tuning.shape("combine", expected, self.max_ctas).slices_log2
             found = self._shapes[key] = LaunchShape(
-                shape.grid, shape.slices_log2, back, grid, shared, self.pairs and shape.grid > 1
+                shape.grid, slices, back, grid, shared, self.pairs and shape.grid > 1
             )
         return found
 

@@ -7,16 +7,18 @@ from typing import Any
 from cute_ep.kernels.codec.base import Codec
 from cute_ep.kernels.codec.bf16 import Bf16Codec
 from cute_ep.kernels.codec.fp8 import Fp8Codec
-from cute_ep.kernels.codec.mx import Mxfp4Codec, Mxfp8Codec
+from cute_ep.kernels.codec.mx import Mxfp4Codec, Mxfp6Codec, Mxfp8Codec
 from cute_ep.kernels.codec.nvfp4 import Nvfp4Codec
-from cute_ep.layouts.maps.formats import Format
+from cute_ep.layouts.maps.formats import BFLOAT16, E2M1, E2M3, E3M2, E4M3, E8M0, FLOAT32, Element, Format
 
-_CODECS: dict[tuple[str, str | None], Any] = {
-    ("bf16", None): Bf16Codec,
-    ("e4m3", "f32"): Fp8Codec,
-    ("e4m3", "e8m0"): Mxfp8Codec,
-    ("e2m1", "e8m0"): Mxfp4Codec,
-    ("e2m1", "e4m3"): Nvfp4Codec,
+_CODECS: dict[tuple[Element, Element | None], Any] = {
+    (BFLOAT16, None): Bf16Codec,
+    (E4M3, FLOAT32): Fp8Codec,
+    (E4M3, E8M0): Mxfp8Codec,
+    (E2M3, E8M0): Mxfp6Codec,
+    (E3M2, E8M0): Mxfp6Codec,
+    (E2M1, E8M0): Mxfp4Codec,
+    (E2M1, E4M3): Nvfp4Codec,
 }
 """By the number formats of elements and scale factors."""
 

@@ -1,8 +1,9 @@
-"""What a kernel asks of a codec: one unit of bfloat16 in, one 16-byte payload vector and its scale bits out.
+"""What a kernel asks of a codec: one unit of bfloat16 in, the words of its payload and its scale bits out.
 
-A unit is the source of one payload vector (16 bytes): 8 elements of BF16, 16 of an 8-bit format, 32 of a 4-bit one. A
-warp encodes 32 consecutive units of one row, lane l the l-th of them, so lanes that share a block find each other by
-shuffles and the scale factors of neighbouring lanes join into words. Kernels never ask which format they carry.
+A unit is the source of one payload vector (16 bytes): 8 elements of BF16, 16 of an 8-bit format, 32 of a 4-bit one; of
+a 6-bit one 32, of 24 bytes (`codec/payload.py`). A warp encodes 32 consecutive units of one row, lane l the l-th of
+them, so lanes that share a block find each other by shuffles and the scale factors of neighbouring lanes join into
+words. Kernels never ask which format they carry.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS
+from cute_ep.layouts.maps.formats import Format
 from cute_ep.layouts.maps.scales import WORD_BYTES
 
-SOURCE_BITS = 16
-"""Bits of a source element (bfloat16)."""
 State: TypeAlias = tuple[Float32, Float32] | None
 """What a codec's `encode` needs besides the unit; None where that is nothing."""
 
@@ -45,7 +45,7 @@ class Codec(Protocol):
 
         Args:
             rX: (4 * source_vectors) Uint32, bfloat16 pairs, lower half first; zeros beyond the end of the row.
-            rQ: (4) Uint32, overwritten with the payload.
+            rQ: (unit_words) Uint32, overwritten with the payload.
             state: what `state` returned.
 
         Returns:
@@ -70,31 +70,26 @@ class UnscaledCodec:
         return None
 
 
-def unit_elements(fmt: Format) -> int:
-    """Elements of one unit."""
-    return VECTOR_BYTES * 8 // fmt.bits
-
-
 def source_vectors(fmt: Format) -> int:
     """16-byte vectors of bfloat16 that one unit reads."""
-    return SOURCE_BITS // fmt.bits
+    return fmt.unit // VECTOR_ELEMENTS
 
 
 def block_lanes(fmt: Format) -> int:
     """Lanes that share one block: units of a block, 1 when a unit holds whole blocks."""
-    return max(1, fmt.block // unit_elements(fmt))
+    return max(1, fmt.block // fmt.unit)
 
 
 def word_lanes(fmt: Format) -> int:
     """Lanes whose scale factors make up one scale word."""
-    return WORD_BYTES // fmt.scale_itemsize * fmt.block // unit_elements(fmt)
+    return WORD_BYTES // fmt.scale_itemsize * fmt.block // fmt.unit
 
 
 @cute.jit
 def join_scale_word(fmt: cutlass.Constexpr, bits: Uint32) -> Uint32:
     """The scale word of `word_lanes` neighbouring lanes, in the first of them. By all 32 lanes."""
     word = bits
-    width = 8 * fmt.scale_itemsize * max(1, unit_elements(fmt) // fmt.block)
+    width = 8 * fmt.scale_itemsize * max(1, fmt.unit // fmt.block)
     stride = block_lanes(fmt)
     while cutlass.const_expr(width < 8 * WORD_BYTES):
         word = word | (cute.arch.shuffle_sync_down(word, stride) << width)

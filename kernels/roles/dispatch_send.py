@@ -15,7 +15,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32
 
 from cute_ep.kernels.codec import Codec
-from cute_ep.kernels.codec.base import State, join_scale_word, source_vectors, word_lanes
+from cute_ep.kernels.codec.base import State, join_scale_word, word_lanes
+from cute_ep.kernels.codec.payload import Payload
 from cute_ep.kernels.device.arith import opaque, unit_amax
 from cute_ep.kernels.device.atoms import send, send_word
 from cute_ep.kernels.device.block import shared_array
@@ -39,7 +40,7 @@ from cute_ep.kernels.device.slices import (
 from cute_ep.kernels.device.sync import signal, take_ticket
 from cute_ep.kernels.hooks import InputScale
 from cute_ep.kernels.roles.prefetch import Prefetch
-from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of, segment_words
+from cute_ep.layouts.maps.arena import CHUNK, SENTINEL, StateWord, chunk_of
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
 from cute_ep.layouts.maps.routing import MASKED_ENTRY
@@ -54,8 +55,10 @@ class DispatchSend:
 
     def __init__(self, codec: Codec, input_scale: InputScale | None, ahead: bool, shared: RegionMap) -> None:
         self.codec, self.input_scale = codec, input_scale
-        self.scale_words = segment_words(codec.fmt)
-        self.prefetch = Prefetch(source_vectors(codec.fmt), ahead, shared)
+        self.scale_words = SEGMENT // word_lanes(codec.fmt) if codec.fmt.scale else 0  # of a segment: 32 units
+        self.prefetch = Prefetch(codec.fmt, ahead, shared)
+        self.payload = Payload(codec.fmt, shared)
+        assert self.payload.whole or self.prefetch.units == 1, "`exchange` has room for one unit of a lane"
         self.tickets = shared.add("send_tickets", 4, 2)
         self.staged = shared.add("staged_scales", 4, WARPS, STAGED_SEGMENTS * self.scale_words)
 
@@ -63,27 +66,27 @@ class DispatchSend:
     def run(self, ctx: DispatchContext) -> None:
         lane = ctx.lane
         scale = self._global_scale(ctx)
-        vectors = vectors_of(ctx.wire.payload_bytes)
+        units = self.prefetch.row_units(ctx)
         chunks = ~is_lamport(ctx.input.tokens)
         slices = ctx.input.tokens << ctx.input.message_slices_log2
         items = cutlass.select_(chunks, whole_chunks(slices), slices)
         first = static_first(items, ctx.cta, ctx.grid.send_ctas, ctx.warp, chunks)
         sTickets = shared_array(self.tickets, Int32)
         stage, turn = Int32(0), Int32(0)
-        self._fetch_first(ctx, first, vectors, stage)
+        self._fetch_first(ctx, first, units, stage)
         item, following = first, first + static_stride(items, ctx.grid.send_ctas)
         while item < items:
             number = Int32(0)
             if chunks & (ctx.tid == 0):
                 number = take_ticket(ctx.state_word(StateWord.DISPATCH_TICKETS))
-            row_slice = slice_of(item, ctx.input.message_slices_log2, vectors)
+            row_slice = slice_of(item, ctx.input.message_slices_log2, units)
             if (row_slice.first < row_slice.last) & (item < slices):
                 given = self._load_id(ctx, row_slice.token, lane)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
-                    scale = self.codec.row_scale(self._row_maximum(ctx, row_slice.token, vectors, lane))
+                    scale = self.codec.row_scale(self._row_maximum(ctx, row_slice.token, units, lane))
                 regions = ctx.arena.lamport_messages, ctx.arena.messages
                 message = home_of(is_lamport(ctx.input.tokens), *regions, ctx.epoch & 1, ctx.rank, row_slice.token)
-                collided, stage = self._push(ctx, message, row_slice, vectors, given, scale, stage, following)
+                collided, stage = self._push(ctx, message, row_slice, units, given, scale, stage, following)
                 mask = self._destinations(ctx, row_slice.token, given)
                 if cutlass.const_expr(self.codec.fmt.row_scale):
                     if row_slice.first == 0:
@@ -98,7 +101,7 @@ class DispatchSend:
                     if flagged & has_bit(mask, lane):
                         signal(ctx.sPeers[lane] + ctx.arena.message_ready.at(ctx.rank, row_slice.index), ctx.epoch)
             else:
-                self._fetch_first(ctx, following, vectors, stage)
+                self._fetch_first(ctx, following, units, stage)
             if not is_lamport(ctx.input.tokens):
                 if ctx.tid == 0:
                     sTickets[turn] = number
@@ -112,9 +115,9 @@ class DispatchSend:
                 turn = turn ^ 1
 
     @cute.jit
-    def _fetch_first(self, ctx: DispatchContext, item: Int32, vectors: Int32, stage: Int32) -> None:
+    def _fetch_first(self, ctx: DispatchContext, item: Int32, units: Int32, stage: Int32) -> None:
         """Begin to load the first tile of an item, if it is one."""
-        row_slice = slice_of(item, ctx.input.message_slices_log2, vectors)
+        row_slice = slice_of(item, ctx.input.message_slices_log2, units)
         last = cutlass.select_(item < ctx.input.tokens << ctx.input.message_slices_log2, row_slice.last, Int32(0))
         self.prefetch.fetch(ctx, row_slice.token, row_slice.first, last, stage)
 
@@ -150,11 +153,11 @@ class DispatchSend:
         return cute.arch.warp_redux_sync(bit, "or")
 
     @cute.jit
-    def _row_maximum(self, ctx: DispatchContext, token: Int32, vectors: Int32, lane: Int32) -> Float32:
+    def _row_maximum(self, ctx: DispatchContext, token: Int32, units: Int32, lane: Int32) -> Float32:
         """Largest magnitude of a token's row, in every lane."""
         rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
         maximum = Float32(0.0)
-        for segment in cutlass.range(segments_of(vectors), unroll=1):
+        for segment in cutlass.range(segments_of(units), unroll=1):
             self.prefetch.load(ctx, token, segment * SEGMENT + lane, rX)
             maximum = cute.arch.fmax(maximum, unit_amax(rX, 4 * self.prefetch.vectors))
         return cute.arch.warp_reduction_max(maximum)
@@ -165,7 +168,7 @@ class DispatchSend:
         ctx: DispatchContext,
         message: Int64,
         row_slice: RowSlice,
-        vectors: Int32,
+        units: Int32,
         given: Int32,
         scale: Float32,
         stage: Int32,
@@ -173,37 +176,56 @@ class DispatchSend:
     ) -> tuple[Boolean, Int32]:
         """Payload and scales of an item's slice, whose first tile is in `stage`; returns whether this lane stored a
         SENTINEL word, and the stage of the next item's first tile."""
-        lane = ctx.lane
         collided = Boolean(False)
         state = self.codec.state(scale)
         rX = cute.make_rmem_tensor(4 * self.prefetch.vectors, Uint32)
-        rQ = cute.make_rmem_tensor((4, self.prefetch.units), Uint32)
+        rQ = cute.make_rmem_tensor((4, self.prefetch.units * self.payload.turns), Uint32)
         for start in cutlass.range(row_slice.first, row_slice.last, STAGED_SEGMENTS, unroll=1):
             end = cutlass.min(start + STAGED_SEGMENTS, row_slice.last)
             for base in cutlass.range(start, end, self.prefetch.units, unroll=1):
                 if base + self.prefetch.units < row_slice.last:
                     self.prefetch.fetch(ctx, row_slice.token, base + self.prefetch.units, row_slice.last, stage ^ 1)
                 else:
-                    self._fetch_first(ctx, following, vectors, stage ^ 1)
+                    self._fetch_first(ctx, following, units, stage ^ 1)
                 self.prefetch.wait()
                 for turn in cutlass.range_constexpr(self.prefetch.units):
                     if base + turn < end:
                         self.prefetch.read(ctx, row_slice.token, base, turn, stage, rX)
-                        collided = collided | self._encode(ctx, base + turn - start, rX, rQ[None, turn], state)
+                        collided = collided | self._encode(ctx, base + turn - start, rX, rQ, turn, state)
                 stage = stage ^ 1
                 # `opaque`: what follows from the id must not be computed, and waited for, before the loads
                 mask = self._destinations(ctx, row_slice.token, opaque(given))
-                self._send_vectors(ctx, message, rQ, base, own_vectors(base, end, vectors, lane), mask)
+                self._send_vectors(ctx, message, rQ, base, self._own_vectors(ctx, base, end, units), mask)
             if cutlass.const_expr(self.scale_words > 0):
                 mask = self._destinations(ctx, row_slice.token, given)
                 collided = collided | self._push_scales(ctx, message, start, end, mask)
         return collided, stage
 
+    def _own_vectors(self, ctx: DispatchContext, base: Int32, end: Int32, units: Int32) -> Int32:
+        """Vectors of the lane in segments base .. end - 1 of a row."""
+        if self.payload.whole:
+            return own_vectors(base, end, units, ctx.lane)
+        return self.payload.own_vectors(ctx.lane, vectors_of(ctx.wire.payload_bytes) - base * self.payload.vectors)
+
     @cute.jit
-    def _encode(self, ctx: DispatchContext, place: Int32, rX: cute.Tensor, rQ: cute.Tensor, state: State) -> Boolean:
+    def _encode(
+        self,
+        ctx: DispatchContext,
+        place: Int32,
+        rX: cute.Tensor,
+        rQ: cute.Tensor,
+        turn: cutlass.Constexpr,
+        state: State,
+    ) -> Boolean:
         """Encode one unit; returns whether it has a SENTINEL word. Its scale word waits in shared memory until it fills
         packets with others: a small packet costs a link as much as a large one."""
-        bits = self.codec.encode(rX, rQ, state)
+        collided = Boolean(False)
+        if cutlass.const_expr(self.payload.whole):
+            bits = self.codec.encode(rX, rQ[None, turn], state)
+        else:
+            rUnit = cute.make_rmem_tensor(self.payload.words, Uint32)
+            bits = self.codec.encode(rX, rUnit, state)
+            self.payload.exchange(ctx.warp, ctx.lane, rUnit, rQ)
         if cutlass.const_expr(self.scale_words > 0):
             lane, warp = ctx.lane, ctx.warp
             lanes = word_lanes(self.codec.fmt)
@@ -211,7 +233,13 @@ class DispatchSend:
             word = join_scale_word(self.codec.fmt, bits)
             if remainder(lane, lanes) == 0:
                 sStaged[warp, place * self.scale_words + quotient(lane, lanes)] = word
-        return has_sentinel(rQ)
+        for part in cutlass.range_constexpr(self.payload.turns):
+            collided = collided | has_sentinel(rQ[None, turn + part])
+        return collided
+
+    def _place(self, message: Int64, base: Int32, lane: Int32) -> cute.Tensor:
+        """The lane's vectors of a message, from segment `base` on."""
+        return lane_tile(message, base * self.payload.vectors + lane)
 
     @cute.jit
     def _send_vectors(
@@ -226,8 +254,8 @@ class DispatchSend:
             if peer == ctx.ranks:
                 peer = Int32(0)
             if has_bit(mask, peer):
-                tMessage = lane_tile(ctx.sPeers[peer] + message, base * SEGMENT + ctx.lane)
-                for turn in cutlass.range_constexpr(self.prefetch.units):
+                tMessage = self._place(ctx.sPeers[peer] + message, base, ctx.lane)
+                for turn in cutlass.range_constexpr(self.prefetch.units * self.payload.turns):
                     if turn < count:
                         send(rQ[None, turn], tMessage[None, turn])
 

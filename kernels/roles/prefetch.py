@@ -14,15 +14,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from cute_ep.kernels.codec.base import source_vectors
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.atoms import fetch, weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, shared_array, swizzled
 from cute_ep.kernels.device.context import DispatchContext
 from cute_ep.kernels.device.memory import lane_tile, vector
 from cute_ep.kernels.device.slices import SEGMENT, vectors_of
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
 from cute_ep.layouts.maps.launch import WARPS
 from cute_ep.layouts.maps.record import RegionMap
+from cute_ep.layouts.maps.scales import WORD_BYTES
 
 STAGES = 2
 """Tiles of a warp: one that it encodes, one on its way."""
@@ -33,22 +35,27 @@ class Prefetch:
     """The rows that a CTA sends.
 
     Args:
-        vectors: 16-byte vectors of a unit.
+        fmt: the format of what is sent.
         ahead: whether tiles are loaded ahead, into shared memory; otherwise when they are taken.
 
     Attributes:
+        vectors: 16-byte vectors of a unit.
         units: units that a lane takes from a tile.
     """
 
-    def __init__(self, vectors: int, ahead: bool, shared: RegionMap) -> None:
-        self.vectors, self.ahead = vectors, ahead
+    def __init__(self, fmt: Format, ahead: bool, shared: RegionMap) -> None:
+        self.fmt, self.vectors, self.ahead = fmt, source_vectors(fmt), ahead
         # without tiles a lane holds what it has loaded: half as much, or sm_120a is short of registers
-        self.units = max(1, (LOADS_IN_FLIGHT if ahead else LOADS_IN_FLIGHT // 2) // vectors)
+        self.units = max(1, (LOADS_IN_FLIGHT if ahead else LOADS_IN_FLIGHT // 2) // self.vectors)
         if ahead:
             self.tiles = shared.add("source_tiles", 4, WARPS * STAGES, TILE_VECTORS, 4)
 
-    def _row_vectors(self, ctx: DispatchContext) -> Int32:
-        return vectors_of(ctx.wire.payload_bytes) * self.vectors
+    def row_units(self, ctx: DispatchContext) -> Int32:
+        """Units of a row."""
+        unit_bytes = self.fmt.unit_words * WORD_BYTES
+        if unit_bytes == VECTOR_BYTES:
+            return vectors_of(ctx.wire.payload_bytes)
+        return Int32(Uint32(ctx.wire.payload_bytes) // unit_bytes)
 
     def _row(self, ctx: DispatchContext, token: Int32) -> Int64:
         """Address of a token's row."""
@@ -60,14 +67,14 @@ class Prefetch:
 
     @cute.jit
     def fetch(self, ctx: DispatchContext, token: Int32, base: Int32, last: Int32, stage: Int32) -> None:
-        """Begin to load segments base .. base + units - 1 of a row into the warp's tile `stage`, whose content
-        it has taken. Segments from `last` on are left out; zeros beyond the end of the row."""
+        """Begin to load segments (32 units) base .. base + units - 1 of a row into the warp's tile `stage`, whose
+        content it has taken, but none from `last` on; zeros beyond the end of the row."""
         if cutlass.const_expr(self.ahead):
             cute.arch.sync_warp()  # by all lanes
             if base < last:
                 lane = opaque(ctx.lane)  # or the places in shared memory would be kept in registers
                 first = base * (SEGMENT * self.vectors) + lane
-                left = cutlass.min(last * (SEGMENT * self.vectors), self._row_vectors(ctx)) - first
+                left = cutlass.min(last * (SEGMENT * self.vectors), self.row_units(ctx) * self.vectors) - first
                 tRow = lane_tile(self._row(ctx, token), first)
                 sTile = self._tile(ctx, stage)
                 for part in cutlass.range_constexpr(self.units * self.vectors):
@@ -99,7 +106,7 @@ class Prefetch:
     def load(self, ctx: DispatchContext, token: Int32, unit: Int32, rX: cute.Tensor) -> None:
         """One unit of a row, from where it is; zeros beyond the end of the row."""
         rX.fill(0)
-        if unit < vectors_of(ctx.wire.payload_bytes):
+        if unit < self.row_units(ctx):
             for part in cutlass.range_constexpr(self.vectors):
                 gVector = vector(self._row(ctx, token), unit * self.vectors + part)
                 cute.copy(weak(), gVector, cute.local_tile(rX, (4,), (part,)))

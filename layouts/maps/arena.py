@@ -259,8 +259,16 @@ def region_arguments(regions: Mapping[str, Region]) -> Regions:
 
 
 def segment_words(fmt: Format) -> int:
-    """Scale words that belong to one segment, 32 vectors of payload; 0 when the format has no scales."""
-    return SEGMENT_BYTES * 8 // fmt.bits // fmt.block * fmt.scale_itemsize // WORD_BYTES
+    """Scale words that travel with one segment, 32 vectors of payload: those of its elements, or where they are not
+    whole words (`has_whole_segments`), as many as a row has for each of its segments at most. 0 when the format has no
+    scales."""
+    return -(-SEGMENT_BYTES * 8 * fmt.scale_itemsize // (fmt.bits * fmt.block * WORD_BYTES))
+
+
+def has_whole_segments(fmt: Format) -> bool:
+    """Whether segments end where units and scale words do. A message that a kernel encodes has one slice otherwise, so
+    that the words of a slice are those of its elements."""
+    return fmt.unit_words * WORD_BYTES == VECTOR_BYTES
 
 
 def chunk_of(index: Int) -> Int:

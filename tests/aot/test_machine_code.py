@@ -12,7 +12,7 @@ import pytest
 
 from cute_ep.aot.library import LibraryEntry
 from cute_ep.kernels.build import SEGMENTS
-from cute_ep.layouts.maps.formats import FORMATS, Format
+from cute_ep.layouts.maps.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format
 from cute_ep.layouts.maps.launch import CTAS_PER_SM
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
@@ -89,18 +89,27 @@ def has_fp4_instruction(variant: Variant) -> bool:
 def test_e2m1_instruction(sass: Sass, variant: Variant) -> None:
     """The hardware conversion where 4-bit rows are made and where it exists (sm_100 and later)."""
     fmt = encoded_format(variant)
-    wanted = fmt is not None and fmt.element == "e2m1" and has_fp4_instruction(variant)
+    wanted = fmt is not None and fmt.element is E2M1 and has_fp4_instruction(variant)
     assert any("E2M1" in line for line in sass(variant)) == wanted
 
 
 @ALL
 def test_e4m3_instruction(sass: Sass, variant: Variant) -> None:
-    """For e4m3 elements and e4m3 scale factors, and for the e2m1 elements of Hopper, which are made from e4m3 codes."""
+    """For e4m3 elements and e4m3 scale factors, and for the elements that are made from e4m3 codes: e2m3, and on Hopper
+    e2m1."""
     fmt = encoded_format(variant)
     wanted = fmt is not None and (
-        "e4m3" in (fmt.element, fmt.scale) or (fmt.element == "e2m1" and not has_fp4_instruction(variant))
+        {E4M3, E2M3} & {fmt.element, fmt.scale} or (fmt.element is E2M1 and not has_fp4_instruction(variant))
     )
-    assert any(re.search(r"F2FP\S*\.E4M3\.F32", line) for line in sass(variant)) == wanted
+    assert any(re.search(r"F2FP\S*\.E4M3\.F32", line) for line in sass(variant)) == bool(wanted)
+
+
+@ALL
+def test_e5m2_instruction(sass: Sass, variant: Variant) -> None:
+    """For e3m2 elements, which are made from e5m2 codes."""
+    fmt = encoded_format(variant)
+    wanted = fmt is not None and fmt.element is E3M2
+    assert any(re.search(r"F2FP\S*\.E5M2\.F32", line) for line in sass(variant)) == wanted
 
 
 @ALL

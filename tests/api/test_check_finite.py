@@ -17,7 +17,7 @@ from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.distributed import DistributedEPDispatch
-from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.formats import E4M3, E8M0, FORMATS
 from cute_ep.reference.backend import connect_reference
 from cute_ep.testing.compare import assert_bits
 from tests.fake_gpu import Launches
@@ -74,7 +74,7 @@ QUANTISED = [
     *((fmt, "payload", 0xFF) for fmt in ("fp8", "fp8_pow2", "mxfp8")),
     *((fmt, "scales", NAN) for fmt in ("fp8", "fp8_pow2")),
     *((fmt, "scales", INF) for fmt in ("fp8", "fp8_pow2")),
-    *((fmt, "scales", 0xFF) for fmt in ("mxfp8", "mxfp4")),
+    *((fmt, "scales", 0xFF) for fmt in ("mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")),
     *((fmt, "scales", 0x7F) for fmt in ("nvfp4", "nvfp4_row")),
     *(("nvfp4_row", "row_scales", value) for value in (NAN, INF)),
 ]
@@ -94,9 +94,7 @@ def test_rows_that_come_quantised_are_looked_at_too(fmt: str, part: str, value: 
             tensor = getattr(changed, part)
             (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)[3] = value
         scales = given.scales
-        if native and (
-            own := {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}.get(FORMATS[fmt].scale or "")
-        ):
+        if native and (own := {E8M0: torch.float8_e8m0fnu, E4M3: torch.float8_e4m3fn}.get(FORMATS[fmt].scale)):
             scales = scales.view(own)
         ep.dispatch(given.payload, ids, scales=scales, row_scales=given.row_scales)
         what = "an infinity" if value == INF else "a NaN"

@@ -21,6 +21,7 @@ from cute_ep.layouts.maps.arena import (
     SEGMENT_BYTES,
     HeaderWord,
     StateWord,
+    has_whole_segments,
     message_bytes,
     message_map,
     regions_of,
@@ -76,7 +77,11 @@ GOOD = EPConfig(hidden=7168, num_experts=256, top_k=8, max_tokens_per_rank=128, 
         ({"hidden": 48, "dispatch_format": "nvfp4"}, "48", "a multiple of 32 in"),
         ({"hidden": 7232, "dispatch_format": "fp8"}, "7232", "a multiple of 128 in [128, 65536] for fp8"),
         ({"hidden": 7184, "dispatch_format": "mxfp8"}, "7184", "a multiple of 32 in [32, 65536] for mxfp8"),
-        ({"dispatch_format": "fp3"}, "'fp3'", "must be one of bf16, fp8, fp8_pow2, mxfp8, mxfp4, nvfp4, nvfp4_row"),
+        (
+            {"dispatch_format": "fp3"},
+            "'fp3'",
+            "must be one of bf16, fp8, fp8_pow2, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4, nvfp4_row",
+        ),
         ({"dispatch_format": ["fp8"]}, "['fp8']", "must be one of bf16, fp8"),
         ({"scale_layout": "linear"}, "'linear'", "must be None, bf16 has no scale factors"),
         (
@@ -123,6 +128,8 @@ def message_by_hand(cfg: EPConfig) -> int:
         "fp8": (h, h // 128 * 4),
         "fp8_pow2": (h, h // 128 * 4),
         "mxfp8": (h, h // 32),
+        "mxfp6_e2m3": (3 * h // 4, h // 32),
+        "mxfp6_e3m2": (3 * h // 4, h // 32),
         "mxfp4": (h // 2, h // 32),
         "nvfp4": (h // 2, h // 16),
         "nvfp4_row": (h // 2, h // 16, 2),
@@ -133,8 +140,8 @@ def message_by_hand(cfg: EPConfig) -> int:
 def scales_by_hand(cfg: EPConfig) -> int:
     """Bytes of the scale factors in a message."""
     h = cfg.hidden
-    sizes = {"bf16": 0, "fp8": h // 128 * 4, "fp8_pow2": h // 128 * 4, "mxfp8": h // 32, "mxfp4": h // 32}
-    return padded(sizes.get(cfg.dispatch_format, h // 16), 16)
+    sizes = {"bf16": 0, "fp8": h // 128 * 4, "fp8_pow2": h // 128 * 4, "nvfp4": h // 16, "nvfp4_row": h // 16}
+    return padded(sizes.get(cfg.dispatch_format, h // 32), 16)
 
 
 def bytes_by_hand(cfg: EPConfig) -> int:
@@ -217,10 +224,7 @@ def test_alignment_and_scale_layout_are_those_of_the_format_unless_chosen() -> N
         (1, None),
         (4, "transposed"),
         (4, "transposed"),
-        (1, "atom128x4"),
-        (1, "atom128x4"),
-        (1, "atom128x4"),
-        (1, "atom128x4"),
+        *[(1, "atom128x4")] * 6,
     ]
     chosen = replace(GOOD, dispatch_format="mxfp8", row_alignment=16, scale_layout="linear")
     assert (chosen.alignment, chosen.scales_as) == (16, "linear")
@@ -372,9 +376,16 @@ def test_every_piece_has_a_flag(cfg: EPConfig) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_scale_words_of_a_segment(fmt) -> None:
-    """The scale factors of exactly the elements in a segment's payload, so that slices share no word."""
+    """The scale factors of exactly the elements in a segment's payload, so that slices share no word. Where segments
+    are not whole, so many that the segments of any row have all its words."""
     elements = SEGMENT_BYTES * 8 // fmt.bits
     assert SEGMENT_BYTES == 32 * 16, "one 16-byte vector a lane"
+    assert has_whole_segments(fmt) == (elements * fmt.bits == SEGMENT_BYTES * 8 and elements % fmt.unit == 0)
+    if not has_whole_segments(fmt):
+        for hidden in range(fmt.multiple, 1 << 15, fmt.multiple):
+            segments = -(-fmt.payload_bytes(hidden) // SEGMENT_BYTES)
+            assert segment_words(fmt) * segments >= scale_words(fmt.scale_bytes(hidden))
+        return
     assert segment_words(fmt) * WORD_BYTES == fmt.scale_bytes(elements)
     assert (segment_words(fmt) == 0) == (fmt.scale is None)
     for segments in range(1, 9):

@@ -97,6 +97,8 @@ def test_a_message_has_payload_scales_and_row_scale_padded(fmt: str) -> None:
         "fp8": (128, 4, 0),
         "fp8_pow2": (128, 4, 0),
         "mxfp8": (128, 4, 0),
+        "mxfp6_e2m3": (96, 4, 0),
+        "mxfp6_e3m2": (96, 4, 0),
         "mxfp4": (64, 4, 0),
         "nvfp4": (64, 8, 0),
         "nvfp4_row": (64, 8, 2),

@@ -19,6 +19,7 @@ from cute_ep.cli import build as build_module
 from cute_ep.cli.common import bytes_text, seconds_text
 from cute_ep.cli.main import main, make_parser
 from cute_ep.layouts.algebra import eager
+from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import Hooks, Variant, variants
 
 from .marks import ROOT, needs_dsl
@@ -53,7 +54,7 @@ def test_build_is_incremental(tmp_path, monkeypatch, capsys: pytest.CaptureFixtu
     command = ["build", "--preset", "gpt-oss-120b", "--kernel", "copy", "--arch", "sm_90a", "--out", str(folder)]
     assert main(command) == 0
     first = capsys.readouterr().out
-    assert "(hidden 2880, top-k 4) is served in bf16, mxfp8, mxfp4, nvfp4, nvfp4_row\n" in first
+    assert "(hidden 2880, top-k 4) is served in bf16, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4, nvfp4, nvfp4_row\n" in first
     assert "1 of 1  sm_90a cute_ep_copy\n" in first and "1 built, 0 up to date" in first
     (entry,) = read_manifest(folder).values()
     assert entry.variant == Variant("copy", "sm_90a") and str(entry.registers) in first
@@ -81,7 +82,7 @@ def test_build_is_incremental(tmp_path, monkeypatch, capsys: pytest.CaptureFixtu
         ),
         (["--preset", "gpt-2"], "preset = 'gpt-2': must be one of deepseek-v3"),
         (["--arch", "sm_80"], "arch = 'sm_80': must be one of sm_90a"),
-        (["--format", "fp7"], "format = 'fp7': must be one of bf16, fp8, fp8_pow2, mxfp8, mxfp4, nvfp4, nvfp4_row"),
+        (["--format", "fp7"], f"format = 'fp7': must be one of {', '.join(FORMATS)}"),
         (["--kernel", "fly"], "kernel = 'fly': must be one of"),
         (["--kernel", "copy", "--epilogue", "a:b"], "kernel = 'copy': must be one of combine_exact, combine_partial"),
         (["--jobs", "0"], "jobs = 0: must be at least 1"),

@@ -33,8 +33,8 @@ def test_verify_takes_every_format_size_routing_and_option_and_writes_a_report(
     monkeypatch.setattr(verify, "OPTION_TOKENS", 9)
     report = tmp_path / "verify.json"
     assert main(["verify", "--devices", "cpu:3", "--json", str(report)]) == 0
-    # 7 and 5 formats: 2 sizes by 2 routings; 5 options but 3 for bf16, fused and split
-    wanted = (7 + 5) * 4 + 2 * (6 * 5 + 3 + 4 * 5 + 3)
+    # 9 and 5 formats: 2 sizes by 2 routings; 5 options but 3 for bf16, fused and split
+    wanted = (9 + 5) * 4 + 2 * (8 * 5 + 3 + 4 * 5 + 3)
     assert f"all {wanted} cases are bit-exact" in capsys.readouterr().out
     content = json.loads(report.read_text())
     assert len(content["cases"]) == wanted and content["machine"]["devices"] == ["cpu"] * 3
@@ -68,4 +68,4 @@ def test_verify_fails_at_a_difference_and_says_where_it_is(monkeypatch, capsys: 
     monkeypatch.setattr(reference, "combine", lambda *args, **named: [out * 2 for out in truth(*args, **named)])
     assert main(["verify", "--devices", "cpu:2"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL" in out and "rank 0 combine exact" in out and "14 of 14 cases differ" in out
+    assert "FAIL" in out and "rank 0 combine exact" in out and "18 of 18 cases differ" in out

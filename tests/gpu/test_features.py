@@ -41,7 +41,7 @@ def counts_of(tokens: int, ranks: int, turn: int) -> list[int]:
 
 
 def holds(fmt: str, hidden: int) -> bool:
-    return hidden % FORMATS[fmt].block == 0
+    return hidden % FORMATS[fmt].multiple == 0
 
 
 @pytest.mark.parametrize(("fmt", "hidden"), [pair for pair in product(FORMATS, HIDDEN) if holds(*pair)])

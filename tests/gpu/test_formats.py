@@ -68,9 +68,9 @@ class TestQuantize:
 
     def test_ties(self, fmt: str, scale: float | None) -> None:
         """Elements at every rounding boundary of the payload, and the bfloat16 numbers beside it."""
-        four_bits = FORMATS[fmt].bits == 4
-        decode, codes = (reference.decode_e2m1, 8) if four_bits else (reference.decode_e4m3, 127)
-        numbers = decode(torch.arange(codes, dtype=torch.uint8))
+        element = FORMATS[fmt].element
+        decode = getattr(reference, f"decode_{element.name}")
+        numbers = decode(torch.arange(element.magnitude + (element.nan is None), dtype=torch.uint8))
         bits = ((numbers[1:] + numbers[:-1]) / 2).bfloat16().view(torch.int16)
         near = torch.cat([bits - 1, bits, bits + 1]).view(torch.bfloat16).float()
         values = torch.cat([near, -near])

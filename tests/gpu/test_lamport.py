@@ -40,7 +40,8 @@ def blanked(rows: torch.Tensor, seed: int) -> torch.Tensor:
 def test_rows_with_blank_words(devices: list[str], monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
     """Tokens, quantised rows with their scale factors, and the rows that the experts return."""
     expert_rows, quantize, seeds = verify.expert_rows, reference.quantize, count()
-    scaled = FORMATS[fmt].scale is not None
+    scaled, element = FORMATS[fmt].scale is not None, FORMATS[fmt].element
+    ones = -element.largest * 2.0**-element.largest_exponent if element.bits < 8 else -1.5
 
     def make_rows(*args: object) -> list[torch.Tensor]:
         return [blanked(rows, next(seeds)) for rows in expert_rows(*args)]
@@ -57,7 +58,7 @@ def test_rows_with_blank_words(devices: list[str], monkeypatch: pytest.MonkeyPat
                 made = make_inputs(cfg, [tokens] * len(devices), "uniform", turn)
                 inputs = [replace(one, x=blanked(one.x, next(seeds))) for one in made]
                 for one in inputs:
-                    one.x[turn // 2 :: 4] = -1.5  # as e2m1 all ones
+                    one.x[turn // 2 :: 4] = ones  # as they are stored, in formats of fewer than 8 bits
                 options = RoundOptions(
                     turn % 3 == 2, dtype=DTYPES[turn % 3], prequantized=scaled and turn // 2 % 2 == 1, seed=turn
                 )

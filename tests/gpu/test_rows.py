@@ -11,7 +11,7 @@ import torch
 from cute_ep import reference
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.gates import SWIGLU, Gate
-from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.scales import ATOM, TRANSPOSED
 from cute_ep.runtime.local_ops import SwigluRows, fused_silu
 from cute_ep.testing.compare import assert_bits, assert_prefix_and_poison
@@ -68,8 +68,7 @@ def sources(rows: int, width: int, seed: int, gate: Gate = SWIGLU) -> torch.Tens
 
 def width_of(fmt: str, wanted: int) -> int:
     """The width next to `wanted` that the format can hold in whole 16-byte vectors."""
-    record = FORMATS[fmt]
-    step = max(record.block, VECTOR_BYTES * 8 // record.bits)
+    step = FORMATS[fmt].multiple
     return -(-wanted // step) * step
 
 

@@ -21,7 +21,8 @@ from tests.strided_rows import REFUSED, TAKEN
 from .conftest import connected
 
 MOST = LAMPORT_TOKENS + 1
-HIDDEN = {fmt: hidden for fmt, hidden in zip(FORMATS, (2880, 2048, 7168, 4096, 7168, 2880, 2048), strict=True)}
+SIZES = (2880, 2048, 7168, 4096, 2880, 7168, 7168, 2880, 2048)
+HIDDEN = {fmt: hidden for fmt, hidden in zip(FORMATS, SIZES, strict=True)}
 """By format; 2880 is no multiple of a segment."""
 
 

@@ -11,7 +11,7 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.gates import Gate
 from cute_ep.api.row_tensors import QuantizedRows
-from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.formats import E2M1, FORMATS
 from cute_ep.layouts.maps.scales import LINEAR
 from cute_ep.runtime.local_ops import fused_silu
 from cute_ep.testing.compare import assert_bits
@@ -54,7 +54,7 @@ def check_swiglu(fmt: str, counts: list[int], device: str) -> None:
     assert_bits(got.payload, want.payload, "payload")
     assert_bits(got.scales[:, :columns].contiguous(), want.scales, "scales")
     record = FORMATS[fmt]
-    if record.element == "e2m1":
+    if record.element is E2M1:
         ones = torch.full_like(want.payload, 0x22)  # the code of 1.0, twice
         size = reference.dequantize(QuantizedRows(ones, want.scales), fmt)
         off = (reference.dequantize(QuantizedRows(got.payload, want.scales), fmt) - exact).abs()
@@ -62,6 +62,6 @@ def check_swiglu(fmt: str, counts: list[int], device: str) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 2, 0, 4], [3, 33, 0, 17, 64], [128, 33, 96]], ids=str)
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"])
 def test_clamped_swiglu_of_ragged_groups(fmt: str, counts: list[int]) -> None:
     check_swiglu(fmt, counts, "cuda")

@@ -9,7 +9,7 @@ import torch
 from cutlass import Float32, Int32, Uint32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_ep.kernels.codec import e2m1, fp8, mx, nvfp4
+from cute_ep.kernels.codec import e2m1, fp6, fp8, mx, nvfp4
 from cute_ep.kernels.device import arith
 
 from .codec_oracle import INFINITY_BITS, MAX_BF16, MIDPOINTS
@@ -51,15 +51,25 @@ def host_ptx(code, *, write_only_types, read_only_args):
     return join_halves(*map(host_clamp, pairs[0]))
 
 
-def host_e4m3(value):
-    """The e4m3 code: a multiple of the step of its binade, whose number is the code's lower bits and carries."""
-    size = cute.math.min(cute.math.abs(value), Float32(448.0))
-    exponent = cutlass.max(size.bitcast(Uint32) >> 23, Uint32(121))
-    steps = size * ((Uint32(257) - exponent) << 23).bitcast(Float32)  # 0..16, exact
+def host_float8(value, mantissa, bias, largest):
+    """The code of a number of 8 bits: a multiple of the step of its binade, whose number is the code's lower bits and
+    carries."""
+    lowest = 128 - bias  # the exponent field of the smallest normal number in a float32
+    size = cute.math.min(cute.math.abs(value), Float32(largest))
+    exponent = cutlass.max(size.bitcast(Uint32) >> 23, Uint32(lowest))
+    steps = size * ((Uint32(254 + mantissa) - exponent) << 23).bitcast(Float32)  # at most 2**(mantissa + 1), exact
     number = (steps + Float32(2.0**23)).bitcast(Uint32) & Uint32(0xFF)
-    code = ((exponent - Uint32(121)) << 3) + number | ((value.bitcast(Uint32) >> 24) & Uint32(0x80))
+    code = ((exponent - Uint32(lowest)) << mantissa) + number | ((value.bitcast(Uint32) >> 24) & Uint32(0x80))
     is_nan = (value.bitcast(Uint32) & Uint32(0x7FFFFFFF)) > Uint32(INFINITY_BITS)
     return select(is_nan, Uint32(0x7F), code)
+
+
+def host_e4m3(value):
+    return host_float8(value, 3, 7, 448.0)
+
+
+def host_e5m2(value):
+    return host_float8(value, 2, 15, 57344.0)
 
 
 def host_round_to_bf16(value):
@@ -70,7 +80,14 @@ def host_round_to_bf16(value):
 
 
 def host_pack_e4m3(*values):
-    codes = [host_e4m3(value) for value in values]
+    return joined([host_e4m3(value) for value in values])
+
+
+def host_pack_e5m2(*values):
+    return joined([host_e5m2(value) for value in values])
+
+
+def joined(codes):
     return codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24)
 
 
@@ -125,7 +142,8 @@ def install(monkeypatch):
     monkeypatch.setattr(cute.arch, "inline_ptx", host_ptx)
     monkeypatch.setattr(cute.arch, "rcp_approx", lambda value: Float32(1.0) / value)
     monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", lambda value, step: others[-1])
-    for module in (e2m1, fp8, mx, nvfp4):
+    for module in (e2m1, fp6, fp8, mx, nvfp4):
         monkeypatch.setattr(module, "pack_e4m3", host_pack_e4m3)
+    monkeypatch.setattr(fp6, "pack_e5m2", host_pack_e5m2)
     monkeypatch.setattr(nvfp4, "unpack_e4m3", host_unpack_e4m3)
     monkeypatch.setattr(nvfp4, "round_to_bf16", host_round_to_bf16)

@@ -3,6 +3,9 @@ run on the CPU."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -10,8 +13,9 @@ pytest.importorskip("cutlass")
 
 from cutlass import Float32, Int32, Uint32
 
-from cute_ep.kernels.codec import e2m1, e8m0, fp8, mx, nvfp4
+from cute_ep.kernels.codec import e2m1, e8m0, fp6, fp8, mx, nvfp4
 from cute_ep.kernels.device import arith
+from cute_ep.layouts.maps.formats import E2M1, E2M3, E3M2
 
 from .codec_oracle import (
     AMAX,
@@ -20,18 +24,21 @@ from .codec_oracle import (
     MIDPOINTS,
     e2m1_oracle,
     e4m3_oracle,
+    even_scales,
     f32,
     fp8_scales,
-    mxfp4_scales,
+    mxfp6_scales,
     mxfp8_scales,
     powers_up,
     row_scales,
+    six_bit_oracle,
 )
-from .host import host_e4m3, run_map
+from .host import host_e4m3, host_e5m2, run_map
 
 pytestmark = pytest.mark.usefixtures("host_instructions")
 
 BATCH = 1 << 23
+TYPES = {E2M3: ml_dtypes.float6_e2m3fn, E3M2: ml_dtypes.float6_e3m2fn}
 
 
 # ---- elements
@@ -84,6 +91,52 @@ def test_nibbles_put_element_0_lowest():
     np.testing.assert_array_equal(packed.view(np.uint8).reshape(-1, 4), codes[:, 0::2] | codes[:, 1::2] << 4)
 
 
+WIDE = {E2M3: host_e4m3, E3M2: host_e5m2}
+"""What a number of 6 bits is converted to first."""
+
+
+def test_the_stand_in_for_the_e5m2_instruction_is_right():
+    values = (np.arange(1 << 17, dtype=np.uint32) << 15).view(f32)
+    with np.errstate(all="ignore"):
+        want = np.clip(values, f32(-57344), f32(57344)).astype(ml_dtypes.float8_e5m2).view(np.uint8)
+    (codes,) = run_map(host_e5m2, values)
+    np.testing.assert_array_equal(codes, np.where(np.isnan(values), np.uint8(0x7F), want))
+
+
+@pytest.mark.parametrize("element", WIDE, ids=lambda element: element.name)
+def test_six_bits_of_every_float32_that_a_block_may_hold(element):
+    """Every 127th pattern (a prime) of both signs below what rounds to more than the largest number, and NaN: the code
+    of v times `prescale` is that of v. Between two boundaries are far more than 127 patterns."""
+    limit = int(f32({E2M3: 7.75, E3M2: 30}[element]).view(np.uint32))
+    edges = (np.arange(1, 32)[:, None] + np.array([0, 0.5])).ravel()
+    numbers = np.interp(edges, np.arange(32), np.arange(32, dtype=np.uint8).view(TYPES[element]).astype(f32))
+    near = (numbers.astype(f32).view(np.uint32)[:, None] + np.arange(-3, 4)).ravel()
+    bits = np.concatenate([np.arange(0, limit, 127), near[near < limit], [0x7FC00000, 0x7FFFFFFF]]).astype(np.uint32)
+    for sign in (0, 1 << 31):
+        values = (bits | np.uint32(sign)).view(f32)
+        scaled = values * f32(fp6.prescale(element))
+        (packed,) = run_map(lambda value: fp6.join_codes(WIDE[element](value)), scaled)
+        np.testing.assert_array_equal(packed, six_bit_oracle(values, element))
+
+
+def test_four_codes_of_six_bits_are_joined_to_24():
+    """Any bits in the four bytes."""
+    random = np.random.default_rng(2).integers(0, 256, (1 << 16, 4)).astype(np.uint8)
+    (packed,) = run_map(lambda word: fp6.join_codes(word.bitcast(Uint32)), random.view(np.int32)[:, 0])
+    codes = (random & 0x1F | random >> 2 & 0x20).astype(np.uint32)
+    want = codes[:, 0] | codes[:, 1] << 6 | codes[:, 2] << 12 | codes[:, 3] << 18
+    np.testing.assert_array_equal(packed, want)
+
+
+@pytest.mark.parametrize("element", WIDE, ids=lambda element: element.name)
+def test_no_element_of_a_living_block_is_beyond_what_rounds_to_the_largest_number(element):
+    """For every amax, so that codes above 0x1F never come but from NaN."""
+    byte, lives = mxfp6_scales(AMAX, element)
+    with np.errstate(all="ignore"):
+        scaled = (AMAX * np.ldexp(f32(1), 127 - byte.astype(np.int64)))[lives]
+    assert scaled.max() < {E2M3: 7.75, E3M2: 30}[element] and scaled.min() >= {E2M3: 3.875, E3M2: 15}[element]
+
+
 # ---- scale factors
 
 
@@ -104,8 +157,13 @@ def test_mx_scales_of_every_amax():
     want, lives = mxfp8_scales(AMAX)
     np.testing.assert_array_equal(byte, want)
     np.testing.assert_array_equal(mask, np.where(lives, 0xFFFFFFFF, 0))
-    (byte,) = run_map(mx.mxfp4_scale, AMAX)
-    np.testing.assert_array_equal(byte, mxfp4_scales(AMAX))
+    (byte,) = run_map(partial(mx.even_scale, element=E2M1), AMAX)
+    np.testing.assert_array_equal(byte, even_scales(AMAX, E2M1))
+    for element in (E2M3, E3M2):
+        byte, mask = run_map(lambda amax, element=element: mx.mxfp6_scale(amax, element), AMAX, outputs=2)
+        want, lives = mxfp6_scales(AMAX, element)
+        np.testing.assert_array_equal(byte, want)
+        np.testing.assert_array_equal(mask, np.where(lives, 0xFFFFFFFF, 0))
 
 
 def test_fp8_scales_of_every_amax():

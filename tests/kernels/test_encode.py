@@ -14,8 +14,8 @@ from cutlass import Int32, Uint32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_ep.kernels.codec import codec_for, e2m1
-from cute_ep.kernels.codec.base import block_lanes, source_vectors, unit_elements
-from cute_ep.layouts.maps.formats import FORMATS, FP8, FP8_POW2, MXFP4, MXFP8, NVFP4, NVFP4_ROW, Format
+from cute_ep.kernels.codec.base import block_lanes, source_vectors
+from cute_ep.layouts.maps.formats import FORMATS, NVFP4_ROW, Format
 
 from .codec_oracle import MIDPOINTS, f32, oracle, row_scales
 from .host import host_pack_e2m1, others
@@ -26,22 +26,22 @@ HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 
 
 def encode_units(codec, words: np.ndarray, partners: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(payload bytes [N, 16], scale bits [N]) of `codec.encode` for units [N, words], on the CPU."""
+    """(payload bytes [N, 4 * unit words], scale bits [N]) of `codec.encode` for units [N, words], on the CPU."""
 
     @cute.jit
     def loop(gX: cute.Tensor, gPartners: cute.Tensor, gScale: cute.Tensor, gQ: cute.Tensor, gBits: cute.Tensor):
         for unit in range(cute.size(gBits)):
             others.append(gPartners[unit])
             rX = cute.make_rmem_tensor(words.shape[1], Uint32)
-            rQ = cute.make_rmem_tensor(4, Uint32)
+            rQ = cute.make_rmem_tensor(codec.fmt.unit_words, Uint32)
             for word in cutlass.range_constexpr(words.shape[1]):
                 rX[word] = gX[unit, word].bitcast(Uint32)
             gBits[unit] = codec.encode(rX, rQ, codec.state(gScale[unit])).bitcast(Int32)
-            for word in cutlass.range_constexpr(4):
+            for word in cutlass.range_constexpr(codec.fmt.unit_words):
                 gQ[unit, word] = rQ[word].bitcast(Int32)
 
     tensors = [torch.from_numpy(np.ascontiguousarray(value)) for value in (words.view(np.int32), partners, scale)]
-    payload = torch.empty(len(words), 4, dtype=torch.int32)
+    payload = torch.empty(len(words), codec.fmt.unit_words, dtype=torch.int32)
     bits = torch.empty(len(words), dtype=torch.int32)
     loop(*map(from_dlpack, (*tensors, payload, bits)))
     return payload.numpy().view(np.uint8), bits.numpy().view(np.uint32)
@@ -102,13 +102,13 @@ def scales_for(fmt: Format, amax: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("arch", [HOPPER, BLACKWELL])
-@pytest.mark.parametrize("fmt", [FP8, FP8_POW2, MXFP8, MXFP4, NVFP4, NVFP4_ROW], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt.scale], ids=lambda fmt: fmt.name)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_encode(fmt, arch, monkeypatch):
     """Every byte of every unit of a wide sample."""
     if arch == BLACKWELL:
         monkeypatch.setattr(e2m1, "pack_e2m1", host_pack_e2m1)
-    elements = unit_elements(fmt)
+    elements = fmt.unit
     patterns = sample_units(elements)
     x = to_f32(patterns)
     assert np.isnan(x).any() and np.isinf(x).any()
@@ -119,8 +119,8 @@ def test_encode(fmt, arch, monkeypatch):
         amax = np.maximum(amax, partners[:, None])
     scale = scales_for(fmt, amax.max(axis=1))
     want, want_bits = oracle(fmt, x, amax, scale)
-    if fmt.bits == 4:
-        want = want[:, 0::2] | want[:, 1::2] << 4
+    separate = np.unpackbits(want[:, :, None], axis=2, bitorder="little")[:, :, : fmt.bits]
+    want = np.packbits(separate.reshape(len(want), -1), axis=1, bitorder="little")
     words = patterns.view(np.uint32)
     assert words.shape[1] == 4 * source_vectors(fmt)
     payload, bits = encode_units(codec_for(fmt, arch), words, partners, scale)

@@ -15,7 +15,7 @@ from cute_ep import connect_local, dequantize
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.row_tensors import QuantizedRows, SwigluRows
-from cute_ep.layouts.maps.formats import BF16, FORMATS, Format
+from cute_ep.layouts.maps.formats import BF16, E4M3, E8M0, FLOAT32, FORMATS, Format
 from cute_ep.nn import GatedMLP, MoELayer, Router
 from cute_ep.reference.formats import quantize
 from cute_ep.runtime.decode import decode_rows
@@ -62,12 +62,12 @@ def random_rows(fmt: Format, rows: int, hidden: int) -> tuple[Tensor, Tensor, Te
         bits = draw(*shape)
         return torch.where(bits & 127 == 127, 1, bits)
 
-    e4m3 = fmt.element == "e4m3"
-    payload = numbers(rows, hidden).view(torch.float8_e4m3fn) if e4m3 else draw(rows, hidden // 2)
-    if fmt.scale == "f32":
+    e4m3 = fmt.element is E4M3
+    payload = numbers(rows, hidden).view(torch.float8_e4m3fn) if e4m3 else draw(rows, hidden * fmt.bits // 8)
+    if fmt.scale is FLOAT32:
         scales = torch.randn(rows, hidden // fmt.block, generator=generator).exp()
     else:
-        scales = draw(rows, hidden // fmt.block, top=255) if fmt.scale == "e8m0" else numbers(rows, hidden // fmt.block)
+        scales = draw(rows, hidden // fmt.block, top=255) if fmt.scale is E8M0 else numbers(rows, hidden // fmt.block)
     return payload, scales, torch.randn(rows, generator=generator).exp().bfloat16() if fmt.row_scale else None
 
 
@@ -85,15 +85,21 @@ def test_rows_of_any_bits_are_decoded_as_dequantize_does(name: str) -> None:
 
 
 def test_every_byte_of_a_number_is_decoded_as_dequantize_does() -> None:
-    """Of scale factors with exponents only, of e4m3 and of pairs of e2m1; NaN stays NaN."""
+    """Of scale factors with exponents only, of e4m3, of pairs of e2m1 and of pairs of 6 bits; NaN stays NaN."""
     every = torch.arange(256, dtype=torch.uint8)
+    pairs = torch.arange(0, 1 << 24, (1 << 12) + 1, dtype=torch.int32)  # each of 12 bits, twice in 24
+    six = torch.stack([pairs & 255, pairs >> 8 & 255, pairs >> 16], dim=1).to(torch.uint8).view(256, 48)
     ones = torch.full((256, 32), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for name, payload, scales in (
         ("mxfp8", ones, every[:, None]),
         ("mxfp8", every.repeat(32, 1).t().contiguous().view(torch.float8_e4m3fn), torch.full_like(every, 127)[:, None]),
+        ("mxfp6_e2m3", six, torch.full((256, 2), 127, dtype=torch.uint8)),
+        ("mxfp6_e3m2", six, torch.full((256, 2), 127, dtype=torch.uint8)),
         ("mxfp4", every.repeat(16, 1).t().contiguous(), torch.full_like(every, 127)[:, None]),
     ):
-        want = dequantize(SwigluRows(payload, torch.cat([scales] * 4, 1)), name, scale_layout="linear").bfloat16()
+        want = dequantize(
+            SwigluRows(payload, torch.cat([scales] * (4 // scales.shape[1]), 1)), name, scale_layout="linear"
+        ).bfloat16()
         got = decode_rows(FORMATS[name], payload, scales, None, None)
         assert torch.equal(got.isnan(), want.isnan())
         assert_bits(got.nan_to_num(0), want.nan_to_num(0), name)

@@ -88,7 +88,7 @@ def test_the_formula_of_memory_is_what_the_code_computes(
     assert ARENA
     exec(ARENA[1], names)
     record = FORMATS[fmt]
-    hidden = -(-hidden // 128) * 128 if record.block == 128 else hidden
+    hidden = -(-hidden // record.multiple) * record.multiple
     row = (record.payload_bytes(hidden), record.scale_bytes(hidden), record.row_scale_bytes)
     for alone in (False, True):
         cfg = EPConfig(hidden, experts, top_k, tokens, ranks, fmt, skip_a2a=alone)
@@ -122,15 +122,29 @@ def test_table_says_what_each_format_is() -> None:
     section = (DOCS / "reference.md").read_text().partition("## NaN and infinities")[0]
     rows = {line.split("`")[1]: line for line in section.splitlines() if line.startswith("| `")}
     assert list(rows)[1:] == list(FORMATS)
-    element = {"bf16": "bfloat16", "e4m3": "8-bit e4m3", "e2m1": "4-bit e2m1"}
+    element = {
+        "bf16": "bfloat16",
+        "e4m3": "8-bit e4m3",
+        "e2m1": "4-bit e2m1",
+        "e2m3": "6-bit e2m3",
+        "e3m2": "6-bit e3m2",
+    }
     for fmt in FORMATS.values():
         _, _, payload, scales, _, places, alignment, _ = (cell.strip() for cell in rows[fmt.name].split("|"))
-        assert payload == element[fmt.element]
+        assert payload == element[fmt.element.name]
         assert places == ", ".join(f"`{name}`" for name in fmt.scale_layouts)
         assert alignment == str(fmt.row_alignment)
         assert (scales == "none") == (fmt.scale is None)
         assert ("per tensor" in scales, "per row" in scales) == (fmt.global_scale, fmt.row_scale)
-    for fmt, multiple in {"bf16": 8, "fp8": 128, "nvfp4": 32, "mxfp4": 32, "mxfp8": 32}.items():
+    for fmt, multiple in {
+        "bf16": 8,
+        "fp8": 128,
+        "nvfp4": 32,
+        "mxfp4": 32,
+        "mxfp8": 32,
+        "mxfp6_e2m3": 64,
+        "mxfp6_e3m2": 64,
+    }.items():
         FORMATS[fmt].check_hidden(multiple)
         for less in range(1, multiple):
             with pytest.raises(ValueError, match="hidden = "):
@@ -151,7 +165,7 @@ def cells_of(name: str) -> list[str]:
 @pytest.mark.parametrize("hidden", [896, 7168, 96])
 def test_tables_of_shapes_and_bytes(fmt: str, hidden: int) -> None:
     """What dispatch returns, and bytes of a row."""
-    if hidden % FORMATS[fmt].block:
+    if hidden % FORMATS[fmt].multiple:
         return
     record, words = FORMATS[fmt], -(-hidden // (64 if fmt.startswith("nvfp4") else 128))
     tokens, first, linear = cells_of(fmt)

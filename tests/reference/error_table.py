@@ -39,7 +39,7 @@ def ratios(fmt: str, global_scale: float) -> tuple[float, float]:
     block = FORMATS[fmt].block
     elements = (oracle.rows_of_elements(block, maximum) for maximum in oracle.ELEMENT_MAXIMA)
     largest = max(quantization_ratio(x, fmt, global_scale) for x in elements)
-    return largest, quantization_ratio(oracle.rows_of_maxima(block), fmt, global_scale)
+    return largest, quantization_ratio(oracle.rows_of_maxima(fmt), fmt, global_scale)
 
 
 def relative_errors(x: torch.Tensor, fmt: str) -> tuple[float, float]:

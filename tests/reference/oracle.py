@@ -35,15 +35,15 @@ class Encoded(NamedTuple):
 ELEMENT_MAXIMA = (1.0, -6.0, 0.4375, 1.75, 448.0, 2.0**-126, 3e38, 2688.0)
 
 
-def rows_of_maxima(block: int) -> torch.Tensor:
-    """[rows, at least 32] with every bfloat16 among random ones of its own magnitude, one or more a block."""
-    generator = torch.Generator().manual_seed(1)
+def rows_of_maxima(fmt: str) -> torch.Tensor:
+    """[rows, at least 32] for a format: every bfloat16 among random ones of its own magnitude, one or more a block."""
+    generator, block = torch.Generator().manual_seed(1), FORMATS[fmt].block
     near = torch.rand(65536, block - 1, generator=generator) * 1.2 * (16 / block)
     blocks = torch.cat([ALL_BF16[:, None], (ALL_BF16.float()[:, None] * near).bfloat16()], dim=1)
     place = torch.randint(block, (65536, 1), generator=generator)
     swapped = blocks.gather(1, place)
     blocks.scatter_(1, place, blocks[:, :1]).scatter_(1, torch.zeros_like(place), swapped)
-    return blocks.reshape(-1, max(32, block))
+    return blocks.reshape(-1, max(32, FORMATS[fmt].multiple))
 
 
 def rows_of_elements(block: int, maximum: float) -> torch.Tensor:
@@ -87,6 +87,18 @@ def e2m1(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 7, codes).astype(np.uint8)
 
 
+def e2m3(values: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        codes = np.clip(values, -7.5, 7.5).astype(ml_dtypes.float6_e2m3fn).view(np.uint8)
+    return np.where(np.isnan(values), 31, codes).astype(np.uint8)
+
+
+def e3m2(values: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        codes = np.clip(values, -28, 28).astype(ml_dtypes.float6_e3m2fn).view(np.uint8)
+    return np.where(np.isnan(values), 31, codes).astype(np.uint8)
+
+
 def e4m3(values: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         codes = np.clip(values, FLOAT(-448), FLOAT(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -125,10 +137,32 @@ def _mxfp8(x: np.ndarray, amax: np.ndarray, _g: np.float32) -> Encoded:
     return Encoded(np.where(dead[:, :, None], 0, codes).astype(np.uint8), np.where(dead, 0, scales).astype(np.uint8))
 
 
-def _mxfp4(x: np.ndarray, amax: np.ndarray, _g: np.float32) -> Encoded:
+def _even_scales(amax: np.ndarray, rounds_up: float, largest_exponent: int) -> np.ndarray:
+    """Bytes of the power of two of amax, the next one from `rounds_up` of it on, less the largest exponent."""
     mantissa, exponent = np.frexp(np.minimum(amax.astype(np.float64), 2.0**128))
-    biased = exponent - 1 + 127 + (mantissa >= 1.75 / 2)
-    scales = np.where(amax == 0, 0, np.clip(biased - 2, 0, 254)).astype(np.uint8)
+    biased = exponent - 1 + 127 + (mantissa >= rounds_up / 2)
+    return np.where(amax == 0, 0, np.clip(biased - largest_exponent, 0, 254)).astype(np.uint8)
+
+
+def _mxfp6(
+    x: np.ndarray, amax: np.ndarray, convert: Callable[[np.ndarray], np.ndarray], rounds_up: float, exponent: int
+) -> Encoded:
+    scales = _even_scales(amax, rounds_up, exponent)
+    dead = np.isinf(amax) | (scales == 0)
+    codes = convert(x * np.ldexp(ONE, 127 - scales.astype(np.int32))[:, :, None])
+    return Encoded(np.where(dead[:, :, None], 0, codes).astype(np.uint8), np.where(dead, 0, scales).astype(np.uint8))
+
+
+def _mxfp6_e2m3(x: np.ndarray, amax: np.ndarray, _g: np.float32) -> Encoded:
+    return _mxfp6(x, amax, e2m3, 1.9375, 2)
+
+
+def _mxfp6_e3m2(x: np.ndarray, amax: np.ndarray, _g: np.float32) -> Encoded:
+    return _mxfp6(x, amax, e3m2, 1.875, 4)
+
+
+def _mxfp4(x: np.ndarray, amax: np.ndarray, _g: np.float32) -> Encoded:
+    scales = _even_scales(amax, 1.75, 2)
     return Encoded(e2m1(x * np.ldexp(ONE, 127 - scales.astype(np.int32))[:, :, None]), scales)
 
 
@@ -154,6 +188,8 @@ ENCODERS: dict[str, Callable[[np.ndarray, np.ndarray, np.float32], Encoded]] = {
     "fp8": _fp8,
     "fp8_pow2": _fp8_pow2,
     "mxfp8": _mxfp8,
+    "mxfp6_e2m3": _mxfp6_e2m3,
+    "mxfp6_e3m2": _mxfp6_e3m2,
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
     "nvfp4_row": _nvfp4_row,
@@ -170,13 +206,23 @@ def encode(x: torch.Tensor, fmt: str, scale: float = 1.0) -> Encoded:
     return encoded
 
 
+def bytes_of(codes: np.ndarray, bits: int) -> np.ndarray:
+    """[T, n * bits / 8] uint8: codes of so many bits one after the other, from the lowest bit of byte 0 on."""
+    separate = np.unpackbits(codes[:, :, None], axis=2, bitorder="little")[:, :, :bits]
+    return np.packbits(separate.reshape(len(codes), -1), axis=1, bitorder="little")
+
+
+def codes_of(payload: torch.Tensor, bits: int) -> np.ndarray:
+    """[T, n] uint8: what `bytes_of` made bytes of."""
+    separate = np.unpackbits(payload.view(torch.uint8).numpy(), axis=1, bitorder="little")
+    return np.packbits(separate.reshape(len(payload), -1, bits), axis=2, bitorder="little")[:, :, 0]
+
+
 def packed(encoded: Encoded, fmt: str) -> QuantizedRows:
     """The tensors that `quantize` must return."""
     codes = encoded.codes.reshape(encoded.codes.shape[0], -1)
-    if FORMATS[fmt].element == "e2m1":
-        payload = torch.from_numpy(codes[:, 0::2] + 16 * codes[:, 1::2])
-    else:
-        payload = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+    payload = torch.from_numpy(bytes_of(codes, FORMATS[fmt].bits))
+    payload = payload.view(torch.float8_e4m3fn) if FORMATS[fmt].bits == 8 else payload
     rows = encoded.row_scales
     row_scales = None if rows is None else torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
     return QuantizedRows(payload, torch.from_numpy(encoded.scales), row_scales)
@@ -214,6 +260,11 @@ def _rational_e4m3(value: Fraction) -> Fraction:
     return min(max(round_binary(min(max(value, -limit), limit), 4, -9), -limit), limit)
 
 
+def _rational_six(value: Fraction, precision: int, smallest: int, largest: str) -> Fraction:
+    limit = Fraction(largest)
+    return min(max(round_binary(min(max(value, -limit), limit), precision, smallest), -limit), limit)
+
+
 MAGNITUDES = [Fraction(v) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6")]
 
 
@@ -235,6 +286,13 @@ def _power_above(value: Fraction) -> Fraction:
     return power
 
 
+def _carried(amax: Fraction, rounds_up: Fraction) -> Fraction:
+    """The power of two below a number, or the next one if the number is at least `rounds_up` of it; 0 for 0."""
+    below = _power_above(amax) if amax else Fraction(0)
+    below = below if below == amax else below / 2
+    return 2 * below if amax >= below * rounds_up else below
+
+
 def rational_blocks(blocks: list[list[Fraction]], fmt: str, g: Fraction) -> list[tuple[Fraction, list[Fraction]]]:
     """(scale factor, elements) of the blocks of one row of finite numbers: every step exact, then rounded."""
     row_max = max(abs(value) for block in blocks for value in block)
@@ -254,11 +312,17 @@ def rational_blocks(blocks: list[list[Fraction]], fmt: str, g: Fraction) -> list
             dead = product <= Fraction(2) ** -127
             scale = Fraction(1, 2**127) if dead else _power_above(product)
             elements = [Fraction(0) if dead else _rational_e4m3(float32(value / scale)) for value in block]
+        elif fmt.startswith("mxfp6"):
+            precision, smallest, largest, divisor = (4, -3, "7.5", 4) if fmt == "mxfp6_e2m3" else (3, -4, "28", 16)
+            # to the mantissa of an element, half up: 1.9375 or 1.875 rounds to 2
+            scale = _carried(amax, 2 - Fraction(1, 2**precision)) / divisor
+            dead = scale <= Fraction(1, 2**127)
+            scale = Fraction(1, 2**127) if dead else scale
+            rounded = [_rational_six(float32(value / scale), precision, smallest, largest) for value in block]
+            elements = [Fraction(0) if dead else value for value in rounded]
         elif fmt == "mxfp4":
             # one mantissa bit, half up: 1.25 rounds to 1.5, and 1.75 to 2
-            below = _power_above(amax) if amax else Fraction(0)
-            below = below if below == amax else below / 2
-            carried = 2 * below if amax >= below * Fraction(7, 4) else below
+            carried = _carried(amax, Fraction(7, 4))
             scale = max(carried / 4, Fraction(1, 2**127))
             elements = [_rational_e2m1(float32(value / scale)) for value in block]
         else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_ep import reference
-from cute_ep.layouts.maps.formats import FORMATS
+from cute_ep.layouts.maps.formats import E4M3, FORMATS
 
 from . import error_table, oracle
 from .oracle import ALL_BF16
@@ -28,10 +28,10 @@ def test_bounds_hold_and_are_reached(fmt, scale):
 @pytest.mark.parametrize("fmt", QUANTIZED)
 def test_bounds_are_finite_for_what_can_be_represented(fmt):
     """No promise for infinities and NaN, nor for maxima whose rounding up leaves float32; else always one."""
-    for x in (oracle.rows_of_maxima(FORMATS[fmt].block), oracle.rows_of_elements(FORMATS[fmt].block, 3e38)):
+    for x in (oracle.rows_of_maxima(fmt), oracle.rows_of_elements(FORMATS[fmt].block, 3e38)):
         bound = reference.quantization_bound(x, fmt)
         assert bound[~x.isfinite()].isposinf().all() and not bound.isnan().any()
-        assert bound[x.abs() < 1.9 * 2.0**127].isfinite().all() or fmt in ("mxfp4", "nvfp4", "nvfp4_row")
+        assert bound[x.abs() < 1.9 * 2.0**127].isfinite().all() or fmt in ("mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row")
         assert bound[x.abs() < 2.0**126].isfinite().all()
 
 
@@ -43,12 +43,13 @@ def test_a_wrong_element_breaks_the_bound(fmt):
     bound = reference.quantization_bound(x, fmt)
     codes = rows.payload.view(torch.uint8)
     wrong = codes.clone()
-    if FORMATS[fmt].element == "e4m3":
+    if FORMATS[fmt].element is E4M3:
         wrong[:, ::2] = (codes[:, ::2] & 0x80) | ((codes[:, ::2] & 0x7F) - 1)
         expected = torch.arange(1024) % 2 == 0
     else:
-        wrong ^= 1  # neighbours of the even elements
-        expected = torch.arange(1024) % 2 == 0
+        first = {4: (1, 2), 6: (3, 4)}[FORMATS[fmt].bits]  # every so many bytes, and elements, one begins at a byte
+        wrong[:, :: first[0]] ^= 1  # their neighbours
+        expected = torch.arange(1024) % first[1] == 0
     broken = reference.dequantize(rows._replace(payload=wrong.view(rows.payload.dtype)), fmt)
     noticed = ~reference.within(broken, x.double(), bound)
     assert noticed[:, expected].double().mean() > 0.7 and not noticed[:, ~expected].any()

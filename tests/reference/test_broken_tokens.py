@@ -87,7 +87,8 @@ def test_tokens_that_are_nan_all_over_arrive_as_the_page_says() -> None:
     broken = torch.full((1, HIDDEN), torch.nan).bfloat16()
     decoded = {fmt: as_dispatched(broken, fmt) for fmt in FORMATS}
     zeros = {fmt for fmt, rows in decoded.items() if not rows.any()}
-    assert zeros == {"mxfp8", "nvfp4", "nvfp4_row"} and "zeros in `mxfp8`,\n`nvfp4` and `nvfp4_row`" in PAGE
+    assert zeros == {"mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4", "nvfp4_row"}
+    assert "zeros in `mxfp8`,\n`mxfp6_*`, `nvfp4` and `nvfp4_row`" in PAGE
     assert decoded["mxfp4"].unique().tolist() == [pytest.approx(3.5e-38, rel=0.01)] and "3.5e-38 in `mxfp4`" in PAGE
     assert all(decoded[fmt].isnan().all() for fmt in ("bf16", "fp8", "fp8_pow2"))
 

@@ -6,8 +6,10 @@ import torch
 
 from cute_ep import reference
 from cute_ep.api.row_tensors import QuantizedRows
-from cute_ep.layouts.maps.formats import FORMATS, NVFP4
+from cute_ep.layouts.maps.formats import E4M3, FORMATS, NVFP4
 from cute_ep.testing.compare import assert_bits
+
+from . import oracle
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.scale]
 INF, NAN, LARGEST = torch.inf, torch.nan, 3.3895313892515355e38
@@ -27,6 +29,15 @@ def test_bytes_of_blocks_of_special_numbers():
     assert payload[:4, :3].tolist() == [[0, 0, 0], [0x80, 0, 0], [7, 0, 0], [0, 0xF7, 0x08]]
     assert payload[4, :2].tolist() == [0x77, 0x08]
     assert not payload[:, 3:].any()
+
+
+def test_four_six_bit_elements_fill_three_bytes_from_the_lowest_bit_on():
+    """Codes 31, 1, 8 and 42 of a block, and 0: 101010 001000 000001 011111."""
+    x = torch.zeros(1, 64).bfloat16()
+    x[0, :4] = torch.tensor([7.5, 0.125, 1.0, -1.25])
+    payload, scales, _ = reference.quantize(x, "mxfp6_e2m3")
+    assert scales.tolist() == [[127, 0]]
+    assert payload.tolist() == [[0b01_011111, 0b1000_0000, 0b101010_00] + [0] * 45]
 
 
 def test_element_zero_is_the_low_nibble():
@@ -52,6 +63,22 @@ BY_HAND = [
     ("mxfp8", [-0.0, NAN], [0, 0], 0),
     ("mxfp8", [-(2.0**-119)], [0], 0),
     ("mxfp8", [-(2.0**-118) * 1.75], [0xFE], 1),
+    ("mxfp6_e2m3", [7.5, -1.0, -0.0, NAN], [31, 40, 32, 31], 127),
+    ("mxfp6_e2m3", [4.0, 7.6875, 0.0625, -0.1875], [24, 31, 0, 34], 127),
+    ("mxfp6_e2m3", [7.75, 2.5, 1.0], [24, 10, 4], 128),
+    ("mxfp6_e2m3", [INF, 1.0, NAN, -0.0], [0, 0, 0, 0], 0),
+    ("mxfp6_e2m3", [-0.0, NAN], [0, 0], 0),
+    ("mxfp6_e2m3", [-(2.0**-125) * 1.875], [0], 0),
+    ("mxfp6_e2m3", [-(2.0**-125) * 1.9375], [56], 1),
+    ("mxfp6_e2m3", [-(2.0**-124)], [56], 1),
+    ("mxfp6_e2m3", [LARGEST, 1.0, -1.0], [24, 0, 32], 253),
+    ("mxfp6_e3m2", [28.0, -1.0, -0.0, NAN], [31, 44, 32, 31], 127),
+    ("mxfp6_e3m2", [16.0, 29.5, 0.03125, -0.09375], [28, 31, 0, 34], 127),
+    ("mxfp6_e3m2", [30.0, 2.0], [28, 12], 128),
+    ("mxfp6_e3m2", [-INF, 1.0, NAN, -0.0], [0, 0, 0, 0], 0),
+    ("mxfp6_e3m2", [-(2.0**-123) * 1.75], [0], 0),
+    ("mxfp6_e3m2", [-(2.0**-122)], [60], 1),
+    ("mxfp6_e3m2", [LARGEST, 1.0, -1.0], [28, 0, 32], 251),
     ("mxfp4", [6.0, -1.0, -0.0, NAN], [7, 10, 8, 7], 127),
     ("mxfp4", [4.0, 6.5], [6, 7], 127),
     ("mxfp4", [7.0, 2.5, 1.0], [6, 2, 1], 128),
@@ -66,12 +93,10 @@ BY_HAND = [
 @pytest.mark.parametrize("fmt, elements, codes, scale", BY_HAND, ids=[f"{fmt} {x}" for fmt, x, *_ in BY_HAND])
 def test_codes_and_scale_of_a_block_made_by_hand(fmt, elements, codes, scale):
     facts = FORMATS[fmt]
-    x = torch.zeros(1, max(32, facts.block))
+    x = torch.zeros(1, max(32, facts.multiple))
     x[0, : len(elements)] = torch.tensor(elements)
     payload, scales, row_scales = reference.quantize(x.bfloat16(), fmt)
-    got = payload.view(torch.uint8)[0].tolist()
-    if facts.element == "e2m1":
-        got = [nibble for byte in got for nibble in (byte & 15, byte >> 4)]
+    got = oracle.codes_of(payload, facts.bits)[0].tolist()
     assert got[: len(codes)] == codes and not any(got[len(codes) :])
     assert scales[0, 0].item() == scale
     assert (row_scales is not None) == facts.row_scale
@@ -124,20 +149,23 @@ def test_every_e2m1_value_at_every_e4m3_scale_survives(scale):
 
 @pytest.mark.parametrize("fmt, factors", [
     ("fp8", [1.0, 2.0**-20, 2.0**100]), ("fp8_pow2", [1.0, 2.0**-20, 2.0**100]),
-    ("mxfp8", [1.0, 2.0**-116, 2.0**118]), ("mxfp4", [1.0, 2.0**-124, 2.0**124]), ("nvfp4_row", [1.0, 2.0**-100]),
+    ("mxfp8", [1.0, 2.0**-116, 2.0**118]), ("mxfp6_e2m3", [1.0, 2.0**-126, 2.0**124]),
+    ("mxfp6_e3m2", [1.0, 2.0**-126, 2.0**122]),
+    ("mxfp4", [1.0, 2.0**-124, 2.0**124]), ("nvfp4_row", [1.0, 2.0**-100]),
 ])  # fmt: skip
 def test_blocks_of_every_finite_element_survive(fmt, factors):
     """Blocks of every finite element beside the largest one, which makes the scale `factor`."""
     facts = FORMATS[fmt]
-    if facts.element == "e2m1":
-        values = reference.decode_e2m1(torch.arange(16, dtype=torch.uint8)).repeat(2)
+    if facts.bits < 8:
+        decode = getattr(reference, f"decode_{facts.element.name}")
+        values = decode(torch.arange(1 << facts.bits, dtype=torch.uint8)).repeat(2)
     else:
         values = reference.decode_e4m3(torch.arange(127, dtype=torch.uint8))
         values = torch.cat([torch.stack([values, -values], dim=1).flatten(), values[:2]]).reshape(-1, 32)
         values[:, 0] = 448.0
         values = torch.nn.functional.pad(values, (0, facts.block - 32)) if facts.block > 32 else values
     for factor in factors:
-        x = values.reshape(-1, max(32, facts.block)) * factor * (448 if fmt == "nvfp4_row" else 1)
+        x = values.reshape(-1, max(32, facts.multiple)) * factor * (448 if fmt == "nvfp4_row" else 1)
         rows = reference.quantize(x.bfloat16(), fmt)
         assert_bits(reference.dequantize(rows, fmt), x.bfloat16().float(), f"{fmt} {factor}")
 
@@ -156,12 +184,12 @@ def test_a_nan_changes_only_itself(fmt):
     got_values, want_values = (reference.dequantize(rows, fmt) for rows in (got, want))
     code = got_values[range(40), at]
     largest = want.scales.repeat_interleave(FORMATS[fmt].block, 1)[range(40), at]
-    if FORMATS[fmt].element == "e4m3":
+    if FORMATS[fmt].element is E4M3:
         assert code.isnan().all()
     else:
-        largest = reference.decode_e4m3(largest) if FORMATS[fmt].scale == "e4m3" else reference.decode_e8m0(largest)
+        largest = reference.decode_e4m3(largest) if FORMATS[fmt].scale is E4M3 else reference.decode_e8m0(largest)
         factor = want.row_scales.float() if FORMATS[fmt].row_scale else 1.0
-        assert_bits(code, 6 * largest * factor, "NaN is +6")
+        assert_bits(code, FORMATS[fmt].element.largest * largest * factor, "NaN is the largest element")
     got_values[range(40), at] = 0.0
     assert_bits(got_values, want_values, "neighbours")
 
@@ -169,8 +197,8 @@ def test_a_nan_changes_only_itself(fmt):
 @pytest.mark.parametrize("fmt", QUANTIZED)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_infinity_leaves_other_blocks_alone(fmt, sign):
-    """Its own block: mxfp8 becomes zeros, the others saturate. Other blocks: as if it were the largest finite number,
-    which only the scale of a whole row can notice."""
+    """Its own block: mxfp8's and mxfp6's become zeros, the others saturate. Other blocks: as if it were the largest
+    finite number, which only the scale of a whole row can notice."""
     block = FORMATS[fmt].block
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(5)).bfloat16()
     infinite, finite = x.clone(), x.clone()
@@ -180,7 +208,7 @@ def test_an_infinity_leaves_other_blocks_alone(fmt, sign):
     assert_bits(values[:, block:], finite_values[:, block:], "other blocks")
     assert_bits(got.scales[:, 1:], want.scales[:, 1:], "other scales")
     own = values[:, :block]
-    if fmt == "mxfp8":
+    if fmt.startswith(("mxfp8", "mxfp6")):
         assert not own.any() and not own.signbit().any() and not got.scales[:, 0].any()
         return
     assert not own.isnan().any() and (own[:, 3] * sign > 0).all()

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from cute_ep.layouts.maps.arena import has_whole_segments
+from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.tuning.launch_shape import MANY, Entry, Tuning
@@ -128,6 +130,17 @@ def test_at_most_half_of_the_ctas_send_whole_rows(
     batch = rank.dispatch(*inputs())
     rank.combine(expert_rows(batch), batch, mode=mode)
     assert launches.last("combine").values("grid.send_ctas", "grid.receive_from") == (senders, senders)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_messages_are_cut_only_where_segments_are_whole(make_rank: MakeRank, launches: Launches, fmt: str) -> None:
+    """Fused and split. Rows come home in bfloat16, whatever the format."""
+    rank = make_rank(replace(CFG, dispatch_format=fmt))
+    rank.tuning, (x, ids, weights) = ONE_TUNING, inputs(5)
+    wanted = (3 if has_whole_segments(FORMATS[fmt]) else 0, 4)
+    for send in (rank.dispatch, rank.dispatch_async):
+        send(x, ids, weights)
+        assert launches.last().values("input.message_slices", "input.return_slices") == wanted
 
 
 def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: Launches) -> None:

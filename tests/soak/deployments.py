@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 from random import Random
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.bench.machine import parse_devices
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS
-from cute_ep.layouts.maps.formats import FORMATS, VECTOR_BYTES
+from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import RANK_MAJOR, ROW_ALIGNMENTS
 from cute_ep.layouts.maps.scales import ATOM_ROWS
@@ -151,7 +150,7 @@ def _config(random: Random, ranks: int, row_bytes: int) -> EPConfig:
     local = random.choice((1, 2, 3, 4, 8, 16, 32))
     top_k = min(local * ranks, random.choice((1, 2, 2, 3, 4, 4, 6, 8, 8, 17, 32)))
     least = random.choice((1, 1, 65, 300, LAMPORT_TOKENS, LAMPORT_TOKENS + 1))
-    unit = lcm(fmt.block, VECTOR_BYTES * 8 // fmt.bits)
+    unit = fmt.multiple
     room = row_bytes // (2 * ranks * top_k)  # tokens x elements
     widths = [unit * random.choice((1, 2, 3, 5, 11)), *(width for width in WIDTHS if not width % unit)]
     fitting = [width for width in widths if width * least <= room] or [unit]

@@ -170,7 +170,7 @@ def test_tune_writes_what_connect_finds(machine: list, file: Path, capsys: pytes
 
 def test_tune_measures_every_format_and_range(machine: list, capsys: pytest.CaptureFixture) -> None:
     assert main(["tune", "--quick", "--preset", "gpt-oss-120b"]) == 0
-    formats = ["bf16", "mxfp8", "mxfp4", "nvfp4", "nvfp4_row"]
+    formats = ["bf16", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4_row"]
     assert [rank.cfg.dispatch_format for rank in machine[::2]] == formats
     sizes = [int(word) for word in tune.QUICK_TOKENS.split(",")]
     for tuning in (
