@@ -140,7 +140,7 @@ def test_messages_are_cut_only_where_segments_are_whole(make_rank: MakeRank, lau
     wanted = (3 if has_whole_segments(FORMATS[fmt]) else 0, 4)
     for send in (rank.dispatch, rank.dispatch_async):
         send(x, ids, weights)
-        assert launches.last().values("input.message_slices", "input.return_slices") == wanted
+        assert launches.last().values("input.message_slices_log2", "input.return_slices_log2") == wanted
 
 
 def test_slots_of_partial_sums_lie_side_by_side(make_rank: MakeRank, launches: Launches) -> None:
