@@ -12,7 +12,7 @@ import torch
 
 from cute_ep.api import carving
 from cute_ep.api.config import EPConfig
-from cute_ep.integrations.deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+from cute_ep.integrations.deep_ep import Buffer, Config, EventOverlap, layout, topk_idx_t
 from cute_ep.integrations.deep_ep.layout import GivenLayout
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
@@ -342,6 +342,14 @@ def test_a_layout_is_taken_only_as_long_as_its_tensors_are_the_same() -> None:
         change(routes)[0] = 1
         assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, ids) is None
     with torch.inference_mode():
-        routes = GivenLayout.of(ids.clone(), 6, 2)
-        layout = routes.goes._cute_ep_layout
-        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, layout.topk_idx) == routes
+        entries = ids.clone()
+        routes = GivenLayout.of(entries, 6, 2)
+        assert GivenLayout.known(routes.goes, routes.by_rank, routes.by_expert, entries) == routes
+
+
+def test_a_layout_is_kept_no_longer_than_its_tensors() -> None:
+    kept = len(layout._GIVEN)
+    routes = GivenLayout.of(torch.tensor([[0, 5]]), 6, 2)
+    assert len(layout._GIVEN) == kept + 1
+    del routes
+    assert len(layout._GIVEN) == kept

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
@@ -17,10 +18,13 @@ from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.torch_internals import version_of
 
+_GIVEN = WeakTensorKeyDictionary()
+"""The `GivenLayout` of each `goes` that is still alive."""
+
 
 class GivenLayout(NamedTuple):
-    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change. It is
-    an attribute of `goes`, which it does not refer to: there would be garbage to collect.
+    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change. It
+    does not refer to `goes`, by which it is found: then neither would ever be freed.
 
     Attributes:
         counts, by_rank, by_expert, ids, last_ids: of `RouteCounts`.
@@ -42,7 +46,7 @@ class GivenLayout(NamedTuple):
         routes = count_routes(topk_idx, num_experts, ranks)
         counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
         versions = _version(topk_idx), _version(counts), _version(goes)
-        goes._cute_ep_layout = cls(counts, by_rank, by_expert, ids, last_ids, topk_idx, versions)
+        _GIVEN[goes] = cls(counts, by_rank, by_expert, ids, last_ids, topk_idx, versions)
         return routes
 
     @staticmethod
@@ -51,7 +55,7 @@ class GivenLayout(NamedTuple):
     ) -> RouteCounts | None:
         """The counts, if all these are of one layout, unchanged; `topk_idx` may be missing. Of inference tensors torch
         does not know that."""
-        made: GivenLayout | None = getattr(goes, "_cute_ep_layout", None)
+        made: GivenLayout | None = _GIVEN.get(goes)
         if made is None or (topk_idx is not None and made.topk_idx is not topk_idx):
             return None
         if made.by_rank is not by_rank or made.by_expert is not by_expert:
