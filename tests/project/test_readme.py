@@ -16,7 +16,7 @@ from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.variants import ARCHITECTURES
 from cute_ep.runtime import local_ops
-from tests.processes import ROOT, run_code
+from tests.processes import ROOT, run_code, run_torchrun
 
 DOCS = ROOT / "docs"
 TEXT = (ROOT / "README.md").read_text()
@@ -31,7 +31,7 @@ def test_the_layer_of_the_guide_runs_and_the_rest_of_its_code_is_python(tmp_path
     layer, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use.md").read_text(), re.DOTALL)
     done = run_code(layer, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert len(others) == 2
+    assert len(others) == 1
     for code in others:
         compile(code, "docs/use.md", "exec")
 
@@ -66,13 +66,18 @@ def test_lessons_that_others_name_are_there() -> None:
         assert " ".join(name.split()) in headings, name
 
 
-def test_examples_run(tmp_path: Path) -> None:
-    """The README's blocks, each after those before it, as a reader pastes them."""
+def test_the_first_example_runs(tmp_path: Path) -> None:
+    """As printed, on two ranks."""
     assert len(BLOCKS) == 2
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 22
+    (tmp_path / "script.py").write_text(BLOCKS[0])
+    said = run_torchrun(["--standalone", "--nproc-per-node", "2", "script.py"], tmp_path)
+    assert sorted(said.splitlines()) == [f"rank {rank}: every token came home" for rank in range(2)]
+
+
+def test_the_example_with_a_model_runs(tmp_path: Path) -> None:
     wanted = "assert model.config._experts_implementation == 'cute_ep'"
-    code = "\n".join([*BLOCKS, wanted])
-    done = run_code(code, tmp_path)
+    done = run_code(f"{BLOCKS[1]}\n{wanted}", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
