@@ -141,11 +141,9 @@ def run_torchrun(arguments: Sequence[str], folder: Path) -> str:
     return out
 
 
-def run_page(page: str, folder: Path, containing: str = "") -> str:
-    """What the only Python block of a page of docs/, or the only one that contains some text, prints as a script with
-    two ranks."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    (script,) = (block for block in blocks if containing in block)
+def run_page(page: str, folder: Path) -> str:
+    """What the only Python block of a page of docs/ prints as a script with two ranks."""
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     (folder / "script.py").write_text(script)
     return run_torchrun(["--nproc-per-node", "2", "script.py"], folder)
 

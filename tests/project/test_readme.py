@@ -66,6 +66,7 @@ def test_lessons_that_others_name_are_there() -> None:
         assert " ".join(name.split()) in headings, name
 
 
+@pytest.mark.slow
 def test_the_first_example_runs(tmp_path: Path) -> None:
     """As printed, on two ranks."""
     assert len(BLOCKS) == 2

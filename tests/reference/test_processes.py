@@ -10,7 +10,7 @@ from select import select
 
 import pytest
 
-from tests.processes import Program, ended, run_page, run_ranks
+from tests.processes import Program, ended, run_ranks
 
 
 def test_what_a_test_has_started_is_ended() -> None:
@@ -47,9 +47,3 @@ def test_real_processes_make_rounds_and_name_the_one_that_is_killed(tmp_path: Pa
     """Over gloo; the last of them is killed in the end."""
     own = [{"OMP_NUM_THREADS": "1"}] * 3
     run_ranks("tests.reference.process_worker", 3, tmp_path / "store", environment=own, timeout=120, killed=[2])
-
-
-@pytest.mark.slow
-def test_the_script_of_the_guide_runs_without_a_gpu(tmp_path: Path) -> None:
-    """docs/use.md's block, as printed, without a GPU."""
-    run_page("use.md", tmp_path, containing="LOCAL_RANK")
