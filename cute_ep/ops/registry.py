@@ -50,8 +50,11 @@ class Registered:
 
 
 _BY_NAME: dict[str, Registered] = {}
+"""Also those whose communicator is gone, until the next `register`: torch.compile iterates over this while it traces,
+when the garbage collector may run, so no finalizer may change it."""
 _NAMES: weakref.WeakKeyDictionary[EPCommunicator, str] = weakref.WeakKeyDictionary()
 _NUMBERS: Iterator[int] = count()
+CLOSED = "; one that an adapter's close() has closed serves no backward pass any more"
 
 
 def register(communicator: EPCommunicator) -> str:
@@ -84,8 +87,9 @@ def register(communicator: EPCommunicator) -> str:
     if name is None:
         digest = hashlib.sha256(repr((communicator.cfg, communicator.hooks)).encode()).hexdigest()[:12]
         name = _NAMES[communicator] = f"{next(_NUMBERS)}-{digest}"
+        for gone in [other for other, one in _BY_NAME.items() if one.communicator is None]:
+            del _BY_NAME[gone]
         _BY_NAME[name] = Registered(communicator)
-        weakref.finalize(communicator, _BY_NAME.pop, name, None)
     return name
 
 
@@ -94,8 +98,7 @@ def registered(name: str) -> Registered:
     found = _BY_NAME.get(name)
     if found is None:
         raise EPInputError(
-            f"comm = {name!r}: must be what cute_ep.ops.register returned for a communicator that lives; one that an "
-            "adapter's close() has closed serves no backward pass any more"
+            f"comm = {name!r}: must be what cute_ep.ops.register returned for a communicator that lives{CLOSED}"
         )
     return found
 
@@ -104,7 +107,9 @@ def communicator_of(name: str) -> EPCommunicator:
     """The communicator of a name. EPInputError: there is none any more."""
     communicator = registered(name).communicator
     if communicator is None:
-        raise EPInputError(f"comm = {name!r}: the communicator is gone; keep it for as long as ops use its name")
+        raise EPInputError(
+            f"comm = {name!r}: the communicator is gone; keep it for as long as ops use its name{CLOSED}"
+        )
     return communicator
 
 

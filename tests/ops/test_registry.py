@@ -14,6 +14,7 @@ import torch
 import cute_ep.ops
 from cute_ep import connect_local
 from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.ops import registry
 from cute_ep.reference.backend import ReferenceCommunicator
 from cute_ep.runtime.communicator import Communicator
 from tests.fake_gpu import MakeRank
@@ -59,8 +60,20 @@ def test_a_name_keeps_no_communicator() -> None:
     name = cute_ep.ops.register(ep)
     del ep
     gc.collect()
-    with pytest.raises(EPInputError, match=rf"comm = '{name}': must be what cute_ep\.ops\.register returned"):
+    with pytest.raises(EPInputError, match=rf"comm = '{name}': the communicator is gone"):
         cute_ep.ops.dispatch(*tokens(), name)
+
+
+def test_a_collector_leaves_the_table_of_names_as_it_is() -> None:
+    """A compiler may be iterating over it. The next name takes the place of those that are gone."""
+    ep = alone()
+    names = {cute_ep.ops.register(ep)}
+    del ep
+    gc.collect()
+    assert names <= registry._BY_NAME.keys()
+    kept = alone()
+    names = {cute_ep.ops.register(kept)}
+    assert all(one.communicator is not None for one in registry._BY_NAME.values()) and names <= registry._BY_NAME.keys()
 
 
 def test_a_closed_communicator_is_refused() -> None:

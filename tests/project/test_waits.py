@@ -35,7 +35,6 @@ COPIES = {
 }
 """(file, function, name) of calls that are allowed, and why."""
 COLLECTED = {
-    ("cute_ep/ops/registry.py", "_BY_NAME.pop"): "forgets a name",
     ("cute_ep/reference/processes.py", "mail.close"): "closes sockets",
     ("cute_ep/runtime/local_pool.py", "_ABANDONED.append"): "leaves closing to the next call",
     ("cute_ep/integrations/transformers/attachment.py", "self._abandon"): "leaves closing to the next call",
