@@ -18,6 +18,7 @@ from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_input
+from cute_ep.api.validate_combine import check_sent
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 
@@ -271,6 +272,7 @@ class EPCommunicator(ABC):
         their `combine_wait`."""
         self._check_usable()
         self._combines.check_send()
+        check_sent(self.origin, dispatched, mode)
         return self._send_combine(rows, dispatched, mode)
 
     def combine_wait(
@@ -384,7 +386,7 @@ class EPCommunicator(ABC):
 
     @abstractmethod
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
-        """`combine_async`, where a round may be sent."""
+        """`combine_async`, of a batch and a mode that were checked."""
 
     @abstractmethod
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:

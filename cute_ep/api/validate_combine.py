@@ -81,6 +81,16 @@ def check_batch(origin: Origin, dispatched: Dispatched) -> None:
         )
 
 
+def check_sent(origin: Origin, dispatched: Dispatched, mode: str) -> None:
+    """EPInputError unless the sending half of a combine can take this batch and mode. Exact mode may be given its
+    weights by the receiving half."""
+    check_batch(origin, dispatched)
+    if mode == "exact":
+        check_mode(origin.cfg, mode, dispatched)
+    else:
+        combine_weights(origin.cfg, mode, None, dispatched)
+
+
 def check_rows(cfg: EPConfig, rows: torch.Tensor, device: torch.device | str) -> None:
     """EPInputError unless experts' outputs are [N, hidden] bfloat16 on `device`, 16-byte aligned.
 

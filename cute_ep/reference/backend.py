@@ -31,7 +31,7 @@ from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
 from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_buffers, check_input
-from cute_ep.api.validate_combine import check_batch, check_mode, check_rows, check_sum, combine_weights
+from cute_ep.api.validate_combine import check_batch, check_mode, check_rows, check_sum
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.dispatch import Source
 from cute_ep.reference.results import (
@@ -199,7 +199,7 @@ class ReferenceCommunicator(EPCommunicator):
         def launch() -> torch.Tensor:
             self._check_usable()
             self._combines.check_fused()
-            return self._receive_combine(self._join_combine(rows, dispatched, mode), options)
+            return self._receive_combine(self._send_combine(rows, dispatched, mode), options)
 
         return Plan(launch)
 
@@ -219,14 +219,6 @@ class ReferenceCommunicator(EPCommunicator):
         check_row_count(rows, dispatched)
 
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
-        check_batch(self.origin, dispatched)
-        if mode == "exact":  # may be given its weights by `combine_wait`
-            check_mode(self.cfg, mode, dispatched)
-        else:
-            combine_weights(self.cfg, mode, None, dispatched)
-        return self._join_combine(rows, dispatched, mode)
-
-    def _join_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
         """Join the next combine with copies of rows and batch as they are now, unless a peer has joined it with another
         mode or dispatch."""
         self._check_return(rows, dispatched, mode)

@@ -19,7 +19,7 @@ from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.tensors import check_apart, overlap
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_buffers, check_input
-from cute_ep.api.validate_combine import check_batch, check_mode, check_rows, check_sum, combine_weights
+from cute_ep.api.validate_combine import check_batch, check_rows, check_sum
 from cute_ep.layouts.maps.arguments import Ids, Input, Output, Scales, Sums, combine_numbers, dispatch_numbers
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.runtime.arguments import (
@@ -249,11 +249,6 @@ class Communicator(EPCommunicator):
         return Call(self._kernels[f"combine_{mode}"], shape, numbers, tensors, None, dispatched), result
 
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
-        check_batch(self.origin, dispatched)
-        if mode == "exact":  # may be given its weights by `combine_wait`
-            check_mode(self.cfg, mode, dispatched)
-        else:
-            combine_weights(self.cfg, mode, None, dispatched)
         check_rows(self.cfg, rows, self.device)
         shape = self._cache.shape(self.tuning, "combine_async", dispatched.topk_ids.shape[0])
         returned = rows_record(rows, dispatched, self.arena.address)
