@@ -194,7 +194,8 @@ class Dispatched:
         """What combine reads of the batch, without the memory of its rows and scale factors, and without this rank's
         router weights: in exact mode combine must be given them. Those that travelled stay, so partial mode needs
         none."""
-        return replace(self, buffers=self.buffers.without_rows(), router_weights=None)
+        stamp = None if self.stamp is None else self.stamp._replace(router_weights=None)
+        return replace(self, buffers=self.buffers.without_rows(), router_weights=None, stamp=stamp)
 
     def counts_to_host(self, stream: torch.cuda.Stream | None = None) -> HostCounts:
         """Begin to copy `row_counts` and `num_rows` to pinned memory; the host does not wait before `HostCounts.wait`.

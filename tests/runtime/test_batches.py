@@ -149,6 +149,17 @@ def test_a_batch_with_a_replaced_part_is_checked(
         rank.combine(expert_rows(batch), changed(batch, **change(batch)), mode="exact")
 
 
+def test_a_batch_without_rows_keeps_neither_rows_nor_weights(rank: Communicator) -> None:
+    x, ids, weights = inputs()
+    batch = rank.dispatch(x, ids, weights)
+    gone = [weakref.ref(one) for one in (batch.tokens, batch.scales, weights)]
+    kept = batch.without_rows()
+    del batch, weights
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+    assert kept.topk_ids is ids
+
+
 # ---- buffers that are used again
 
 
