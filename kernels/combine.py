@@ -3,7 +3,7 @@
     expert rank d                                   source rank s
     -------------                                   -------------
     wait combine_consumed[all] >= m-2
-    tell the dispatch round of its batch      --->  compare with that of its own batch
+    tell the dispatch round of its batch      --->  wait for those of all ranks, compare with its own batch's
     send slices of tokens of s                --->  arena.returns[m & 1][token][slot]
     signal return_ready[d][chunk] = m         --->  wait return_ready[owners][chunk] >= m, sum, write out
                                               <---  signal combine_consumed[s] = m  (start of s's next launch)
@@ -112,7 +112,7 @@ class Combine:
         if cutlass.const_expr(self.receive):
             if ctx.cta >= ctx.grid.receive_from and alive:
                 receiver, receivers = ctx.cta - ctx.grid.receive_from, ctx.ctas - ctx.grid.receive_from
-                compares = (receiver == control_cta(receivers)) & (ctx.ranks > 1)
+                compares = (receiver == control_cta(receivers)) & (ctx.ranks > 1) & (ctx.sums.tokens > 0)
                 if compares & (ctx.warp == 0):
                     alive = self.pairs.compare(ctx)
                 else:

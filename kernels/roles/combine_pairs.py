@@ -1,8 +1,9 @@
 """combine_pairs: ranks tell each other which dispatch round the rows that they return belong to, and compare.
 
 A source whose peers return rows of another round than its own batch would sum those of other tokens, or wait for rows
-that no rank sends. Each rank stores the round of its batch at every other one, as an LL word beside the rows. A source
-waits for the word of each rank that owns experts of its tokens, whose rows it awaits anyway, and compares.
+that no rank sends. Each rank stores the round of its batch at every one, as an LL word beside the rows. A source that
+has tokens waits for the words of all ranks, and compares: to find out first which of them own experts of its tokens
+takes code that costs few tokens more time than it saves.
 
 One CTA tells, before its first row. One warp compares while others receive: the words come before the rows.
 """
@@ -11,16 +12,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64
 
 from cute_ep.kernels.device.block import shared_array
-from cute_ep.kernels.device.context import IDS_IN_FLIGHT, CombineContext, given_id
-from cute_ep.kernels.device.slices import from_lane, has_bit
+from cute_ep.kernels.device.context import CombineContext
+from cute_ep.kernels.device.slices import from_lane
 from cute_ep.kernels.device.sync import Awaited, report, store_ll, wait_ll, warp_all
 from cute_ep.layouts.maps.record import Region
-from cute_ep.layouts.maps.routing import MASKED_ENTRY, Phase
+from cute_ep.layouts.maps.routing import Phase
 
 
 class CombinePairs:
@@ -44,47 +44,19 @@ class CombinePairs:
 
     @cute.jit
     def compare(self, ctx: CombineContext) -> Boolean:
-        """Wait for the rounds of the ranks whose rows come home, and compare; by one warp. False, in every lane, after
-        a timeout or where one differs, which is reported."""
+        """Wait for the rounds of all ranks, and compare; by one warp. False, in every lane, after a timeout or where
+        one differs, which is reported."""
         sEpoch, sBase = shared_array(self.epoch, Int64), shared_array(self.base, Int64)
         ctx = replace(ctx, epoch=sEpoch[0], group=ctx.group._replace(arena=sBase[0]))
-        alive = Boolean(True)
-        own = Uint32(1) << Uint32(ctx.rank)
-        owners = self._owners(ctx)
-        if (owners & ~own) != Uint32(0):
-            dispatch_round, came = Int32(0), Boolean(True)
-            if has_bit(owners | own, ctx.lane):
-                # stored by `tell` on rank `lane`
-                word = ctx.base + ctx.arena.return_rounds.at(ctx.epoch & 1, ctx.lane, 0)
-                awaited = Awaited(ctx.lane, Phase.RETURN, Int32(0))
-                dispatch_round, came = wait_ll(ctx.wait_context, word, ctx.epoch, awaited)
-            wanted = from_lane(dispatch_round, ctx.rank)
-            differs = came & (dispatch_round != wanted) & (dispatch_round != 0) & (wanted != 0)
-            if differs:
-                awaited = Awaited(ctx.lane, Phase.PAIR, Int32(ctx.epoch))
-                report(ctx.wait_context, awaited, wanted, dispatch_round)
-            alive = warp_all(came & ~differs)
-        return alive
-
-    @cute.jit
-    def _owners(self, ctx: CombineContext) -> Uint32:
-        """Bit set, in every lane, of the ranks that own an expert of some token."""
-        entries = ctx.sums.tokens * ctx.top_k
-        every = Uint32(0xFFFFFFFF) >> Uint32(32 - ctx.ranks)
-        owners, first = Uint32(0), Int32(0)
-        rId = cute.make_rmem_tensor(IDS_IN_FLIGHT, Int32)
-        while first < entries and owners != every:
-            for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                index = first + turn * 32 + ctx.lane
-                rId[turn] = Int32(MASKED_ENTRY)
-                if index < entries:
-                    rId[turn] = given_id(ctx.ids, index)
-            bits = Uint32(0)
-            for turn in cutlass.range_constexpr(IDS_IN_FLIGHT):
-                expert = ctx.expert_of(rId[turn])
-                if expert >= 0:
-                    _, owner = ctx.by_local_experts.split(expert)
-                    bits = bits | (Uint32(1) << Uint32(owner))
-            owners = owners | Uint32(cute.arch.warp_redux_sync(bits, "or"))
-            first += IDS_IN_FLIGHT * 32
-        return owners
+        dispatch_round, came = Int32(0), Boolean(True)
+        if ctx.lane < ctx.ranks:
+            # stored by `tell` on rank `lane`
+            word = ctx.base + ctx.arena.return_rounds.at(ctx.epoch & 1, ctx.lane, 0)
+            awaited = Awaited(ctx.lane, Phase.RETURN, Int32(0))
+            dispatch_round, came = wait_ll(ctx.wait_context, word, ctx.epoch, awaited)
+        wanted = from_lane(dispatch_round, ctx.rank)
+        differs = came & (dispatch_round != wanted) & (dispatch_round != 0) & (wanted != 0)
+        if differs:
+            awaited = Awaited(ctx.lane, Phase.PAIR, Int32(ctx.epoch))
+            report(ctx.wait_context, awaited, wanted, dispatch_round)
+        return warp_all(came & ~differs)

@@ -191,8 +191,8 @@ MUTANTS = {
         (
             Edit(
                 "kernels/roles/combine_pairs.py",
-                "            if differs:\n",
-                "            differs = Boolean(False)\n            if differs:\n",
+                "        if differs:\n",
+                "        differs = Boolean(False)\n        if differs:\n",
             ),
         ),
     ),

@@ -87,6 +87,21 @@ CALLS: dict[str, Call] = {
 }
 
 
+@pytest.mark.parametrize("tokens", [1, FEW, MANY])
+def test_ranks_are_told_whose_rows_do_not_meet(devices: list[str], tokens: int) -> None:
+    """One rank owns the experts of all tokens: the others return no row, and still name their rounds."""
+    ranks = len(devices)
+    cfg = EPConfig(1024, 2 * ranks, 2, MANY, ranks, "bf16", TIMEOUT_S)
+    with connected(cfg, devices) as communicators:
+        loads = [Workload(communicators, [tokens] * ranks, "one_rank", seed) for seed in (1, 2)]
+        batches = dispatch(communicators, loads)
+        for rank, one in enumerate(communicators):
+            number = int(rank == OTHER)
+            with on_stream(one):
+                CALLS["partial"](one, loads[number].rows[rank], batches[number][rank], loads[number].outs[rank])
+        check_told(communicators)
+
+
 @pytest.mark.parametrize("tokens", [1, 64, FEW, MANY])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_combines_another_batch(devices: list[str], name: str, tokens: int) -> None:

@@ -54,7 +54,7 @@
  * -DCHUNK all of a rank; a warp that has stored its slice takes a step of its own, the last one's signals the flag.
  *
  * Pairs (-DPAIRS). The dispatch round of a rank's rows is one more LL word, of combine. It is waited for beside the
- * slices, in any order, where some slice is, and a rank that finds another round than its own gives up: nobody completes
+ * slices, in any order, by ranks that have tokens, and a rank that finds another round than its own gives up: nobody completes
  * a round in which rows of two dispatch rounds meet.
  *
  * LL words. The routing table is one word for header and counts (its words are waited for alike, by every receiving
@@ -307,8 +307,7 @@ byte pair[N * 2 * N];                /* return_rounds, by parity: the epoch of t
 #else
 #define batch(p, n) (n)
 #endif
-#define returns(p, item) (item <= items(C, r, p) && awaited(C, r, p, item))
-#define returns_some(p) (returns(p, 1) || returns(p, SLICES))
+#define has_tokens (slices(n, r) > 0)
 #endif
 
 byte sent[2 * N], received[2 * N];   /* the epoch words: phase * N + rank */
@@ -475,7 +474,7 @@ inline check(phase) {
     :: p < N ->
         assert(phase == C || VALUE(r, n, p, TABLE) == n);
 #ifdef PAIRS
-        assert(phase == D || !returns_some(p) || PAIR(r, n, p) == n && batch(p, n) == batch(r, n));
+        assert(phase == D || !has_tokens || PAIR(r, n, p) == n && batch(p, n) == batch(r, n));
 #endif
         i = 1;
         do
@@ -939,7 +938,7 @@ proctype Receive(byte r; byte q) {
             :: else -> i = 0; break
             od;
 #ifdef PAIRS
-            todo = todo | ((PHASE == C && returns_some(p)) << (N * SLICES + p));
+            todo = todo | ((PHASE == C && has_tokens) << (N * SLICES + p));
 #endif
             p++
         :: else -> break
