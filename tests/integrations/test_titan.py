@@ -52,6 +52,16 @@ def test_methods_and_stubs_take_what_torchtitan_gives() -> None:
         assert {name: one.kind for name, one in ours.items()}.items() <= {k: v.kind for k, v in want.items()}.items()
 
 
+@pytest.mark.usefixtures("stubs")
+def test_overrides_are_found_by_the_paths_that_pages_name() -> None:
+    """torchtitan takes the module that defines a factory for its path."""
+    importlib.import_module(ADAPTER)
+    assert set(importlib.import_module("torchtitan.config").OVERRIDES) == {
+        f"{ADAPTER}.cute_ep_dispatcher",
+        f"{ADAPTER}.cute_ep_selective_ac",
+    }
+
+
 def run(module: str, folder: Path, *first: Path) -> None:
     path = {"PYTHONPATH": os.pathsep.join(map(str, [*first, ROOT]))}
     run_ranks(f"tests.integrations.{module}", 2, folder / "store", environment=[WITHOUT_GPU | path] * 2, folder=folder)

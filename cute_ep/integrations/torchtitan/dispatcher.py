@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
@@ -210,13 +209,6 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
-@override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")
-def cute_ep_dispatcher(cfg: BaseEPTokenDispatcher.Config, **options: Any) -> CuteEPTokenDispatcher.Config:
-    """Any expert parallel dispatcher's configuration as cute_ep's. `options` are fields of
-    `CuteEPTokenDispatcher.Config` to set."""
-    return derive(cfg, CuteEPTokenDispatcher.Config, **options)
-
-
 class CuteEPSelectiveAC(SelectiveAC):
     """Selective activation checkpointing that saves what dispatch and combine return, so that the backward pass makes
     neither their rounds again nor the exchange of numbers of rows. Compiled models need it: torch 2.13 cannot make them
@@ -229,9 +221,3 @@ class CuteEPSelectiveAC(SelectiveAC):
     def get_save_ops(self) -> set:
         """torchtitan's set and the ops of cute_ep."""
         return super().get_save_ops() | {getattr(torch.ops.cute_ep, name).default for name in FORWARD_OPS}
-
-
-@override(target=SelectiveAC.Config, description="Selective activation checkpointing that saves cute_ep's rounds.")
-def cute_ep_selective_ac(cfg: SelectiveAC.Config) -> CuteEPSelectiveAC.Config:
-    """The same configuration, of `CuteEPSelectiveAC`."""
-    return derive(cfg, CuteEPSelectiveAC.Config)

@@ -21,10 +21,19 @@ class Configurable:
             cls.Config._owner = cls  # type: ignore[attr-defined]
 
 
+OVERRIDES: dict[str, Callable] = {}
+"""Factories by the path that `--override.imports` takes."""
+
+
 def override(*, target: type, description: str = "") -> Callable:
     """A factory of configurations in place of those of type `target`."""
     assert issubclass(target, Configurable.Config)
-    return lambda factory: factory
+
+    def register(factory: Callable) -> Callable:
+        OVERRIDES[f"{factory.__module__}.{factory.__name__}"] = factory
+        return factory
+
+    return register
 
 
 def derive(source: Any, target_cls: type, **deltas: Any) -> Any:
