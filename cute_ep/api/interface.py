@@ -326,9 +326,9 @@ class EPCommunicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the communicator holds; may be called again. On GPUs ranks in processes of their own close
-        together, and after a timeout the memory is kept, since peers may still write to it; on the CPU nobody is waited
-        for.
+        """Give back what the communicator holds; may be called again. On GPUs the memory of a group is given back when
+        all its ranks have closed and their kernels have ended; ranks in processes of their own close together. On the
+        CPU nobody is waited for.
 
         Raises:
             EPError: with one process per GPU, a rank did not come in twice `timeout_s`, or in 10 s if that is longer,

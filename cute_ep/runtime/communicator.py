@@ -306,7 +306,7 @@ class Communicator(EPCommunicator):
         return {} if self._closed else self._status.take_input_errors()
 
     def close(self) -> None:
-        """Release the communicator's memory. After a timeout the arena is kept, since peers may still write to it."""
+        """Release the communicator's memory, once all kernels of the group have ended."""
         if not self._closed:
             self._closed = True
             self._release(self)

@@ -93,15 +93,15 @@ def connect_local(
     one_at_a_time, joined = Lock(), object()
 
     def release(communicator: Communicator) -> None:
-        """Free everything once the last rank is closed: until then a peer's kernel may write to any arena."""
+        """Free everything once the last rank is closed and all kernels have ended, those that gave up a wait included:
+        until then a peer's kernel may write to any arena."""
         with one_at_a_time:
             open_ranks.remove(communicator)
             if open_ranks:
                 return
         for device in sharing:
             torch.cuda.synchronize(device)
-        if not any(member.failed for member in members):
-            everything.close()
+        everything.close()
 
     with ExitStack() as undo:
         load_local_kernels([device.index for device in sharing], found)
@@ -229,14 +229,14 @@ def _connect(
             return mapped, undo.pop_all()
 
     def release(communicator: Communicator) -> None:
-        """Collective: unmap and free when every rank ended well; keep all memory when some rank's wait failed, or it
-        does not come, or its device failed, whose error is raised once the others know."""
+        """Collective: unmap and free once all kernels of every rank have ended, those that gave up a wait included; keep
+        all memory when some rank does not come or its device failed, whose error is raised once the others know."""
         failure = None
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             failure = error
-        keep = any(meeting.gather(failure is not None or communicator.failed, patience, "close"))
+        keep = any(meeting.gather(failure is not None, patience, "close"))
         if failure is not None:
             raise failure
         if not keep:

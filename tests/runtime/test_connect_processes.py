@@ -158,6 +158,14 @@ def test_ranks_that_close_give_back_all_that_they_held(monkeypatch: pytest.Monke
     assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
 
 
+def test_ranks_whose_waits_timed_out_give_it_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    ranks: list[Any] = collective(monkeypatch, lambda rank: connection.connect(CFG))
+    for one in ranks[1:]:
+        one.failed = True
+    assert collective(monkeypatch, lambda rank: ranks[rank].close()) == [None] * RANKS and machine.held == NOTHING
+
+
 def test_when_a_device_has_failed_all_ranks_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rank of that device has the error."""
     machine = Machine(monkeypatch)
