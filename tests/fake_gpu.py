@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -199,6 +200,12 @@ class PlainArena:
     def store(self, offset: int, words: list[int]) -> None:
         self.stored[offset] = list(words)
 
+    def read(self, nbytes: int, stream: object) -> bytes:
+        content = bytearray(nbytes)
+        for offset, words in self.stored.items():
+            content[offset : offset + 8 * len(words)] = struct.pack(f"{len(words)}Q", *words)
+        return bytes(content[:nbytes])
+
 
 class EveryVariant:
     """A library that has whatever is asked for, as `Library.find` names it."""
@@ -212,7 +219,16 @@ def arena_address(rank: int) -> int:
     return ARENA_STEP * (1 + rank)
 
 
-def report(rank: Communicator, phase: Phase, index: int, expected: int, seen: int, *, peer: int | None = None) -> None:
+def report(
+    rank: Communicator,
+    phase: Phase,
+    index: int,
+    expected: int,
+    seen: int,
+    *,
+    peer: int | None = None,
+    token: int = 0,
+) -> None:
     """Store what a kernel of `rank` would: the phase in which it gave up waiting for `peer` (itself, unless another one
     is given), or what is wrong with its input. Kernels know these places: a record of four words for each peer, then
     one for expert ids and one for rows that do not fit."""
@@ -222,7 +238,7 @@ def report(rank: Communicator, phase: Phase, index: int, expected: int, seen: in
         record = len(peers) + behind_peers[phase]
     else:
         record = peers.index(rank.rank if peer is None else peer)
-    rank._status.memory.words[4 * record : 4 * record + 4] = [phase, index, expected, seen]
+    rank._status.memory.words[4 * record : 4 * record + 4] = [token << 8 | phase, index, expected, seen]
 
 
 MakeRank = Callable[..., Communicator]

@@ -289,8 +289,8 @@ class ProcessExchange(Exchange):
 
     def __init__(self, cfg: EPConfig, rank: int, mail: Mail) -> None:
         self._mail = mail
-        self.dispatch = ProcessCollective(cfg, "dispatch", Phase.ROUTE, rank, mail)
-        self.combine = ProcessCollective(cfg, "combine", Phase.RETURN, rank, mail)
+        self.dispatch = ProcessCollective(cfg, "dispatch", Phase.ROUTE_TABLE, rank, mail)
+        self.combine = ProcessCollective(cfg, "combine", Phase.RETURN_ROUND, rank, mail)
 
     def close(self, rank: int) -> None:
         self._mail.close()

@@ -143,8 +143,8 @@ class Exchange:
     """Dispatch and combine of the ranks of one process, or of one rank that exchanges messages with nobody."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.dispatch = Collective("dispatch", Phase.ROUTE, ranks)
-        self.combine = Collective("combine", Phase.RETURN, ranks)
+        self.dispatch = Collective("dispatch", Phase.ROUTE_TABLE, ranks)
+        self.combine = Collective("combine", Phase.RETURN_ROUND, ranks)
 
     def close(self, rank: int) -> None:
         """`rank` joins no more rounds; those that it has joined still count."""

@@ -229,8 +229,9 @@ def _connect(
             return mapped, undo.pop_all()
 
     def release(communicator: Communicator) -> None:
-        """Collective: unmap and free once all kernels of every rank have ended, those that gave up a wait included; keep
-        all memory when some rank does not come or its device failed, whose error is raised once the others know."""
+        """Collective: unmap and free once all kernels of every rank have ended, those that gave up a wait included;
+        keep all memory when some rank does not come or its device failed, whose error is raised once the others
+        know."""
         failure = None
         try:
             torch.cuda.synchronize(device)

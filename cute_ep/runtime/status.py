@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
-from cute_ep.layouts.maps.arena import StateWord
-from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord
+from cute_ep.layouts.maps.arena import MAX_SLICES, StateWord
+from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, unpack_phase
 from cute_ep.runtime.driver import HostMemory
 
 ORDER_OPERATIONS = {StateWord.DISPATCH_SEND_EPOCH: "dispatch", StateWord.COMBINE_SEND_EPOCH: "combine"}
+
+MISSING = {
+    Phase.DISPATCH_CONSUMED: "it has launched no dispatch since it received round {round} (the last: {seen}), so round "
+    "{next} cannot be sent; has it stopped, or is it behind with its calls?",
+    Phase.ROUTE_TABLE: "it has not sent dispatch round {round} (the last: {seen}): it did not call it, or its launch "
+    "waits on its stream",
+    Phase.ROUTE_ENTRY: "it has sent the counts of dispatch round {round}, but not the routing of its "
+    "topk_ids.flatten()[{index}] (the last: {seen}); did its launch end, or its device fail?",
+    Phase.MESSAGE: "it has sent the routing of dispatch round {round}, but not slice {slice} of token {token} (its "
+    "flag: {seen}); did its launch end, or its device fail?",
+    Phase.MESSAGE_WORDS: "it has sent the routing of dispatch round {round}, but not all words of slice {slice} of "
+    "token {token}; did its launch end, or its device fail?",
+    Phase.COMBINE_CONSUMED: "it has launched no combine since it received round {round} (the last: {seen}), so round "
+    "{next} cannot be sent; has it stopped, or is it behind with its calls?",
+    Phase.RETURN_ROUND: "it has not begun combine round {round} (the last: {seen}): it did not call it, or its launch "
+    "waits on its stream",
+    Phase.RETURN: "slice {slice} of token {token} has not come home in combine round {round} (its flag: {seen}): it "
+    "did not call it, its launch waits on its stream, or its device failed",
+    Phase.RETURN_WORDS: "not all words of slice {slice} of token {token} have come home in combine round {round}: it "
+    "did not call it, its launch waits on its stream, or its device failed",
+}
+"""What a peer has not done, by the wait that it ended. Rounds of an operation are counted from 1."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A status record: what a wait of a kernel has missed, or what is wrong with the input."""
+
+    phase: Phase
+    token: int
+    index: int
+    expected: int
+    seen: int
 
 
 class Status:
@@ -34,31 +68,28 @@ class Status:
         if not self.failed:
             return
         records = dict(zip(self.peers, self._records(), strict=False))
-        missing = {peer: record for peer, record in records.items() if record[0]}
-        for phase, word, received, sent in missing.values():
-            if phase == Phase.ORDER:
-                operation = ORDER_OPERATIONS[StateWord(word)]
+        missing = {peer: record for peer, record in records.items() if record.phase}
+        for record in missing.values():
+            if record.phase == Phase.ORDER:
+                operation = ORDER_OPERATIONS[StateWord(record.index)]
+                sent, received = record.seen, record.expected
                 raise EPError(
                     f"rank {self.rank}: a fused {operation} ran when {sent} rounds had been sent and {received} "
                     "received (were graphs replayed in another order than captured?); it did nothing, and the "
                     "communicator is unusable: close all ranks and connect again"
                 )
-        if others := {peer: record for peer, record in missing.items() if record[0] == Phase.PAIR}:
-            _, number, own, _ = next(iter(others.values()))
-            told = ", ".join(f"rank {peer} rows of dispatch round {seen}" for peer, (*_, seen) in others.items())
+        if others := {peer: record for peer, record in missing.items() if record.phase == Phase.PAIR}:
+            one = next(iter(others.values()))
+            told = ", ".join(f"rank {peer} rows of dispatch round {other.seen}" for peer, other in others.items())
             raise EPError(
-                f"rank {self.rank}: combine round {number} has the batch of dispatch round {own} here, but {told}: all "
+                f"rank {self.rank}: combine round {one.index} has the batch of dispatch round {one.expected} here, but "
+                f"{told}: all "
                 "ranks must combine the batches of the same dispatch rounds in the same order (were graphs replayed "
                 "in another order on some rank?); the sums are wrong, and the communicator is unusable: close all "
                 "ranks and connect again"
             )
-        details = [
-            f"GRID: {seen} of {expected} receiving CTAs came together; were they resident together?"
-            if phase == Phase.GRID
-            else f"{Phase(phase).name} of rank {peer}, index {index}: expected epoch {expected}, saw {seen}"
-            for peer, (phase, index, expected, seen) in missing.items()
-        ]
-        phases = sorted({Phase(record[0]).name for record in missing.values()})
+        details = [_missing(peer, record) for peer, record in missing.items()]
+        phases = sorted({record.phase.name for record in missing.values()})
         raise EPTimeout(" / ".join(phases), self.rank, tuple(missing), tuple(details))
 
     def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
@@ -67,18 +98,47 @@ class Status:
         found: dict[Phase, tuple[int, int, int]] = {}
         if not any(self.memory.words[self._kinds]):
             return found
-        for number, (phase, index, expected, seen) in list(enumerate(self._records()))[len(self.peers) :]:
-            if phase:
+        for number, one in list(enumerate(self._records()))[len(self.peers) :]:
+            if one.phase:
                 self.memory.words[len(StatusWord) * number] = Phase.NONE
-                found[Phase(phase)] = index, expected, seen - (1 << 32) if seen >> 31 else seen
+                found[one.phase] = one.index, one.expected, one.seen - (1 << 32) if one.seen >> 31 else one.seen
         return found
 
     def raise_input_error(self, others: Sequence[str] = ()) -> None:
         """EPInputError of what `take_input_errors` finds. `others`: what else is wrong, in words."""
         raise_input_error(self.rank, self.take_input_errors(), others)
 
-    def _records(self) -> list[tuple[int, int, int, int]]:
-        """(phase, index, expected, seen) of every peer, then of every kind of input error."""
+    def _records(self) -> list[Record]:
+        """Those of every peer, then of every kind of input error."""
         width, words = len(StatusWord), self.memory.words
-        starts = range(0, len(words), width)
-        return [(words[at], words[at + 1], words[at + 2], words[at + 3]) for at in starts]
+        return [_record(words[at : at + width]) for at in range(0, len(words), width)]
+
+
+def _record(words: Sequence[int]) -> Record:
+    phase, token = unpack_phase(words[StatusWord.PHASE])
+    return Record(Phase(phase), token, words[StatusWord.INDEX], words[StatusWord.EXPECTED], words[StatusWord.SEEN])
+
+
+def _missing(peer: int, record: Record) -> str:
+    """What has not come from a peer, in words."""
+    if record.phase == Phase.GRID:
+        return (
+            f"GRID: {record.seen} of {record.expected} receiving CTAs came together; were they resident together? "
+            "(does other work hold the SMs?)"
+        )
+    return f"{record.phase.name} of rank {peer}: " + MISSING[record.phase].format(
+        round=record.expected,
+        next=record.expected + 2,
+        seen=record.seen,
+        token=record.token,
+        slice=_slice_of_token(record.index, record.token),
+        index=record.index,
+    )
+
+
+def _slice_of_token(index: int, token: int) -> int:
+    """Which of its token's slices a slice is: all tokens have 2^k of them, and `index` counts those of all tokens."""
+    if not token:
+        return index
+    slices_log2 = next((k for k in range(MAX_SLICES.bit_length()) if index >> k == token), 0)
+    return index - (token << slices_log2)

@@ -82,6 +82,7 @@ def wait_lamport(
             in_time = cute.arch.vote_all_sync(running & (_ticks(now_ns()) - limit <= 0))
             if not in_time:
                 if running & has_bit(missing, ctx.lane):
+                    # the phase says that a word was SENTINEL; a constant in place of the epoch makes combine spill
                     report(ctx.wait_context, awaited, ctx.epoch, ctx.epoch - 1)
                 alive = Boolean(False)
                 waiting = Boolean(False)

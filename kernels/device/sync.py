@@ -37,7 +37,7 @@ from cutlass._mlir.dialects import nvvm
 from cute_ep.kernels.device.arith import opaque
 from cute_ep.kernels.device.divide import remainder
 from cute_ep.kernels.device.memory import pointer, rows
-from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord
+from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, pack_phase
 
 if TYPE_CHECKING:
     from cute_ep.kernels.device.context import Context
@@ -70,12 +70,22 @@ class WaitContext:
 
 @dataclass(frozen=True)
 class Awaited:
-    """What a wait waits for, as a status record tells it: the peer that brings it, by whose number the record is found,
-    the phase, and which one of the phase's."""
+    """What a wait waits for, as a status record tells it.
+
+    Attributes:
+        peer: the rank that brings it, by whose number the record is found.
+        phase: the kind of wait.
+        index: which one of the phase's.
+        token: that it belongs to.
+        slices_log2: in place of `token`, where `index` counts slices: base-2 logarithm of those of a token. A kernel's
+            argument takes no register during the wait.
+    """
 
     peer: Int32
     phase: Phase
     index: Int32
+    token: Int32 | int = 0
+    slices_log2: Int32 | None = None
 
 
 def not_aborted(abort: Int64) -> Boolean:
@@ -86,15 +96,22 @@ def not_aborted(abort: Int64) -> Boolean:
 @cute.jit
 def report(wait_context: WaitContext, awaited: Awaited, expected: Int32 | Int64, seen: Int32 | Int64) -> None:
     """Write one host-visible status record in a single 16-byte store, and unless it is about input, raise this rank's
-    abort word."""
-    words = cute.make_rmem_tensor(len(StatusWord), Uint32)
-    words[StatusWord.PHASE] = Uint32(int(awaited.phase))
-    words[StatusWord.INDEX] = Uint32(Int32(awaited.index))
-    words[StatusWord.EXPECTED] = Uint32(expected)
-    words[StatusWord.SEEN] = Uint32(seen)
-    records = rows(wait_context.status, 1, Int32(1 << 30))
-    cute.autovec_copy(words, records[None, 0, awaited.peer])
-    cute.arch.fence_acq_rel_sys()
+    abort word. Of a peer the first report is kept (of several at the same moment any), of a kind of input the last."""
+    record = wait_context.status + Int64(awaited.peer) * (len(StatusWord) * 4)
+    unwritten = Boolean(True)
+    if cutlass.const_expr(awaited.phase not in INPUT_ERRORS):
+        unwritten = cute.arch.load(pointer(record, Int32), Int32, sem="relaxed", scope="sys") == int(Phase.NONE)
+    if unwritten:
+        token = Int32(awaited.token)
+        if cutlass.const_expr(awaited.slices_log2 is not None):
+            token = opaque(Int32(awaited.index)) >> awaited.slices_log2
+        words = cute.make_rmem_tensor(len(StatusWord), Uint32)
+        words[StatusWord.PHASE] = Uint32(pack_phase(int(awaited.phase), token))
+        words[StatusWord.INDEX] = Uint32(Int32(awaited.index))
+        words[StatusWord.EXPECTED] = Uint32(expected)
+        words[StatusWord.SEEN] = Uint32(seen)
+        cute.autovec_copy(words, rows(record, 1, Int32(1))[None, 0, 0])
+        cute.arch.fence_acq_rel_sys()
     if cutlass.const_expr(awaited.phase not in INPUT_ERRORS):
         cute.arch.store(pointer(wait_context.abort, Int64), Int64(1), sem="relaxed", scope="gpu")
 

@@ -115,7 +115,7 @@ class CombineRecv:
             if has_bit(filled, lane):
                 # signaled by CombineSend on `owner`
                 flag = ctx.base + ctx.arena.return_ready.at(owner, chunk_of(row_slice.index))
-                awaited = Awaited(owner, Phase.RETURN, row_slice.index)
+                awaited = self._awaited(ctx, owner, Phase.RETURN, row_slice)
                 arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, awaited)
             alive = warp_all(arrived)
         if alive:
@@ -125,6 +125,9 @@ class CombineRecv:
                 alive = self._sum(ctx, row_slice, Slots(filled, owner), weight)
         return alive
 
+    def _awaited(self, ctx: CombineContext, owner: Int32, phase: Phase, row_slice: RowSlice) -> Awaited:
+        return Awaited(owner, phase, row_slice.index, slices_log2=ctx.sums.return_slices_log2)
+
     @cute.jit
     def _wait_lamport(
         self, ctx: CombineContext, row_slice: RowSlice, slots: Slots, poll: Callable[[Uint32], Uint32]
@@ -132,7 +135,8 @@ class CombineRecv:
         """Poll words of the slice until they are there; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(cutlass.select_(is_lamport(ctx.sums.tokens), Uint32(0), slots.filled))
         check = partial(self._has_signaled, ctx, row_slice, slots)
-        return wait_lamport(ctx, poll, check, flagged, Awaited(slots.owner, Phase.RETURN, row_slice.index))
+        awaited = self._awaited(ctx, slots.owner, Phase.RETURN_WORDS, row_slice)
+        return wait_lamport(ctx, poll, check, flagged, awaited)
 
     @cute.jit
     def _has_signaled(self, ctx: CombineContext, row_slice: RowSlice, slots: Slots) -> Uint32:

@@ -128,7 +128,7 @@ class DispatchRecv:
             weights = words
             if row_slice.first == 0 and has_weights(sHeader[source, int(HeaderWord.MESSAGES)]) != 0:
                 weights += ctx.arena.weights.offset - ctx.arena.entries.offset  # laid out alike
-            awaited = Awaited(source, Phase.ROUTE, row_slice.token)
+            awaited = Awaited(source, Phase.ROUTE_ENTRY, index)
             entry, weight, came = wait_two_ll(ctx.wait_context, words, weights, ctx.epoch, awaited)
             if not came:
                 entry = Int32(MASKED_ENTRY)

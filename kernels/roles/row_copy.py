@@ -82,7 +82,9 @@ class RowCopy:
         """Poll words of the slice until they have arrived; rows that are not Lamport rows have been waited for."""
         flagged = Uint32(~is_lamport(self._tokens(source)))
         check = partial(self._has_signaled, ctx, source, row_slice)
-        return wait_lamport(ctx, poll, check, flagged, Awaited(source, Phase.MESSAGE, row_slice.index))
+        return wait_lamport(
+            ctx, poll, check, flagged, Awaited(source, Phase.MESSAGE_WORDS, row_slice.index, row_slice.token)
+        )
 
     def _has_signaled(self, ctx: DispatchContext, source: Int32, row_slice: RowSlice) -> Uint32:
         """Whether the source has signaled the slice's flag."""
@@ -95,7 +97,8 @@ class RowCopy:
         arrived = Boolean(True)
         if ctx.lane == 0:
             flag = ctx.base + ctx.arena.message_ready.at(source, chunk_of(row_slice.index))
-            arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, Awaited(source, Phase.MESSAGE, row_slice.index))
+            awaited = Awaited(source, Phase.MESSAGE, row_slice.index, row_slice.token)
+            arrived = wait_signal(ctx.wait_context, flag, ctx.epoch, awaited)
         return warp_all(arrived)
 
     @cute.jit

@@ -74,7 +74,8 @@ def shared_slice(tokens: int, rank: int, world_size: int) -> tuple[int, int]:
 
 class StatusWord(IntEnum):
     """Indices of the 32-bit words of one host-visible status record: one record a peer, then one each of
-    INPUT_ERRORS."""
+    INPUT_ERRORS. PHASE is what `pack_phase` makes of the phase and the token; SEEN means
+    nothing where words of a row were awaited."""
 
     PHASE = 0
     INDEX = 1
@@ -93,21 +94,48 @@ def division_magic(extent: int) -> int:
 
 
 class Phase(IntEnum):
-    """What a status record is about: what a kernel waited for when it gave up; ORDER, a fused launch that found a round
-    sent and not received; PAIR, rows that come home from another dispatch round; or one of INPUT_ERRORS. NONE: there is
-    nothing to report."""
+    """What a status record is about: a kind of wait that a kernel gave up, or what it found wrong.
+
+    Attributes:
+        NONE: there is nothing to report.
+        DISPATCH_CONSUMED, COMBINE_CONSUMED: until a peer has read the round before last.
+        ROUTE_TABLE: for a word of a source's header and counts.
+        ROUTE_ENTRY: for an entry of a source's tokens, counted over all, or its router weight.
+        MESSAGE: for the flag of a slice of a source's token.
+        MESSAGE_WORDS: for the words of a slice that is part of a Lamport row, or its flag.
+        RETURN_ROUND: for the dispatch round of the rows that a peer returns.
+        RETURN, RETURN_WORDS: as MESSAGE and MESSAGE_WORDS, for what a peer returns of a token of this rank.
+        GRID: for the CTAs of the same launch.
+        ORDER: a fused launch has found a round that was sent and not received.
+        PAIR: rows come home from another dispatch round.
+        EXPERT_ID, ROW_CAPACITY: INPUT_ERRORS.
+    """
 
     NONE = 0
     DISPATCH_CONSUMED = 1
-    ROUTE = 2
-    MESSAGE = 3
-    COMBINE_CONSUMED = 4
-    RETURN = 5
-    EXPERT_ID = 6
-    ROW_CAPACITY = 7
-    GRID = 8
-    ORDER = 9
-    PAIR = 10
+    ROUTE_TABLE = 2
+    ROUTE_ENTRY = 3
+    MESSAGE = 4
+    MESSAGE_WORDS = 5
+    COMBINE_CONSUMED = 6
+    RETURN_ROUND = 7
+    RETURN = 8
+    RETURN_WORDS = 9
+    GRID = 10
+    ORDER = 11
+    PAIR = 12
+    EXPERT_ID = 13
+    ROW_CAPACITY = 14
+
+
+def pack_phase(phase: int, token: Int) -> Int:
+    """The first word of a status record: the phase in its lowest 8 bits, above them the token that it is about."""
+    return token << 8 | phase
+
+
+def unpack_phase(word: int) -> tuple[int, int]:
+    """(phase, token) of such a word."""
+    return word & 0xFF, word >> 8
 
 
 INPUT_ERRORS = (Phase.EXPERT_ID, Phase.ROW_CAPACITY)

@@ -55,7 +55,7 @@ def test_rank_that_never_comes(devices: list[str]) -> None:
                 communicator.synchronize()
             assert caught.value.missing == (absent,)
             assert caught.value.rank == rank
-            assert caught.value.phase == "ROUTE"
+            assert caught.value.phase == "ROUTE_TABLE"
             assert int(dispatched[rank].num_rows) == 0
             assert not dispatched[rank].row_offsets.view(torch.int32).any()
             with pytest.raises(EPTimeout):  # the communicator stays unusable, and says why
@@ -82,7 +82,8 @@ def test_rank_that_stops_before_combine(devices: list[str], tokens: int) -> None
         for rank, communicator in enumerate(communicators[1:], start=1):
             with pytest.raises(EPTimeout) as caught:
                 communicator.synchronize()
-            assert (caught.value.phase, caught.value.missing) == ("RETURN", (0,)), rank
+            assert caught.value.missing == (0,), rank
+            assert caught.value.phase in ("RETURN_ROUND", "RETURN", "RETURN_WORDS"), rank  # whichever gave up first
             ids, out, wanted = batch.arguments[rank][1], batch.outs[rank], batch.wanted[rank]["exact"]
             from_absent = ((ids >= 0) & (ids // cfg.local_experts == 0)).any(dim=1)
             untouched = out.view(torch.uint8) == POISON

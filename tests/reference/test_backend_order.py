@@ -113,7 +113,7 @@ def test_synchronize_names_the_missing_ranks_of_a_dispatch(absent):
             continue
         with pytest.raises(EPTimeout) as caught:
             communicators[rank].synchronize()
-        assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("ROUTE", rank, absent)
+        assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("ROUTE_TABLE", rank, absent)
         assert len(caught.value.details) == len(absent)
         with pytest.raises(EPTimeout):  # unusable from now on
             communicators[rank].allocate()
@@ -127,9 +127,9 @@ def test_synchronize_names_the_missing_ranks_of_a_combine():
         one.synchronize()
     for rank in (0, 2):
         communicators[rank].combine(rows_for(batches, cfg)[rank], batches[rank])
-    with pytest.raises(EPTimeout, match="RETURN") as caught:
+    with pytest.raises(EPTimeout, match="RETURN_ROUND") as caught:
         communicators[2].synchronize()
-    assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("RETURN", 2, (1,))
+    assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("RETURN_ROUND", 2, (1,))
     communicators[1].synchronize()
 
 

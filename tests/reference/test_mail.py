@@ -22,9 +22,9 @@ def test_a_peer_that_takes_no_messages_is_named_and_holds_up_no_other() -> None:
     mail, message = Mail(0, {1: to_stuck, 2: to_other}, {1: of_stuck, 2: of_other}, 2.0), os.urandom(1 << 21)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(_read, other, HEADER.size + len(message))
-        assert mail.post((Phase.ROUTE, 1), memoryview(message)) == [1]
+        assert mail.post((Phase.ROUTE_TABLE, 1), memoryview(message)) == [1]
         mail.close()
-        assert taken.result() == HEADER.pack(Phase.ROUTE, 1, len(message)) + message
+        assert taken.result() == HEADER.pack(Phase.ROUTE_TABLE, 1, len(message)) + message
     for one in (stuck, other, _a, _b):
         one.close()
 
@@ -48,7 +48,7 @@ def test_a_stranger_is_not_let_in(does: str, monkeypatch: pytest.MonkeyPatch) ->
     mail = _meet(0, [(port, token), (other.getsockname()[1], token)], listener, token, 1.0)
     assert stranger.fileno() == -1 or stranger.recv(1) == b""
     peer.close()
-    assert mail.collect((Phase.ROUTE, 1), 30.0) == ({}, [1], True)
+    assert mail.collect((Phase.ROUTE_TABLE, 1), 30.0) == ({}, [1], True)
     mail.close()
     for one in (listener, other, stranger):
         one.close()

@@ -139,7 +139,7 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_hangs(operation: str) ->
     """The others name it, once its time is over; nothing hangs afterwards."""
     cfg = small()
     inputs = make_inputs(cfg, [1, 1, 1], "uniform", 0)
-    phase = {"dispatch": Phase.ROUTE, "combine": Phase.RETURN}[operation]
+    phase = {"dispatch": Phase.ROUTE_TABLE, "combine": Phase.RETURN_ROUND}[operation]
 
     def send(rank: int) -> object:
         ep, given = communicators[rank], inputs[rank]
@@ -264,7 +264,7 @@ def test_a_call_interrupted_while_it_sends_ends_the_rank_and_sends_nothing(monke
                 call()
         for rank in (1, 2):
             communicators[rank].dispatch_async(inputs[rank].x, inputs[rank].topk_ids)
-        wait_in_vain(communicators, Phase.ROUTE, {2: [1]})
+        wait_in_vain(communicators, Phase.ROUTE_TABLE, {2: [1]})
         with pytest.raises(EPTimeout) as caught:
             communicators[2].dispatch_wait()
         assert caught.value.missing == (0,)

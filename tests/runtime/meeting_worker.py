@@ -226,7 +226,7 @@ def one_connects_anew(ranks: Ranks) -> None:
         return ranks.warned("for rank(s) [0, 1] to connect; it gives up")
     x, ids = torch.ones(4, CFG.hidden).bfloat16(), torch.zeros(4, 2, dtype=torch.int32)
     ranks.refused(EPTimeout, "rank(s) [2]", lambda: ep.dispatch(x, ids))
-    return ranks.warned("for rank(s) [2] to send in round 1 of phase ROUTE; it gives up after 2 s")
+    return ranks.warned("for rank(s) [2] to send in round 1 of phase ROUTE_TABLE; it gives up after 2 s")
 
 
 def killed_before(ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,21 +10,72 @@ import pytest
 
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.arena import StateWord
-from cute_ep.layouts.maps.routing import BEYOND, Phase
+from cute_ep.layouts.maps.routing import BEYOND, INPUT_ERRORS, Phase
 from cute_ep.runtime.communicator import Communicator
+from cute_ep.runtime.status import MISSING
 from tests.fake_gpu import CFG, SKIP_A2A, Launches, MakeRank, RecordingKernel, expert_rows, inputs, report
 
 # ---- timeouts
+
+
+ROUTED = "MESSAGE of rank 1: it has sent the routing of dispatch round 9, but not slice"
 
 
 def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: Launches) -> None:
     report(rank, Phase.MESSAGE, 3, 9, 8, peer=1)
     assert rank.failed
     for call in (rank.synchronize, rank.allocate, lambda: rank.dispatch(*inputs())):
-        with pytest.raises(EPTimeout, match="MESSAGE of rank 1, index 3: expected epoch 9, saw 8") as caught:
+        with pytest.raises(EPTimeout, match=rf"{ROUTED} 3 of token 0 \(its flag: 8\)") as caught:
             call()
         assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("MESSAGE", 0, (1,))
     assert launches.kernels == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "token", "index", "said"),
+    [
+        (
+            Phase.DISPATCH_CONSUMED,
+            0,
+            0,
+            "launched no dispatch since it received round 9 (the last: 8), so round 11",
+        ),
+        (Phase.ROUTE_TABLE, 0, 5, "it has not sent dispatch round 9 (the last: 8): it did not call it, or its launch"),
+        (
+            Phase.ROUTE_ENTRY,
+            0,
+            13,
+            "counts of dispatch round 9, but not the routing of its topk_ids.flatten()[13] (the",
+        ),
+        (Phase.MESSAGE, 7, 29, "sent the routing of dispatch round 9, but not slice 1 of token 7 (its flag: 8)"),
+        (Phase.MESSAGE_WORDS, 1, 63, "the routing of dispatch round 9, but not all words of slice 31 of token 1"),
+        (
+            Phase.COMBINE_CONSUMED,
+            0,
+            0,
+            "launched no combine since it received round 9 (the last: 8), so round 11",
+        ),
+        (Phase.RETURN_ROUND, 0, 0, "it has not begun combine round 9 (the last: 8): it did not call it, or its launch"),
+        (Phase.RETURN, 32767, 65535, "slice 1 of token 32767 has not come home in combine round 9 (its flag: 8)"),
+        (Phase.RETURN_WORDS, 0, 3, "not all words of slice 3 of token 0 have come home in combine round 9"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Phase) else "",
+)
+def test_a_timeout_names_the_rank_and_what_it_has_not_done(
+    rank: Communicator, phase: Phase, token: int, index: int, said: str
+) -> None:
+    """By the kind of wait. The token's slice follows from the source's: all tokens have 2^k slices."""
+    report(rank, phase, index, 9, 8, peer=1, token=token)
+    with pytest.raises(
+        EPTimeout, match=rf"for rank\(s\) \[1\]\n  {phase.name} of rank 1: .*{re.escape(said)}"
+    ) as caught:
+        rank.synchronize()
+    assert caught.value.phase == phase.name and len(caught.value.details) == 1
+
+
+def test_every_wait_has_its_words() -> None:
+    others = {Phase.NONE, Phase.GRID, Phase.ORDER, Phase.PAIR, *INPUT_ERRORS}
+    assert set(MISSING) == set(Phase) - others
 
 
 def test_a_timeout_of_the_ranks_own_launch_counts_ctas(rank: Communicator) -> None:
@@ -202,7 +254,7 @@ def close(rank: Communicator) -> None:
 
 
 def let_it_time_out(rank: Communicator) -> None:
-    report(rank, Phase.ROUTE, 0, 1, 0)
+    report(rank, Phase.ROUTE_TABLE, 0, 1, 0)
 
 
 def interrupt(rank: Communicator) -> None:

@@ -293,11 +293,11 @@ def test_a_store_after_the_last_call_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_timeout_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(self: ReferenceCommunicator) -> None:
-        raise EPTimeout("ROUTE", self.rank, (1,))
+        raise EPTimeout("ROUTE_TABLE", self.rank, (1,))
 
     monkeypatch.setattr(ReferenceCommunicator, "synchronize", gone)
     outcome = soak()
-    assert outcome.failures == ["EPTimeout: rank 0 gave up waiting in phase ROUTE for rank(s) [1]"]
+    assert outcome.failures == ["EPTimeout: rank 0 gave up waiting in phase ROUTE_TABLE for rank(s) [1]"]
     assert not outcome.broken
 
 
