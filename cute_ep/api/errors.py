@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cute_ep.layouts.maps.routing import BEYOND, INPUT_ERRORS, Phase
+
+if TYPE_CHECKING:
+    from cute_ep.api.flags import Flags
 
 
 class EPError(Exception):
@@ -26,16 +30,25 @@ class EPTimeout(EPError, TimeoutError):
         phase: what was waited for, as `cute_ep.layouts.maps.routing.Phase` names with " / " between them.
         rank: the rank that waited.
         missing: the ranks that did not arrive; of GRID the own rank, whose CTAs were not resident together.
-        details: one line a missing rank with the index waited for and the epochs, of GRID the CTAs, expected and seen.
+        details: one line a missing rank: what has not come from it, of which round; of GRID the CTAs.
+        flags: what else the rank waited for (`EPCommunicator.flags`); None: it could not be read.
+            `flags.write(path)` keeps it for `cute-ep flags`.
     """
 
-    def __init__(self, phase: str, rank: int, missing: tuple[int, ...], details: tuple[str, ...] = ()) -> None:
-        self.phase, self.rank, self.missing, self.details = phase, rank, missing, details
+    def __init__(
+        self,
+        phase: str,
+        rank: int,
+        missing: tuple[int, ...],
+        details: tuple[str, ...] = (),
+        flags: Flags | None = None,
+    ) -> None:
+        self.phase, self.rank, self.missing, self.details, self.flags = phase, rank, missing, details, flags
         lines = "".join(f"\n  {line}" for line in details)
         super().__init__(f"rank {rank} gave up waiting in phase {phase} for rank(s) {list(missing)}{lines}")
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.phase, self.rank, self.missing, self.details)
+        return type(self), (self.phase, self.rank, self.missing, self.details, self.flags)
 
 
 class VariantMissing(EPError, LookupError):

@@ -14,6 +14,7 @@ from cute_ep.api.config import EPConfig, memory_bytes
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.finite import FiniteCheck
+from cute_ep.api.flags import Flags
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.types import CombineMode
@@ -322,6 +323,16 @@ class EPCommunicator(ABC):
         Returns:
             (index, expected, seen) of the latest of each kind out of `cute_ep.layouts.maps.routing.INPUT_ERRORS`, as
             `cute_ep.api.errors.raise_input_error` takes them; empty after `close`.
+        """
+
+    @abstractmethod
+    def flags(self) -> Flags:
+        """What this rank waits for, or will wait for in its next rounds, and has not come yet; for a rank that hangs or
+        whose wait has timed out. Waits for nothing, so of a rank that runs it is a snapshot whose words may be of
+        different moments. `EPTimeout.flags` is the same. docs/timeouts.md says how to read it.
+
+        Raises:
+            EPError: the communicator is closed.
         """
 
     @abstractmethod

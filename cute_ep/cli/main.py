@@ -16,7 +16,7 @@ from rich.text import Text
 
 import cute_ep
 from cute_ep.api.errors import EPError
-from cute_ep.cli import bench, build, demo, info, layout, tune, verify
+from cute_ep.cli import bench, build, demo, flags, info, layout, tune, verify
 
 COMMANDS = {
     "info": (info, "devices, links, compiled kernels and memory needs"),
@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": (verify, "compare this machine with the reference, bit for bit"),
     "bench": (bench, "times of dispatch and combine beside the copy ceilings"),
     "tune": (tune, "measure launch shapes on this machine and keep the fastest ones for later runs"),
+    "flags": (flags, "what ranks were waiting for when their waits timed out"),
     "layout": (layout, "print and draw a CuTe layout"),
 }
 FAILURE = 2

@@ -25,6 +25,7 @@ from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPError, EPInputError, EPTimeout, raise_input_error
+from cute_ep.api.flags import Flag, Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan
@@ -90,7 +91,9 @@ class ReferenceCommunicator(EPCommunicator):
     def _raise_failure(self) -> None:
         """The EPTimeout of this rank, if it has one: a new instance each time, without the frames of earlier calls."""
         if self._failure is not None:
-            raise copy(self._failure)
+            failure = copy(self._failure)
+            failure.flags = self.flags()
+            raise failure
 
     @property
     def shares_device(self) -> bool:
@@ -99,6 +102,17 @@ class ReferenceCommunicator(EPCommunicator):
     @property
     def failed(self) -> bool:
         return self._failure is not None
+
+    def flags(self) -> Flags:
+        if self._closed:
+            raise EPError(f"rank {self.rank}: the communicator is closed")
+        completed: dict[str, int] = {}
+        behind: list[Flag] = []
+        for many, collective in (("dispatches", self._exchange.dispatch), ("combines", self._exchange.combine)):
+            completed[f"{many} sent"] = collective.order[self.rank].sent
+            completed[f"{many} received"] = collective.completed(self.rank)
+            behind += collective.behind(self.rank)
+        return Flags(self.rank, completed, tuple(behind))
 
     def close(self) -> None:
         """End this rank's part; waits for nobody, and may be called again."""
@@ -257,6 +271,7 @@ class ReferenceCommunicator(EPCommunicator):
         try:
             collective.send(self.rank, pending, arguments)
         except EPTimeout as failure:
+            failure.flags = self.flags()
             self._failure = copy(failure)
             raise
 
@@ -270,6 +285,7 @@ class ReferenceCommunicator(EPCommunicator):
         try:
             done = collective.receive(self.rank, receiver)
         except EPTimeout as failure:
+            failure.flags = self.flags()
             self._failure = copy(failure)
             raise
         collective.raise_error(self.rank)

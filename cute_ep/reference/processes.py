@@ -28,6 +28,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPError
+from cute_ep.api.flags import Flag
 from cute_ep.api.waits import Wait
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.reference.backend import ReferenceCommunicator
@@ -282,6 +283,11 @@ class ProcessCollective(Collective):
         filled = super().receive(rank, receiver)
         self._mail.discard(key)
         return filled
+
+    def behind(self, rank: int) -> list[Flag]:
+        order = self.order[rank]
+        number = order.received + 1
+        return self._calls(number, self._mail.collect((self.phase, number), 0.0)[1]) if order.sent >= number else []
 
 
 class ProcessExchange(Exchange):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cute_ep.api.errors import EPError, EPTimeout
+from cute_ep.api.flags import Flag
 from cute_ep.api.rounds import Rounds
 from cute_ep.layouts.maps.routing import Phase
 
@@ -86,21 +87,38 @@ class Collective:
         one = self._live.get(number)
         return () if one is None else tuple(rank for rank in self.ranks if rank not in one.arguments)
 
+    def behind(self, rank: int) -> list[Flag]:
+        """The calls of peers that the oldest round needs which `rank` waits for."""
+        waiting = self._waiting(rank)
+        return self._calls(waiting[0], self.missing(waiting[0])) if waiting else []
+
+    def _calls(self, number: int, missing: Sequence[int]) -> list[Flag]:
+        """A round's calls of the ranks that have not made them."""
+        seen = {peer: self.order[peer].sent if peer in self.order else number - 1 for peer in missing}
+        return [Flag("calls", (peer,), 1, self.name, number, peer, last, number) for peer, last in seen.items()]
+
+    def completed(self, rank: int) -> int:
+        """Rounds that `rank` has received and whose results are in place."""
+        return self.order[rank].received - len(self._waiting(rank))
+
+    def _waiting(self, rank: int) -> list[int]:
+        """Rounds that `rank` has received and whose results are not in place."""
+        received = self.order[rank].received
+        return [number for number, one in self._live.items() if number <= received and rank not in one.filled]
+
     def timeout(self, rank: int, number: int, missing: Sequence[int], details: Sequence[str] = ()) -> EPTimeout:
         """The error of `rank` that waits for round `number` in vain."""
-        seen = {peer: self.order[peer].sent if peer in self.order else number - 1 for peer in missing}
         lines = details or [
-            f"rank {peer}: expected {number} {self.name} calls, saw {seen[peer]}"
-            + (", has closed its communicator" if peer in self._closed else "")
-            for peer in missing
+            f"rank {flag.peer}: expected {number} {self.name} calls, saw {flag.seen}"
+            + (", has closed its communicator" if flag.peer in self._closed else "")
+            for flag in self._calls(number, missing)
         ]
         return EPTimeout(self.phase.name, rank, tuple(missing), tuple(lines))
 
     def overdue(self, rank: int, patience: int = 1) -> EPTimeout | None:
         """The error for the oldest round that `rank` has received and whose results are not in place, if there are
         `patience` of them, or that round is one for which a peer has closed."""
-        received = self.order[rank].received
-        waiting = [number for number, one in self._live.items() if number <= received and rank not in one.filled]
+        waiting = self._waiting(rank)
         if not waiting:
             return None
         missing = self.missing(waiting[0])

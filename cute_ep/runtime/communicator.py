@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import torch
 from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.api.flags import Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
@@ -38,6 +40,7 @@ from cute_ep.runtime.arguments import (
     wire_record,
 )
 from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.flags import find_behind, flag_bytes
 from cute_ep.runtime.launch_cache import LaunchCache, LaunchShape
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import UNENCODED, RankParts
@@ -299,11 +302,28 @@ class Communicator(EPCommunicator):
         except BaseException:
             self._streams |= used
             raise
-        self._status.raise_failure()
+        self._raise_failure()
         self._status.raise_input_error(self._looked())
 
     def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
         return {} if self._closed else self._status.take_input_errors()
+
+    def flags(self) -> Flags:
+        self._check_open()
+        stream = take_stream(self.device)
+        try:
+            return find_behind(self.cfg, self.rank, self.arena.read(flag_bytes(self.cfg.arena), stream))
+        finally:
+            give_back(stream)
+
+    def _raise_failure(self) -> None:
+        """As `Status.raise_failure`, with the flags that are behind."""
+        try:
+            self._status.raise_failure()
+        except EPTimeout as timeout:
+            with suppress(EPError, RuntimeError):  # of a device that has failed
+                timeout.flags = self.flags()
+            raise
 
     def close(self) -> None:
         """Release the communicator's memory, once all kernels of the group have ended."""
@@ -359,7 +379,8 @@ class Communicator(EPCommunicator):
                 f"rank {self.rank}: a call was interrupted while it was being launched, so it is not known whether the "
                 "rank takes part in its round; close the communicators of all ranks and connect again"
             )
-        self._status.raise_failure()
+        if self._status.failed:
+            self._raise_failure()
 
     def _check_planned_on(self, stream: int) -> None:
         """EPInputError where another stream, a raw handle, is current: on this one memory was prepared."""

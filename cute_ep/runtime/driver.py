@@ -185,6 +185,17 @@ class DeviceMemory:
         with on_device(self.device):
             driver_calls.write(self.address + offset, content)
 
+    def read(self, nbytes: int, stream: torch.cuda.Stream) -> bytes:
+        """The first bytes from `address`, a multiple of 4, as they are now: waits for nothing but `stream`."""
+        host = HostMemory(nbytes // 4)
+        try:
+            with on_device(self.device):
+                driver_calls.copy(host.address, self.address, nbytes, stream.cuda_stream)
+            stream.synchronize()
+            return bytes(host.words)
+        finally:
+            host.free()
+
     def handle(self) -> bytes:
         """Handle of the allocation for another process on this machine (CUDA IPC)."""
         return driver_calls.ipc_handle(self._allocation)

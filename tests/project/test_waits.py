@@ -25,6 +25,10 @@ PAGEABLE = {"tolist", "cpu", "item", "numpy", "nonzero", "argwhere", "masked_sel
 HOST = "cute_ep/api/host.py"
 COPIES = {
     (HOST, "host_list", "tolist"): "of the host's memory",
+    ("cute_ep/runtime/flags.py", "_late", "nonzero"): "of the host's memory",
+    ("cute_ep/runtime/flags.py", "_late", "tolist"): "of the host's memory",
+    ("cute_ep/runtime/flags.py", "_dispatch", "nonzero"): "of the host's memory",
+    ("cute_ep/runtime/flags.py", "_dispatch", "unique"): "of the host's memory",
     ("cute_ep/runtime/local_ops.py", "quantize", "item"): "on a CPU only",
     ("cute_ep/runtime/local_ops.py", "fused_silu", "tolist"): "on a CPU only",
     (

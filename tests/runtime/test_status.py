@@ -78,6 +78,23 @@ def test_every_wait_has_its_words() -> None:
     assert set(MISSING) == set(Phase) - others
 
 
+def test_a_timeout_has_the_flags_that_are_behind(rank: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `flags` finds them; without them where they cannot be read."""
+    report(rank, Phase.ROUTE_TABLE, 0, 1, 0, peer=1)
+    with pytest.raises(EPTimeout) as caught:
+        rank.synchronize()
+    assert caught.value.flags == rank.flags()
+    assert {(flag.name, flag.peer) for flag in rank.flags().behind} >= {("table", 0), ("table", 1)}
+
+    def broken(nbytes: int, stream: object) -> bytes:
+        raise EPError("CUDA driver: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(rank.arena, "read", broken)
+    with pytest.raises(EPTimeout) as caught:
+        rank.synchronize()
+    assert caught.value.flags is None
+
+
 def test_a_timeout_of_the_ranks_own_launch_counts_ctas(rank: Communicator) -> None:
     report(rank, Phase.GRID, 0, 264, 200)
     with pytest.raises(EPTimeout, match="GRID: 200 of 264 receiving CTAs came together"):

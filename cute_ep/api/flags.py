@@ -1,0 +1,105 @@
+"""What a rank still waits for, flag by flag: `EPCommunicator.flags`, `EPTimeout.flags` and `cute-ep flags`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cute_ep.api.errors import EPInputError
+
+MEANINGS = {
+    "dispatch_consumed": "it has launched no dispatch since it received that round, so its buffers may still be in use",
+    "table": "it has not sent this dispatch: it did not call it, or its launch waits on its stream",
+    "entries": "it has sent the counts of this dispatch, but not the experts of these tokens",
+    "message_ready": "it has sent the routing of this dispatch, but not these rows",
+    "combine_consumed": "it has launched no combine since it received that round, so its buffers may still be in use",
+    "return_rounds": "it has not begun this combine: it did not call it, or its launch waits on its stream",
+    "calls": "it has not made this call",
+}
+"""What it means for a flag of each name that its peer has not stored it."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Neighbouring flags that a peer has not stored yet.
+
+    Attributes:
+        name: region of the arena (docs/protocol.md, "Memory map"); "calls" on the reference backend.
+        index: of the first flag, as the region is indexed.
+        count: how many there are.
+        operation, round: "dispatch" or "combine", and the round that needs them. Rounds are counted from 1.
+        peer: the rank that stores them.
+        seen, needed: round that the first flag has, and the least that it must have.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    count: int
+    operation: str
+    round: int
+    peer: int
+    seen: int
+    needed: int
+
+    def __str__(self) -> str:
+        place = self.name + "".join(f"[{index}]" for index in self.index)
+        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        rounds = f"round {self.seen}, must be {self.needed}"
+        return (
+            f"{self.operation} round {self.round} needs rank {self.peer}: {place}{more}: {rounds}: "
+            f"{MEANINGS[self.name]}"
+        )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of one rank that are behind.
+
+    Attributes:
+        rank: whose they are.
+        completed: rounds that the rank has completed: "dispatches sent", "dispatches received", "combines sent",
+            "combines received".
+        behind: flags that the rank's next rounds need, or the rounds that it waits in, and that have not come.
+    """
+
+    rank: int
+    completed: dict[str, int]
+    behind: tuple[Flag, ...]
+
+    def __str__(self) -> str:
+        rounds = ", ".join(f"{number} {what}" for what, number in self.completed.items())
+        lines = [f"rank {self.rank} has completed {rounds}", *(f"  {flag}" for flag in self.behind)]
+        return "\n".join(lines if self.behind else [*lines, "  nothing is behind"])
+
+    def write(self, path: str | Path) -> None:
+        """Write them to a file that `Flags.read` and `cute-ep flags` take."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Flags:
+        """What `write` has written.
+
+        Raises:
+            EPInputError: the file cannot be read, or is not such a file.
+        """
+        try:
+            given = json.loads(Path(path).read_text())
+            behind = tuple(Flag(**one | {"index": tuple(one["index"])}) for one in given["behind"])
+            return cls(given["rank"], given["completed"], behind)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EPInputError(f"{path}: must be a file of Flags.write ({type(error).__name__}: {error})") from error
+
+
+def slowest(ranks: Sequence[Flags]) -> str:
+    """Which ranks have completed fewest rounds, in words, and what they wait for themselves."""
+    done = {one.rank: sum(one.completed.values()) for one in ranks}
+    least = min(done.values())
+    behind = [one for one in ranks if done[one.rank] == least]
+    awaited = {flag.peer for one in ranks for flag in one.behind} - set(done)
+    lines = [f"rank {rank} is waited for, and its flags are not here" for rank in sorted(awaited)]
+    if len(behind) < len(ranks):
+        names = ", ".join(str(one.rank) for one in behind)
+        lines.append(f"rank(s) {names} have completed the fewest rounds: look at what they run")
+    return "\n".join(lines or ["all ranks have completed as many rounds"])
