@@ -11,14 +11,7 @@ EXPONENT = 23
 
 
 def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Exponents of scale factors, four in an int32, the first in the lowest byte.
-
-    Args:
-        scales: [..., n] float32 powers of two, or uint8 that are exponents already; n a multiple of PACKED, rows
-            contiguous.
-
-    Returns:
-        [..., n / PACKED] int32; of uint8 the same memory.
-    """
+    """Of [..., n] float32 powers of two, or uint8 exponents, n a multiple of PACKED and rows contiguous: exponents as
+    [..., n / PACKED] int32, the first in the lowest byte. Of uint8 it is the same memory."""
     bits = scales if scales.dtype == torch.uint8 else (scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
     return bits.view(torch.int32)

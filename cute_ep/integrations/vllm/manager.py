@@ -44,11 +44,8 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         self.halves = Halves(self.pool.capturing, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
-        """The communicator for the configuration `cfg`; connects where there is none, then collective.
-
-        Args:
-            kwargs: cfg, an EPConfig, and options, an Options.
-        """
+        """The communicator for `cfg`, an EPConfig, and `options`, an Options; connects where there is none, then
+        collective."""
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         check_sms("additional_config['cute_ep']['sms']", options.sms)
