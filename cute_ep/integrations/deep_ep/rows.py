@@ -31,15 +31,13 @@ class RankIndex(NamedTuple):
 
 
 def rank_index(batch: Dispatched, rows: int) -> RankIndex:
-    """Rows for a batch's tokens, one per (token, rank): by source rank, then token.
-
-    Args:
-        batch: what dispatch returned.
-        rows: room for rows. Tokens that do not fit get none.
-    """
+    """Rows for a batch's tokens, one per (token, rank): by source rank, then token. Tokens that do not fit into `rows`
+    get none."""
     sources, tokens, _ = batch.row_map.shape
     device = batch.row_map.device
-    live = present(batch) & (batch.row_map < batch.tokens.shape[0])
+    # kernels leave `row_map` alone where there is no token
+    exists = torch.arange(tokens, device=device) < batch.headers[:, HeaderWord.TOKENS, None]
+    live = exists[:, :, None] & (batch.row_map >= 0) & (batch.row_map < batch.tokens.shape[0])
     has = live.any(dim=2)
     inside = has.cumsum(1) - 1
     counts = inside[:, -1] + 1
@@ -50,11 +48,3 @@ def rank_index(batch: Dispatched, rows: int) -> RankIndex:
     entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
     filled = entry[:rows] >= 0
     return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
-
-
-def present(batch: Dispatched) -> torch.Tensor:
-    """[R, Tmax, K] bool: entries of tokens that exist which this rank serves. Kernels leave `row_map` alone where
-    there is no token."""
-    token = torch.arange(batch.row_map.shape[1], device=batch.row_map.device)
-    exists = token < batch.headers[:, HeaderWord.TOKENS, None]
-    return exists[:, :, None] & (batch.row_map >= 0)
