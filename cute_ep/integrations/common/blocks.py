@@ -1,5 +1,5 @@
 """Dispatch into blocks as masked grouped matmuls read them: each of L local experts has S rows, of which the first ones
-hold tokens, and scale factors of neighbouring rows lie beside each other."""
+hold tokens, and scale factors of neighbouring rows lie beside each other, for Blackwell as exponents."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.checks import Names, Sizes, named_config
-from cute_ep.integrations.common.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 
+PACKED = 4
+"""Exponents (UE8M0) in an int32."""
+EXPONENT = 23
+"""Place of the exponent's lowest bit in a float32."""
 PACKED_COLUMNS = FP8.block * PACKED
 """Elements of a row that share an int32 of packed exponents."""
+
+
+def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Of [..., n] float32 powers of two, or uint8 exponents, n a multiple of PACKED and rows contiguous: exponents as
+    [..., n / PACKED] int32, the first in the lowest byte. Of uint8 it is the same memory."""
+    bits = scales if scales.dtype == torch.uint8 else (scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
+    return bits.view(torch.int32)
 
 
 def block_config(

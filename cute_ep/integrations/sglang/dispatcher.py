@@ -17,6 +17,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import versions
+from cute_ep.integrations.common.blocks import PACKED, packed_exponents
 from cute_ep.integrations.common.checks import (
     FLOATS,
     as_rows,
@@ -30,7 +31,6 @@ from cute_ep.integrations.common.checks import (
 )
 from cute_ep.integrations.common.pools import pool_of
 from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.common.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
@@ -70,15 +70,9 @@ class CuteEPDispatcher(BaseDispatcher):
 
     Args:
         group: one rank per GPU, all of one machine; experts are distributed over it.
-        router_topk: experts that a token chooses.
-        num_experts, num_local_experts: of all ranks, and of each.
-        hidden_size: elements of a row.
-        params_dtype: of the model, bfloat16.
+        params_dtype: must be bfloat16.
         use_fp8_dispatch: quantise rows as they are sent, for experts in FP8.
         activation_scale_block_size: elements that share a scale factor then, 128 or 32.
-
-    Attributes:
-        cfg: the configuration of the communicator.
 
     Raises:
         EPConfigError: an argument or a variable cannot be served.
@@ -181,17 +175,9 @@ class CuteEPDispatcher(BaseDispatcher):
         """Bring the experts' outputs home and sum them with the router weights: on each expert's rank in float32,
         rounded, then over ranks in float32, rounded.
 
-        Args:
-            combine_input: `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows; its weights
-                are not read.
-
-        Returns:
-            [T, hidden_size] bfloat16. NaN for every token with a row on a rank that had no room for all its rows.
-
-        Raises:
-            EPInputError: the rows are not those of the dispatch, or not final (`routewise_layout`).
-            EPError: there was no dispatch.
-        """
+        Takes `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows, and no `routewise_layout`;
+        weights are not read. Returns [T, hidden_size] bfloat16: NaN for every token with a row on a rank that had no
+        room for all its rows. EPError: there was no dispatch."""
         WORDS.raise_found(pool_of(self._group))
         batch = self._batch
         if batch is None:
