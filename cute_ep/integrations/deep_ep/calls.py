@@ -49,10 +49,8 @@ def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> No
 def check_open(name: str, hold: Hold) -> None:
     """EPInputError, which begins with `name`, if the communicator that something needs was closed."""
     if hold.communicator.closed:
-        raise EPInputError(
-            f"{name}: the memory that it needs was given back, by destroy() or, once it had been combined, for a "
-            "dispatch of more tokens; dispatch again"
-        )
+        why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
+        raise EPInputError(f"{name}: the memory that it needs was given back, {why}; dispatch again")
 
 
 def check_event(name: str, event: object, *kinds: type) -> None:

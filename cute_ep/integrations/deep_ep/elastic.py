@@ -59,7 +59,8 @@ class ElasticBuffer(Pooled):
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
-        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
+        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says of `hidden` and `num_topk`. Memory is
+            allocated when it is needed.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: default of `dispatch`.
         allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to

@@ -219,9 +219,8 @@ class LowLatency(Pooled):
         batch, communicator, hold = own.batch, own.communicator, own.hold
         check_open("handle", hold)
         if batch is None:
-            raise EPInputError(
-                "handle: the dispatch's hook must be called before its rows are combined; dispatch again if it was lost"
-            )
+            rule = "must be called before its rows are combined; dispatch again if it was lost"
+            raise EPInputError(f"handle: the dispatch's hook {rule}")
         place, entries, extents = pool.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
         check_given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
         check_given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)

@@ -17,14 +17,12 @@ class RankIndex(NamedTuple):
 
     Attributes:
         live: [R, Tmax, K] bool, entries that have a row in the batch.
-        row: [R, Tmax] int64, the (source, token)'s row; N where it has none.
         entry: [N] int64, source * Tmax + token of each row; 0 where there is no token.
         filled: [N] bool, whether a token has the row.
         source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1].
     """
 
     live: torch.Tensor
-    row: torch.Tensor
     entry: torch.Tensor
     filled: torch.Tensor
     source_ends: torch.Tensor
@@ -47,4 +45,4 @@ def rank_index(batch: Dispatched, rows: int) -> RankIndex:
     entry = torch.full((rows + 1,), NO_ROW, dtype=torch.int64, device=device)
     entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
     filled = entry[:rows] >= 0
-    return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
+    return RankIndex(live, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
