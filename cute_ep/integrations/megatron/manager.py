@@ -53,14 +53,11 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
     float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect.
 
-    Wrong arguments are an EPInputError: nothing was sent then, and the call can be made again. A call without the one
-    before that it needs is an EPError, and a rank that does not come an EPTimeout.
+    Wrong arguments, also of earlier calls, are an EPInputError: nothing was sent then, and the call can be made again.
+    A call without the one before that it needs is an EPError, and a rank that does not come an EPTimeout.
 
-    Args:
-        group: of TP x EP ranks, all on one machine.
-        num_local_experts, num_experts: of this rank, and of all ranks of the group.
-        router_topk: entries a token, of all ranks of the group.
-        config: Megatron's; `moe_deepep_num_sms` is how many SMs a kernel may take.
+    `group` has TP x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them. Of Megatron's
+    `config` `moe_deepep_num_sms` is how many SMs a kernel may take.
 
     Attributes:
         mode: of combine; `install` sets it.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
 from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config, require
@@ -147,11 +147,8 @@ class Attachment:
             found = self._exchanges.get(key)
             if found is not None and need <= found.cfg.max_tokens_per_rank:
                 return found
-            if need > MAX_TOKENS_PER_RANK:
-                raise EPInputError(
-                    f"hidden_states.shape[0] = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens a rank, here "
-                    f"{MAX_TOKENS_PER_RANK * ranks}; use shorter or fewer sequences a pass"
-                )
+            most, rule = MAX_TOKENS_PER_RANK, "hidden_states.shape[0] = {}: must not exceed {} tokens a rank, here {}; "
+            require(need <= most, rule + "use shorter or fewer sequences a pass", tokens, most, most * ranks)
             room = self._room()
             if found is not None:
                 room = 2 * found.cfg.max_tokens_per_rank
@@ -274,15 +271,9 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """The experts implementation "cute_ep", as transformers calls it. Differentiable in hidden states, weights and the
     module's parameters. Compiled code calls it as it is, behind a graph break.
 
-    Args:
-        module: an attached experts module.
-        hidden_states: [T, hidden], of any floating type.
-        top_k_index: [T, K] int32 or int64 expert ids; one that is no expert's masks the entry, as transformers' own do
-            with the number of experts.
-        top_k_weights: [T, K] router weights, of any floating type.
-
-    Returns:
-        [T, hidden] of the type and on the device of `hidden_states`, in memory of its own.
+    Takes [T, hidden] of any floating type, [T, K] int32 or int64 expert ids (one that is no expert's masks the entry,
+    as transformers' own do with the number of experts), and [T, K] weights of any floating type. Returns [T, hidden] of
+    the type and on the device of `hidden_states`, in memory of its own.
 
     Raises:
         EPError: the module is not attached.
@@ -290,8 +281,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """
     layer = _LAYERS.get(module)
     if layer is None:
-        raise EPError(
-            f"{type(module).__name__}: is not attached to ranks (its model is a copy, was loaded, or shares its "
-            "configuration with one that is attached); call cute_ep.integrations.transformers.attach(model, ...)"
-        )
+        why = "its model is a copy, was loaded, or shares its configuration with one that is attached"
+        call = "call cute_ep.integrations.transformers.attach(model, ...)"
+        raise EPError(f"{type(module).__name__}: is not attached to ranks ({why}); {call}")
     return layer.forward(module, hidden_states, top_k_index, top_k_weights)

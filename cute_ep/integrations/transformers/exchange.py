@@ -35,14 +35,12 @@ class Exchange:
 
     Args:
         pool: what they are opened in; it closes them, or when nobody has it any more the next call of another one.
-        cfg: the group's configuration, of bfloat16 rows.
+        cfg: the group's configuration, of bfloat16 rows. Raises what `connect_local` raises.
         closed: what EPError says where a call comes afterwards.
 
     Attributes:
         communicators, devices: one a rank.
         waits: whether calls wait for their results, as where ranks share a device.
-
-    Raises what `connect_local` raises.
     """
 
     def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
@@ -101,13 +99,9 @@ class Exchange:
 
 
 class Round:
-    """One pass of tokens through the experts of an exchange: tokens are shared out over the ranks, in their order.
-
-    Args:
-        exchange: the ranks.
-        routes: of T tokens, at most what the exchange has room for, with router weights; -1 masks an entry.
-        gradients: whether `backward` may come.
-        mode: of combine and of what the backward pass adds up: "partial" or "exact".
+    """One pass of T tokens, at most what an exchange has room for, through its experts: they are shared out over the
+    ranks, in their order. `routes` have router weights, and -1 where an entry is masked; `gradients`: whether
+    `backward` may come; `mode`: of combine and of what the backward pass adds up.
 
     Attributes:
         rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
@@ -234,15 +228,7 @@ def dispatch(one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
 
 
 def combine(one: Round, rows: Sequence[Tensor], weights: Tensor, like: Tensor) -> Tensor:
-    """Expert outputs to their tokens, differentiable in rows and weights.
-
-    Args:
-        one: the round, dispatched.
-        rows: one tensor a rank, [N, hidden] bfloat16, row i the expert's output for row i that came.
-        weights: [T, K] of any floating type, whose float32 values the round was made with; gets the gradient.
-        like: a tensor on the device that the output should be on, and of its type.
-
-    Returns:
-        [T, hidden], the weighted sums, as of `EPCommunicator.combine` in the round's mode.
-    """
+    """The experts' outputs for a round's rows, [N, hidden] bfloat16 a rank, to [T, hidden] weighted sums on the device
+    and of the type of `like`, as of `EPCommunicator.combine` in the round's mode. Differentiable in rows and weights:
+    [T, K] of any floating type, whose float32 values the round was made with."""
     return _Combine.apply(one, like, weights, *rows)

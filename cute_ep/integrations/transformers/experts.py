@@ -195,18 +195,14 @@ def _fits(gate: Gate, rows: Tensor, bias: Tensor | None) -> bool:
 def run(
     module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, row_offsets: Tensor
 ) -> Tensor:
-    """The outputs of a rank's experts for its rows.
+    """The outputs of a rank's experts for its rows, [N, hidden] bfloat16, from tokens of that kind in the order of
+    experts.
 
     Args:
         module: the experts module, for its flags, gate and activation.
         found: what `find_gate` returned for it. Without gradients bfloat16 experts use `fused_silu`.
         weights: the rank's part of each of `weight_names`, G experts.
-        tokens: [N, hidden] bfloat16, in the order of experts.
-        row_offsets: [groups + 1] int32, of the batch that they came in. It may have more groups than G, the last of
-            which have no rows then.
-
-    Returns:
-        [N, hidden] bfloat16.
+        row_offsets: [groups + 1] int32, of the tokens' batch; groups beyond G have no rows.
     """
     up_name, down_name, *_ = weight_names(module)
     up, down = weights[up_name], weights[down_name]

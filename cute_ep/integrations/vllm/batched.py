@@ -60,13 +60,9 @@ class CuteEPBatched(CuteEPLayer):
         """Connect for rows as the experts take them; collective.
 
         Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
-        (UE8M0) scale factors are powers of two. All other rows travel in bfloat16.
-
-        Raises:
-            EPConfigError: experts read exponents of rows that have no multiple of PACKED_COLUMNS elements, or of blocks
-                that have no multiple of SLOTS rows; they take a format that vLLM does not quantise in blocks, or return
-                other rows than they take.
-        """
+        (UE8M0) scale factors are powers of two. All other rows travel in bfloat16. EPConfigError: experts read
+        exponents of rows or blocks whose sizes break their rules, take a format that vLLM does not quantise in blocks,
+        or return other rows than they take."""
         self._check_experts(fused_experts)
         quant, cfg = fused_experts.quant_config, self._cfg
         if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):

@@ -110,7 +110,8 @@ class CuteEPStandard(CuteEPLayer):
             factors = None if batch.scales is None else batch.scales[: room.rows]
             if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
                 if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
-                    rows.masked_fill_(_behind(batch, room), 0)
+                    place = torch.arange(room.rows, device=batch.num_rows.device)
+                    rows.masked_fill_((place >= batch.num_rows)[:, None], 0)
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
             meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
@@ -180,8 +181,3 @@ class CuteEPStandard(CuteEPLayer):
 def _capturing(device: torch.device) -> bool:
     """Whether work for a device goes into a CUDA graph, which no host can wait for."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _behind(batch: Dispatched, room: Room) -> Tensor:
-    """[rows, 1] bool, whether a row is behind the last one."""
-    return (torch.arange(room.rows, device=batch.num_rows.device) >= batch.num_rows)[:, None]
