@@ -1,5 +1,5 @@
 """Dispatch into blocks as masked grouped matmuls read them: each of L local experts has S rows, of which the first ones
-hold tokens, and scale factors of neighbouring rows lie beside each other."""
+hold tokens, and scale factors of neighbouring rows lie beside each other, for Blackwell as exponents."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.checks import Names, Sizes, named_config
-from cute_ep.integrations.common.scales import PACKED, packed_exponents
 from cute_ep.layouts.maps.formats import FP8
 
+PACKED = 4
+"""Exponents (UE8M0) in an int32."""
+EXPONENT = 23
+"""Place of the exponent's lowest bit in a float32."""
 PACKED_COLUMNS = FP8.block * PACKED
 """Elements of a row that share an int32 of packed exponents."""
+
+
+def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Of [..., n] float32 powers of two, or uint8 exponents, n a multiple of PACKED and rows contiguous: exponents as
+    [..., n / PACKED] int32, the first in the lowest byte. Of uint8 it is the same memory."""
+    bits = scales if scales.dtype == torch.uint8 else (scales.view(torch.int32) >> EXPONENT).to(torch.uint8)
+    return bits.view(torch.int32)
 
 
 def block_config(
     names: Names, sizes: Sizes, dispatch_format: FormatName, *, error: type[EPError] = EPInputError, **options: Any
 ) -> EPConfig:
-    """That of blocks with room for every row that may come: S = ranks * tokens.
-
-    Args:
-        names, sizes, error, options: as of `named_config`.
-        dispatch_format: bf16, or fp8 or fp8_pow2, whose rows are quantised while they are sent, a scale factor per 128
-            elements.
-
-    Raises:
-        EPInputError, or `error`: a size breaks its rule.
-    """
+    """`named_config` of blocks with room for every row that may come: S = ranks * tokens. Rows are bf16, or fp8 or
+    fp8_pow2, quantised while they are sent, a scale factor per 128 elements."""
     layout, rows = None if dispatch_format == "bf16" else "transposed", sizes[3] * sizes[4]
     options |= {"dispatch_format": dispatch_format, "scale_layout": layout, "block_rows": rows}
     return named_config(names, sizes, error=error, **options)
 
 
 class Blocks:
-    """New memory for one dispatch into blocks.
+    """New memory for one dispatch into blocks of S = `slots` rows, of a communicator of a `block_config`. With `packed`
+    scale factors, powers of two, are packed; `hidden` must be a multiple of PACKED_COLUMNS.
 
     Attributes:
         out: what dispatch writes; `out.row_counts` [L] int32 says how many rows of each block hold tokens.
@@ -49,28 +52,18 @@ class Blocks:
     """
 
     def __init__(self, communicator: EPCommunicator, slots: int, *, packed: bool = False) -> None:
-        """
-        Args:
-            communicator: of a `block_config`, with blocks of S rows or more.
-            slots: S.
-            packed: pack scale factors, powers of two; `hidden` must be a multiple of PACKED_COLUMNS.
-        """
         experts = communicator.cfg.local_experts
         self.out: DispatchBuffers = DispatchBuffers.carve(communicator.cfg, communicator.device, experts * slots)
         self.rows = self.out.tokens.view(experts, slots, -1)
         self._packed = packed
-        self.scales = None if self.out.scales is None else _for_matmul(self.out.scales, packed)
+        self.scales = None
+        if (scales := self.out.scales) is not None:
+            if packed:
+                scales = scales.new_empty((experts, scales.shape[1] // PACKED, slots), dtype=torch.int32)
+            self.scales = scales.transpose(1, 2)
 
     def received(self) -> None:
         """To be called when the stream has been given the dispatch: packs scale factors."""
         if self._packed:
             assert self.scales is not None and self.out.scales is not None
             self.scales.copy_(packed_exponents(self.out.scales.transpose(1, 2).contiguous()))
-
-
-def _for_matmul(scales: torch.Tensor, packed: bool) -> torch.Tensor:
-    """What is returned of [L, factors, S] float32: [L, S, factors], a view, or packed memory of its own."""
-    if packed:
-        experts, factors, slots = scales.shape
-        scales = torch.empty((experts, factors // PACKED, slots), dtype=torch.int32, device=scales.device)
-    return scales.transpose(1, 2)

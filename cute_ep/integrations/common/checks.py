@@ -1,21 +1,22 @@
-"""Rules for arguments that adapters have in common, told in the words of the interface that was called.
+"""Rules for arguments that adapters have in common, told in the words of the interface that was called, before anything
+is sent: no rank waits for one that has refused its arguments. Nothing here reads a tensor's elements.
 
-An adapter checks what it is given at its own border, before it sends anything: then no rank waits for one that has
-refused its arguments, and the call can be made again. Nothing here reads a tensor's elements.
+Where no other type is named, a broken rule is an EPInputError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from cute_ep.api.config import EPConfig, in_words, is_integer
+from cute_ep.api.config import LONGEST_S, EPConfig, in_words, is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.api.tensors import check_tensor
+from cute_ep.api.tensors import check_tensor, check_written
+from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.gpus import sm_budget
@@ -27,6 +28,7 @@ Sizes = tuple[int, int, int, int, int]
 """hidden, experts of all ranks, top-k, tokens of a rank, ranks."""
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 """Types of router weights that adapters widen."""
+Made = TypeVar("Made")
 
 config_of = lru_cache(maxsize=1024, typed=True)(EPConfig)
 """An EPConfig, made once for the same arguments: its checks take as long as a dispatch (50 us of the host)."""
@@ -40,13 +42,7 @@ def room_for(tokens: int) -> int:
 
 
 def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputError, **options: Any) -> EPConfig:
-    """`config_of`, whose errors have an interface's names.
-
-    Args:
-        names: of the fields.
-        options: of EPConfig.
-        error: type of the error: EPInputError for arguments of a call, EPConfigError for those of a constructor.
-    """
+    """`config_of`, whose errors have an interface's names, and the type `error`."""
     try:
         return config_of(*sizes, **options)
     except EPConfigError as failure:
@@ -54,16 +50,32 @@ def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputEr
 
 
 def roomy_config(names: Names, sizes: Sizes, **options: Any) -> EPConfig:
-    """That of a communicator for `room_for` the tokens; for no more where so much room would break a rule.
-
-    Raises:
-        EPInputError: as `named_config`.
-    """
+    """That of a communicator for `room_for` the tokens; for no more where so much room would break a rule."""
     hidden, experts, top_k, tokens, ranks = sizes
     try:
         return config_of(hidden, experts, top_k, room_for(tokens), ranks, **options)
     except EPConfigError:
         return named_config(names, sizes, **options)
+
+
+def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInputError) -> None:
+    """An error with the rule unless it holds; `values` fill its braces, and are not printed before."""
+    if not ok:
+        raise error(rule.format(*values))
+
+
+def check_kind(name: str, value: object, kind: type[Made], rule: str) -> Made:
+    """The value, which must be of this type."""
+    if not isinstance(value, kind):
+        raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
+    return value
+
+
+def check_absent(why: str = "", **given: object) -> None:
+    """An error, which ends with `why`, unless all these arguments are None."""
+    for name, tensor in given.items():
+        if tensor is not None:
+            raise EPInputError(f"{name} = tensor: must be None{why}")
 
 
 def check_given(
@@ -78,6 +90,18 @@ def check_given(
     check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, strict=False)
 
 
+def check_output(
+    name: str,
+    out: torch.Tensor,
+    shape: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype | tuple[torch.dtype, ...] = tuple(OUTPUT_TYPES),
+) -> None:
+    """An error unless combine can write to it."""
+    check_written(name, out)
+    check_tensor(name, out, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
+
+
 def check_integer(
     name: str, value: object, low: int = 1, high: int | None = None, *, error: type[EPError] = EPInputError
 ) -> None:
@@ -90,10 +114,16 @@ def check_integer(
 
 
 def check_most(name: str, tokens: int, remedy: str = "") -> None:
-    """EPInputError, with what to do about it, for more tokens of a rank than any communicator takes."""
+    """An error, with what to do about it, for more tokens of a rank than any communicator takes."""
     if tokens > MAX_TOKENS_PER_RANK:
         more = f"; {remedy}" if remedy else ""
         raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """EPConfigError unless a rank can wait that long for others."""
+    good = is_number(value) and 1e-9 <= value <= LONGEST_S
+    require(good, "{} = {!r}: must be a number of seconds up to {}", name, value, LONGEST_S, error=EPConfigError)
 
 
 def check_sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
@@ -105,8 +135,8 @@ def check_sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -
 
 def check_mode(name: str, mode: object) -> None:
     """EPConfigError unless it is a mode in which combine weights and sums."""
-    if not (isinstance(mode, str) and mode in ("exact", "partial")):
-        raise EPConfigError(f"{name} = {mode!r}: must be 'partial' or 'exact'")
+    good = isinstance(mode, str) and mode in ("exact", "partial")
+    require(good, "{} = {!r}: must be 'partial' or 'exact'", name, mode, error=EPConfigError)
 
 
 def check_group(name: str, group: object) -> None:
@@ -124,14 +154,8 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alignment_for(multiple: int, name: str = "padding") -> int:
-    """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this.
-
-    Args:
-        name: what an interface calls the multiple.
-
-    Raises:
-        EPConfigError: there is none.
-    """
+    """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this. EPConfigError,
+    which calls the multiple `name`: there is none."""
     check_integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:

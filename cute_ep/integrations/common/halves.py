@@ -17,16 +17,8 @@ from cute_ep.api.rounds import MAX_OUTSTANDING
 
 @dataclass(eq=False)
 class Round:
-    """One that was sent.
-
-    Attributes:
-        call: what sent it.
-        receive: what its hook does.
-        drop: receives it for nobody.
-        captured: whether sending went into a CUDA graph.
-        lost: whether nobody has the hook any more.
-        ended: "received", or "given up"; None: neither yet.
-    """
+    """One that `call` has sent. `receive` is what its hook does, `drop` receives for nobody. `captured`: whether it was
+    sent into a CUDA graph; `lost`: whether nobody has the hook any more; `ended`: None, "received" or "given up"."""
 
     communicator: EPCommunicator
     call: str
@@ -67,23 +59,14 @@ class Halves:
         self._waiting: list[Round] = []
 
     def make_way(self, communicator: EPCommunicator, call: str, *, whole: bool) -> None:
-        """To be called before a round is sent: drops lost ones.
-
-        Args:
-            call: what sends it; rounds of different calls do not wait for each other.
-            whole: whether the call sends and receives.
-
-        Raises:
-            EPInputError: as many rounds wait for their hooks as there may be.
-        """
+        """Before `call` sends a round, and if it is `whole` receives it: drops lost ones. Rounds of different calls do
+        not wait for each other. EPInputError: as many wait for their hooks as there may be."""
         self.drop_lost()
         waiting, most = sum(1 for one in self._waiting if _same(one, communicator, call)), MAX_OUTSTANDING
         if waiting and (whole or waiting >= most):
             rule = "before a call without one" if whole else f"at most {most} may be left"
-            raise EPInputError(
-                f"{call}: {waiting} hook(s) of earlier calls have not been called: must be called first, {rule}; or "
-                f"{self._remedy}"
-            )
+            found = f"{call}: {waiting} hook(s) of earlier calls have not been called"
+            raise EPInputError(f"{found}: must be called first, {rule}; or {self._remedy}")
 
     def sent(
         self,
@@ -130,10 +113,8 @@ class Halves:
     def _drop(self, one: Round) -> None:
         capturing = self._capturing()
         if capturing and not one.captured:
-            raise EPError(
-                f"{one.call}: an earlier call's hook was lost, and no graph may receive its round; before a capture "
-                f"{self._remedy}"
-            )
+            rule = f"no graph may receive its round; before a capture {self._remedy}"
+            raise EPError(f"{one.call}: an earlier call's hook was lost, and {rule}")
         if one.captured and not capturing:
             raise EPError(f"{one.call}: was captured into a CUDA graph without its hook; destroy() and begin again")
         one.drop()
@@ -141,7 +122,7 @@ class Halves:
 
     def _end(self, one: Round, how: str) -> None:
         self._waiting.remove(one)
-        one.ended, one.receive, one.drop = how, _nothing, _nothing  # they hold tensors
+        one.ended, one.receive, one.drop = how, object, object  # they hold tensors
 
     def _oldest(self, one: Round) -> Round:
         return next(other for other in self._waiting if _same(other, one.communicator, one.call))
@@ -149,7 +130,3 @@ class Halves:
 
 def _same(one: Round, communicator: EPCommunicator, call: str) -> bool:
     return one.communicator is communicator and one.call == call
-
-
-def _nothing() -> None:
-    pass

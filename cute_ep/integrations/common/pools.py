@@ -14,8 +14,7 @@ pool_of, release = SHARED.of, SHARED.release
 
 def close() -> None:
     """Close all communicators that adapters share in this process; collective over each group. Call it before
-    `destroy_process_group`. A later forward pass connects again; a backward pass through an output from before raises
-    EPInputError."""
+    `destroy_process_group`. A later forward pass connects again; a backward pass from before raises EPInputError."""
     SHARED.close()
 
 

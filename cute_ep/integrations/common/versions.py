@@ -20,17 +20,8 @@ def has(name: str, oldest: Version) -> bool:
 
 
 def require(name: str, oldest: Version, below: Version | None = None, *, package: str | None = None) -> None:
-    """Import a library, whose version must be in a range.
-
-    Args:
-        name: of the module.
-        oldest: the first version that will do.
-        below: the first later one that will not; None: all newer ones will.
-        package: what pip calls it; None: `name`.
-
-    Raises:
-        ImportError: it is missing or of another version. The message has the command that installs it.
-    """
+    """Import a library. ImportError, with the command that installs it: it is missing, or older than `oldest`, or not
+    `below` a later version. `package`: what pip calls it, if not `name`."""
     least = ".".join(map(str, oldest))
     rule, wanted = f"{least} or newer", f"{package or name}>={least}"
     if below is not None:

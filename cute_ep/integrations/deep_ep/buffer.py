@@ -17,8 +17,10 @@ from cute_ep.integrations.common.checks import (
     check_given,
     check_group,
     check_integer,
+    check_kind,
     check_most,
     check_sms,
+    require,
     roomy_config,
 )
 from cute_ep.integrations.deep_ep.calls import (
@@ -28,9 +30,7 @@ from cute_ep.integrations.deep_ep.calls import (
     check_biases,
     check_experts,
     check_payload,
-    current_stream,
     finished,
-    require,
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
@@ -40,6 +40,8 @@ from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, first
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
 from cute_ep.runtime.group_pool import GroupPool
 
+HANDLE = "what dispatch returned, not a copy of its parts"
+
 
 class Buffer(LowLatency):
     """One rank's end of DeepEP V1's interface, a process per rank, all on one machine.
@@ -48,18 +50,15 @@ class Buffer(LowLatency):
     the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments, as
     DeepEP's do.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
+    that does not come is an EPTimeout. Arguments that a call does not describe are DeepEP's, and without effect.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
-        num_nvl_bytes, num_rdma_bytes: kept as attributes. Memory is allocated when it is needed, whatever they say.
-        low_latency_mode, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, explicitly_destroy: without
-            effect; every buffer has both modes, and only `destroy` gives memory back.
-        enable_shrink: must be False.
-        comm: must be None.
+        enable_shrink, comm: must be False, None.
 
     Attributes:
-        rank, group_size, group: this process's rank in the group, how many there are, the group.
+        rank, group_size: this process's rank in the group, and how many there are.
         num_sms: SMs that kernels of normal mode may take, of communicators connected from then on.
 
     Raises:
@@ -81,10 +80,10 @@ class Buffer(LowLatency):
         enable_shrink: bool = False,
         comm: object | None = None,
     ) -> None:
-        if group is None or comm is not None:
-            raise EPConfigError("group: must be a torch.distributed process group, and comm None (there is no MPI)")
-        if enable_shrink:
-            raise EPConfigError("enable_shrink = True: must be False, a group keeps all its ranks")
+        rule = "group: must be a torch.distributed process group, and comm None (there is no MPI)"
+        require(group is not None and comm is None, rule, error=EPConfigError)
+        rule = "enable_shrink = True: must be False, a group keeps all its ranks"
+        require(not enable_shrink, rule, error=EPConfigError)
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         check_group("group", group)
@@ -98,8 +97,6 @@ class Buffer(LowLatency):
         again."""
         self._halves.forget()
         self._pool.close()
-
-    # ---- facts
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -130,18 +127,12 @@ class Buffer(LowLatency):
         names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
         return memory_bytes(roomy_config(names, (hidden, num_experts, min(8, num_experts), most, num_ranks)))
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that calls run on: the current one. EPError: there is no GPU."""
-        return current_stream(self._pool.device)
-
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """A config, which no call has a use for."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
-
-    # ---- normal mode
 
     @without_gradients
     def get_dispatch_layout(
@@ -160,9 +151,6 @@ class Buffer(LowLatency):
         Returns:
             [R] int32 tokens by rank; None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank;
             the event.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         self._normal.words.raise_found(self._pool)
@@ -206,16 +194,11 @@ class Buffer(LowLatency):
             expert_alignment: multiple to which numbers in the returned list are rounded up.
             num_worst_tokens: rows to return whatever arrives, the same on all ranks, at least R times the tokens of any
                 rank.
-            num_tokens_per_rdma_rank, config: without effect.
 
         Returns:
             Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere; [n, K]
             float32 weights, 0 there; entries of each local expert; the handle; the event. With `num_worst_tokens` ids
             behind the last row are -1, and the list is empty. With a handle all but rows and event are None.
-
-        Raises:
-            EPInputError: an argument breaks its rule.
-            EPTimeout: a rank does not come.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         self._normal.words.raise_found(self._pool)
@@ -224,17 +207,15 @@ class Buffer(LowLatency):
         check_most("x.shape[0]", tokens)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
-            route = _handle(handle).route
+            route = check_kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
             self._normal.check_route(payload, route, scaled=scales is not None)
             rows, factors, _ = self._normal.dispatch((payload, scales), None, route, route.rows)
             return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
-            raise EPInputError(
-                "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: must be what get_dispatch_layout "
-                "returned, without a handle"
-            )
+            names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
+            raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         if known is None:
             layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
@@ -293,17 +274,13 @@ class Buffer(LowLatency):
             handle: what that dispatch returned.
             topk_weights: [n, K] float32 to add up as well; None: there are none.
             bias: up to two [T, hidden] bfloat16 to add.
-            config: without effect.
 
         Returns:
             [T, hidden] bfloat16; [T, K] float32, or None; the event.
-
-        Raises:
-            EPInputError: an argument breaks its rule.
         """
         begin(previous_event, async_finish, allocate_on_comm_stream)
         self._normal.words.raise_found(self._pool)
-        own, device = _handle(handle), self._pool.device
+        own, device = check_kind("handle", handle, Handle, HANDLE), self._pool.device
         extents = self._normal.check_returned(own.route)
         check_given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
         biases = check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)
@@ -314,16 +291,8 @@ class Buffer(LowLatency):
         weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, own.route)
         return out, weights, finished(async_finish)
 
-    # ---- what there is not
-
     internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")
     get_local_buffer_tensor = absent("get_local_buffer_tensor")
     low_latency_update_mask_buffer = absent("low_latency_update_mask_buffer")
     low_latency_query_mask_buffer = absent("low_latency_query_mask_buffer")
     low_latency_clean_mask_buffer = absent("low_latency_clean_mask_buffer")
-
-
-def _handle(handle: tuple) -> Handle:
-    if not isinstance(handle, Handle):
-        raise EPInputError(f"handle = {type(handle).__name__}: must be what dispatch returned, not a copy of its parts")
-    return handle

@@ -10,11 +10,12 @@ import torch
 
 from cute_ep.api.errors import EPError, EPInputError
 from cute_ep.api.tensors import check_written
-from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer, require
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
+from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
 
 Given = ParamSpec("Given")
@@ -23,12 +24,6 @@ Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
 WORDS = Words("topk_idx", "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens")
 """Of what a kernel has found wrong."""
-
-
-def require(ok: bool, rule: str, *values: object) -> None:
-    """EPInputError with the rule unless it holds; `values` fill its braces, and are not printed before."""
-    if not ok:
-        raise EPInputError(rule.format(*values))
 
 
 def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
@@ -54,10 +49,8 @@ def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> No
 def check_open(name: str, hold: Hold) -> None:
     """EPInputError, which begins with `name`, if the communicator that something needs was closed."""
     if hold.communicator.closed:
-        raise EPInputError(
-            f"{name}: the memory that it needs was given back, by destroy() or, once it had been combined, for a "
-            "dispatch of more tokens; dispatch again"
-        )
+        why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
+        raise EPInputError(f"{name}: the memory that it needs was given back, {why}; dispatch again")
 
 
 def check_event(name: str, event: object, *kinds: type) -> None:
@@ -82,11 +75,16 @@ def finished(async_finish: bool) -> EventOverlap:
     return EventOverlap(EventHandle() if async_finish else None)
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that calls run on. EPError: there is no GPU."""
-    if device.type == "cpu":
-        raise EPError("get_comm_stream: there are no streams without a GPU")
-    return torch.cuda.current_stream()
+class Pooled:
+    """What both buffers have: the pool of a process group."""
+
+    _pool: GroupPool
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that calls run on: the current one. EPError: there is no GPU."""
+        if self._pool.device.type == "cpu":
+            raise EPError("get_comm_stream: there are no streams without a GPU")
+        return torch.cuda.current_stream()
 
 
 def absent(name: str) -> Callable[..., NoReturn]:
@@ -131,10 +129,8 @@ def check_biases(
     """A combine's biases. EPInputError unless they are up to two bfloat16 tensors of the output's shape."""
     if bias is None:
         return []
-    if not isinstance(bias, tuple):
-        check_given("bias", bias, shape=shape, dtype=torch.bfloat16, device=device)
-        return [bias]
-    require(len(bias) <= 2, "len(bias) = {}: must be at most 2", len(bias))
-    for place, one in enumerate(bias):
-        check_given(f"bias[{place}]", one, shape=shape, dtype=torch.bfloat16, device=device)
-    return list(bias)
+    given = {f"bias[{place}]": one for place, one in enumerate(bias)} if isinstance(bias, tuple) else {"bias": bias}
+    require(len(given) <= 2, "len(bias) = {}: must be at most 2", len(given))
+    for name, one in given.items():
+        check_given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
+    return list(given.values())

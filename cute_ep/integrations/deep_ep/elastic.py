@@ -6,11 +6,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import LONGEST_S, is_number, memory_bytes
+from cute_ep.api.config import memory_bytes
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations.common.checks import as_rows, check_given, check_group, check_integer, check_sms, named_config
+from cute_ep.integrations.common.checks import (
+    as_rows,
+    check_given,
+    check_group,
+    check_integer,
+    check_kind,
+    check_seconds,
+    check_sms,
+    named_config,
+    require,
+)
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
+    Pooled,
     Rows,
     absent,
     check_biases,
@@ -18,9 +29,7 @@ from cute_ep.integrations.deep_ep.calls import (
     check_experts,
     check_payload,
     check_stats,
-    current_stream,
     finished,
-    require,
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle
@@ -34,36 +43,33 @@ SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
 OVERLAPPED_SMS, ALONE_SMS = 24, 64
 """SMs for kernels that leave room for others, and for those that need not."""
+HANDLE = "what dispatch returned"
 ALIGNMENTS = ", ".join(map(str, ROW_ALIGNMENTS))
 
 
-class ElasticBuffer:
+class ElasticBuffer(Pooled):
     """One rank's end of DeepEP V2's dispatch and combine, a process per rank, all on one machine.
 
     Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
     the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
     no gradients and drop those of their arguments. All results are deterministic.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
+    that does not come is an EPTimeout. Arguments that a call does not describe are DeepEP's, and without effect.
 
     Args:
         group: an initialised process group; each rank has a GPU of its own, or none has one.
-        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
+        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says of `hidden` and `num_topk`. Memory is
+            allocated when it is needed.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: default of `dispatch`.
-        hidden, num_topk, use_fp8_dispatch: for the size hint only.
         allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to
             bfloat16, before it sends it; otherwise it sends all rows.
         prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
         num_gpu_timeout_secs: how long a rank waits for another one.
-        deterministic, allow_hybrid_mode, sl_idx, num_allocated_qps, num_cpu_timeout_secs, explicitly_destroy: without
-            effect; only `destroy` gives memory back.
 
     Attributes:
-        group, rank_idx, num_ranks: the group, this process's rank in it, how many there are.
-        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: 1, all, 0, this one; a group is one
-            NVLink domain.
-        num_rdma_ranks, num_nvlink_ranks: 1, all.
+        rank_idx, num_ranks: this process's rank in the group, how many there are; all are in one NVLink domain.
 
     Raises:
         EPConfigError: an argument breaks its rule, or cannot be served.
@@ -88,15 +94,11 @@ class ElasticBuffer:
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        if group is None:
-            raise EPConfigError("group: must be a torch.distributed process group")
-        if num_cpu_bytes:
-            raise EPConfigError(f"num_cpu_bytes = {num_cpu_bytes}: must be 0, buffers are on GPUs only")
+        require(group is not None, "group: must be a torch.distributed process group", error=EPConfigError)
+        rule = "num_cpu_bytes = {}: must be 0, buffers are on GPUs only"
+        require(not num_cpu_bytes, rule, num_cpu_bytes, error=EPConfigError)
         check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
-        in_time = is_number(num_gpu_timeout_secs) and 1e-9 <= num_gpu_timeout_secs <= LONGEST_S
-        if not in_time:
-            rule = f"must be a number of seconds up to {LONGEST_S}"
-            raise EPConfigError(f"num_gpu_timeout_secs = {num_gpu_timeout_secs!r}: {rule}")
+        check_seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
         check_group("group", group)
         pool = GroupPool(group, grows=True)
         self.group, self.rank_idx, self.num_ranks = group, pool.rank, pool.size
@@ -114,14 +116,11 @@ class ElasticBuffer:
             num_bytes = _size_hint(group.size(), *sizes, error=EPConfigError) if known else 0
         self.num_bytes = num_bytes
         self._pool = pool
-        timeout_s = float(num_gpu_timeout_secs)
-        self._mode = ElasticMode(pool, OVERLAPPED_SMS, timeout_s, reduce=allow_multiple_reduction)
+        self._mode = ElasticMode(pool, OVERLAPPED_SMS, float(num_gpu_timeout_secs), reduce=allow_multiple_reduction)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Handles from before cannot be combined then; later calls connect again."""
         self._pool.close()
-
-    # ---- facts
 
     @staticmethod
     def get_buffer_size_hint(
@@ -161,10 +160,6 @@ class ElasticBuffer:
         """What the current stream has been given so far."""
         return EventHandle()
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that calls run on: the current one. EPError: there is no GPU."""
-        return current_stream(self._pool.device)
-
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say.
 
@@ -176,8 +171,6 @@ class ElasticBuffer:
             torch.cuda.synchronize()
         self._pool.barrier()
         WORDS.raise_found(self._pool)
-
-    # ---- dispatch and combine
 
     @without_gradients
     def dispatch(
@@ -226,17 +219,12 @@ class ElasticBuffer:
                 rank), by source rank, token.
             do_zero_padding: with `do_expand`; rows that pad an expert are always zero.
             use_tma_aligned_col_major_sf: make scale factors neighbours along rows, their columns 16-byte aligned.
-            num_qps: without effect.
 
         Returns:
             Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
             behind the last hold anything; [rows, K] int64 local expert ids, -1 elsewhere (None with `do_expand`); their
             float32 weights, 0 elsewhere, with `do_expand` one a row, 0 for padding (None without `topk_weights`); the
             handle, which is the given one if there is one; the event.
-
-        Raises:
-            EPInputError: an argument breaks its rule.
-            EPTimeout: a rank does not come.
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         pool, mode = self._pool, self._mode
@@ -257,7 +245,7 @@ class ElasticBuffer:
             require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
             shape = tuple(topk_idx.shape)
         else:
-            layout, shape = _checked(handle).layout, tuple(handle.topk_idx.shape)
+            layout, shape = check_kind("handle", handle, EPHandle, HANDLE).layout, tuple(handle.topk_idx.shape)
             given = num_experts, num_max_tokens_per_rank, expert_alignment, do_expand
             for name, value, own in zip(Layout._fields, given, layout, strict=True):
                 require(value is None or value == own, "{} = {}: must be {}, as of the handle", name, value, own)
@@ -308,19 +296,13 @@ class ElasticBuffer:
             handle: what that dispatch returned.
             topk_weights: float32 [rows, K], or one a row with `do_expand`, to bring home as well; None: there are none.
             bias: up to two [T, hidden] bfloat16 to add.
-            num_sms, num_qps: without effect.
-            previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream: as of
-                `dispatch`.
 
         Returns:
             [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event.
-
-        Raises:
-            EPInputError: an argument breaks its rule.
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         WORDS.raise_found(self._pool)
-        own, device = _checked(handle), self._pool.device
+        own, device = check_kind("handle", handle, EPHandle, HANDLE), self._pool.device
         rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
         _, hidden = self._mode.check_returned(own.route)
         check_given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
@@ -331,8 +313,6 @@ class ElasticBuffer:
         out = self._mode.combine_rows(own, as_rows(x), biases)
         weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
         return out, weights, finished(async_with_compute_stream)
-
-    # ---- what there is not
 
     engram_write, engram_fetch = absent("engram_write"), absent("engram_fetch")
     get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint"))
@@ -356,12 +336,6 @@ def _begin(
     for one in (event, before_epilogue):
         if one is not None:
             one.current_stream_wait()
-
-
-def _checked(handle: EPHandle) -> EPHandle:
-    if not isinstance(handle, EPHandle):
-        raise EPInputError(f"handle = {type(handle).__name__}: must be what dispatch returned")
-    return handle
 
 
 def _check_layout(layout: Layout, ranks: int) -> None:

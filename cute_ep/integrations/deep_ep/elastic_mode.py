@@ -44,13 +44,8 @@ class Entries(NamedTuple):
 
 
 class ByRank:
-    """What a dispatch of n rank-major rows brought. All is computed when it is asked for, since the replay of a CUDA
-    graph brings something else.
-
-    Args:
-        batch: the dispatch's, without rows.
-        rows: n.
-        experts: of this rank.
+    """What a dispatch of n = `rows` rank-major rows brought, to this rank's `experts`. All is computed when it is asked
+    for, since the replay of a CUDA graph brings something else.
 
     Attributes:
         own: [n, K] int32 local experts of the rows' entries, -1 where an entry is not of this rank.
@@ -191,14 +186,8 @@ class EPHandle:
 
 
 class ElasticMode(NormalMode):
-    """Dispatch and combine of an `ElasticBuffer`.
-
-    Args:
-        pool: of the group.
-        sms: how many kernels may take, of communicators connected from now on; an attribute.
-        timeout_s: how long a rank waits for another one.
-        reduce: whether expanded rows are added on their rank first.
-    """
+    """Dispatch and combine of an `ElasticBuffer`. `sms`, an attribute: how many kernels may take, of communicators
+    connected from now on; `reduce`: whether expanded rows are added on their rank first."""
 
     names: Names = NAMES
     _made = staticmethod(named_config)

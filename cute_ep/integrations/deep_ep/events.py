@@ -27,13 +27,8 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that a call returned, or None where it was not called with `async_finish`. As a context manager it makes
-    the current stream wait at the end of the block.
-
-    Attributes:
-        event: the event, or None.
-        extra_tensors: tensors that live as long as the object.
-    """
+    """An event that a call returned, None without its `async_finish`, and `extra_tensors`, which live
+    as long as it. As a context manager it makes the current stream wait at the end of the block."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors

@@ -10,9 +10,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer, require
 from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.deep_ep.calls import check_experts, require
+from cute_ep.integrations.deep_ep.calls import check_experts
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.routes import RouteCounts, count_routes
@@ -23,14 +23,9 @@ _GIVEN = WeakTensorKeyDictionary()
 
 
 class GivenLayout(NamedTuple):
-    """What `get_dispatch_layout` has returned, and the tensors that it is true of as long as they do not change. It
-    does not refer to `goes`, by which it is found: then neither would ever be freed.
-
-    Attributes:
-        counts, by_rank, by_expert, ids, last_ids: of `RouteCounts`.
-        topk_idx: the entries.
-        versions: of these, the counts, and `goes`.
-    """
+    """What `get_dispatch_layout` has returned, parts of `RouteCounts`, and the tensors that it is true of as long as
+    their `versions` are the same: the entries, the counts, and `goes`. It does not refer to `goes`, by which it is
+    found: then neither would ever be freed."""
 
     counts: torch.Tensor
     by_rank: torch.Tensor
@@ -108,11 +103,8 @@ def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: in
 
 @dataclass(frozen=True)
 class LayoutWords(Words):
-    """Words of entries that `routes_of` may have put others behind.
-
-    Attributes:
-        own: communicators whose latest dispatch had such entries.
-    """
+    """Words of entries that `routes_of` may have put others behind. `own`: communicators whose latest dispatch had
+    such entries."""
 
     own: set[EPCommunicator] = field(default_factory=set)
 

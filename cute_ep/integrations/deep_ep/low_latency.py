@@ -12,24 +12,34 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.api.tensors import check_apart, check_tensor, check_written
+from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import Names, Sizes, as_rows, check_given, check_integer, room_for
+from cute_ep.integrations.common.checks import (
+    Names,
+    Sizes,
+    as_rows,
+    check_absent,
+    check_given,
+    check_integer,
+    check_kind,
+    check_output,
+    require,
+    room_for,
+)
 from cute_ep.integrations.common.halves import Halves, Hook
 from cute_ep.integrations.deep_ep.calls import (
     WORDS,
+    Pooled,
     Rows,
     begin,
     check_experts,
     check_open,
     check_stats,
     finished,
-    require,
     without_gradients,
 )
 from cute_ep.integrations.deep_ep.events import EventOverlap
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
@@ -41,6 +51,9 @@ NAMES: Names = {
     "world_size": "group.size()",
     "block_rows": "group.size() * num_max_dispatch_tokens_per_rank",
 }
+HOOK = "return_recv_hook = True: must be False with async_finish"
+MADE = "what low_latency_dispatch returned"
+UNMEASURED = ", waits are not measured"
 DISPATCH, COMBINE = "low_latency_dispatch", "low_latency_combine"
 
 
@@ -68,7 +81,7 @@ class LowLatencyHandle(_Fields):
     batch: Dispatched | None = None
 
 
-class LowLatency:
+class LowLatency(Pooled):
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
 
     def __init__(self, pool: GroupPool) -> None:
@@ -114,14 +127,12 @@ class LowLatency:
             S, hidden / 512] int32), neighbours along S; [L] int32 rows of each block, which come first, by source rank,
             then token; the handle; the event; the hook, or None.
 
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did.
-            EPTimeout: a rank did not come.
         """
         begin(None, async_finish, False)
         pool, ranks = self._pool, self._pool.size
         WORDS.raise_found(pool)
-        _check_options(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        require(not (async_finish and return_recv_hook), HOOK)
+        check_absent(UNMEASURED, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
         most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
@@ -130,12 +141,8 @@ class LowLatency:
         tokens, hidden = x.shape
         require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_dispatch_tokens_per_rank = {}", tokens, most)
         check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=pool.device)
-        require(
-            not use_ue8m0 or hidden % PACKED_COLUMNS == 0,
-            "x.shape[1] = {}: must be a multiple of {}",
-            hidden,
-            PACKED_COLUMNS,
-        )
+        whole = not use_ue8m0 or hidden % PACKED_COLUMNS == 0
+        require(whole, "x.shape[1] = {}: must be a multiple of {}", hidden, PACKED_COLUMNS)
         check_stats(stats, num_experts // ranks, pool.device)
         fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
         cfg = _config((hidden, num_experts, topk_idx.shape[1], most, ranks), fp8 if use_fp8 else "bf16")
@@ -195,7 +202,6 @@ class LowLatency:
                 weight 0.
             topk_weights: [T, K] float32.
             handle: what the dispatch returned, once its hook was called.
-            use_logfmt: without effect; rows travel as bfloat16.
             zero_copy: take the rows from `get_next_low_latency_combine_buffer`.
             return_recv_hook: as in `low_latency_dispatch`.
             out: [T, hidden] bfloat16, overwritten; None allocates it.
@@ -203,22 +209,18 @@ class LowLatency:
 
         Returns:
             [T, hidden] bfloat16; the event; the hook, or None.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did.
-            EPTimeout: a rank did not come.
         """
         begin(None, async_finish, False)
         pool = self._pool
         WORDS.raise_found(pool)
-        _check_options(async_finish, return_recv_hook, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-        own = _own(handle)
+        require(not (async_finish and return_recv_hook), HOOK)
+        check_absent(UNMEASURED, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        own = check_kind("handle", handle, LowLatencyHandle, MADE)
         batch, communicator, hold = own.batch, own.communicator, own.hold
         check_open("handle", hold)
         if batch is None:
-            raise EPInputError(
-                "handle: the dispatch's hook must be called before its rows are combined; dispatch again if it was lost"
-            )
+            rule = "must be called before its rows are combined; dispatch again if it was lost"
+            raise EPInputError(f"handle: the dispatch's hook {rule}")
         place, entries, extents = pool.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
         check_given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
         check_given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
@@ -228,9 +230,7 @@ class LowLatency:
             check_given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
             rows = as_rows(x)
         if out is not None:
-            check_written("out", out)
-            shape = entries[0], own.hidden
-            check_tensor("out", out, shape=shape, dtype=torch.bfloat16, device=place, alignment=VECTOR_BYTES)
+            check_output("out", out, (entries[0], own.hidden), place, torch.bfloat16)
             check_apart("out", out, x=rows, topk_idx=topk_idx, topk_weights=topk_weights)
         self._halves.make_way(communicator, COMBINE, whole=not return_recv_hook)
         captured = pool.note_capture(communicator)
@@ -256,7 +256,7 @@ class LowLatency:
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; all handles share it, so it is for the
         most rows seen. EPInputError: the handle is none."""
-        own = _own(handle)
+        own = check_kind("handle", handle, LowLatencyHandle, MADE)
         extents = *own.src_info.shape, own.hidden
         if extents not in self._combine_views:
             elements, memory = own.src_info.numel() * own.hidden, self._combine_memory
@@ -272,11 +272,7 @@ class LowLatency:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Give up every round whose hook was not called: it is received and dropped, and its hook raises EPError. So a
         request may be aborted between the halves of a call, on the ranks that all have sent it. Otherwise nothing: both
-        modes may be mixed, whatever the arguments say.
-
-        Raises:
-            EPTimeout: a rank has not sent such a round.
-        """
+        modes may be mixed, whatever the arguments say."""
         self._halves.give_up()
 
 
@@ -288,16 +284,3 @@ def _config(sizes: Sizes, fmt: FormatName) -> EPConfig:
         return block_config(NAMES, (hidden, experts, top_k, room_for(most), ranks), fmt, error=EPConfigError)
     except EPConfigError:
         return block_config(NAMES, sizes, fmt)
-
-
-def _own(handle: tuple) -> LowLatencyHandle:
-    if not isinstance(handle, LowLatencyHandle):
-        raise EPInputError(f"handle = {type(handle).__name__}: must be what low_latency_dispatch returned")
-    return handle
-
-
-def _check_options(async_finish: bool, return_recv_hook: bool, **stats: torch.Tensor | None) -> None:
-    """EPInputError where the options of a call do not go together, or it shall measure waits."""
-    require(not (async_finish and return_recv_hook), "return_recv_hook = True: must be False with async_finish")
-    for name, tensor in stats.items():
-        require(tensor is None, "{} = tensor: must be None, waits are not measured", name)

@@ -89,11 +89,6 @@ class Returned(NamedTuple):
     batch: Dispatched
     hold: Hold
 
-    @property
-    def usable(self) -> bool:
-        """Whether the communicator is open."""
-        return not self.communicator.closed
-
 
 @dataclass
 class Route:
@@ -123,11 +118,7 @@ class Route:
 
 
 class NormalMode:
-    """Normal mode over the communicators of a group. All runs on the current stream.
-
-    Attributes:
-        words: of what kernels have found wrong.
-    """
+    """Normal mode over the communicators of a group, on the current stream. `words`: of what kernels found wrong."""
 
     names: Names = NAMES
     _made = staticmethod(roomy_config)
@@ -160,8 +151,6 @@ class NormalMode:
         check_open("handle", route.of_rows.hold)
         return route.rows, route.of_rows.communicator.cfg.hidden
 
-    # ---- rows
-
     def dispatch(
         self,
         sent: tuple[torch.Tensor, torch.Tensor | None],
@@ -173,15 +162,9 @@ class NormalMode:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """Send tokens along a route that was checked for them, which keeps the batch for combine if it has none.
 
-        Args:
-            sent: [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits.
-            weights: [T, entries] float32 that travel along.
-            rows: to receive.
-            exact: whether a token has each of the rows; else weights behind the last are made 0.
-
-        Returns:
-            The rows, [rows, hidden]; their scale factors, [rows, factors]; the batch.
-        """
+        `sent` is [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32
+        weights travel along. Unless each of the `rows` has a token (`exact`), weights behind the last are made 0.
+        Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
         assert route.cfg is not None
         x, scales = sent
         wire = None if scales is None else as_wide(scales, x.shape[1]).view(torch.uint8)
@@ -194,7 +177,7 @@ class NormalMode:
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        if route.of_rows is None or not route.of_rows.usable:
+        if route.of_rows is None or route.of_rows.communicator.closed:
             route.of_rows = self.returned(communicator, batch.without_rows())
         return first_rows(batch.tokens, rows), factors, batch
 
@@ -219,8 +202,6 @@ class NormalMode:
         """What a route keeps of a batch, without its rows, for calls to come."""
         return Returned(communicator, batch, self._pool.hold(communicator))
 
-    # ---- top-k entries
-
     @staticmethod
     def entries(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
@@ -235,7 +216,7 @@ class NormalMode:
         slots = weights.shape[1]
         words = padded(weights)
         width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
-        if width not in of_words or not of_words[width].usable:
+        if width not in of_words or of_words[width].communicator.closed:
             communicator = self._connect(
                 self._rank_major((width * 2, self._ranks, self._ranks, route.tokens, self._ranks), False)
             )

@@ -17,29 +17,25 @@ class RankIndex(NamedTuple):
 
     Attributes:
         live: [R, Tmax, K] bool, entries that have a row in the batch.
-        row: [R, Tmax] int64, the (source, token)'s row; N where it has none.
         entry: [N] int64, source * Tmax + token of each row; 0 where there is no token.
         filled: [N] bool, whether a token has the row.
         source_ends: [R] int32; rows of source s end before source_ends[s] and begin at source_ends[s - 1].
     """
 
     live: torch.Tensor
-    row: torch.Tensor
     entry: torch.Tensor
     filled: torch.Tensor
     source_ends: torch.Tensor
 
 
 def rank_index(batch: Dispatched, rows: int) -> RankIndex:
-    """Rows for a batch's tokens, one per (token, rank): by source rank, then token.
-
-    Args:
-        batch: what dispatch returned.
-        rows: room for rows. Tokens that do not fit get none.
-    """
+    """Rows for a batch's tokens, one per (token, rank): by source rank, then token. Tokens that do not fit into `rows`
+    get none."""
     sources, tokens, _ = batch.row_map.shape
     device = batch.row_map.device
-    live = present(batch) & (batch.row_map < batch.tokens.shape[0])
+    # kernels leave `row_map` alone where there is no token
+    exists = torch.arange(tokens, device=device) < batch.headers[:, HeaderWord.TOKENS, None]
+    live = exists[:, :, None] & (batch.row_map >= 0) & (batch.row_map < batch.tokens.shape[0])
     has = live.any(dim=2)
     inside = has.cumsum(1) - 1
     counts = inside[:, -1] + 1
@@ -49,12 +45,4 @@ def rank_index(batch: Dispatched, rows: int) -> RankIndex:
     entry = torch.full((rows + 1,), NO_ROW, dtype=torch.int64, device=device)
     entry.scatter_(0, row.flatten(), torch.arange(sources * tokens, device=device))
     filled = entry[:rows] >= 0
-    return RankIndex(live, row, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())
-
-
-def present(batch: Dispatched) -> torch.Tensor:
-    """[R, Tmax, K] bool: entries of tokens that exist which this rank serves. Kernels leave `row_map` alone where
-    there is no token."""
-    token = torch.arange(batch.row_map.shape[1], device=batch.row_map.device)
-    exists = token < batch.headers[:, HeaderWord.TOKENS, None]
-    return exists[:, :, None] & (batch.row_map >= 0)
+    return RankIndex(live, torch.where(filled, entry[:rows], 0), filled, (begins + counts).int())

@@ -9,9 +9,9 @@ import torch
 from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 
 from cute_ep.api.config import is_integer
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import Names, check_given, named_config, own_device
+from cute_ep.integrations.common.checks import Names, check_absent, check_given, named_config, own_device, require
 from cute_ep.integrations.flashinfer.arguments import Arguments, Given, group_of
 from cute_ep.integrations.flashinfer.communication import CuteEPCommunication, CuteEPConfig
 from cute_ep.layouts.maps.routing import RANK_MAJOR
@@ -36,7 +36,7 @@ ORDER = "hidden states, their scale factors if any, token_selected_experts, rout
 
 
 class _Payloads(NamedTuple):
-    """Places in `input_payloads` of all but hidden states, which are the first; None: there is none."""
+    """Places in `input_payloads` of all but hidden states, which are the first."""
 
     scales: int | None
     ids: int | None
@@ -48,22 +48,16 @@ class MoeAlltoAll:
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
     is the first dispatch of rows of another size or format: make both before capturing a CUDA graph. Objects of a
-    process group share communicators. Calls compute no gradients.
+    process group share communicators. Calls compute no gradients, and raise what `CuteEPCommunication`'s raise.
+    Arguments that a call does not describe are not read.
 
     Args:
         mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.
         max_num_tokens: most tokens of a rank in a call.
         top_k, num_experts: of the layer; rank r has experts [r * E/R, (r + 1) * E/R).
-        workspace_size_per_rank: not read; communicators know their size.
         hidden_size: elements of a row; None: those of the first dispatch, which then connects.
         mnnvl_config: its `comm_backend` has the process group of the ranks; None: the default group.
-        eplb_stats_num_experts: must be 0.
-        enable_rank_mask: must be False.
-        backend: not read.
-
-    Attributes:
-        ep_rank, ep_size, max_num_tokens, top_k, num_experts: as given.
-        eplb_gathered_stats: None.
+        eplb_stats_num_experts, enable_rank_mask: must be 0, False.
 
     Raises:
         EPConfigError: an argument breaks its rule, or the group is not that of `mapping`.
@@ -86,15 +80,13 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> None:
-        if eplb_stats_num_experts:
-            raise EPConfigError(
-                f"eplb_stats_num_experts = {eplb_stats_num_experts}: must be 0, statistics are not gathered"
-            )
-        if enable_rank_mask:
-            raise EPConfigError("enable_rank_mask = True: must be False, all ranks take part")
+        rule = "eplb_stats_num_experts = {}: must be 0, statistics are not gathered"
+        require(not eplb_stats_num_experts, rule, eplb_stats_num_experts, error=EPConfigError)
+        rule = "enable_rank_mask = True: must be False, all ranks take part"
+        require(not enable_rank_mask, rule, error=EPConfigError)
+        rule = "mapping = {}: must be FlashInfer's Mapping, with {}"
         for name in ("moe_ep_rank", "moe_ep_size"):
-            if not hasattr(mapping, name):
-                raise EPConfigError(f"mapping = {type(mapping).__name__}: must be FlashInfer's Mapping, with {name}")
+            require(hasattr(mapping, name), rule, type(mapping).__name__, name, error=EPConfigError)
         self.ep_rank, self.ep_size = mapping.moe_ep_rank, mapping.moe_ep_size
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         sizes = 128 if hidden_size is None else hidden_size, num_experts, top_k, max_num_tokens, self.ep_size
@@ -136,42 +128,31 @@ class MoeAlltoAll:
             A new tensor for each payload, [ep_size, runtime_max_tokens_per_rank, columns] of its type. Row [s, i] is of
             the i-th token of source s that comes here, in the order of its tokens. Ids are of the whole model; weights
             are 0 where ids are invalid. In rows that no token has hidden states and scale factors may be anything.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
-            EPError: the dispatch before has had no combine (`give_up`), or the object was destroyed.
-            EPTimeout: an earlier wait had timed out.
         """
         for one in self._made.values():
             one.raise_found()
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
-        for name, tensor in (("eplb_local_stats", eplb_local_stats), ("active_rank_mask", active_rank_mask)):
-            _require(tensor is None, f"{name} = tensor: must be None")
+        check_absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
         check_given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
         places = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
         rows = input_payloads[0]
         scales = None if places.scales is None else input_payloads[places.scales]
         weights = None if places.weights is None else input_payloads[places.weights]
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
-        _require(is_integer(invalid), f"invalid_token_expert_id = {invalid!r}: must be an integer or None")
+        require(is_integer(invalid), "invalid_token_expert_id = {!r}: must be an integer or None", invalid)
         given = Given(rows, scales, token_selected_experts, weights)
         ARGUMENTS.check(given, runtime_max_tokens_per_rank, self.max_num_tokens, self.top_k, own_device())
         communication = self._communication(_elements(rows, scales), "elements of a row of input_payloads[0]")
         ids = token_selected_experts
         if not -1 <= invalid < self.num_experts:
             ids = ids.masked_fill(ids == invalid, -1)
-        got = communication.dispatch(
-            rows,
-            ids,
-            weights,
-            hidden_states_scale=scales,
-            max_tokens_per_rank=runtime_max_tokens_per_rank,
-        )
-        self._round = communication, runtime_max_tokens_per_rank
+        most = runtime_max_tokens_per_rank
+        got = communication.dispatch(rows, ids, weights, hidden_states_scale=scales, max_tokens_per_rank=most)
+        self._round = communication, most
         came = {0: got.hidden_states, places.scales: got.hidden_states_scale}
         came |= {places.ids: got.topk_ids.masked_fill(got.topk_ids < 0, invalid), places.weights: got.topk_weights}
-        shape = self.ep_size, runtime_max_tokens_per_rank, -1
+        shape = self.ep_size, most, -1
         return [came[place].to(sent.dtype).view(shape) for place, sent in enumerate(input_payloads)]
 
     @torch.no_grad()
@@ -195,24 +176,17 @@ class MoeAlltoAll:
             payload: [ep_size, runtime_max_tokens_per_rank, hidden] bfloat16, each row weighted and reduced over this
                 rank's experts. Rows that no token has are not read.
             runtime_max_tokens_per_rank: that of the dispatch.
-            payload_in_workspace, output_scalar_scale, sf_layout: not read.
             output_dtype: must be torch.bfloat16 or None.
             output: [T, hidden] bfloat16, overwritten; None allocates it.
             output_scales, active_rank_mask: must be None. use_low_precision: must be False.
 
         Returns:
             [T, hidden]; zero where all of a token's entries are masked.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent, and combine can be
-                called again.
-            EPError: there is no dispatch to combine.
-            EPTimeout: an earlier wait had timed out.
         """
-        _require(output_dtype in (None, torch.bfloat16), f"output_dtype = {output_dtype}: must be torch.bfloat16")
-        _require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
-        for name, tensor in (("output_scales", output_scales), ("active_rank_mask", active_rank_mask)):
-            _require(tensor is None, f"{name} = tensor: must be None")
+        good = output_dtype in (None, torch.bfloat16)
+        require(good, "output_dtype = {}: must be torch.bfloat16", output_dtype)
+        require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
+        check_absent(output_scales=output_scales, active_rank_mask=active_rank_mask)
         communication, shape = self._outstanding("combine", runtime_max_tokens_per_rank)
         check_given("payload", payload, shape=shape)
         if output is not None:
@@ -225,15 +199,12 @@ class MoeAlltoAll:
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size]. Combine copies no
-        payload, so any other memory does as well.
-
-        Raises:
-            EPInputError: `dtype` is not torch.bfloat16, or the sizes are not those of the dispatch.
-            EPError: there is no dispatch to combine.
-        """
+        payload, so any other memory does as well. EPInputError unless `dtype` is torch.bfloat16, and the sizes are
+        those of the dispatch."""
         communication, shape = self._outstanding("get_combine_payload_tensor", runtime_max_tokens_per_rank)
-        _require(hidden_size == shape[2], f"hidden_size = {hidden_size}: must be {shape[2]}, as in the dispatch")
-        _require(dtype == torch.bfloat16, f"dtype = {dtype}: must be torch.bfloat16, rows come home in it")
+        same = hidden_size == shape[2]
+        require(same, "hidden_size = {}: must be {}, as in the dispatch", hidden_size, shape[2])
+        require(dtype == torch.bfloat16, "dtype = {}: must be torch.bfloat16, rows come home in it", dtype)
         return torch.empty(shape, dtype=dtype, device=communication.device)
 
     def give_up(self) -> None:
@@ -269,28 +240,29 @@ class MoeAlltoAll:
         if self._round is None:
             raise EPError(f"{call}: there must be a dispatch first")
         communication, most = self._round
-        _require(tokens == most, f"runtime_max_tokens_per_rank = {tokens}: must be {most}, as in the dispatch")
+        rule = "runtime_max_tokens_per_rank = {}: must be {}, as in the dispatch"
+        require(tokens == most, rule, tokens, most)
         return communication, (self.ep_size, most, communication.params.hidden_size)
 
     def _places(self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None) -> _Payloads:
         """Where `payloads` has what, by ORDER."""
         given = isinstance(payloads, list | tuple)
-        _require(given, f"input_payloads = {type(payloads).__name__}: must be a list of {ORDER}")
-        _require(len(payloads) > 0, f"input_payloads = []: must be {ORDER}")
+        require(given, "input_payloads = {}: must be a list of {}", type(payloads).__name__, ORDER)
+        require(len(payloads) > 0, "input_payloads = []: must be {}", ORDER)
         for place, one in enumerate(payloads):
             check_given(f"input_payloads[{place}]", one)
         same = [place for place, one in enumerate(payloads) if place and _is_same(one, ids)]
-        _require(
-            index is None or index in same, f"expert_id_payload_index = {index}: must be that of token_selected_experts"
-        )
+        rule = "expert_id_payload_index = {}: must be that of token_selected_experts"
+        require(index is None or index in same, rule, index)
         at = index if index is not None else same[0] if same else len(payloads)
         before, after = list(range(1, at)), list(range(at + 1, len(payloads)))
-        _require(len(before) <= 1 and len(after) <= 1, f"input_payloads: has {len(payloads)} tensors: must be {ORDER}")
+        rule = "input_payloads: has {} tensors: must be {}"
+        require(len(before) <= 1 and len(after) <= 1, rule, len(payloads), ORDER)
         for place in after:
             one = payloads[place]
             good = one.is_floating_point() and one.shape == ids.shape
-            found = f"input_payloads[{place}]: is {one.dtype} {tuple(one.shape)}"
-            _require(good, f"{found}: must be router weights {tuple(ids.shape)} of a floating type")
+            rule = "input_payloads[{}]: is {} {}: must be router weights {} of a floating type"
+            require(good, rule, place, one.dtype, tuple(one.shape), tuple(ids.shape))
         return _Payloads(before[0] if before else None, at if same else None, after[0] if after else None)
 
 
@@ -305,8 +277,3 @@ def _elements(rows: torch.Tensor, scales: torch.Tensor | None) -> int:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.data_ptr() == other.data_ptr()
-
-
-def _require(ok: bool, rule: str) -> None:
-    if not ok:
-        raise EPInputError(rule)

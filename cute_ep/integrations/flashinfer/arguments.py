@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer, require
 from cute_ep.integrations.common.reports import Words
 
 PARAMS: Names = {
@@ -52,19 +52,13 @@ class Arguments:
         return Words(self.ids, self.most)
 
     def check(self, given: Given, stride: int, most: int, top_k: int, device: torch.device) -> None:
-        """EPInputError unless a dispatch can send these, which its callers call as the attributes say.
-
-        Args:
-            stride, most: rows for each source, and how many there may be.
-            top_k: entries of a token.
-            device: where tensors must be.
-        """
+        """EPInputError unless a dispatch can send these, `top_k` entries a token; `stride`, `most`: rows for each
+        source, and how many there may be."""
         rows, scales, ids, weights = given
         check_integer(self.most, stride, 1, most)
         check_given(self.rows, rows, shape=(None, None), device=device)
         tokens = rows.shape[0]
-        if tokens > stride:
-            raise EPInputError(f"{self.rows}.shape[0] = {tokens}: must not exceed {self.most} = {stride}")
+        require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
         check_given(self.ids, ids, shape=(tokens, top_k), dtype=ID_TYPES, device=device)
         if weights is not None:
             check_given(self.weights, weights, shape=(tokens, top_k), dtype=FLOATS, device=device)
@@ -103,13 +97,10 @@ def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) 
     """The process group of the ranks, the default one for None. EPConfigError: it is not of this rank and size, which
     arguments of these names have."""
     if group is None:
-        if not dist.is_initialized():
-            raise EPConfigError(
-                "process_group = None: needs a default group, call torch.distributed.init_process_group first"
-            )
+        rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
+        require(dist.is_initialized(), rule, error=EPConfigError)
         group = dist.group.WORLD
     check_group("process_group", group)
-    found = group.rank(), group.size()
-    if found != (rank, size):
-        raise EPConfigError(f"{names} = {rank}, {size}: must be those of the process group, {found[0]}, {found[1]}")
+    found, rule = (group.rank(), group.size()), "{} = {}, {}: must be those of the process group, {}, {}"
+    require(found == (rank, size), rule, names, rank, size, *found, error=EPConfigError)
     return group

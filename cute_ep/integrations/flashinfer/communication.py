@@ -24,13 +24,21 @@ from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.tensors import check_apart, check_tensor, check_written
+from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import FormatName
-from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common.checks import Names, as_rows, check_given, check_sms, in_words, named_config
+from cute_ep.integrations.common.checks import (
+    Names,
+    as_rows,
+    check_absent,
+    check_given,
+    check_output,
+    check_sms,
+    in_words,
+    named_config,
+    require,
+)
 from cute_ep.integrations.common.pools import pool_of, release
 from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, Given, group_of
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 NAME = "cute_ep"
@@ -75,7 +83,9 @@ class CuteEPCommunication(MoEEpCommunication):
     is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
     objects of a process group in a process share communicators. Calls compute no gradients.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
+    call can be made again. After a wait that timed out calls raise EPTimeout. EPError: a call has not the one before
+    that it needs, or the object was destroyed.
 
     Args:
         bootstrap: rank, world size and process group (None: the default group, which must be initialised).
@@ -106,13 +116,11 @@ class CuteEPCommunication(MoEEpCommunication):
         self._destroyed = False
         given = "bootstrap.rank, bootstrap.world_size"
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
-        if params.dtype not in (None, torch.bfloat16):
-            raise EPConfigError(f"params.dtype = {params.dtype}: must be torch.bfloat16 or None, experts return it")
+        rule = "params.dtype = {}: must be torch.bfloat16 or None, experts return it"
+        require(params.dtype in (None, torch.bfloat16), rule, params.dtype, error=EPConfigError)
         wanted = getattr(params.dispatch_format, "name", None)
-        if wanted not in FORMATS:
-            raise EPConfigError(
-                f"params.dispatch_format = {wanted}: must be None or one of {', '.join(map(str, FORMATS))}"
-            )
+        rule, known = "params.dispatch_format = {}: must be None or one of {}", ", ".join(map(str, FORMATS))
+        require(wanted in FORMATS, rule, wanted, known, error=EPConfigError)
         sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
         options: dict[str, Any] = {"timeout_s": self.config.timeout_s, "row_order": RANK_MAJOR}
         most = params.max_tokens_per_rank
@@ -162,17 +170,11 @@ class CuteEPCommunication(MoEEpCommunication):
             source's tokens that come here, in their order. Ids are int32: global where the expert is of this rank,
             `invalid_expert_id` elsewhere, and in all of a row that no token has; weights are 0 there. Such a row's
             hidden states and scale factors may be anything.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
-            EPError: the dispatch before has had no combine (`give_up`), or the object was destroyed.
-            EPTimeout: an earlier wait had timed out.
         """
         self.raise_found()
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
-        if eplb_local_stats is not None:
-            raise EPInputError("eplb_local_stats = tensor: must be None, statistics are not gathered")
+        check_absent(", statistics are not gathered", eplb_local_stats=eplb_local_stats)
         names, most = self._arguments, self.params.max_tokens_per_rank
         stride = most if max_tokens_per_rank is None else max_tokens_per_rank
         given = Given(hidden_states, hidden_states_scale, topk_ids, topk_weights)
@@ -213,12 +215,6 @@ class CuteEPCommunication(MoEEpCommunication):
 
         Returns:
             [T, hidden]; zero where all of a token's entries are masked.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent, and combine can be
-                called again.
-            EPError: there is no dispatch to combine.
-            EPTimeout: an earlier wait had timed out.
         """
         self.raise_found()
         if self._round is None:
@@ -231,9 +227,7 @@ class CuteEPCommunication(MoEEpCommunication):
             raise EPInputError(f"{name}.shape = {tuple(expert_output.shape)}: must be {shapes[0]} or {shapes[1]}")
         rows = as_rows(expert_output).view(count, hidden)
         if output is not None:
-            check_written("output", output)
-            shape, types = (batch.topk_ids.shape[0], hidden), tuple(OUTPUT_TYPES)
-            check_tensor("output", output, shape=shape, dtype=types, device=self.device, alignment=VECTOR_BYTES)
+            check_output("output", output, (batch.topk_ids.shape[0], hidden), self.device)
             check_apart("output", output, **{name: rows})
         total = communicator.combine(rows, batch, mode="partial", out=output)
         self._round = None

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.integrations.common.checks import (
     FLOATS,
@@ -24,6 +24,7 @@ from cute_ep.integrations.common.checks import (
     check_most,
     check_sms,
     named_config,
+    require,
 )
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.common.reports import Words
@@ -52,11 +53,11 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
     float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect.
 
-    Args:
-        group: of TP x EP ranks, all on one machine.
-        num_local_experts, num_experts: of this rank, and of all ranks of the group.
-        router_topk: entries a token, of all ranks of the group.
-        config: Megatron's; `moe_deepep_num_sms` is how many SMs a kernel may take.
+    Wrong arguments, also of earlier calls, are an EPInputError: nothing was sent then, and the call can be made again.
+    A call without the one before that it needs is an EPError, and a rank that does not come an EPTimeout.
+
+    `group` has TP x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them. Of Megatron's
+    `config` `moe_deepep_num_sms` is how many SMs a kernel may take.
 
     Attributes:
         mode: of combine; `install` sets it.
@@ -74,11 +75,9 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     def __init__(
         self, group: dist.ProcessGroup, num_local_experts: int, router_topk: int, num_experts: int, config: Any
     ) -> None:
-        if config.overlap_moe_expert_parallel_comm:
-            raise EPConfigError(
-                "overlap_moe_expert_parallel_comm = True: must be False with cute_ep, whose kernels of two streams "
-                "may wait for each other's SMs"
-            )
+        rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
+        alone = not config.overlap_moe_expert_parallel_comm
+        require(alone, f"overlap_moe_expert_parallel_comm = True: {rule}", error=EPConfigError)
         check_group("group", group)
         sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()
         named_config(NAMES, sizes, error=EPConfigError)
@@ -97,11 +96,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         self._received: tuple[int, ...] = ()  # shape of the rows of the batch
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape.
-
-        Raises:
-            EPInputError: they are not.
-        """
+        """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
         shape = None, self.group.size(), self.num_local_experts
         check_given("routing_map", routing_map, shape=shape, dtype=torch.bool)
         check_given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
@@ -117,27 +112,17 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         """[T, hidden] bfloat16 to this rank's rows, [rows, hidden], which come by expert, source rank, token.
 
         Collective over the group, as its backward pass is. The first call and one with more tokens connect. Sets
-        `dispatched_probs` and `tokens_per_expert`.
-
-        Raises:
-            EPInputError: tokens are not bfloat16, or too many, or not those of the routing; or an argument of an
-                earlier call was wrong. Nothing was sent.
-            EPError: `setup_metadata` was not called.
-            EPConfigError, EPError, EPTimeout: as of `cute_ep.connect`, or a rank does not come.
-        """
+        `dispatched_probs` and `tokens_per_expert`. Raises what `cute_ep.connect` raises, too."""
         if self.token_indices is None or self.token_probs is None:
             raise EPError("dispatch: setup_metadata must be called first")
         ranks, sms = pool_of(self.group), self.config.moe_deepep_num_sms
         WORDS.raise_found(ranks)
         check_given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
-        if hidden_states.dtype != torch.bfloat16:
-            raise EPInputError(
-                f"hidden_states.dtype = {hidden_states.dtype}: must be torch.bfloat16; train with bf16=True"
-            )
+        kind, rule = hidden_states.dtype, "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
+        require(kind == torch.bfloat16, rule, kind)
         (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
         check_most("hidden_states.shape[0]", tokens, FEWER)
-        if tokens != routed:
-            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must be {routed}, as of routing_map")
+        require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         check_given("routing_map", self.token_indices, device=ranks.device)
         config_for(ranks, NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
@@ -162,14 +147,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
-        """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden].
-
-        Raises:
-            EPInputError: they are not the rows of the dispatch; or an argument of an earlier call was wrong. Nothing
-                was sent.
-            EPError: there was no dispatch.
-            EPTimeout: a rank does not come.
-        """
+        """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden]."""
         ranks, batch = pool_of(self.group), self._batch
         WORDS.raise_found(ranks)
         if batch is None:

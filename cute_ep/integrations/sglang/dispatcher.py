@@ -16,25 +16,27 @@ from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
+from cute_ep.integrations.common import versions
+from cute_ep.integrations.common.blocks import PACKED, packed_exponents
 from cute_ep.integrations.common.checks import (
     FLOATS,
     as_rows,
     check_given,
     check_group,
     check_integer,
+    check_kind,
     check_sms,
     named_config,
+    require,
 )
 from cute_ep.integrations.common.pools import pool_of
 from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.common.scales import PACKED, packed_exponents
-from cute_ep.integrations.common.versions import require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
 from cute_ep.runtime.routes import count_routes
 
-require("sglang", (0, 5, 23), (0, 5, 24))
+versions.require("sglang", (0, 5, 23), (0, 5, 24))
 
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.dp_attention import get_is_extend_in_batch  # noqa: E402
@@ -62,21 +64,15 @@ class CuteEPDispatcher(BaseDispatcher):
     """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
-    Arguments are those that SGLang gives; SMs and most tokens of a rank come from its variables, which all ranks must
-    have set alike.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
+    call can be made again. A rank that does not come is an EPTimeout. Arguments are those that SGLang gives; SMs and
+    most tokens of a rank come from its variables, which all ranks must have set alike.
 
     Args:
         group: one rank per GPU, all of one machine; experts are distributed over it.
-        router_topk: experts that a token chooses.
-        num_experts, num_local_experts: of all ranks, and of each.
-        hidden_size: elements of a row.
-        params_dtype: of the model, bfloat16.
+        params_dtype: must be bfloat16.
         use_fp8_dispatch: quantise rows as they are sent, for experts in FP8.
         activation_scale_block_size: elements that share a scale factor then, 128 or 32.
-
-    Attributes:
-        cfg: the configuration of the communicator.
 
     Raises:
         EPConfigError: an argument or a variable cannot be served.
@@ -96,12 +92,11 @@ class CuteEPDispatcher(BaseDispatcher):
         super().__init__()
         check_group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
-        _require(params_dtype == torch.bfloat16, f"--dtype = {params_dtype}: must be bfloat16")
-        _require(
-            num_local_experts * ranks == num_experts,
-            f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks; choose "
-            "--ep-num-redundant-experts so that all ranks have as many",
-        )
+        good = params_dtype == torch.bfloat16
+        require(good, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
+        rule = "num_experts = {}: must be {} on each of {} ranks; choose --ep-num-redundant-experts so that all ranks "
+        each = num_local_experts * ranks == num_experts
+        require(each, rule + "have as many", num_experts, num_local_experts, ranks, error=EPConfigError)
         check_integer("num_local_experts", num_local_experts, error=EPConfigError)
         check_integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
         check_sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
@@ -140,8 +135,6 @@ class CuteEPDispatcher(BaseDispatcher):
             topk_weights: [N] float32 ones. topk_ids: None.
 
         Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did.
-            EPTimeout: a rank did not come in time.
             EPError: the dispatch before has had no combine (`give_up`).
         """
         ranks = pool_of(self._group)
@@ -182,34 +175,22 @@ class CuteEPDispatcher(BaseDispatcher):
         """Bring the experts' outputs home and sum them with the router weights: on each expert's rank in float32,
         rounded, then over ranks in float32, rounded.
 
-        Args:
-            combine_input: `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows; its weights
-                are not read.
-
-        Returns:
-            [T, hidden_size] bfloat16. NaN for every token with a row on a rank that had no room for all its rows.
-
-        Raises:
-            EPInputError: the rows are not those of the dispatch, or not final (`routewise_layout`), or an argument of
-                an earlier call broke its rule; combine can be called again.
-            EPError: there was no dispatch.
-            EPTimeout: a rank did not come in time.
-        """
+        Takes `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows, and no `routewise_layout`;
+        weights are not read. Returns [T, hidden_size] bfloat16: NaN for every token with a row on a rank that had no
+        room for all its rows. EPError: there was no dispatch."""
         WORDS.raise_found(pool_of(self._group))
         batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
-        if not isinstance(combine_input, DeepEPv2CombineInput):
-            raise EPInputError(f"combine_input = {type(combine_input).__name__}: must be DeepEPv2CombineInput")
-        if combine_input.routewise_layout is not None:
-            raise EPInputError("combine_input.routewise_layout: must be None, the model has to finish its rows first")
+        check_kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
+        rule = "combine_input.routewise_layout: must be None, the model has to finish its rows first"
+        require(combine_input.routewise_layout is None, rule)
         communicator, rows, room = self._communicator, combine_input.hidden_states, batch.tokens.shape[0]
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
         check_given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
-        if rows.shape != (room, self.cfg.hidden):
-            rule = f"must be {(room, self.cfg.hidden)}, as the rows of the dispatch"
-            raise EPInputError(f"combine_input.hidden_states.shape = {tuple(rows.shape)}: {rule}")
+        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the "
+        require(rows.shape == own, rule + "dispatch", tuple(rows.shape), own)
         total = communicator.combine(as_rows(rows), batch, mode="partial")
         self._batch = None
         return total
@@ -227,8 +208,7 @@ class CuteEPDispatcher(BaseDispatcher):
         shape = None, self.cfg.hidden
         check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
         tokens = hidden_states.shape[0]
-        if tokens > most:
-            raise EPInputError(f"hidden_states.shape[0] = {tokens}: must not exceed {LIMIT} = {most}; raise it")
+        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
         for name, types in (("topk_ids", ID_TYPES), ("topk_weights", FLOATS)):
             given = getattr(topk_output, name, None)
             if given is None:
@@ -280,13 +260,9 @@ def _format(fp8: bool, block: int, hidden: int) -> FormatName:
         return "bf16"
     packed = get_deepep_v2_fp8_scale_format().ue8m0
     formats: dict[int, FormatName] = {128: "fp8_pow2", 32: "mxfp8"} if packed else {128: "fp8"}
-    known = " or ".join(map(str, formats))
-    _require(block in formats, f"activation_scale_block_size = {block}: must be {known} on this GPU")
+    rule, known = "activation_scale_block_size = {}: must be {} on this GPU", " or ".join(map(str, formats))
+    require(block in formats, rule, block, known, error=EPConfigError)
     multiple = FORMATS[formats[block]].block * (PACKED if packed else 1)
-    _require(hidden % multiple == 0, f"hidden_size = {hidden}: must be a multiple of {multiple}")
+    whole = hidden % multiple == 0
+    require(whole, "hidden_size = {}: must be a multiple of {}", hidden, multiple, error=EPConfigError)
     return formats[block]
-
-
-def _require(ok: bool, rule: str) -> None:
-    if not ok:
-        raise EPConfigError(rule)

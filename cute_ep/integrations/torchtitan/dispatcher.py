@@ -13,7 +13,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Hyb
 
 import cute_ep.ops
 from cute_ep.api.config import is_integer, is_number
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
@@ -22,10 +22,12 @@ from cute_ep.integrations.common.checks import (
     Names,
     alignment_for,
     check_given,
+    check_kind,
     check_mode,
     check_most,
     check_sms,
     named_config,
+    require,
     room_for,
 )
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
@@ -57,7 +59,8 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
     there becomes NaN.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
+    that does not come is an EPTimeout.
 
     Attributes:
         communicator: name of the communicator in `cute_ep.ops`; None until it is connected.
@@ -82,8 +85,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
-        if factor is not None and not (is_number(factor) and 0 < factor <= 1):
-            raise EPConfigError(f"non_blocking_capacity_factor = {factor!r}: must be in (0, 1], or None")
+        good = factor is None or (is_number(factor) and 0 < factor <= 1)
+        rule = "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None"
+        require(good, rule, factor, error=EPConfigError)
         check_mode("mode", config.mode)
         check_sms("sms", config.sms)
         self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
@@ -92,8 +96,8 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
         """Take the mesh; collective over it where the configuration says enough to connect."""
-        if ep_mesh is None:
-            raise EPConfigError("ep_mesh = None: must be a mesh; set parallelism.expert_parallel_degree to 2 or more")
+        rule = "ep_mesh = None: must be a mesh; set parallelism.expert_parallel_degree to 2 or more"
+        require(ep_mesh is not None, rule, error=EPConfigError)
         tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
         if is_integer(tokens):
             check_most("num_max_tokens_per_rank", tokens, FEWER)
@@ -151,8 +155,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             rows of each local expert, padding included. What `combine` takes.
 
         Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
-            EPConfigError, EPError, EPTimeout: as of `cute_ep.connect`, or a rank does not come.
+            EPConfigError, EPError: as of `cute_ep.connect`.
         """
         if not torch.compiler.is_compiling():
             self._check_dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
@@ -176,17 +179,11 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         return batch.tokens.to(x_TD.dtype), batch.row_offsets.diff(), batch
 
     def combine(self, routed_output_RD: Tensor, metadata: cute_ep.ops.Batch, x_TD: Tensor) -> Tensor:
-        """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did. Nothing was sent.
-            EPTimeout: a rank does not come.
-        """
+        """The experts' rows, [R, D], to [T, D] sums of each token's rows times its scores, of the type of `x_TD`."""
         if not torch.compiler.is_compiling():
             ranks = self._ranks()
             WORDS.raise_found(ranks)
-            if not isinstance(metadata, cute_ep.ops.Batch):
-                raise EPInputError(f"metadata = {type(metadata).__name__}: must be what dispatch returned")
+            check_kind("metadata", metadata, cute_ep.ops.Batch, "what dispatch returned")
             check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
             shape = metadata.tokens.shape[0], x_TD.shape[1]
             check_given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)

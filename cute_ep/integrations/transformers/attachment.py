@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
-from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config
+from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config, require
 from cute_ep.integrations.transformers import exchange
 from cute_ep.integrations.transformers.exchange import Exchange, Round
 from cute_ep.integrations.transformers.experts import (
@@ -71,23 +71,20 @@ class Attachment:
     ) -> None:
         self.devices = check_devices(devices)
         ranks = len(self.devices)
-        if not 1 <= ranks <= MAX_RANKS:
-            raise EPConfigError(f"len(devices) = {ranks}: must be in [1, {MAX_RANKS}], one a rank")
+        rule = "len(devices) = {}: must be in [1, {}], one a rank"
+        require(1 <= ranks <= MAX_RANKS, rule, ranks, MAX_RANKS, error=EPConfigError)
         _check_kinds(self.devices)
         check_integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
         check_mode("mode", mode)
         self.max_tokens, self.mode = int(max_tokens), mode
         found = dict(_experts_of(model)) if isinstance(model, nn.Module) else {}
-        if not found:
-            raise EPConfigError(
-                f"model = {type(model).__name__}: has no experts that transformers' experts interface calls"
-            )
+        rule = "model = {}: has no experts that transformers' experts interface calls"
+        require(found, rule, type(model).__name__, error=EPConfigError)
         for name, module in found.items():
             check_experts(name, module)
-            if module in _LAYERS:
-                raise EPConfigError(f"{name}: is attached already, detach it first")
-            if _is_split(module):
-                raise EPConfigError(f"{name}: is split over processes already, by the model's expert parallel plan")
+            require(module not in _LAYERS, "{}: is attached already, detach it first", name, error=EPConfigError)
+            rule = "{}: is split over processes already, by the model's expert parallel plan"
+            require(not _is_split(module), rule, name, error=EPConfigError)
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
             sizes = hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
@@ -143,22 +140,15 @@ class Attachment:
     def exchange(self, hidden: int, experts: int, top_k: int, tokens: int) -> Exchange:
         """The ranks for layers of these shapes, with room for `tokens` tokens: connected when first needed, and again,
         with twice the room or more, when more tokens come. One with less room closes when no graph needs it any more.
-
-        Raises:
-            EPConfigError, VariantMissing: as `connect_local`.
-            EPInputError: the shapes break a rule, or there are too many tokens for any communicator.
-        """
+        EPInputError: the shapes break a rule, or there are too many tokens for any communicator."""
         ranks = len(self.devices)
         key, need = (hidden, align_up(experts, ranks), top_k), -(-tokens // ranks)
         with self._connecting:
             found = self._exchanges.get(key)
             if found is not None and need <= found.cfg.max_tokens_per_rank:
                 return found
-            if need > MAX_TOKENS_PER_RANK:
-                raise EPInputError(
-                    f"hidden_states.shape[0] = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens a rank, here "
-                    f"{MAX_TOKENS_PER_RANK * ranks}; use shorter or fewer sequences a pass"
-                )
+            most, rule = MAX_TOKENS_PER_RANK, "hidden_states.shape[0] = {}: must not exceed {} tokens a rank, here {}; "
+            require(need <= most, rule + "use shorter or fewer sequences a pass", tokens, most, most * ranks)
             room = self._room()
             if found is not None:
                 room = 2 * found.cfg.max_tokens_per_rank
@@ -198,8 +188,8 @@ def attach(
 
 def _check_kinds(devices: Sequence[torch.device]) -> None:
     """EPConfigError unless ranks can be on these devices together."""
-    if {device.type for device in devices} not in ({"cpu"}, {"cuda"}):
-        raise EPConfigError(f"devices = {[str(device) for device in devices]}: must be all CUDA or all cpu")
+    alike, given = {device.type for device in devices} in ({"cpu"}, {"cuda"}), [str(device) for device in devices]
+    require(alike, "devices = {}: must be all CUDA or all cpu", given, error=EPConfigError)
     for device in devices:
         if device.index is not None and device.type == "cuda":
             check_gpu("devices", device.index)
@@ -281,15 +271,9 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """The experts implementation "cute_ep", as transformers calls it. Differentiable in hidden states, weights and the
     module's parameters. Compiled code calls it as it is, behind a graph break.
 
-    Args:
-        module: an attached experts module.
-        hidden_states: [T, hidden], of any floating type.
-        top_k_index: [T, K] int32 or int64 expert ids; one that is no expert's masks the entry, as transformers' own do
-            with the number of experts.
-        top_k_weights: [T, K] router weights, of any floating type.
-
-    Returns:
-        [T, hidden] of the type and on the device of `hidden_states`, in memory of its own.
+    Takes [T, hidden] of any floating type, [T, K] int32 or int64 expert ids (one that is no expert's masks the entry,
+    as transformers' own do with the number of experts), and [T, K] weights of any floating type. Returns [T, hidden] of
+    the type and on the device of `hidden_states`, in memory of its own.
 
     Raises:
         EPError: the module is not attached.
@@ -297,8 +281,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """
     layer = _LAYERS.get(module)
     if layer is None:
-        raise EPError(
-            f"{type(module).__name__}: is not attached to ranks (its model is a copy, was loaded, or shares its "
-            "configuration with one that is attached); call cute_ep.integrations.transformers.attach(model, ...)"
-        )
+        why = "its model is a copy, was loaded, or shares its configuration with one that is attached"
+        call = "call cute_ep.integrations.transformers.attach(model, ...)"
+        raise EPError(f"{type(module).__name__}: is not attached to ranks ({why}); {call}")
     return layer.forward(module, hidden_states, top_k_index, top_k_weights)

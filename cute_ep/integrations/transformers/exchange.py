@@ -35,15 +35,12 @@ class Exchange:
 
     Args:
         pool: what they are opened in; it closes them, or when nobody has it any more the next call of another one.
-        cfg: the group's configuration, of bfloat16 rows.
+        cfg: the group's configuration, of bfloat16 rows. Raises what `connect_local` raises.
         closed: what EPError says where a call comes afterwards.
 
     Attributes:
         communicators, devices: one a rank.
         waits: whether calls wait for their results, as where ranks share a device.
-
-    Raises:
-        EPConfigError, VariantMissing: as `connect_local`.
     """
 
     def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
@@ -58,15 +55,9 @@ class Exchange:
     def dispatch(
         self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacities: Sequence[int]
     ) -> list[Dispatched]:
-        """A dispatch by all ranks. Where ranks share a device it waits for the results.
-
-        Args:
-            xs, ids, weights: one a rank, as of `EPCommunicator.dispatch`.
-            capacities: rows to make room for, of each rank.
-
-        Returns:
-            One batch a rank, in memory of its own. `row_map` is -1 for tokens that do not exist.
-        """
+        """A dispatch by all ranks, of one of each argument a rank, as of `EPCommunicator.dispatch`, with room for
+        `capacities` rows: batches in memory of their own, whose `row_map` is -1 for tokens that do not exist. Where
+        ranks share a device it waits for the results."""
         with CALLING:
             self._check_open()
             pairs = zip(self.communicators, capacities, strict=True)
@@ -108,13 +99,9 @@ class Exchange:
 
 
 class Round:
-    """One pass of tokens through the experts of an exchange: tokens are shared out over the ranks, in their order.
-
-    Args:
-        exchange: the ranks.
-        routes: of T tokens, at most what the exchange has room for, with router weights; -1 masks an entry.
-        gradients: whether `backward` may come.
-        mode: of combine and of what the backward pass adds up: "partial" or "exact".
+    """One pass of T tokens, at most what an exchange has room for, through its experts: they are shared out over the
+    ranks, in their order. `routes` have router weights, and -1 where an entry is masked; `gradients`: whether
+    `backward` may come; `mode`: of combine and of what the backward pass adds up.
 
     Attributes:
         rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
@@ -128,7 +115,8 @@ class Round:
         assert weights is not None
         self.exchange, self.tokens, self.mode = exchange, len(ids), mode
         ranks = exchange.cfg.world_size
-        self.slices = [slice(first, first + count) for first, count in self._shares(ranks)]
+        shares = [shared_slice(self.tokens, rank, ranks) for rank in range(ranks)]
+        self.slices = [slice(first, first + count) for first, count in shares]
         self.ids = self.share(ids)
         self.weights = self.share(weights)
         counted = gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES
@@ -136,9 +124,6 @@ class Round:
             exchange.note_capture()
         self.rows = self._count(routes.by_expert) if counted else [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
-
-    def _shares(self, ranks: int) -> list[tuple[int, int]]:
-        return [shared_slice(self.tokens, rank, ranks) for rank in range(ranks)]
 
     def _count(self, by_expert: Tensor) -> list[int]:
         """Rows that come to each rank; the last ranks may have fewer experts than the others."""
@@ -236,29 +221,14 @@ class _Combine(torch.autograd.Function):
 
 
 def dispatch(one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Tokens to the ranks of their experts, differentiable.
-
-    Args:
-        one: the round, to which the batches are added.
-        hidden: [T, hidden] of any floating type; rounded to bfloat16 if it has another.
-
-    Returns:
-        One tensor a rank, [N, hidden] bfloat16 on its device, rows in the order of experts as `Dispatched` says.
-        N is `Round.rows`, rows behind the last one hold anything, and `Round.batches` has the offsets.
-    """
+    """Tokens, [T, hidden] of any floating type, rounded to bfloat16, to the ranks of their experts, differentiable. One
+    tensor a rank, [N, hidden] bfloat16 on its device, rows in the order of experts as `Dispatched` says. N is
+    `Round.rows`, rows behind the last one hold anything, and `Round.batches`, which this adds, has the offsets."""
     return _Dispatch.apply(one, hidden)
 
 
 def combine(one: Round, rows: Sequence[Tensor], weights: Tensor, like: Tensor) -> Tensor:
-    """Expert outputs to their tokens, differentiable in rows and weights.
-
-    Args:
-        one: the round, dispatched.
-        rows: one tensor a rank, [N, hidden] bfloat16, row i the expert's output for row i that came.
-        weights: [T, K] of any floating type, whose float32 values the round was made with; gets the gradient.
-        like: a tensor on the device that the output should be on, and of its type.
-
-    Returns:
-        [T, hidden], the weighted sums, as of `EPCommunicator.combine` in the round's mode.
-    """
+    """The experts' outputs for a round's rows, [N, hidden] bfloat16 a rank, to [T, hidden] weighted sums on the device
+    and of the type of `like`, as of `EPCommunicator.combine` in the round's mode. Differentiable in rows and weights:
+    [T, K] of any floating type, whose float32 values the round was made with."""
     return _Combine.apply(one, like, weights, *rows)

@@ -65,16 +65,10 @@ class CuteEP(EPImplementation):
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted outputs of the experts for this rank's tokens.
+        """The weighted outputs of the experts for this rank's tokens: [T, hidden], of the type of `hidden_states`.
 
-        Args:
-            hidden_states: [T, hidden], of any floating type.
-            top_k_index: [T, K] int32 or int64 ids of all ranks' experts; one of no expert masks the entry, as
-                transformers' own do with the number of experts.
-            top_k_weights: [T, K] router weights, of any floating type.
-
-        Returns:
-            [T, hidden] of the type of `hidden_states`.
+        Takes [T, hidden] of any floating type, [T, K] int32 or int64 ids of all ranks' experts (one of no expert masks
+        the entry, as transformers' own do with the number of experts), and [T, K] weights of any floating type.
 
         Raises:
             EPInputError: an argument breaks its rule. Nothing was sent.

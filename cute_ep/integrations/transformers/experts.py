@@ -8,19 +8,18 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from cute_ep.api.config import is_number
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.errors import EPConfigError
 from cute_ep.api.gates import Gate
 from cute_ep.api.host import host_list
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import check_given, check_integer
+from cute_ep.integrations.common.checks import check_given, check_integer, require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import plain
@@ -44,18 +43,14 @@ def check_experts(name: str, module: nn.Module) -> None:
     """EPConfigError unless `run` computes what this experts module does."""
     unknown = {flag for flag in vars(module) if flag.startswith("has_")} - KNOWN_FLAGS
     if wanted := sorted(flag for flag in unknown if getattr(module, flag)):
-        raise EPConfigError(
-            f"{name}.{wanted[0]} = {getattr(module, wanted[0])}: must be one of {', '.join(sorted(KNOWN_FLAGS))}; "
-            "this version of cute_ep does not know what such experts compute"
-        )
+        rule = f"must be one of {', '.join(sorted(KNOWN_FLAGS))}; this version of cute_ep does not know what such"
+        raise EPConfigError(f"{name}.{wanted[0]} = {getattr(module, wanted[0])}: {rule} experts compute")
     for weight in weight_names(module):
-        if not hasattr(module, weight):
-            raise EPConfigError(f"{name} = {type(module).__name__}: must have a parameter {weight}")
-        if (kind := getattr(module, weight).dtype) not in WEIGHTS:
-            raise EPConfigError(
-                f"{name}.{weight}.dtype = {kind}: must be one of {', '.join(map(str, WEIGHTS))}; quantised experts are "
-                "not supported"
-            )
+        own = hasattr(module, weight)
+        require(own, "{} = {}: must have a parameter {}", name, type(module).__name__, weight, error=EPConfigError)
+        kind, rule = getattr(module, weight).dtype, "{}.{}.dtype = {}: must be one of {}; quantised experts are not "
+        known = ", ".join(map(str, WEIGHTS))
+        require(kind in WEIGHTS, rule + "supported", name, weight, kind, known, error=EPConfigError)
 
 
 def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None = None) -> None:
@@ -63,13 +58,12 @@ def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tens
     for any."""
     check_given("hidden_states", hidden_states, shape=(None, hidden))
     tokens, place = hidden_states.shape[0], hidden_states.device
-    if not hidden_states.is_floating_point():
-        raise EPInputError(f"hidden_states.dtype = {hidden_states.dtype}: must be a floating type")
+    rule = "{}.dtype = {}: must be a floating type"
+    require(hidden_states.is_floating_point(), rule, "hidden_states", hidden_states.dtype)
     check_given("top_k_index", top_k_index, shape=(tokens, None), dtype=ID_TYPES, device=place)
     check_integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
     check_given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
-    if not top_k_weights.is_floating_point():
-        raise EPInputError(f"top_k_weights.dtype = {top_k_weights.dtype}: must be a floating type")
+    require(top_k_weights.is_floating_point(), rule, "top_k_weights", top_k_weights.dtype)
 
 
 def hidden_size(module: Any) -> int:
@@ -84,8 +78,7 @@ def weight_names(module: Any) -> tuple[str, ...]:
     return (*names, *(f"{name}_bias" for name in names)) if module.has_bias else names
 
 
-@dataclass(frozen=True)
-class FoundGate:
+class FoundGate(NamedTuple):
     """An experts module's gate, as arguments of `cute_ep.fused_silu`."""
 
     gate: Gate
@@ -146,10 +139,9 @@ class Shards:
     def of(self, module: nn.Module, name: str) -> list[Tensor]:
         """Each rank's part of a parameter, differentiable if gradients are enabled."""
         whole = getattr(module, name)
-        if whole.shape[0] != sum(self.counts):
-            raise EPConfigError(
-                f"{name}.shape[0] = {whole.shape[0]}: must be the number of experts, {sum(self.counts)}"
-            )
+        have, want = whole.shape[0], sum(self.counts)
+        rule = "{}.shape[0] = {}: must be the number of experts, {}"
+        require(have == want, rule, name, have, want, error=EPConfigError)
         keep = any(device != whole.device for device in self.devices) and not whole.is_inference()
         keep = keep and not (torch.is_grad_enabled() and whole.requires_grad)
         if not keep:
@@ -176,16 +168,9 @@ def _by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """A linear layer with weights of each group of rows.
-
-    Args:
-        x: [N, in], of the weights' type.
-        weight: [G, out, in], transposed [G, in, out].
-        offsets: [G + 1] int32 ascending from 0, on the device.
-
-    Returns:
-        [N, out]; rows behind the last group hold anything.
-    """
+    """A linear layer with weights of each group of rows: [N, in], of the weights' type, to [N, out], whose rows behind
+    the last group hold anything. Weights are [G, out, in], `transposed` [G, in, out], `offsets` [G + 1] int32 ascending
+    from 0, on the device."""
     weight = weight if transposed else weight.mT
     aligned = not any(extent * weight.element_size() % VECTOR_BYTES for extent in weight.shape[1:])
     if aligned and hasattr(nn.functional, "grouped_mm"):  # torch 2.10 or newer
@@ -210,18 +195,14 @@ def _fits(gate: Gate, rows: Tensor, bias: Tensor | None) -> bool:
 def run(
     module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, row_offsets: Tensor
 ) -> Tensor:
-    """The outputs of a rank's experts for its rows.
+    """The outputs of a rank's experts for its rows, [N, hidden] bfloat16, from tokens of that kind in the order of
+    experts.
 
     Args:
         module: the experts module, for its flags, gate and activation.
         found: what `find_gate` returned for it. Without gradients bfloat16 experts use `fused_silu`.
         weights: the rank's part of each of `weight_names`, G experts.
-        tokens: [N, hidden] bfloat16, in the order of experts.
-        row_offsets: [groups + 1] int32, of the batch that they came in. It may have more groups than G, the last of
-            which have no rows then.
-
-    Returns:
-        [N, hidden] bfloat16.
+        row_offsets: [groups + 1] int32, of the tokens' batch; groups beyond G have no rows.
     """
     up_name, down_name, *_ = weight_names(module)
     up, down = weights[up_name], weights[down_name]

@@ -14,11 +14,11 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep.api.errors import EPConfigError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import Sizes
-from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending
+from cute_ep.integrations.common.checks import Sizes, check_kind, require
+from cute_ep.integrations.vllm.layer import DEFERRED, CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
@@ -44,7 +44,6 @@ class CuteEPBatched(CuteEPLayer):
         sizes: LayerSizes,
         options: Options = Options(),  # noqa: B008, it is immutable
     ) -> None:
-        """Arguments as of `CuteEPStandard`."""
         super().__init__(manager, _config((*sizes, manager.world_size), "bf16", options.timeout_s), options)
         self._packed = False
 
@@ -61,25 +60,20 @@ class CuteEPBatched(CuteEPLayer):
         """Connect for rows as the experts take them; collective.
 
         Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
-        (UE8M0) scale factors are powers of two. All other rows travel in bfloat16.
-
-        Raises:
-            EPConfigError: experts read exponents of rows that have no multiple of PACKED_COLUMNS elements, or of blocks
-                that have no multiple of SLOTS rows; they take a format that vLLM does not quantise in blocks, or return
-                other rows than they take.
-        """
+        (UE8M0) scale factors are powers of two. All other rows travel in bfloat16. EPConfigError: experts read
+        exponents of rows or blocks whose sizes break their rules, take a format that vLLM does not quantise in blocks,
+        or return other rows than they take."""
         self._check_experts(fused_experts)
         quant, cfg = fused_experts.quant_config, self._cfg
         if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
             self._packed = fused_experts.supports_packed_ue8m0_act_scales()
-            if self._packed and cfg.hidden % PACKED_COLUMNS:
-                raise EPConfigError(f"hidden = {cfg.hidden}: must be a multiple of {PACKED_COLUMNS} on this GPU")
-            slots = cfg.world_size * cfg.max_tokens_per_rank
-            if self._packed and slots % SLOTS:
-                raise EPConfigError(
-                    f"{cfg.world_size} ranks x {cfg.max_tokens_per_rank} tokens = {slots}: must be a multiple of "
-                    f"{SLOTS} on this GPU; change --max-num-batched-tokens"
-                )
+            if self._packed:
+                rule, tokens = "{} = {}: must be a multiple of {} on this GPU", cfg.max_tokens_per_rank
+                whole = cfg.hidden % PACKED_COLUMNS == 0
+                require(whole, rule, "hidden", cfg.hidden, PACKED_COLUMNS, error=EPConfigError)
+                made, slots = f"{cfg.world_size} ranks x {tokens} tokens", cfg.world_size * tokens
+                rule += "; change --max-num-batched-tokens"
+                require(slots % SLOTS == 0, rule, made, slots, SLOTS, error=EPConfigError)
             kind: FormatName = "fp8_pow2" if self._packed else "fp8"
             sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
             self._cfg = _config(sizes, kind, cfg.timeout_s)
@@ -92,8 +86,7 @@ class CuteEPBatched(CuteEPLayer):
     def _sending(self, given: PrepareInput) -> Sending:
         communicator, cfg = self._connected(), self._cfg
         quant, deferred, quantized = given.quant_config, given.defer_input_quant, cfg.format is not BF16
-        if quantized and deferred:
-            raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
+        require(not (quantized and deferred), DEFERRED)
         a1, weights = self._inputs(given)
         assert cfg.block_rows is not None
         blocks = Blocks(communicator, cfg.block_rows, packed=self._packed)
@@ -110,9 +103,8 @@ class CuteEPBatched(CuteEPLayer):
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
     ) -> tuple[Tensor, Dispatched]:
-        if not isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            name = type(weight_and_reduce_impl).__name__
-            raise EPInputError(f"weight_and_reduce_impl = {name}: must be TopKWeightAndReduceDelegate, combine sums")
+        delegate = TopKWeightAndReduceDelegate
+        check_kind("weight_and_reduce_impl", weight_and_reduce_impl, delegate, f"{delegate.__name__}, combine sums")
         return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
 
 

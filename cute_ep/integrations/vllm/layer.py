@@ -18,15 +18,14 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPError, EPInputError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.api.tensors import check_tensor, check_written, overlap
-from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given
+from cute_ep.api.tensors import overlap
+from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given, check_output, require
 from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
-from cute_ep.layouts.maps.formats import VECTOR_BYTES
 
-LIMIT = "--max-num-batched-tokens of the server"
-"""What the most tokens of a call on a rank come from."""
+MOST = "a1.shape[0] = {}: must not exceed {}, {}"
+"""Rule for the tokens of a call, the most, and what those come from."""
+DEFERRED = "defer_input_quant = True: must be as it was when the layer was made"
 PREPARE, FINALIZE = "prepare", "finalize"
 
 
@@ -54,16 +53,8 @@ class PrepareInput(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """What a dispatch is given, and how its rows become what vLLM gets.
-
-    Attributes:
-        x: [T, hidden] rows to send.
-        topk_ids: [T, K] int32 or int64.
-        weights: [T, K] float32.
-        scales: scale factors of rows that are quantised already.
-        out: what dispatch writes.
-        result: to be called behind the dispatch, once, in the thread of the batch.
-    """
+    """What a dispatch is given, and what makes of its batch what vLLM gets: `result`, to be called behind the dispatch,
+    once, in the thread of the batch. `scales` are of rows that are quantised already."""
 
     x: Tensor
     topk_ids: Tensor
@@ -83,26 +74,21 @@ class Prepared(NamedTuple):
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
 
-    All ranks of the manager make the same calls. Everything runs on the current stream. With `--enable-dbo` two
-    batches, each in a thread, take turns: prepare and finalize alternate in each, and between two turns each phase has
-    at most one round that was sent and not received.
+    All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts
+    [r * E/R, (r + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread,
+    take turns: prepare and finalize alternate in each, and between two turns each phase has at most one round that was
+    sent and not received.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then.
+    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
+    call can be made again. A rank that does not come is an EPTimeout.
     """
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
-        """
-        Args:
-            manager: of the expert parallel group of R ranks; rank r has experts [r * E/R, (r + 1) * E/R).
-            cfg: of rows in bfloat16; `max_tokens_per_rank` is `--max-num-batched-tokens`.
-        """
+        """`cfg`: of rows in bfloat16; `max_tokens_per_rank` is `--max-num-batched-tokens`."""
         super().__init__()
-        self._manager, self._options, self._cfg = manager, options, cfg
-        self._mode = options.mode
+        self._manager, self._options, self._cfg, self._mode = manager, options, cfg, options.mode
         self._communicator: EPCommunicator | None = None
         self._batches: dict[int, Prepared] = {}  # by vLLM's number of the micro-batch
-
-    # ---- what vLLM asks
 
     def topk_indices_dtype(self) -> torch.dtype | None:
         """Any of int32 and int64."""
@@ -119,8 +105,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     def supports_async(self) -> bool:
         """Yes: shared experts run while rows travel home."""
         return True
-
-    # ---- prepare
 
     def prepare(
         self,
@@ -148,10 +132,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
 
         Returns:
             What the layer's class says.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did.
-            EPTimeout: a rank did not come.
         """
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
         given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
@@ -212,8 +192,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     def _sending(self, given: PrepareInput) -> Sending:
         """The dispatch for arguments of which `_check_prepare` has checked the tensors."""
 
-    # ---- finalize
-
     def finalize(
         self,
         output: Tensor,
@@ -231,10 +209,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
                 in blocks [L, S, hidden].
             topk_weights, topk_ids, apply_router_weight_on_input: not read; prepare was given them.
             weight_and_reduce_impl: checked in blocks only, where it must leave weights and sums to this call.
-
-        Raises:
-            EPInputError: an argument breaks its rule, or an earlier call's did; finalize can be called again.
-            EPTimeout: a rank did not come.
         """
         communicator = self._connected()
         rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
@@ -268,19 +242,15 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         )
         return hook, lambda: None
 
-    # ---- parts
-
     def _connect(self) -> None:
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
 
     def _check_experts(self, fused_experts: Any) -> None:
         """EPConfigError: they return other rows than they take."""
         hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
-        if own != hidden:
-            raise EPConfigError(
-                f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}: must be {hidden}, rows are not "
-                "padded here; choose other experts, such as --moe-backend marlin"
-            )
+        rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
+        given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
+        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
 
     def _connected(self) -> EPCommunicator:
         if self._communicator is None:
@@ -296,10 +266,10 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         check_given("a1", a1, shape=(None, cfg.hidden), device=device)
         if a1.dtype != torch.bfloat16:
             raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
-        if num_experts != cfg.num_experts:
-            raise EPInputError(f"num_experts = {num_experts}: must be {cfg.num_experts}, as the layer's")
-        shape = a1.shape[0], cfg.top_k
-        check_most(shape[0], cfg.max_tokens_per_rank, LIMIT)
+        same = num_experts == cfg.num_experts
+        require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
+        shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
+        require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
         check_given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
         check_given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
         if given.apply_router_weight_on_input and cfg.top_k != 1:
@@ -329,14 +299,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
             rule = f"must be {count} rows of {hidden} elements, as prepare returned"
             raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
-        check_written("output", output)
-        shape, types = (batch.topk_ids.shape[0], hidden), tuple(OUTPUT_TYPES)
-        check_tensor("output", output, shape=shape, dtype=types, device=device, alignment=VECTOR_BYTES)
+        check_output("output", output, (batch.topk_ids.shape[0], hidden), device)
         rows = as_rows(rows.reshape(-1, hidden))
         return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
-
-
-def check_most(tokens: int, most: int, rule: str) -> None:
-    """EPInputError unless a call may have so many tokens; `rule` says where the limit comes from."""
-    if tokens > most:
-        raise EPInputError(f"a1.shape[0] = {tokens}: must not exceed {most}, {rule}")

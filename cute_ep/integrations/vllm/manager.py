@@ -11,7 +11,7 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.common.checks import check_group, check_sms
+from cute_ep.integrations.common.checks import check_group, check_sms, require
 from cute_ep.integrations.common.halves import Halves
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.vllm.options import Options
@@ -34,21 +34,15 @@ class CuteEPAll2AllManager(All2AllManagerBase):
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
         """Collective over the group. EPConfigError: it is of several machines."""
         super().__init__(cpu_group)
-        if self.internode:
-            raise EPConfigError(
-                "all2all_backend: all expert parallel ranks must be on one machine; use another "
-                "--all2all-backend, or fewer ranks"
-            )
+        rule = "all expert parallel ranks must be on one machine; use another --all2all-backend, or fewer ranks"
+        require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
         check_group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
         self.halves = Halves(self.pool.capturing, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
-        """The communicator for the configuration `cfg`; connects where there is none, then collective.
-
-        Args:
-            kwargs: cfg, an EPConfig, and options, an Options.
-        """
+        """The communicator for `cfg`, an EPConfig, and `options`, an Options; connects where there is none, then
+        collective."""
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         check_sms("additional_config['cute_ep']['sms']", options.sms)
@@ -66,9 +60,8 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         extra_tensors: list[Tensor] | None = None,
     ) -> NoReturn:
         """EPConfigError: vLLM would gather all tokens for a layer that has no modular kernel."""
-        raise EPConfigError(
-            "all2all_backend: this layer's quantisation has no modular kernel; use another --all2all-backend"
-        )
+        rule = "this layer's quantisation has no modular kernel; use another --all2all-backend"
+        raise EPConfigError(f"all2all_backend: {rule}")
 
     def destroy(self) -> None:
         """Close the communicators; collective."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from cute_ep.api.config import LONGEST_S, is_integer, is_number
+from cute_ep.api.config import is_integer
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common.checks import check_mode
+from cute_ep.integrations.common.checks import check_integer, check_mode, check_seconds, require
 
 KEY = "cute_ep"
 
@@ -32,18 +32,12 @@ class Options:
     sms: int | None = None
 
     def __post_init__(self) -> None:
-        check_mode(f"additional_config[{KEY!r}]['mode']", self.mode)
-        rules = {
-            "static_rows": (is_integer(self.static_rows) and self.static_rows >= 0, "an integer of at least 0"),
-            "timeout_s": (
-                is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= LONGEST_S,
-                f"a number of seconds up to {LONGEST_S}",
-            ),
-            "sms": (self.sms is None or (is_integer(self.sms) and self.sms > 0), "a positive integer or None"),
-        }
-        for name, (good, rule) in rules.items():
-            if not good:
-                raise EPConfigError(f"additional_config[{KEY!r}][{name!r}] = {getattr(self, name)!r}: must be {rule}")
+        mode, rows, timeout, sms = (f"additional_config[{KEY!r}][{field.name!r}]" for field in fields(self))
+        check_mode(mode, self.mode)
+        check_integer(rows, self.static_rows, 0, error=EPConfigError)
+        check_seconds(timeout, self.timeout_s)
+        good = self.sms is None or (is_integer(self.sms) and self.sms > 0)
+        require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
 
     @classmethod
     def of(cls, additional: Any) -> Self:

@@ -19,8 +19,8 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from cute_ep.api.buffers import DispatchBuffers
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.common.checks import as_rows, named_config
-from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, check_most
+from cute_ep.integrations.common.checks import as_rows, named_config, require
+from cute_ep.integrations.vllm.layer import DEFERRED, MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -30,13 +30,8 @@ from cute_ep.runtime.routes import count_routes
 
 
 class Room(NamedTuple):
-    """What a dispatch makes room for.
-
-    Attributes:
-        rows: that come, or at most can come, with those that pad an expert's.
-        counts: [L] int32 rows of each local expert, on the CPU; None: not known there.
-        ids: [T, K] to send, where rows are counted as they were counted.
-    """
+    """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L] int32
+    rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
 
     rows: int
     counts: Tensor | None
@@ -67,12 +62,8 @@ class CuteEPStandard(CuteEPLayer):
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
-        """
-        Args:
-            manager: of the expert parallel group of R ranks; rank r has experts [r * E/R, (r + 1) * E/R).
-            sp_size: ranks that share out the tokens of one data parallel rank.
-            graphs: whether vLLM captures CUDA graphs.
-        """
+        """`sp_size`: ranks that share out the tokens of one data parallel rank. `graphs`: whether vLLM captures CUDA
+        graphs."""
         cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
         self._sp_size, self._graphs = sp_size, graphs
@@ -100,8 +91,7 @@ class CuteEPStandard(CuteEPLayer):
 
     def _sending(self, given: PrepareInput) -> Sending:
         quant, deferred, quantized = given.quant_config, given.defer_input_quant, self._cfg.format is FP8
-        if quantized and deferred:
-            raise EPInputError("defer_input_quant = True: must be as it was when the layer was made")
+        require(not (quantized and deferred), DEFERRED)
         a1, weights = self._inputs(given)
         scales = None
         if quantized:
@@ -120,7 +110,8 @@ class CuteEPStandard(CuteEPLayer):
             factors = None if batch.scales is None else batch.scales[: room.rows]
             if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
                 if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
-                    rows.masked_fill_(_behind(batch, room), 0)
+                    place = torch.arange(room.rows, device=batch.num_rows.device)
+                    rows.masked_fill_((place >= batch.num_rows)[:, None], 0)
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
             meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
@@ -129,15 +120,13 @@ class CuteEPStandard(CuteEPLayer):
 
         return Sending(as_rows(a1), room.ids, weights, scales, out, result)
 
-    # ---- parts
-
     def _most_tokens(self, tokens: int) -> int:
         """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
         context = get_forward_context() if is_forward_context_available() else None
         if context is None or context.dp_metadata is None:
             return self._cfg.max_tokens_per_rank
         most = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max()))
-        check_most(tokens, most, "the most that vLLM says a rank has")
+        require(tokens <= most, MOST, tokens, most, "the most that vLLM says a rank has")
         return most
 
     def _room(self, topk_ids: Tensor) -> Room:
@@ -192,8 +181,3 @@ class CuteEPStandard(CuteEPLayer):
 def _capturing(device: torch.device) -> bool:
     """Whether work for a device goes into a CUDA graph, which no host can wait for."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _behind(batch: Dispatched, room: Room) -> Tensor:
-    """[rows, 1] bool, whether a row is behind the last one."""
-    return (torch.arange(room.rows, device=batch.num_rows.device) >= batch.num_rows)[:, None]
