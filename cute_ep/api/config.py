@@ -53,7 +53,8 @@ class EPConfig:
     """Shapes and limits of one expert-parallel group.
 
     Attributes:
-        hidden: elements of a token row, at most 65536; a multiple of 8 (bf16), 128 (fp8, fp8_pow2) or 32 (the others).
+        hidden: elements of a token row, at most 65536; a multiple of 8 (bf16), 128 (fp8,
+            fp8_pow2), 64 (mxfp6_e2m3, mxfp6_e3m2) or 32 (the others).
         num_experts: experts of all ranks together, at most 1024, a multiple of `world_size`; rank r owns [r * E/R,
             (r + 1) * E/R).
         top_k: experts a token chooses (entries of one row of `topk_ids`), at most 32.

@@ -95,7 +95,7 @@ def swiglu_bound(
 ) -> torch.Tensor:
     """Most that a kernel's y, rounded to `dtype`, may be from `swiglu`; infinity makes no promise (`reference.within`).
 
-    The kernel computes, in float32 with u = 2**-24 (docs/numerics.md derives it):
+    The kernel computes, in float32 with u = 2**-24:
         e = ex2.approx.ftz(-z * log2(e));  d = 1 + e;  s = rcp.approx.ftz(d);  y = (g * s) * factor.
     e: the exponent has n relative errors u, 2 for z = g (log2(e), the product), 3 for z = alpha * g, 7 for gelu, which
         exp amplifies by |z|:  r_e = expm1(|z| * n * u) * (1 + 2**-22) + 2**-22.
