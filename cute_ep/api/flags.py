@@ -21,6 +21,10 @@ MEANINGS = {
 """What it means for a flag of each name that its peer has not stored it."""
 
 
+ALTERNATING = ("table", "entries", "return_rounds")
+"""Two sets of words, for rounds of either parity."""
+
+
 @dataclass(frozen=True)
 class Flag:
     """Neighbouring flags that a peer has not stored yet.
@@ -44,13 +48,15 @@ class Flag:
     needed: int
 
     def __str__(self) -> str:
+        return self.words(f"rank {self.peer}")
+
+    def words(self, peer: str) -> str:
+        """What has not come, with these words for the rank that stores it."""
         place = self.name + "".join(f"[{index}]" for index in self.index)
         more = f" and {self.count - 1} more" if self.count > 1 else ""
-        rounds = f"round {self.seen}, must be {self.needed}"
-        return (
-            f"{self.operation} round {self.round} needs rank {self.peer}: {place}{more}: {rounds}: "
-            f"{MEANINGS[self.name]}"
-        )
+        every = "of every other round the last is" if self.name in ALTERNATING else "round"
+        rounds = f"{every} {self.seen}, must be {self.needed}"
+        return f"{self.operation} round {self.round} needs {peer}: {place}{more}: {rounds}: {MEANINGS[self.name]}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,9 @@ class Flags:
 
     def __str__(self) -> str:
         rounds = ", ".join(f"{number} {what}" for what, number in self.completed.items())
-        lines = [f"rank {self.rank} has completed {rounds}", *(f"  {flag}" for flag in self.behind)]
+        lines = [f"rank {self.rank} has completed {rounds}"]
+        for flag in self.behind:
+            lines.append(f"  {flag.words('this rank' if flag.peer == self.rank else f'rank {flag.peer}')}")
         return "\n".join(lines if self.behind else [*lines, "  nothing is behind"])
 
     def write(self, path: str | Path) -> None:
@@ -93,13 +101,18 @@ class Flags:
 
 
 def slowest(ranks: Sequence[Flags]) -> str:
-    """Which ranks have completed fewest rounds, in words, and what they wait for themselves."""
+    """Which ranks to look at first, in words: those that others wait for and that are not among `ranks`, else those
+    that have completed the fewest rounds."""
+    here = {one.rank for one in ranks}
+    waiting = {
+        peer: [one.rank for one in ranks if peer in {flag.peer for flag in one.behind}]
+        for peer in sorted({flag.peer for one in ranks for flag in one.behind} - here)
+    }
+    if waiting:
+        texts = [f"rank {peer}, for which rank(s) {others} wait" for peer, others in waiting.items()]
+        return f"look first at {'; '.join(texts)}: there are no flags of it here"
     done = {one.rank: sum(one.completed.values()) for one in ranks}
-    least = min(done.values())
-    behind = [one for one in ranks if done[one.rank] == least]
-    awaited = {flag.peer for one in ranks for flag in one.behind} - set(done)
-    lines = [f"rank {rank} is waited for, and its flags are not here" for rank in sorted(awaited)]
+    behind = [rank for rank, rounds in done.items() if rounds == min(done.values())]
     if len(behind) < len(ranks):
-        names = ", ".join(str(one.rank) for one in behind)
-        lines.append(f"rank(s) {names} have completed the fewest rounds: look at what they run")
-    return "\n".join(lines or ["all ranks have completed as many rounds"])
+        return f"look first at rank(s) {behind}: they have completed the fewest rounds"
+    return "all ranks have completed as many rounds"

@@ -15,22 +15,20 @@ ORDER_OPERATIONS = {StateWord.DISPATCH_SEND_EPOCH: "dispatch", StateWord.COMBINE
 MISSING = {
     Phase.DISPATCH_CONSUMED: "it has launched no dispatch since it received round {round} (the last: {seen}), so round "
     "{next} cannot be sent; has it stopped, or is it behind with its calls?",
-    Phase.ROUTE_TABLE: "it has not sent dispatch round {round} (the last: {seen}): it did not call it, or its launch "
-    "waits on its stream",
+    Phase.ROUTE_TABLE: "it has not sent dispatch round {round}: it did not call it, or its launch waits on its stream",
     Phase.ROUTE_ENTRY: "it has sent the counts of dispatch round {round}, but not the routing of its "
-    "topk_ids.flatten()[{index}] (the last: {seen}); did its launch end, or its device fail?",
-    Phase.MESSAGE: "it has sent the routing of dispatch round {round}, but not slice {slice} of token {token} (its "
+    "topk_ids.flatten()[{index}]; did its launch end, or its device fail?",
+    Phase.MESSAGE: "it has sent the routing of dispatch round {round}, but not slice {slice} of its token {token} (the "
     "flag: {seen}); did its launch end, or its device fail?",
     Phase.MESSAGE_WORDS: "it has sent the routing of dispatch round {round}, but not all words of slice {slice} of "
-    "token {token}; did its launch end, or its device fail?",
+    "its token {token}; did its launch end, or its device fail?",
     Phase.COMBINE_CONSUMED: "it has launched no combine since it received round {round} (the last: {seen}), so round "
     "{next} cannot be sent; has it stopped, or is it behind with its calls?",
-    Phase.RETURN_ROUND: "it has not begun combine round {round} (the last: {seen}): it did not call it, or its launch "
-    "waits on its stream",
-    Phase.RETURN: "slice {slice} of token {token} has not come home in combine round {round} (its flag: {seen}): it "
-    "did not call it, its launch waits on its stream, or its device failed",
-    Phase.RETURN_WORDS: "not all words of slice {slice} of token {token} have come home in combine round {round}: it "
-    "did not call it, its launch waits on its stream, or its device failed",
+    Phase.RETURN_ROUND: "it has not begun combine round {round}: it did not call it, or its launch waits on its stream",
+    Phase.RETURN: "it has not returned slice {slice} of this rank's token {token} in combine round {round} (the flag: "
+    "{seen}): it did not call it, its launch waits on its stream, or its device failed",
+    Phase.RETURN_WORDS: "it has not returned all words of slice {slice} of this rank's token {token} in combine round "
+    "{round}: it did not call it, its launch waits on its stream, or its device failed",
 }
 """What a peer has not done, by the wait that it ended. Rounds of an operation are counted from 1."""
 

@@ -34,9 +34,9 @@ def test_flags_of_ranks_that_gave_up_name_the_one_that_did_not_come(
         needs = "  dispatch round 2 needs rank 1: calls[1]: round 1, must be 2: it has not made this call"
         assert [line for line in told.splitlines() if "needs" in line] == [needs, needs]
         assert told.index("rank 0 has completed 2 dispatches sent") < told.index("rank 2 has completed")
-        assert told.endswith("rank 1 is waited for, and its flags are not here\n")
+        assert told.endswith("look first at rank 1, for which rank(s) [0, 2] wait: there are no flags of it here\n")
         ranks[1].flags().write(files[2])
         assert main(["flags", *files]) == 0
-        assert "rank(s) 1 have completed the fewest rounds" in capsys.readouterr().out
+        assert "look first at rank(s) [1]: they have completed the fewest rounds" in capsys.readouterr().out
     assert main(["flags", str(tmp_path / "none.json")]) == 2
     assert "none.json: must be a file of Flags.write" in capsys.readouterr().err

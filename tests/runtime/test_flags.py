@@ -11,7 +11,7 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
-from cute_ep.api.flags import MEANINGS, Flag, Flags, slowest
+from cute_ep.api.flags import ALTERNATING, MEANINGS, Flag, Flags, slowest
 from cute_ep.layouts.maps.arena import LAMPORT_TOKENS, HeaderWord, StateWord, chunk_of, pack_messages
 from cute_ep.layouts.maps.record import Region
 from cute_ep.layouts.maps.routing import MASKED_ENTRY, pack_entry
@@ -123,7 +123,9 @@ def test_a_flag_that_is_behind_is_named_with_its_rank(name: str) -> None:
     more = f" and {count - 1} more" if count > 1 else ""
     place = name + "".join(f"[{one}]" for one in index)
     assert str(flag) == (
-        f"{operation} round {ROUND} needs rank {PEER}: {place}{more}: round {seen}, must be {needed}: {MEANINGS[name]}"
+        f"{operation} round {ROUND} needs rank {PEER}: {place}{more}: "
+        f"{'of every other round the last is' if name in ALTERNATING else 'round'} {seen}, must be {needed}: "
+        f"{MEANINGS[name]}"
     )
 
 
@@ -167,7 +169,7 @@ def test_the_slowest_rank_is_named() -> None:
     """Also one whose file is not there, as of a process that has died."""
     behind = (Flag("table", (1, 2, 0), 1, "dispatch", 5, 2, 4, 5),)
     ranks = [Flags(0, {"dispatches sent": 4}, behind), Flags(1, {"dispatches sent": 4}, behind)]
-    assert slowest(ranks) == "rank 2 is waited for, and its flags are not here"
+    assert slowest(ranks) == "look first at rank 2, for which rank(s) [0, 1] wait: there are no flags of it here"
     ranks.append(Flags(2, {"dispatches sent": 3}, ()))
-    assert slowest(ranks) == "rank(s) 2 have completed the fewest rounds: look at what they run"
+    assert slowest(ranks) == "look first at rank(s) [2]: they have completed the fewest rounds"
     assert slowest(ranks[:2] + [Flags(2, {"dispatches sent": 4}, ())]) == "all ranks have completed as many rounds"

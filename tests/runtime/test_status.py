@@ -25,7 +25,7 @@ def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: L
     report(rank, Phase.MESSAGE, 3, 9, 8, peer=1)
     assert rank.failed
     for call in (rank.synchronize, rank.allocate, lambda: rank.dispatch(*inputs())):
-        with pytest.raises(EPTimeout, match=rf"{ROUTED} 3 of token 0 \(its flag: 8\)") as caught:
+        with pytest.raises(EPTimeout, match=rf"{ROUTED} 3 of its token 0 \(the flag: 8\)") as caught:
             call()
         assert (caught.value.phase, caught.value.rank, caught.value.missing) == ("MESSAGE", 0, (1,))
     assert launches.kernels == []
@@ -40,24 +40,24 @@ def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: L
             0,
             "launched no dispatch since it received round 9 (the last: 8), so round 11",
         ),
-        (Phase.ROUTE_TABLE, 0, 5, "it has not sent dispatch round 9 (the last: 8): it did not call it, or its launch"),
+        (Phase.ROUTE_TABLE, 0, 5, "it has not sent dispatch round 9: it did not call it, or its launch"),
         (
             Phase.ROUTE_ENTRY,
             0,
             13,
-            "counts of dispatch round 9, but not the routing of its topk_ids.flatten()[13] (the",
+            "counts of dispatch round 9, but not the routing of its topk_ids.flatten()[13];",
         ),
-        (Phase.MESSAGE, 7, 29, "sent the routing of dispatch round 9, but not slice 1 of token 7 (its flag: 8)"),
-        (Phase.MESSAGE_WORDS, 1, 63, "the routing of dispatch round 9, but not all words of slice 31 of token 1"),
+        (Phase.MESSAGE, 7, 29, "sent the routing of dispatch round 9, but not slice 1 of its token 7 (the flag: 8)"),
+        (Phase.MESSAGE_WORDS, 1, 63, "the routing of dispatch round 9, but not all words of slice 31 of its token 1"),
         (
             Phase.COMBINE_CONSUMED,
             0,
             0,
             "launched no combine since it received round 9 (the last: 8), so round 11",
         ),
-        (Phase.RETURN_ROUND, 0, 0, "it has not begun combine round 9 (the last: 8): it did not call it, or its launch"),
-        (Phase.RETURN, 32767, 65535, "slice 1 of token 32767 has not come home in combine round 9 (its flag: 8)"),
-        (Phase.RETURN_WORDS, 0, 3, "not all words of slice 3 of token 0 have come home in combine round 9"),
+        (Phase.RETURN_ROUND, 0, 0, "it has not begun combine round 9: it did not call it, or its launch"),
+        (Phase.RETURN, 32767, 65535, "returned slice 1 of this rank's token 32767 in combine round 9 (the flag: 8)"),
+        (Phase.RETURN_WORDS, 0, 3, "not returned all words of slice 3 of this rank's token 0 in combine round 9"),
     ],
     ids=lambda value: value.name if isinstance(value, Phase) else "",
 )
