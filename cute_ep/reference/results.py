@@ -211,15 +211,16 @@ def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode
 def add_up(cfg: EPConfig, rank: int, given: Mapping[int, Any], weights: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the output of rank `rank`'s combine into `out`. `given`: the `Returned` of each rank; EPInputError unless
     they agree, and each expert's rank has a row where this rank's ids have the expert."""
-    mode, rows = given[rank].mode, {peer: one.rows for peer, one in given.items()}
+    mode = given[rank].mode
     given[rank].check_agreement(given)
     server, row, travelled = _entries(cfg, rank, given)
     _check_rows_come(cfg, server, row, mode)
     weights = travelled if mode == "partial" else weights
+    outputs = reference.ExpertOutputs(cfg, {peer: one.rows for peer, one in given.items()}, given)
     if weights is None:
-        made = reference.unweighted_source(cfg, rank, rows, given, out.dtype)
+        made = reference.unweighted_source(outputs, rank, out.dtype)
     else:
-        made = reference.combine_source(cfg, rank, rows, given, weights, mode, out.dtype)
+        made = reference.round_to(reference.sum_source(outputs, rank, weights, mode), out.dtype)
     out.copy_(made)
 
 
