@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_ep.api.calls import SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
@@ -96,7 +97,7 @@ def check_combine(
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
         check_mode(cfg, mode, batch)
         check_rows(cfg, outputs, batch.row_map.device)
-        check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
+        check_output(cfg, mode, batch.topk_ids.shape[0], SumOptions(dtype=dtype), batch.topk_ids.device)
         if outputs.shape[0] < (need := batch.num_rows.item()):
             raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
     rounds = {} if cfg.skip_a2a else {rank: dispatch_round(cfg, batch) for rank, batch in enumerate(dispatched)}
