@@ -83,7 +83,7 @@ def test_the_layer_of_the_demo_agrees_with_the_dense_one() -> None:
 def test_demo_shares_weights_when_memory_is_short() -> None:
     from cute_ep.api.presets import Preset
 
-    weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), 0, 4, torch.device("cpu"), sets=3, seed=1)
+    weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), range(4), torch.device("cpu"), sets=3, seed=1)
     assert weights.sets == 3 and weights.nbytes == 3 * 3 * 16 * 16 * 2
     assert weights.of(3)[0].data_ptr() == weights.of(0)[0].data_ptr() != weights.of(1)[0].data_ptr()
 
