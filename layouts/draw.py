@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from html import escape
 from math import ceil, sqrt
+from typing import NamedTuple
 
 from cute_ep.layouts.algebra.layout import Layout, LayoutError
 from cute_ep.layouts.tiles.tile_tensor import TileTensor
@@ -18,6 +19,22 @@ LONGEST, LONG = 1600, 3
 PANEL = 8
 """The rows, or columns, of a panel are a multiple of this."""
 FONT = "font-family='Inter, Helvetica Neue, Arial, sans-serif'"
+
+
+class _Style(NamedTuple):
+    """How a label looks."""
+
+    size: int
+    fill: str
+    anchor: str = "middle"
+    weight: int = 400
+
+
+TITLE, CAPTION = _Style(16, "#1f2937", "start", 600), _Style(12, "#6b7280", "start")
+INDEX = _Style(11, "#6b7280")
+"""Of rows and columns."""
+OFFSET, OWNER, OWNED_OFFSET = _Style(14, "#1f2937"), _Style(12, "#1f2937", weight=600), _Style(11, "#4b5563")
+"""In a cell: its offset alone, or who owns it and the offset below."""
 
 
 def layout_table(layout: Layout) -> list[list[int]]:
@@ -96,7 +113,7 @@ def layout_svg(
         f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
     ]
     if title:
-        parts.append(_label(left, MARGIN + 14, title, 16, "#1f2937", "start", "600"))
+        parts.append(_label(left, MARGIN + 14, title, TITLE))
 
     def corner(row: int, column: int) -> tuple[int, int]:
         """Where a cell begins: rows go on in the next panel to the right, columns in the one below."""
@@ -106,11 +123,11 @@ def layout_svg(
     for first in range(0, rows, tall):
         for column in range(columns):
             x, y = corner(first, column)
-            parts.append(_label(x + CELL_WIDTH / 2, y - 8, column, 11, "#6b7280"))
+            parts.append(_label(x + CELL_WIDTH / 2, y - 8, column, INDEX))
     for first in range(0, columns, wide):
         for row in range(rows):
             x, y = corner(row, first)
-            parts.append(_label(x - 12, y + CELL_HEIGHT / 2 + 4, row, 11, "#6b7280"))
+            parts.append(_label(x - 12, y + CELL_HEIGHT / 2 + 4, row, INDEX))
     for row, cells in enumerate(table):
         for column, offset in enumerate(cells):
             x, y = corner(row, column)
@@ -122,11 +139,11 @@ def layout_svg(
             middle = x + CELL_WIDTH / 2
             if owned:
                 thread, value = owned[offset]
-                parts.append(_label(middle, y + 17, f"T{thread} V{value}", 12, "#1f2937", weight="600"))
-                parts.append(_label(middle, y + 32, offset, 11, "#4b5563"))
+                parts.append(_label(middle, y + 17, f"T{thread} V{value}", OWNER))
+                parts.append(_label(middle, y + 32, offset, OWNED_OFFSET))
             else:
-                parts.append(_label(middle, y + 25, offset, 14, "#1f2937"))
-    parts.append(_label(left, bottom + HEADER - 4, layout, 12, "#6b7280", "start"))
+                parts.append(_label(middle, y + 25, offset, OFFSET))
+    parts.append(_label(left, bottom + HEADER - 4, layout, CAPTION))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -140,12 +157,10 @@ def _panel(rows: int, columns: int) -> tuple[int, int]:
     return rows, min(columns, PANEL * ceil(columns / sqrt(broad / high) / PANEL))
 
 
-def _label(
-    x: float, y: float, content: object, size: int, fill: str, anchor: str = "middle", weight: str = "400"
-) -> str:
+def _label(x: float, y: float, content: object, style: _Style) -> str:
     return (
-        f"<text x='{x:g}' y='{y:g}' font-size='{size}' font-weight='{weight}' fill='{fill}' "
-        f"text-anchor='{anchor}'>{escape(str(content))}</text>"
+        f"<text x='{x:g}' y='{y:g}' font-size='{style.size}' font-weight='{style.weight}' fill='{style.fill}' "
+        f"text-anchor='{style.anchor}'>{escape(str(content))}</text>"
     )
 
 

@@ -234,12 +234,11 @@ def measure_mirror(
         sets = make_mirror_sets(cfg, cfg.max_tokens_per_rank)
         with connect_mirror(cfg, library) as communicators, make_runner(communicators) as runner:
             cases = measure(communicators, sets, OPERATIONS, SAMPLES, runner)
-            base = communicators[0].tuning  # the search gives communicators others
             for case in cases if tune else ():
                 operation = case["operation"]
                 if operation != "pair":
                     family = operation.removesuffix("_partial")
-                    outcome = tune_size(communicators, sets, family, base, runner, (operation,))
+                    outcome = tune_size(communicators, sets, family, runner, (operation,))
                     case |= {"best": str(outcome.entry), "best_us": outcome.us}
         results += [case | {"ranks": ranks} for case in cases]
         texts = [f"{case['operation']} {case['p50_us']:.2f}" for case in cases]

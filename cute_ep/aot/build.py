@@ -68,7 +68,6 @@ def build(
     folder: Path,
     *,
     jobs: int | None = None,
-    reuse: Path | None = None,
     keep: Path | None = None,
     on_done: Callable[[Variant, bool], None] | None = None,
 ) -> list[LibraryEntry]:
@@ -78,33 +77,27 @@ def build(
         wanted: variants to have.
         folder: library folder, created when missing.
         jobs: worker processes (default: one per core).
-        reuse: another library folder; what it has of the same sources and DSL is copied, not compiled.
         keep: a folder that gets the PTX of all of `wanted`, and where there is an nvdisasm their SASS, as
             architecture/symbol.ptx and .sass. All are compiled, with line info: both name source lines, and so do
             profilers of the kernels in `folder`.
-        on_done: called with each variant and whether it was compiled (False: it was up to date, or copied).
+        on_done: called with each variant and whether it was compiled (False: it was up to date).
 
     Returns:
         The entries of `wanted`, in order.
 
     Raises:
-        EPConfigError: `folder` or `keep` cannot be made, or there are both `reuse` and `keep`.
+        EPConfigError: `folder` or `keep` cannot be made.
         EPError: the DSL is not installed, or a variant does not compile; finished ones are kept.
     """
     wanted = list(wanted)
     if dsl_version() is None:
         raise EPError(f"the CuTe DSL is not installed: {dsl_install()}")
-    if reuse and keep:
-        raise EPConfigError(f"keep = {str(keep)!r}: must be None with reuse, which copies kernels without their PTX")
-    for name, place in (("folder", folder), ("keep", keep)):
-        try:
-            if place is not None:
-                place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EPConfigError(f"{name} = {str(place)!r}: {error.strerror}") from error
+    _make_folder("folder", folder)
+    if keep is not None:
+        _make_folder("keep", keep)
     entries = {} if keep else _fresh(folder)
-    made = _copies(_fresh(reuse), [variant for variant in wanted if variant not in entries], folder) if reuse else {}
-    todo = [variant for variant in wanted if variant not in entries and variant not in made]
+    made: dict[Variant, LibraryEntry] = {}
+    todo = [variant for variant in wanted if variant not in entries]
     for variant in wanted:
         if variant not in todo and on_done:
             on_done(variant, False)
@@ -138,17 +131,20 @@ def _fresh(folder: Path) -> dict[Variant, LibraryEntry]:
     }
 
 
-def _copies(found: dict[Variant, LibraryEntry], wanted: Iterable[Variant], folder: Path) -> dict[Variant, LibraryEntry]:
-    """Those of `wanted` that were found whole, copied into `folder`."""
+def copy_kernels(wanted: Iterable[Variant], folder: Path, source: Path) -> None:
+    """Copy into `folder` what it lacks of `wanted` and library folder `source` has whole, of the same sources and DSL:
+    `build` then finds it up to date. EPConfigError: `folder` cannot be made."""
+    _make_folder("folder", folder)
+    here, there = _fresh(folder), _fresh(source)
     made = {}
     for variant in wanted:
-        if variant not in found:
+        if variant in here or variant not in there:
             continue
         with suppress(VariantMissing):
             path = folder / variant.arch / f"{variant.symbol}.cubin"
-            _write(path, found[variant].read())
-            made[variant] = replace(found[variant], path=path)
-    return made
+            _write(path, there[variant].read())
+            made[variant] = replace(there[variant], path=path)
+    add_to_manifest(folder, made)
 
 
 def add_to_manifest(folder: Path, made: dict[Variant, LibraryEntry]) -> None:
@@ -159,6 +155,14 @@ def add_to_manifest(folder: Path, made: dict[Variant, LibraryEntry]) -> None:
         rows = [entries[variant].to_json() for variant in sorted(entries, key=lambda v: (v.arch, v.symbol))]
         manifest = {"version": cute_ep.__version__, "variants": rows}
         _write(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def _make_folder(name: str, place: Path) -> None:
+    """EPConfigError, with the argument's name, where there can be no such folder."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EPConfigError(f"{name} = {str(place)!r}: {error.strerror}") from error
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from cute_ep.api.buffers import BUFFERS, DispatchBuffers, room_of
 from cute_ep.api.counts import HostCounts, any_lost
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.provenance import Origin, Stamp
+
+if TYPE_CHECKING:
+    from cute_ep.api.rounds import PendingDispatch
 
 READ_BY_COMBINE = ("tokens", "row_offsets", "row_map", "headers")
 """Tensors that a combine in any mode reads or checks; partial mode multiplies by `weights` too."""
@@ -83,20 +86,13 @@ class Dispatched:
             object.__setattr__(self, "weighted", self.weights is not None)
 
     @classmethod
-    def received(
-        cls,
-        buffers: DispatchBuffers,
-        origin: Origin,
-        topk_ids: Tensor,
-        router_weights: Tensor | None,
-        return_slices_log2: int,
-        **others: Any,
-    ) -> Self:
-        """The batch that a communicator has received into these buffers, whose generation has counted it. `others` are
-        arguments of a subclass."""
+    def received(cls, buffers: DispatchBuffers, origin: Origin, sent: PendingDispatch, **others: Any) -> Self:
+        """The batch that a communicator has received into these buffers, whose generation has counted it, of what its
+        rank has sent. `others` are arguments of a subclass."""
+        topk_ids, router_weights, slices, _ = sent
         stamp = Stamp(origin, buffers.memory.generation.number, topk_ids, router_weights)
         weighted = router_weights is not None
-        return cls(buffers, origin.rank, topk_ids, router_weights, return_slices_log2, False, weighted, stamp, **others)
+        return cls(buffers, origin.rank, topk_ids, router_weights, slices, False, weighted, stamp, **others)
 
     @classmethod
     def of_tensors(

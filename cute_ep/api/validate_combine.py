@@ -105,15 +105,10 @@ def combine_weights(
     router_weights: torch.Tensor | None,
     dispatched: Dispatched,
     hooks: Hooks = NO_HOOKS,
-    *,
-    checked: bool = False,
 ) -> torch.Tensor | None:
     """The [T, top_k] weights that a rank multiplies what comes home by: in exact mode the argument, else what dispatch
     was given. None in the others: in partial mode the expert ranks multiply by what dispatch brought them, or nobody
-    does, of rank-major rows.
-
-    Args:
-        checked: whether those of `dispatched` need no check.
+    does, of rank-major rows. Those that a dispatch has checked are not checked again.
 
     Raises:
         EPInputError: unknown mode, no weights in exact mode, in partial mode expert-major rows of a dispatch that was
@@ -144,7 +139,9 @@ def combine_weights(
     weights = dispatched.router_weights if router_weights is None else router_weights
     if weights is None:
         raise EPInputError("router_weights = None: exact combine needs them, give them to dispatch or combine")
-    if router_weights is not None or not checked:
+    stamp = dispatched.stamp
+    checked = router_weights is None and stamp is not None and stamp.router_weights is weights
+    if not checked:
         check_router_weights(cfg, weights, dispatched.topk_ids.shape[0], dispatched.topk_ids.device, hooks)
     elif weights.requires_grad:
         check_detached("dispatched.router_weights", weights)
@@ -156,15 +153,15 @@ OUTPUT_TYPES = {torch.bfloat16: OutputType.BF16, torch.float16: OutputType.FP16,
 
 
 def check_output(
-    cfg: EPConfig, mode: str, tokens: int, dtype: torch.dtype, out: torch.Tensor | None, device: torch.device | str
+    cfg: EPConfig, mode: str, tokens: int, options: SumOptions, device: torch.device | str
 ) -> tuple[tuple[int, ...], torch.dtype]:
     """(shape, type) of combine's output: [T, hidden], unweighted [T, top_k, hidden]; `dtype`, unless there is an `out`.
 
     Raises:
         EPInputError: `out` does not have that shape, or the type is not in OUTPUT_TYPES.
     """
+    name, out, dtype = "dtype", options.out, options.dtype
     shape = (tokens, cfg.top_k, cfg.hidden) if mode == "unweighted" else (tokens, cfg.hidden)
-    name = "dtype"
     if out is not None:
         if type(out) is not Tensor or out.requires_grad or out.is_inference():
             check_written("out", out)
@@ -193,11 +190,10 @@ def check_sum(
     """(`combine_weights`, shape and type of the output) of a combine of a batch that was checked. EPInputError: an
     option does not fit."""
     cfg, _, device, hooks = origin
-    stamp, out = dispatched.stamp, options.out
-    checked = stamp is not None and stamp.router_weights is dispatched.router_weights
-    weights = combine_weights(cfg, mode, options.router_weights, dispatched, hooks, checked=checked)
-    shape, dtype = check_output(cfg, mode, dispatched.topk_ids.size(0), options.dtype, out, device)
+    weights = combine_weights(cfg, mode, options.router_weights, dispatched, hooks)
+    shape, dtype = check_output(cfg, mode, dispatched.topk_ids.size(0), options, device)
     check_epilogue_data(mode, hooks.epilogue, options.epilogue_data, device)
+    out = options.out
     if out is not None and overlap(rows, out):
         check_apart("out", out, rows=rows)
     return weights, shape, dtype

@@ -81,7 +81,7 @@ class InputSets:
 
 
 def make_sets(
-    cfg: EPConfig, devices: Sequence[str], tokens: int, routing: str = "uniform", *, sets: int = SETS, seed: int = 0
+    cfg: EPConfig, devices: Sequence[str], tokens: int, routing: str = "uniform", *, sets: int = SETS
 ) -> InputSets:
     """Input sets of all ranks, generated on their devices; the same for the same arguments on GPUs of the same kind.
 
@@ -90,7 +90,6 @@ def make_sets(
         tokens: of every rank.
         routing: out of `cute_ep.testing.workloads.ROUTINGS`.
         sets: number of sets.
-        seed: another one gives other sets.
 
     Raises:
         EPInputError: an unknown routing, or more tokens than `cfg` allows.
@@ -102,7 +101,7 @@ def make_sets(
     batches: list[list[Batch]] = [[] for _ in devices]
     counts = []
     for number in range(sets):
-        generators = [set_generator(device, rank, seed * sets + number) for rank, device in enumerate(devices)]
+        generators = [set_generator(device, rank, number) for rank, device in enumerate(devices)]
         ids = []
         for device, generator in zip(devices, generators, strict=True):
             with torch.device(device):

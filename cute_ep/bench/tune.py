@@ -10,7 +10,7 @@ from cute_ep.api.config import EPConfig
 from cute_ep.bench.measure import InputSets, measure
 from cute_ep.bench.timing import Runner
 from cute_ep.runtime.communicator import Communicator
-from cute_ep.tuning.builtin import ONE_A_SM, segments_of
+from cute_ep.tuning.builtin import ONE_A_SM, built_in, segments_of
 from cute_ep.tuning.launch_shape import MANY, Entry, Shape, Tuning, slices_for
 
 GRIDS = (32, 64, ONE_A_SM, MANY)
@@ -79,11 +79,12 @@ def tune_size(
     communicators: Sequence[Communicator],
     sets: InputSets,
     family: str,
-    base: Tuning,
     lanes: Runner,
     operations: Sequence[str],
 ) -> Outcome:
-    """`choose` for one number of tokens by the times of some of the family's operations, on all ranks."""
+    """`choose` for one number of tokens, beside the built-in tables, by the times of some of the family's operations on
+    all ranks, which keep the launch shapes of the last try."""
+    base = built_in(sets.cfg, communicators[0].max_ctas)
 
     def with_entry(entry: Entry) -> Tuning:
         return base.revised(family, {sets.tokens: entry})

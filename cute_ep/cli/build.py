@@ -85,13 +85,16 @@ def wanted_variants(args: argparse.Namespace) -> list[Variant]:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Compile what is missing or stale. Returns 0; errors as `cute_ep.aot.build.build`.
+    """Compile what is missing or stale. Returns 0; errors as `cute_ep.aot.build.build`, and EPConfigError where both
+    `--reuse` and `--keep` are given.
 
     Shows a bar on a terminal, elsewhere a line for each kernel that has been compiled."""
-    from cute_ep.aot.build import build
+    from cute_ep.aot.build import build, copy_kernels
 
     made = wanted_variants(args)
     folder = args.out or cache_folder()
+    if args.reuse and args.keep:
+        raise EPConfigError(f"keep = {str(args.keep)!r}: must be None with reuse, which copies kernels without PTX")
     jobs = min(args.jobs or os.cpu_count() or 1, len(made))
     sys.path.insert(0, os.getcwd())  # where hooks are, beside what is installed
     for shape in presets_named(args.preset) if args.preset else ():
@@ -100,6 +103,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"{shape.name} (hidden {shape.hidden}, top-k {shape.top_k}) is served in {served}", highlight=False
         )
     started = time.perf_counter()
+    if args.reuse:
+        copy_kernels(made, folder, args.reuse)
     finished: dict[Variant, float | None] = {}
     width = len(str(len(made)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -113,7 +118,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
                 count = f"{len(finished):{width}} of {len(made)}"
                 console.print(f"{count}  {variant.arch} {variant.symbol}", highlight=False, soft_wrap=True)
 
-        entries = build(made, folder, jobs=jobs, reuse=args.reuse, keep=args.keep, on_done=on_done)
+        entries = build(made, folder, jobs=jobs, keep=args.keep, on_done=on_done)
     compiled = sum(at is not None for at in finished.values())
     if compiled:
         print_table(console, build_table(entries, finished))

@@ -111,21 +111,25 @@ def text_batches(text: bytes, preset: Preset, ranks: int, tokens: int, seed: int
 class ExpertWeights:
     """SwiGLU experts of one rank, seeded by their global number: gate|up [2 * I, hidden], down [hidden, I], bfloat16.
 
-    With fewer weight sets than experts, expert e uses set e % sets.
+    With fewer weight sets than experts, the rank's expert e uses set e % sets.
+
+    Args:
+        experts: global numbers of the rank's experts.
+        sets: weight sets at most.
 
     Attributes:
         sets: weight sets in memory.
         nbytes: their bytes.
     """
 
-    def __init__(self, preset: Preset, first: int, count: int, device: torch.device, sets: int, seed: int) -> None:
-        self.sets = min(sets, count)
+    def __init__(self, preset: Preset, experts: range, device: torch.device, sets: int, seed: int) -> None:
+        self.sets = min(sets, len(experts))
         inner, hidden = preset.moe_hidden, preset.hidden
         self.gate_up = torch.empty(self.sets, 2 * inner, hidden, dtype=torch.bfloat16, device=device)
         self.down = torch.empty(self.sets, hidden, inner, dtype=torch.bfloat16, device=device)
         generator = torch.Generator(device=device)
-        for index in range(self.sets):
-            generator.manual_seed(seed + first + index)
+        for index, expert in enumerate(experts[: self.sets]):
+            generator.manual_seed(seed + expert)
             for weight, scale in ((self.gate_up[index], hidden**-0.5), (self.down[index], inner**-0.5 / SILU_RMS)):
                 weight.copy_(torch.randn(weight.shape, generator=generator, device=device) * scale)
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
@@ -145,7 +149,8 @@ def make_experts(cfg: EPConfig, preset: Preset, devices: Sequence[str], seed: in
             still_to_come = devices[rank:].count(name)
             free = torch.cuda.mem_get_info(device)[0]
             sets = max(1, min(sets, int(free * WEIGHT_SHARE) // still_to_come // one))
-        made.append(ExpertWeights(preset, rank * cfg.local_experts, cfg.local_experts, device, sets, seed))
+        first = rank * cfg.local_experts
+        made.append(ExpertWeights(preset, range(first, first + cfg.local_experts), device, sets, seed))
     return made
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,55 +72,73 @@ def run(args: argparse.Namespace, console: Console) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    table = result_table()
+    table, ranks = result_table(), Ranks(devices, args.sms, args.library)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(sizes) * (len(configs) + 1))
         for cfg in configs:
             families = tuple(OPERATIONS) if cfg is configs[0] else ("dispatch",)
-            tune_format(cfg, devices, args.sms, args.library, families, sizes, table, partial(progress.update, task))
+            found = tune_format(cfg, ranks, families, sizes, partial(progress.update, task))
+            keep(found, devices)
+            add_results(table, found)
     print_table(console, table)
     return 0
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Where ranks run: a device each, the SMs that each may take, and the folder with their kernels."""
+
+    devices: Sequence[str]
+    sms: int | None
+    library: str | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for one configuration, in launches of at most `max_ctas`: outcomes by family and tokens."""
+
+    cfg: EPConfig
+    max_ctas: int
+    outcomes: dict[str, dict[int, Outcome]]
+
+
 def tune_format(
-    cfg: EPConfig,
-    devices: Sequence[str],
-    sms: int | None,
-    library: str | None,
-    families: Sequence[str],
-    sizes: Sequence[int],
-    table: Table,
-    step: Callable[..., None],
-) -> None:
-    """Measure the families with one set of communicators, write what was found, add it to the table.
+    cfg: EPConfig, ranks: Ranks, families: Sequence[str], sizes: Sequence[int], step: Callable[..., None]
+) -> Found:
+    """Measure the families with one set of communicators.
 
     `step` is `rich.progress.Progress.update` of a task with one step for each family and number of tokens.
     """
-    import torch
-
     from cute_ep.bench.measure import make_runner, make_sets
     from cute_ep.bench.tune import tune_size
     from cute_ep.runtime.connection import connected
 
-    found: dict[str, dict[int, Outcome]] = {family: {} for family in families}
-    with connected(cfg, devices, sms=sms, library=library) as communicators, make_runner(communicators) as lanes:
-        max_ctas = communicators[0].max_ctas
-        base = built_in(cfg, max_ctas)
+    connection = connected(cfg, ranks.devices, sms=ranks.sms, library=ranks.library)
+    with connection as communicators, make_runner(communicators) as lanes:
+        found = Found(cfg, communicators[0].max_ctas, {family: {} for family in families})
         for tokens in sizes:
-            sets = make_sets(cfg, devices, tokens)
+            sets = make_sets(cfg, ranks.devices, tokens)
             for family in families:
                 LOG.info("tuning %s, %s, %d tokens per rank", family, cfg.dispatch_format, tokens)
                 step(description=f"{family} {cfg.dispatch_format} {tokens} tokens")
-                found[family][tokens] = tune_size(communicators, sets, family, base, lanes, OPERATIONS[family])
+                outcome = tune_size(communicators, sets, family, lanes, OPERATIONS[family])
+                found.outcomes[family][tokens] = outcome
                 step(advance=1)
             del sets
+    return found
+
+
+def keep(found: Found, devices: Sequence[str]) -> None:
+    """Write what was found into the user's cache, beside what is there for other numbers of tokens."""
+    import torch
+
+    cfg, max_ctas = found.cfg, found.max_ctas
     name, gpus = torch.cuda.get_device_name(devices[0]), len(set(devices))
     known, tables = find_tuning(cfg, name, gpus, max_ctas), {}
-    for family, outcomes in found.items():
+    for family, outcomes in found.outcomes.items():
         entries = {tokens: outcome.entry for tokens, outcome in outcomes.items()}
         tables[Setting.of(family, cfg, name, gpus, max_ctas)] = known.revised(family, entries).table(family)
-        add_results(table, family, cfg, base, outcomes, max_ctas)
     write_tables(tables)
 
 
@@ -133,26 +152,27 @@ def result_table() -> Table:
     return table
 
 
-def add_results(
-    table: Table, family: str, cfg: EPConfig, base: Tuning, outcomes: Mapping[int, Outcome], max_ctas: int
-) -> None:
-    """One row for each number of tokens."""
+def add_results(table: Table, found: Found) -> None:
+    """One row for each number of tokens, a section for each family."""
+    base = built_in(found.cfg, found.max_ctas)
 
-    def text(tuning: Tuning, tokens: int) -> str:
-        shape = tuning.shape(family, tokens, max_ctas)
+    def text(tuning: Tuning, family: str, tokens: int) -> str:
+        shape = tuning.shape(family, tokens, found.max_ctas)
         senders = f"{shape.send_ctas}{' packed' if shape.packed else ''}" if shape.receive_from else "all"
         return f"{shape.grid}, {senders}, {shape.slices}"
 
-    for tokens, outcome in outcomes.items():
-        before, after = text(base, tokens), text(base.revised(family, {tokens: outcome.entry}), tokens)
-        table.add_row(
-            family,
-            cfg.dispatch_format if family == "dispatch" else "any",
-            str(tokens),
-            before,
-            f"{outcome.default_us:.1f}",
-            "the same" if after == before else after,
-            f"{outcome.us:.1f}",
-            f"{100 * (1 - outcome.us / outcome.default_us):.1f} %",
-        )
-    table.add_section()
+    for family, outcomes in found.outcomes.items():
+        for tokens, outcome in outcomes.items():
+            tuned = base.revised(family, {tokens: outcome.entry})
+            before, after = text(base, family, tokens), text(tuned, family, tokens)
+            table.add_row(
+                family,
+                found.cfg.dispatch_format if family == "dispatch" else "any",
+                str(tokens),
+                before,
+                f"{outcome.default_us:.1f}",
+                "the same" if after == before else after,
+                f"{outcome.us:.1f}",
+                f"{100 * (1 - outcome.us / outcome.default_us):.1f} %",
+            )
+        table.add_section()

@@ -54,7 +54,7 @@ def dispatch_weighted(
     Raises:
         EPInputError, EPTimeout: as `EPCommunicator.dispatch`.
     """
-    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, comm, scalars, capacity))
+    return WeightedRows(*_Dispatch.apply(x, topk_ids, router_weights, _Way(comm, scalars, capacity)))
 
 
 def sums_of(batch: Batch) -> Batch:
@@ -70,26 +70,32 @@ def sums_of(batch: Batch) -> Batch:
     )
 
 
+class _Way(NamedTuple):
+    """Which way rows go and come home: the communicators of tokens and of scalars, and room for how many rows."""
+
+    comm: str
+    scalars: str
+    capacity: int
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, comm: str, scalars: str, capacity: int
-    ) -> tuple[Tensor, Tensor, Batch]:
-        batch = dispatch(x, ids, weights, comm, capacity=capacity)
+    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, way: _Way) -> tuple[Tensor, Tensor, Batch]:
+        batch = dispatch(x, ids, weights, way.comm, capacity=way.capacity)
         sums = sums_of(batch)
-        ctx.comm, ctx.scalars = comm, scalars
+        ctx.way = way
         ctx.save_for_backward(*sums[1:])
         return batch.tokens, batch.row_weights, sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_tokens: Tensor, grad_weights: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        sums = Batch(ctx.comm, *ctx.saved_tensors)
+        sums = Batch(ctx.way.comm, *ctx.saved_tensors)
         of_tokens = None
         if ctx.needs_input_grad[0]:
             of_tokens = combine(grad_tokens.contiguous(), sums, mode="partial")
-        of_weights = _send_home(grad_weights, sums.topk_ids, ctx.scalars) if ctx.needs_input_grad[2] else None
-        return of_tokens, None, of_weights, None, None, None
+        of_weights = _send_home(grad_weights, sums.topk_ids, ctx.way.scalars) if ctx.needs_input_grad[2] else None
+        return of_tokens, None, of_weights, None
 
 
 def _send_home(values: Tensor, ids: Tensor, scalars: str) -> Tensor:

@@ -8,7 +8,7 @@ Sources: the formulas of NVFP4 quantisation and of the scale-factor addresses ar
 """
 
 from cute_ep.reference.bounds import combine_error_bound, identity_error_bound, quantization_bound, within
-from cute_ep.reference.combine import combine, combine_source, unweighted_source
+from cute_ep.reference.combine import ExpertOutputs, combine, sum_source, unweighted_source
 from cute_ep.reference.decode import dequantize
 from cute_ep.reference.dispatch import (
     arrange_scales,
@@ -39,11 +39,11 @@ from cute_ep.reference.sums import sum_rows
 from cute_ep.reference.swiglu import swiglu, swiglu_bound
 
 __all__ = [
+    "ExpertOutputs",
     "arrange_scales",
     "check_expert_ids",
     "combine",
     "combine_error_bound",
-    "combine_source",
     "count_routes",
     "decode_e2m1",
     "decode_e2m3",
@@ -65,6 +65,7 @@ __all__ = [
     "receive",
     "round_to",
     "sum_rows",
+    "sum_source",
     "swiglu",
     "swiglu_bound",
     "swizzle_scales",

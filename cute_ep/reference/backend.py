@@ -180,13 +180,7 @@ class ReferenceCommunicator(EPCommunicator):
         self._check_apart(out, topk_ids=pending.topk_ids, router_weights=pending.router_weights)
         out.memory.generation.number += 1  # what it held is gone
         dispatched = OwnDispatched.received(
-            out,
-            self.origin,
-            pending.topk_ids,
-            pending.router_weights,
-            pending.return_slices_log2,
-            number=self._dispatches.received + 1,
-            read_again=pending.read_again,
+            out, self.origin, pending, number=self._dispatches.received + 1, read_again=pending.read_again
         )
 
         def receive(sources: Mapping[int, Source]) -> None:

@@ -26,7 +26,7 @@ from cute_ep.layouts.maps.formats import (
     Element,
     Format,
 )
-from cute_ep.reference.combine import check_combine, chosen_weights, returned_rows, shared_rows
+from cute_ep.reference.combine import ExpertOutputs, check_combine, chosen_weights
 from cute_ep.reference.formats import as_format, as_global_scale, check_x, row_chunks
 
 UNIT = 2.0**-24
@@ -218,14 +218,14 @@ def combine_error_bound(
     """
     check_combine(cfg, rows, dispatched, mode, dtype)
     chosen = chosen_weights(cfg, dispatched, router_weights, mode)
-    results = []
+    outputs, results = ExpertOutputs(cfg, rows, dispatched), []
     for source, weights in enumerate(chosen):
         if mode == "unweighted":
-            value = returned_rows(cfg, source, rows, dispatched, slice(None))[1].double()
+            value = outputs.routed(source, slice(None))[1].double()
             exact = dtype in (torch.bfloat16, torch.float32)
             results.append((value, torch.zeros_like(value) if exact else cast_error(value.abs(), dtype)))
         else:
-            results.append(_sum_and_bound(cfg, source, rows, dispatched, weights, mode, dtype))
+            results.append(_sum_and_bound(outputs, source, weights, mode, dtype))
     return results
 
 
@@ -234,23 +234,17 @@ def _gamma(count: int) -> float:
 
 
 def _sum_and_bound(
-    cfg: EPConfig,
-    source: int,
-    rows: Sequence[torch.Tensor],
-    dispatched: Sequence[Dispatched],
-    weights: torch.Tensor,
-    mode: str,
-    dtype: torch.dtype,
+    outputs: ExpertOutputs, source: int, weights: torch.Tensor, mode: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`combine_error_bound` of one rank's sums."""
+    cfg, tokens = outputs.cfg, weights.shape[0]
     terms, parts = cfg.top_k, min(cfg.peers, cfg.top_k)
-    tokens = dispatched[source].topk_ids.shape[0]
     shared = torch.zeros(tokens, cfg.hidden, dtype=torch.float64, device=weights.device)
-    served, outputs = shared_rows(cfg, source, rows[source], tokens)
-    shared[served] = outputs.double()
+    served, rows = outputs.shared(source)
+    shared[served] = rows.double()
     value, bound = shared.clone(), torch.zeros_like(shared)
     for part in row_chunks(tokens, cfg.top_k * cfg.hidden):
-        server, returned = returned_rows(cfg, source, rows, dispatched, part)
+        server, returned = outputs.routed(source, part)
         products = weights[part][:, :, None].double() * returned.double()
         products = torch.where(server[:, :, None] < cfg.world_size, products, 0)
         value[part] += products.sum(dim=1)
@@ -288,14 +282,14 @@ def identity_error_bound(
     """
     combined = combine_error_bound(cfg, rows, dispatched, mode=mode)
     chosen = chosen_weights(cfg, dispatched, None, mode)
-    results = []
+    outputs, results = ExpertOutputs(cfg, rows, dispatched), []
     for rank, (x, weights, (_, bound)) in enumerate(zip(xs, chosen, combined, strict=True)):
         ids = dispatched[rank].topk_ids
         counted = ids >= 0
         if cfg.skip_a2a:
             counted &= ids // cfg.local_experts == rank
         factors = torch.where(counted, weights, 0).double()
-        served, _ = shared_rows(cfg, rank, rows[rank], x.shape[0])
+        served, _ = outputs.shared(rank)
         shared = torch.zeros(x.shape[0], 1, dtype=torch.float64, device=x.device)
         shared[served] = 1
         quantized = quantization_bound(x, cfg.format)

@@ -6,9 +6,11 @@ Every multiplication and every addition is its own torch call, so products are r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from cute_ep.api.calls import SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
@@ -25,6 +27,39 @@ Rows = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 """Per rank [>= num_rows, hidden] bfloat16."""
 Batches = Sequence[Dispatched] | Mapping[int, Dispatched]
 """Per rank what its dispatch received."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertOutputs:
+    """What the experts of all ranks have made of a round's tokens: `rows[rank]` are in the order of `batches[rank]`."""
+
+    cfg: EPConfig
+    rows: Rows
+    batches: Batches
+
+    def routed(self, source: int, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, at
+        least world_size where no row returns (masked, or not in `row_map`), and [n, top_k, hidden] bfloat16, zeros
+        there."""
+        cfg = self.cfg
+        every, index = lower_halves(self.batches[source].topk_ids), 0 if cfg.skip_a2a else source
+        ids = every[part]
+        server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
+        row, ranks = torch.full_like(ids, -1), [source] if cfg.skip_a2a else range(cfg.world_size)
+        for rank in ranks:
+            row = torch.where(server == rank, self.batches[rank].row_map[index, : every.shape[0]][part], row)
+        server = torch.where(row < 0, cfg.world_size, server)
+        returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
+        order, counts = server.flatten().argsort(stable=True), server.flatten().bincount(minlength=cfg.world_size + 1)
+        slots = order.split(counts.tolist())  # of each rank, and of none
+        for rank in ranks:
+            returned.view(-1, cfg.hidden)[slots[rank]] = self.rows[rank][row.flatten()[slots[rank]].long()]
+        return server, returned
+
+    def shared(self, source: int) -> tuple[slice, torch.Tensor]:
+        """(tokens that the shared expert served, their rows) of one rank; both empty without a shared expert."""
+        first, count = self.cfg.shared_slice(self.batches[source].topk_ids.shape[0], source)
+        return slice(first, first + count), self.rows[source][:count]
 
 
 def chosen_weights(
@@ -62,7 +97,7 @@ def check_combine(
     for rank, (outputs, batch) in enumerate(zip(rows, dispatched, strict=True)):
         check_mode(cfg, mode, batch)
         check_rows(cfg, outputs, batch.row_map.device)
-        check_output(cfg, mode, batch.topk_ids.shape[0], dtype, None, batch.topk_ids.device)
+        check_output(cfg, mode, batch.topk_ids.shape[0], SumOptions(dtype=dtype), batch.topk_ids.device)
         if outputs.shape[0] < (need := batch.num_rows.item()):
             raise EPInputError(f"rows[{rank}].shape[0] = {outputs.shape[0]}: must be at least num_rows = {need}")
     rounds = {} if cfg.skip_a2a else {rank: dispatch_round(cfg, batch) for rank, batch in enumerate(dispatched)}
@@ -119,40 +154,16 @@ def combine(
     """
     check_combine(cfg, rows, dispatched, mode, dtype)
     chosen = chosen_weights(cfg, dispatched, router_weights, mode)
+    outputs = ExpertOutputs(cfg, rows, dispatched)
     if mode == "unweighted":
         if epilogue is not None:
             raise EPInputError("epilogue = function: must be None in unweighted mode, which has no sum")
-        return [unweighted_source(cfg, source, rows, dispatched, dtype) for source in range(cfg.world_size)]
-    return [
-        combine_source(cfg, source, rows, dispatched, weights, mode, dtype, epilogue)
-        for source, weights in enumerate(chosen)
-    ]
-
-
-def returned_rows(
-    cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, part: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ranks that return the slots' rows, the rows) of the tokens `part` of rank `source`: [n, top_k] int64, at least
-    world_size where no row returns (masked, or not in `row_map`), and [n, top_k, hidden] bfloat16, zeros there."""
-    every, index = lower_halves(dispatched[source].topk_ids), 0 if cfg.skip_a2a else source
-    ids = every[part]
-    server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
-    row, ranks = torch.full_like(ids, -1), [source] if cfg.skip_a2a else range(cfg.world_size)
-    for rank in ranks:
-        row = torch.where(server == rank, dispatched[rank].row_map[index, : every.shape[0]][part], row)
-    server = torch.where(row < 0, cfg.world_size, server)
-    returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
-    order, counts = server.flatten().argsort(stable=True), server.flatten().bincount(minlength=cfg.world_size + 1)
-    slots = order.split(counts.tolist())  # of each rank, and of none
-    for rank in ranks:
-        returned.view(-1, cfg.hidden)[slots[rank]] = rows[rank][row.flatten()[slots[rank]].long()]
-    return server, returned
-
-
-def shared_rows(cfg: EPConfig, source: int, rows: torch.Tensor, tokens: int) -> tuple[slice, torch.Tensor]:
-    """(tokens that the shared expert served, their rows) of one rank; both empty without a shared expert."""
-    first, count = cfg.shared_slice(tokens, source)
-    return slice(first, first + count), rows[:count]
+        return [unweighted_source(outputs, source, dtype) for source in range(cfg.world_size)]
+    results = []
+    for source, weights in enumerate(chosen):
+        total = sum_source(outputs, source, weights, mode)
+        results.append(round_to(total if epilogue is None else epilogue(source, total), dtype))
+    return results
 
 
 def exact_sums(served: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
@@ -164,7 +175,7 @@ def exact_sums(served: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
 
 
 def partial_sums(server: torch.Tensor, products: torch.Tensor, world_size: int) -> torch.Tensor:
-    """[n, hidden] sums over ranks, ascending, of their `exact_sums` as bfloat16; `server` as of `returned_rows`."""
+    """[n, hidden] sums over ranks, ascending, of their `exact_sums` as bfloat16; `server` as `routed` returns it."""
     order = server.argsort(dim=1, stable=True)  # rank by rank, slots ascending; those without a row last
     server, products = server.gather(1, order), products.gather(1, order[:, :, None].expand_as(products))
     total, partial = torch.zeros_like(products[:, 0]), torch.zeros_like(products[:, 0])
@@ -177,35 +188,27 @@ def partial_sums(server: torch.Tensor, products: torch.Tensor, world_size: int) 
 
 
 @no_modes()
-def combine_source(
-    cfg: EPConfig,
-    source: int,
-    rows: Rows,
-    dispatched: Batches,
-    weights: torch.Tensor,
-    mode: str,
-    dtype: torch.dtype = torch.bfloat16,
-    epilogue: Epilogue | None = None,
-) -> torch.Tensor:
-    """`combine` for the tokens of rank `source` alone, with its [T, top_k] weights; checks nothing."""
-    tokens = weights.shape[0]
+def sum_source(outputs: ExpertOutputs, source: int, weights: torch.Tensor, mode: str) -> torch.Tensor:
+    """The sums of `combine` for the tokens of rank `source` alone, with its [T, top_k] weights, before the epilogue and
+    the last cast: [T, hidden] float32; checks nothing."""
+    cfg, tokens = outputs.cfg, weights.shape[0]
     result = torch.zeros(tokens, cfg.hidden, dtype=torch.float32, device=weights.device)
     for part in row_chunks(tokens, cfg.top_k * cfg.hidden):
-        server, returned = returned_rows(cfg, source, rows, dispatched, part)
+        server, returned = outputs.routed(source, part)
         products = weights[part][:, :, None] * returned.float()
         if mode == "exact":
             result[part] = exact_sums(server < cfg.world_size, products)
         else:
             result[part] = partial_sums(server, products, cfg.world_size)
-    shared, outputs = shared_rows(cfg, source, rows[source], tokens)
-    result[shared] = result[shared] + outputs.float()
-    return round_to(result if epilogue is None else epilogue(source, result), dtype)
+    served, rows = outputs.shared(source)
+    result[served] = result[served] + rows.float()
+    return result
 
 
 @no_modes()
-def unweighted_source(cfg: EPConfig, source: int, rows: Rows, dispatched: Batches, dtype: torch.dtype) -> torch.Tensor:
+def unweighted_source(outputs: ExpertOutputs, source: int, dtype: torch.dtype) -> torch.Tensor:
     """Unweighted `combine` for the tokens of rank `source` alone: [T, top_k, hidden]; checks nothing."""
-    _, result = returned_rows(cfg, source, rows, dispatched, slice(None))
+    _, result = outputs.routed(source, slice(None))
     if dtype == torch.bfloat16:
         return result
     widened = (result.view(torch.int16).int() << 16).view(torch.float32)

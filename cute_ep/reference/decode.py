@@ -80,8 +80,9 @@ def dequantize(
             raise EPInputError(f"scale_layout = {scale_layout!r}: must be None, scales of QuantizedRows are row-major")
     else:
         raise EPInputError(f"rows = {type(rows).__name__}: must be QuantizedRows, SwigluRows or a batch")
-    hidden = _check_payload(name, payload, fmt)
-    layout = _check_scales(rows, scales, fmt, payload, hidden, scale_layout)
+    _check_payload(name, payload, fmt)
+    held = QuantizedRows(payload, scales, row_scales)
+    layout = _check_scales(rows, held, fmt, scale_layout)
     count, device = payload.shape[0], payload.device
     if fmt.row_scale:
         check_tensor("rows.row_scales", row_scales, shape=(count,), dtype=torch.bfloat16, device=device)
@@ -97,41 +98,43 @@ def dequantize(
         check_tensor("scales_offsets", scales_offsets, shape=(groups,), dtype=torch.int32, device=device)
     _check_global(global_scale, groups, device)
     with no_modes():
-        held = as_own_types(QuantizedRows(payload, scales, row_scales), fmt)
-        return _decode(fmt, held, hidden, global_scale, layout, _Groups(row_offsets, scales_offsets))
+        return _decode(fmt, as_own_types(held, fmt), global_scale, layout, _Groups(row_offsets, scales_offsets))
 
 
-def _check_payload(name: str, payload: torch.Tensor, fmt: Format) -> int:
-    """Elements of a row of payload; EPInputError unless it has rows of `fmt`."""
+def _check_payload(name: str, payload: torch.Tensor, fmt: Format) -> None:
+    """EPInputError unless payload has rows of `fmt`."""
     types = payload_types(fmt)
     check_tensor(name, payload, shape=(None, None), dtype=types)
     columns, least = payload.shape[1], payload_columns(fmt, fmt.multiple)
     if columns <= 0 or columns % least:
         raise EPInputError(f"{name}.shape[1] = {columns}: must be a positive multiple of {least} for {fmt.name}")
-    return columns // least * fmt.multiple
+
+
+def _hidden(payload: torch.Tensor, fmt: Format) -> int:
+    """Elements of a row of payload that was checked."""
+    return payload.shape[1] // payload_columns(fmt, fmt.multiple) * fmt.multiple
 
 
 def _check_scales(
     rows: QuantizedRows | SwigluRows | DispatchBuffers,
-    scales: torch.Tensor | None,
+    held: QuantizedRows,
     fmt: Format,
-    payload: torch.Tensor,
-    hidden: int,
     scale_layout: ScaleLayout | None,
 ) -> str | None:
-    """The layout of the scale factors, None for none and for row-major ones without padding; EPInputError unless
-    they fit."""
+    """The layout of the scale factors that `rows` hold, None for none and for row-major ones without padding;
+    EPInputError unless they fit the payload."""
     try:
         layout = fmt.scale_layout(scale_layout)
     except ValueError as error:
         raise EPInputError(str(error)) from None
     if isinstance(rows, DispatchBuffers) and rows.memory.cfg is not None and scale_layout is None:
         layout = rows.memory.cfg.scales_as if rows.memory.cfg.format is fmt else layout
+    scales = held.scales
     if fmt.scale is None:
         if scales is not None:
             raise EPInputError(f"rows.scales = {type(scales).__name__}: must be None, {fmt.name} has none")
         return None
-    count = payload.shape[0]
+    count, hidden = held.payload.shape[0], _hidden(held.payload, fmt)
     shape: tuple[int | None, ...]
     if isinstance(rows, QuantizedRows):  # which may be a view of padded rows
         layout, shape = None, (count, hidden // fmt.block)
@@ -143,7 +146,7 @@ def _check_scales(
             for other in (one for one in shapes if _fits(scales, shapes[one])):
                 chosen = f"scale_layout = {layout!r}{'' if scale_layout else ', the default'}"
                 raise EPInputError(f"{chosen}: must be {other!r} for rows.scales.shape = {tuple(scales.shape)}")
-    check_tensor("rows.scales", scales, shape=shape, dtype=scale_types(fmt), device=payload.device)
+    check_tensor("rows.scales", scales, shape=shape, dtype=scale_types(fmt), device=held.payload.device)
     if layout == ATOM and scales is not None and scales.shape[0] * ATOM_ROWS < count:
         raise EPInputError(
             f"rows.scales.shape[0] = {scales.shape[0]}: must be at least {-(-count // ATOM_ROWS)}, a block for "
@@ -184,18 +187,18 @@ def _check_global(global_scale: float | torch.Tensor, groups: int, device: torch
 def _decode(
     fmt: Format,
     rows: QuantizedRows,
-    hidden: int,
     global_scale: float | torch.Tensor,
     layout: str | None,
     groups: _Groups,
 ) -> torch.Tensor:
-    count, device = rows.payload.shape[0], rows.payload.device
+    """`dequantize` of arguments that were checked."""
+    count, hidden, device = rows.payload.shape[0], _hidden(rows.payload, fmt), rows.payload.device
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=device).flatten()
     out = torch.empty(count, hidden, dtype=torch.float32, device=device)
     for part in row_chunks(count, hidden):
         row = torch.arange(part.start, part.stop, device=device)
         own = scale if scale.numel() == 1 else scale[groups.of(row)]
-        scales = None if rows.scales is None else _row_major(fmt, rows.scales, hidden, layout, groups, row)
+        scales = None if rows.scales is None else _row_major(rows.scales, hidden // fmt.block, layout, groups, row)
         row_scales = None if rows.row_scales is None else rows.row_scales[part]
         values = MODELS[fmt].decode(QuantizedRows(rows.payload[part], scales, row_scales), own[:, None, None])
         if groups.row_offsets is not None:
@@ -205,10 +208,9 @@ def _decode(
 
 
 def _row_major(
-    fmt: Format, scales: torch.Tensor, hidden: int, layout: str | None, groups: _Groups, row: torch.Tensor
+    scales: torch.Tensor, columns: int, layout: str | None, groups: _Groups, row: torch.Tensor
 ) -> torch.Tensor:
-    """[n, hidden / block] scale factors of [n] rows that follow each other."""
-    columns = hidden // fmt.block
+    """[n, columns] scale factors of [n] rows that follow each other."""
     if layout is None or layout == LINEAR:
         return scales[row, :columns]
     if layout != ATOM:

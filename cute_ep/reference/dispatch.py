@@ -146,39 +146,23 @@ class Source:
 
 
 @no_modes()
-def encode_source(
-    cfg: EPConfig,
-    x: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    input_scale: float | torch.Tensor | None = None,
-    router_weights: torch.Tensor | None = None,
-    prequantized: QuantizedRows | None = None,
-) -> Source:
-    """Check and encode the arguments of one rank; see `dispatch`. Ids are not read: one out of range is as -1."""
-    if prequantized is None:
-        check_tokens(cfg, DispatchInput(x, topk_ids, router_weights))
-    else:
-        payload, scales, row_scales = prequantized
-        given = DispatchInput(payload, topk_ids, router_weights, scales=scales, row_scales=row_scales)
-        check_tokens(cfg, given)
-        check_unscaled(input_scale)
-    check_input_scale(cfg.format, input_scale)
-    return encode_checked(cfg, x, topk_ids, input_scale, router_weights, prequantized)
+def encode_source(cfg: EPConfig, given: DispatchInput) -> Source:
+    """Check and encode what one rank is given, with `scales` rows that are quantised already. Ids are not read: one out
+    of range is as -1."""
+    check_tokens(cfg, given)
+    if given.scales is not None:
+        check_unscaled(given.input_scale)
+    check_input_scale(cfg.format, given.input_scale)
+    return encode_checked(cfg, given)
 
 
-def encode_checked(
-    cfg: EPConfig,
-    x: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    input_scale: float | torch.Tensor | None,
-    router_weights: torch.Tensor | None,
-    prequantized: QuantizedRows | None,
-) -> Source:
+def encode_checked(cfg: EPConfig, given: DispatchInput) -> Source:
     """As `encode_source`, of arguments that were checked."""
-    if prequantized is None:
-        assert x is not None, "checked"
-        prequantized = quantize(x.contiguous(), cfg.format, 1.0 if input_scale is None else input_scale)
-    return Source(as_own_types(prequantized, cfg.format), topk_ids, router_weights)
+    if given.scales is None:
+        rows = quantize(given.x.contiguous(), cfg.format, 1.0 if given.input_scale is None else given.input_scale)
+    else:
+        rows = QuantizedRows(given.x, given.scales, given.row_scales)
+    return Source(as_own_types(rows, cfg.format), given.topk_ids, given.router_weights)
 
 
 @no_modes()
@@ -219,7 +203,10 @@ def dispatch(
         "prequantized": prequantized,
     }
     columns = [per_rank(name, values, cfg.world_size) for name, values in named.items()]
-    sources = {rank: encode_source(cfg, *row) for rank, row in enumerate(zip(*columns, strict=True))}
+    sources = {}
+    for rank, (x, ids, input_scale, weights, ready) in enumerate(zip(*columns, strict=True)):
+        payload, scales, row_scales = (x, None, None) if ready is None else ready
+        sources[rank] = encode_source(cfg, DispatchInput(payload, ids, weights, input_scale, scales, row_scales))
     for source in sources.values():
         check_expert_ids(cfg, source.topk_ids)
     return [receive(cfg, rank, sources) for rank in range(cfg.world_size)]

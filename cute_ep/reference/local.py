@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -38,37 +39,46 @@ def rows_of_groups(values: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
     return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0)
 
 
+class Groups(NamedTuple):
+    """Groups of rows, as the host knows them.
+
+    Attributes:
+        bounds: where they begin and, at last, end.
+        shifts: of each, what `scales_offsets` says of it.
+        factors: of each, the global scale of its rows.
+    """
+
+    bounds: list[int]
+    shifts: list[int]
+    factors: list[float]
+
+    @classmethod
+    def read(cls, bounds: list[int], scales_offsets: torch.Tensor | None, input_scales: torch.Tensor | None) -> Groups:
+        """From arguments of `fused_silu`. EPInputError: an input scale is out of range."""
+        groups = len(bounds) - 1
+        factors = [1.0] if input_scales is None else input_scales.tolist()
+        for group, factor in enumerate(factors):
+            check_global_scale(factor, f"input_scales[{group}]")
+        shifts = [0] * groups if scales_offsets is None else scales_offsets.tolist()
+        return cls(bounds, shifts, factors * (groups // len(factors)))
+
+
 @no_modes()
 def fill_groups(
     fmt: Format,
     layout: str | None,
     values: torch.Tensor,
     out: tuple[torch.Tensor, torch.Tensor | None],
-    bounds: Sequence[int],
-    scales_offsets: torch.Tensor | None,
-    input_scales: torch.Tensor | None,
+    groups: Groups,
 ) -> None:
-    """Write the rows of all groups and their scale factors into `out`, payload and scales, and nothing else.
-
-    Args:
-        values: [rows, D] bfloat16, what the rows are before they are encoded.
-        bounds: where groups begin and, at last, end.
-        scales_offsets, input_scales: as of `fused_silu`.
-
-    Raises:
-        EPInputError: an input scale is out of range.
-    """
+    """Write the rows of all groups and their scale factors into `out`, payload and scales, and nothing else. `values`:
+    [rows, D] bfloat16, what the rows are before they are encoded."""
     payload, scales = out
-    groups = len(bounds) - 1
-    factors = [1.0] if input_scales is None else input_scales.tolist()
-    for group, factor in enumerate(factors):
-        check_global_scale(factor, f"input_scales[{group}]")
+    bounds = groups.bounds
     if scales is None or layout is None:
         payload[: bounds[-1]] = values[: bounds[-1]]
         return
-    factors = factors * (groups // len(factors))
-    shifts = [0] * groups if scales_offsets is None else scales_offsets.tolist()
-    for (start, end), shift, factor in zip(pairwise(bounds), shifts, factors, strict=True):
+    for (start, end), shift, factor in zip(pairwise(bounds), groups.shifts, groups.factors, strict=True):
         rows = quantize(values[start:end], fmt, factor)
         payload[start:end] = rows.payload
         arranged = arrange_scales(rows.scales, layout, [end - start])

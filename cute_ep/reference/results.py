@@ -19,7 +19,7 @@ from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.errors import EPInputError
 from cute_ep.api.modes import no_modes, writing_modes
 from cute_ep.api.rounds import PendingDispatch
-from cute_ep.api.row_tensors import QuantizedRows, as_bits
+from cute_ep.api.row_tensors import as_bits
 from cute_ep.api.validate import check_global_scale
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import LOST_ROW, NO_ROW
@@ -92,9 +92,10 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 @no_modes()
 def make_source(cfg: EPConfig, given: DispatchInput) -> Source:
     """What a rank sends in a dispatch, from arguments that were checked. EPInputError: as `read_scale`."""
-    x, topk_ids = given.x.clone(memory_format=torch.contiguous_format), given.topk_ids.clone()
-    ready = None if given.scales is None else QuantizedRows(x, copied(given.scales), copied(given.row_scales))
-    return encode_checked(cfg, x, topk_ids, read_scale(given.input_scale), copied(given.router_weights), ready)
+    x = given.x.clone(memory_format=torch.contiguous_format)
+    weights, scales, row_scales = map(copied, (given.router_weights, given.scales, given.row_scales))
+    scale = read_scale(given.input_scale)
+    return encode_checked(cfg, DispatchInput(x, given.topk_ids.clone(), weights, scale, scales, row_scales))
 
 
 @writing_modes()
@@ -211,15 +212,16 @@ def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode
 def add_up(cfg: EPConfig, rank: int, given: Mapping[int, Any], weights: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the output of rank `rank`'s combine into `out`. `given`: the `Returned` of each rank; EPInputError unless
     they agree, and each expert's rank has a row where this rank's ids have the expert."""
-    mode, rows = given[rank].mode, {peer: one.rows for peer, one in given.items()}
+    mode = given[rank].mode
     given[rank].check_agreement(given)
     server, row, travelled = _entries(cfg, rank, given)
     _check_rows_come(cfg, server, row, mode)
     weights = travelled if mode == "partial" else weights
+    outputs = reference.ExpertOutputs(cfg, {peer: one.rows for peer, one in given.items()}, given)
     if weights is None:
-        made = reference.unweighted_source(cfg, rank, rows, given, out.dtype)
+        made = reference.unweighted_source(outputs, rank, out.dtype)
     else:
-        made = reference.combine_source(cfg, rank, rows, given, weights, mode, out.dtype)
+        made = reference.round_to(reference.sum_source(outputs, rank, weights, mode), out.dtype)
     out.copy_(made)
 
 

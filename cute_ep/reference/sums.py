@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cute_ep.api.dispatched import Dispatched
 from cute_ep.api.modes import no_modes
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import NO_ROW
@@ -12,18 +13,13 @@ from cute_ep.reference.formats import round_to
 
 @no_modes()
 def sum_rows(
-    rows: torch.Tensor,
-    row_map: torch.Tensor,
-    headers: torch.Tensor,
-    sums: torch.Tensor,
-    last_map: torch.Tensor,
-    *,
-    by_token: bool,
+    rows: torch.Tensor, batch: Dispatched, sums: torch.Tensor, last_map: torch.Tensor, *, by_token: bool
 ) -> None:
-    """Fill `sums`, by token or by the tokens' last rows, and `last_map` [R, Tmax, K], with -1 behind tokens."""
-    number = torch.arange(row_map.shape[1], dtype=row_map.dtype)
-    for source, map_of in enumerate(row_map):
-        own = torch.where(number[:, None] < headers[source, HeaderWord.TOKENS], map_of, NO_ROW)
+    """Fill `sums`, by token or by the tokens' last rows of a batch, and `last_map` [R, Tmax, K], with -1 behind
+    tokens."""
+    number = torch.arange(batch.row_map.shape[1], dtype=batch.row_map.dtype)
+    for source, map_of in enumerate(batch.row_map):
+        own = torch.where(number[:, None] < batch.headers[source, HeaderWord.TOKENS], map_of, NO_ROW)
         total, to = torch.zeros(len(own), rows.shape[1], dtype=torch.float32), torch.full_like(own[:, 0], NO_ROW)
         for row in own.unbind(1):
             here, lost = row >= 0, row >= len(rows)

@@ -206,7 +206,7 @@ class Communicator(EPCommunicator):
 
     def _received(self, call: Call, sent: PendingDispatch) -> Dispatched:
         assert call.out is not None
-        return Dispatched.received(call.out, self.origin, sent.topk_ids, sent.router_weights, sent.return_slices_log2)
+        return Dispatched.received(call.out, self.origin, sent)
 
     # ---- combine
 

@@ -19,6 +19,7 @@ from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig, check_alike, check_config, is_integer
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
+from cute_ep.api.provenance import Origin
 from cute_ep.api.validate import check_devices
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, FREE_SMS
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
@@ -71,11 +72,12 @@ def connect_local(
             damaged file of `cute-ep tune`.
         VariantMissing: a kernel is not in the library; the message says how to build it.
     """
+    options = _Options(sms, library, hooks, tuning)
     check_config(cfg)
     chosen = check_devices(devices, cfg.world_size)
-    _check_options(sms, tuning, hooks)
+    options.check()
     if all(device.type == "cpu" for device in chosen):
-        _check_reference(library, hooks)
+        options.check_reference()
         return list(connect_reference(cfg))
     found = Library(library)
     if any(device.type != "cuda" for device in chosen):
@@ -88,7 +90,8 @@ def connect_local(
     ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
     enable_all_peers(sharing)
     name = torch.cuda.get_device_name(chosen[0])
-    shapes = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
+    tunings = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
+    shares = {device: _Share(ctas[device], tunings[ctas[device]], ranks > 1) for device, ranks in sharing.items()}
     open_ranks: list[Communicator] = []
     one_at_a_time, joined = Lock(), object()
 
@@ -107,8 +110,7 @@ def connect_local(
         load_local_kernels([device.index for device in sharing], found)
         parts = []
         for rank, device in enumerate(chosen):
-            options = hooks, ctas[device], shapes[ctas[device]], sharing[device] > 1
-            parts.append(_prepare_rank(cfg, rank, device, found, undo, *options))
+            parts.append(_prepare_rank(Origin(cfg, rank, device, hooks), shares[device], found, undo))
         addresses = [one.arena.address for one in parts]
         for rank, own in enumerate(parts):
             peers = [addresses[rank]] if cfg.skip_a2a else addresses
@@ -176,7 +178,7 @@ def connect_checked(
         )
     check_member(group)
     with Meeting(group) as meeting:
-        return _connect(check, cfg, meeting, **options)
+        return _connect(check, cfg, meeting, _Options(**options))
 
 
 def check_member(group: dist.ProcessGroup | None) -> None:
@@ -187,38 +189,29 @@ def check_member(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _connect(
-    check: Callable[[], None],
-    cfg: EPConfig,
-    meeting: Meeting,
-    *,
-    sms: int | None = None,
-    library: Path | str | None = None,
-    hooks: Hooks = NO_HOOKS,
-    tuning: Tuning | None = None,
-) -> EPCommunicator:
+def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options: _Options) -> EPCommunicator:
     """`connect_checked` of ranks that have met."""
     rank, world = meeting.rank, meeting.size
 
-    def look_around() -> tuple[_Place, tuple[torch.device, int, Tuning] | None]:
+    def look_around() -> tuple[_Place, tuple[torch.device, _Share] | None]:
         check_config(cfg)
         check()
-        _check_options(sms, tuning, hooks)
+        options.check()
         if world != cfg.world_size:
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
-            _check_reference(library, hooks)
+            options.check_reference()
             return _Place(cfg, machine(), None), None
         device = torch.device("cuda", torch.cuda.current_device())
-        most = _max_ctas(device, sms, 1)
-        found = tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
-        return _Place.of(cfg, device), (device, most, found)
+        most = _max_ctas(device, options.sms, 1)
+        found = options.tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
+        return _Place.of(cfg, device), (device, _Share(most, found))
 
     def prepare() -> tuple[RankParts, ExitStack]:
         with ExitStack() as undo:
-            found = Library(library)
+            found = Library(options.library)
             load_local_kernels([device.index], found)
-            return _prepare_rank(cfg, rank, device, found, undo, hooks, max_ctas, shapes), undo.pop_all()
+            return _prepare_rank(Origin(cfg, rank, device, options.hooks), share, found, undo), undo.pop_all()
 
     def map_peers() -> tuple[dict[int, int], ExitStack]:
         with ExitStack() as undo:
@@ -253,7 +246,7 @@ def _connect(
     patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
-    device, max_ctas, shapes = gpu
+    device, share = gpu
     (parts, own), handles = meeting.on_all_ranks(
         prepare, lambda made: made[0].arena.handle(), lambda made: made[1].close(), "load kernels and allocate memory"
     )
@@ -314,44 +307,53 @@ def _check_places(rank: int, places: Sequence[_Place]) -> None:
             )
 
 
-def _check_options(sms: int | None, tuning: Tuning | None, hooks: Hooks) -> None:
-    """EPConfigError for what is wrong on any device."""
-    if sms is not None and not (is_integer(sms) and sms > 0):
-        raise EPConfigError(f"sms = {sms!r}: must be an integer from 1 to the number of SMs")
-    if not isinstance(tuning, Tuning | None):
-        raise EPConfigError(f"tuning = {type(tuning).__name__}: must be a Tuning")
-    if not isinstance(hooks, Hooks):
-        raise EPConfigError(f"hooks = {type(hooks).__name__}: must be Hooks, without arguments for none")
+@dataclass(frozen=True)
+class _Options:
+    """What `connect` and `connect_local` may be told, which describe it."""
+
+    sms: int | None = None
+    library: Path | str | None = None
+    hooks: Hooks = NO_HOOKS
+    tuning: Tuning | None = None
+
+    def check(self) -> None:
+        """EPConfigError for what is wrong on any device."""
+        if self.sms is not None and not (is_integer(self.sms) and self.sms > 0):
+            raise EPConfigError(f"sms = {self.sms!r}: must be an integer from 1 to the number of SMs")
+        if not isinstance(self.tuning, Tuning | None):
+            raise EPConfigError(f"tuning = {type(self.tuning).__name__}: must be a Tuning")
+        if not isinstance(self.hooks, Hooks):
+            raise EPConfigError(f"hooks = {type(self.hooks).__name__}: must be Hooks, without arguments for none")
+
+    def check_reference(self) -> None:
+        """EPConfigError for what is wrong with those that the reference backend has no use for."""
+        Library(self.library)
+        if self.hooks != NO_HOOKS:
+            raise EPConfigError(f"hooks = {self.hooks}: must be Hooks(), there are none on the reference backend")
 
 
-def _check_reference(library: Path | str | None, hooks: Hooks) -> None:
-    """What is wrong with options that the reference backend has no use for."""
-    Library(library)
-    if hooks != NO_HOOKS:
-        raise EPConfigError(f"hooks = {hooks}: must be Hooks(), there are none on the reference backend")
+@dataclass(frozen=True)
+class _Share:
+    """What a rank has of its device: CTAs at most, launch shapes for as many, and whether other ranks are there."""
+
+    max_ctas: int
+    tuning: Tuning
+    shared_device: bool = False
 
 
-def _prepare_rank(
-    cfg: EPConfig,
-    rank: int,
-    device: torch.device,
-    library: Library,
-    undo: ExitStack,
-    hooks: Hooks,
-    max_ctas: int,
-    tuning: Tuning,
-    shared_device: bool = False,
-) -> RankParts:
+def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack) -> RankParts:
     """What one rank needs before it knows its peers, to be given back by `undo`."""
+    cfg, rank, device, hooks = who
     started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
     undo.callback(unload_kernels, kernels, device)
     LOG.debug("kernels of %s loaded on %s in %.2f s", cfg.dispatch_format, device, time.monotonic() - started)
     arena = make_arena(cfg, rank, device)
     undo.callback(arena.free)
-    free = resident_ctas(device.index) // CTAS_PER_SM - max_ctas
+    free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
-    return RankParts(cfg, rank, device, arena, kernels, hooks, max_ctas, tuning, shared_device, pairs)
+    launches = share.max_ctas, share.tuning, share.shared_device
+    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 
@@ -24,7 +24,7 @@ from cute_ep.layouts.maps.local_arguments import CopyArgs, RowsArgs
 from cute_ep.layouts.maps.parameters import numbers
 from cute_ep.layouts.maps.scales import ATOM, LINEAR, WORD_BYTES, scale_row_alignment, scale_shape
 from cute_ep.layouts.maps.variants import COPY_KERNEL, GATED_KERNEL, QUANTIZE_KERNEL, SWIGLU_KERNELS
-from cute_ep.reference.local import check_offsets, fill_groups, rows_of_groups
+from cute_ep.reference.local import Groups, check_offsets, fill_groups, rows_of_groups
 from cute_ep.runtime.arguments import address, scales_record
 from cute_ep.runtime.driver import launch_on, resident_ctas
 from cute_ep.runtime.local_kernels import local_kernel
@@ -196,18 +196,20 @@ def fused_silu(
             raise EPInputError("bias = tensor: must be given with row_offsets only")
         shape = (groups, x.shape[1])
         check_tensor("bias", bias, shape=shape, dtype=torch.bfloat16, device=x.device, alignment=VECTOR_BYTES)
+    wanted = _OutputRows(record, layout, rows, width, groups)
     if out is not None:
-        payload, scales = _check_out(record, layout, x, width, groups, out)
+        payload, scales = wanted.checked(out, x.device)
     on_gpu = _on_gpu("x", x)
     if out is None:
-        payload, scales = _empty_output(record, layout, x, width, groups)
+        payload, scales = wanted.empty(x.device)
     if not on_gpu:
         bounds = [0, rows] if row_offsets is None else check_offsets(row_offsets.tolist(), rows)
         with no_modes():
             each = None if bias is None else rows_of_groups(bias, bounds)
             activated = reference.swiglu(x[: bounds[-1]], interleaved, gate, each)
             values = reference.round_to(activated, torch.bfloat16)
-        fill_groups(record, layout, values, (payload, scales), bounds, scales_offsets, input_scales)
+        known = Groups.read(bounds, scales_offsets, input_scales)
+        fill_groups(record, layout, values, (payload, scales), known)
     else:
         name, of_gate = _gate_arguments(gate, bias is not None, interleaved)
         arguments = RowsArgs(
@@ -285,24 +287,47 @@ def _gate_arguments(gate: Gate, has_bias: bool, interleaved: bool) -> tuple[str,
     return name, {key: struct.unpack("<I", struct.pack("<f", value))[0] for key, value in values.items()}
 
 
-def _output_shapes(
-    record: Format, layout: str | None, rows: int, width: int, groups: int
-) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Shapes of payload and scales (None without)."""
-    payload = (rows, payload_columns(record, width))
-    if layout is None:
-        return payload, None
-    return payload, scale_shape(layout, record.scale_bytes(width), record.scale_itemsize, rows, groups)
+class _OutputRows(NamedTuple):
+    """What rows `fused_silu` writes: [rows, width] elements of a format, and in which layout, of how many groups, their
+    scale factors lie (None: there are none)."""
 
+    fmt: Format
+    layout: str | None
+    rows: int
+    width: int
+    groups: int
 
-def _empty_output(
-    record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    payload, scales = _output_shapes(record, layout, x.shape[0], width, groups)
-    return (
-        torch.empty(payload, dtype=payload_dtype(record), device=x.device),
-        None if scales is None else torch.empty(scales, dtype=scale_dtype(record), device=x.device),
-    )
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Shapes of payload and scales (None without)."""
+        fmt, layout, rows, width, groups = self
+        payload = (rows, payload_columns(fmt, width))
+        if layout is None:
+            return payload, None
+        return payload, scale_shape(layout, fmt.scale_bytes(width), fmt.scale_itemsize, rows, groups)
+
+    def empty(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Uninitialised payload and scales."""
+        payload, scales = self.shapes()
+        return (
+            torch.empty(payload, dtype=payload_dtype(self.fmt), device=device),
+            None if scales is None else torch.empty(scales, dtype=scale_dtype(self.fmt), device=device),
+        )
+
+    def checked(self, out: torch.Tensor | SwigluRows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The caller's payload and scales; EPInputError unless they are such rows."""
+        shape, scales_shape = self.shapes()
+        payload, scales, name = out, None, "out"
+        if scales_shape is not None:
+            if not isinstance(out, tuple) or len(out) != len(SwigluRows._fields):
+                raise EPInputError(f"out = {type(out).__name__}: must be a SwigluRows")
+            (payload, scales), name = out, "out.payload"
+            dtype, alignment = scale_dtype(self.fmt), VECTOR_BYTES if self.layout == ATOM else WORD_BYTES
+            check_written("out.scales", scales)
+            check_tensor("out.scales", scales, shape=scales_shape, dtype=dtype, device=device, alignment=alignment)
+        check_written(name, payload)
+        dtype = payload_dtype(self.fmt)
+        check_tensor(name, payload, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
+        return payload, scales
 
 
 def empty_rows(
@@ -310,30 +335,8 @@ def empty_rows(
 ) -> list[torch.Tensor]:
     """Uninitialised tensors of what `fused_silu` returns for [rows, columns] `x`: [rows, width] of a format, scales."""
     record = _format(fmt)
-    made = _empty_output(record, _scale_layout(record, layout), x, width, groups)
+    made = _OutputRows(record, _scale_layout(record, layout), x.shape[0], width, groups).empty(x.device)
     return [one for one in made if one is not None]
-
-
-def _check_out(
-    record: Format, layout: str | None, x: torch.Tensor, width: int, groups: int, out: torch.Tensor | SwigluRows
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The caller's payload and scales, checked."""
-    payload_shape, scales_shape = _output_shapes(record, layout, x.shape[0], width, groups)
-    payload, scales, name = out, None, "out"
-    if scales_shape is not None:
-        if not isinstance(out, tuple) or len(out) != len(SwigluRows._fields):
-            raise EPInputError(f"out = {type(out).__name__}: must be a SwigluRows")
-        (payload, scales), name = out, "out.payload"
-        alignment = VECTOR_BYTES if layout == ATOM else WORD_BYTES
-        check_written("out.scales", scales)
-        check_tensor(
-            "out.scales", scales, shape=scales_shape, dtype=scale_dtype(record), device=x.device, alignment=alignment
-        )
-    check_written(name, payload)
-    check_tensor(
-        name, payload, shape=payload_shape, dtype=payload_dtype(record), device=x.device, alignment=VECTOR_BYTES
-    )
-    return payload, scales
 
 
 def _launch_rows(name: str, record: Format, device: int, arguments: RowsArgs, library: str | None) -> None:

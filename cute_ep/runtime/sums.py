@@ -47,7 +47,7 @@ def sum_rows(
     room = min(len(rows), sources * tokens)
     sums, last_map = rows.new_empty(room, rows.shape[1]), torch.empty_like(batch.row_map)
     if device.type != "cuda":
-        reference.sum_rows(rows, batch.row_map, batch.headers, sums, last_map, by_token=room < len(rows))
+        reference.sum_rows(rows, batch, sums, last_map, by_token=room < len(rows))
     else:
         ctas = resident_ctas(device.index)
         ctas = ctas if sms is None else min(ctas, CTAS_PER_SM * sms)

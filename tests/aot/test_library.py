@@ -19,7 +19,7 @@ import pytest
 
 import cute_ep
 from cute_ep.aot import library
-from cute_ep.aot.build import add_to_manifest, build
+from cute_ep.aot.build import add_to_manifest, build, copy_kernels
 from cute_ep.aot.cubin import read_resources
 from cute_ep.aot.library import MANIFEST, Library, LibraryEntry, build_command, read_manifest, source_hash
 from cute_ep.api.errors import EPConfigError, VariantMissing
@@ -202,7 +202,8 @@ def test_build_copies_what_another_folder_has(private: Path, tmp_path_factory: p
 
     def rebuild() -> LibraryEntry:
         shutil.rmtree(folder)
-        (entry,) = build([COPY], folder, reuse=private, on_done=lambda *one: done.append(one))
+        copy_kernels([COPY], folder, private)
+        (entry,) = build([COPY], folder, on_done=lambda *one: done.append(one))
         assert set(read_manifest(folder)) == {COPY} and entry.path.is_relative_to(folder)
         assert entry.read() == good.path.read_bytes() or entry.sha256 == good.sha256
         return entry

@@ -79,7 +79,7 @@ def test_what_stands_before_a_launch_runs_each_time_and_is_taken_off(
         assert cfg.max_rows not in capacities
 
 
-def test_sets_differ_from_each_other_and_are_the_same_for_the_same_seed() -> None:
+def test_sets_differ_from_each_other_and_are_the_same_each_time() -> None:
     cfg = EPConfig(64, 8, 2, 16, RANKS)
     sets, again = (make_sets(cfg, ["cpu"] * RANKS, 16) for _ in range(2))
     ids = [tuple(batch.topk_ids.flatten().tolist()) for own in sets.batches for batch in own]
@@ -88,8 +88,6 @@ def test_sets_differ_from_each_other_and_are_the_same_for_the_same_seed() -> Non
         assert all(
             torch.equal(a.x, b.x) and torch.equal(a.topk_ids, b.topk_ids) for a, b in zip(one, other, strict=True)
         )
-    other = make_sets(cfg, ["cpu"] * RANKS, 16, seed=1)
-    assert not torch.equal(other.batches[0][0].x, sets.batches[0][0].x)
     for number, counts in enumerate(sets.counts):
         for rank, own in enumerate(sets.batches):
             assert own[number].buffers.tokens.shape[0] == own[number].rows.shape[0] == counts.rows_received(rank)

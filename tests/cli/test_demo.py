@@ -41,8 +41,8 @@ def test_the_demo_runs_on_the_cpu_and_all_formats_agree(tmp_path, capsys: pytest
 def test_the_demo_fails_where_the_layer_is_wrong(
     broken: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    right = reference.combine_source
-    monkeypatch.setattr(reference, "combine_source", lambda *given, **named: broken(right(*given, **named)))
+    right = reference.sum_source
+    monkeypatch.setattr(reference, "sum_source", lambda *given, **named: broken(right(*given, **named)))
     assert main(["demo", "--devices", "cpu:2", "--experts", "8", "--top-k", "2", "--tokens", "16"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "bf16 exact: rms error" in out and "must be at most 1%" in out and "all formats agree" not in out
@@ -83,7 +83,7 @@ def test_the_layer_of_the_demo_agrees_with_the_dense_one() -> None:
 def test_demo_shares_weights_when_memory_is_short() -> None:
     from cute_ep.api.presets import Preset
 
-    weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), 0, 4, torch.device("cpu"), sets=3, seed=1)
+    weights = demo.ExpertWeights(Preset("tiny", 16, 16, 4, 1), range(4), torch.device("cpu"), sets=3, seed=1)
     assert weights.sets == 3 and weights.nbytes == 3 * 3 * 16 * 16 * 2
     assert weights.of(3)[0].data_ptr() == weights.of(0)[0].data_ptr() != weights.of(1)[0].data_ptr()
 

@@ -88,8 +88,9 @@ def test_combine_returns_the_sums_at_the_last_entries() -> None:
     derived = [one.derived(topk_ids=ids) for one, ids in zip(derived, last, strict=True)]
     ones = [torch.ones(one.topk_ids.shape) for one in made]
     want = reference.combine(CFG, rows, made, ones, mode="partial", dtype=torch.float32)
+    outputs = reference.ExpertOutputs(CFG, summed, derived)
     for rank, other in enumerate(want):
-        home = reference.unweighted_source(CFG, rank, summed, derived, torch.float32)
+        home = reference.unweighted_source(outputs, rank, torch.float32)
         torch.testing.assert_close(home.sum(1), other, rtol=2**-20, atol=2**-18)  # in another order
 
 

@@ -201,16 +201,16 @@ def test_a_wrong_byte_of_a_dispatch_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_wrong_sum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A communicator whose sums are off once, by one bit."""
-    right, sums = reference.combine_source, iter(range(1000))
+    """A communicator whose sums are off once, by the lowest bit of a bfloat16."""
+    right, sums = reference.sum_source, iter(range(1000))
 
     def wrong(*arguments: object) -> torch.Tensor:
         made = right(*arguments)
         if next(sums) == 3:
-            made.view(torch.int16)[0, 7] ^= 1
+            made.view(torch.int32)[0, 7] ^= 1 << 16
         return made
 
-    monkeypatch.setattr(reference, "combine_source", wrong)
+    monkeypatch.setattr(reference, "sum_source", wrong)
     outcome = soak()
     assert outcome.wrong_bytes == 1
     assert any("[0, 7] = 0x" in line and "first of 1 of" in line for line in outcome.failures), outcome.failures
