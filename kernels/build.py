@@ -17,6 +17,7 @@ from cute_ep.kernels.combine import Combine
 from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.count_routes import CountRoutes
 from cute_ep.kernels.dispatch import Dispatch
+from cute_ep.kernels.hooks import HookFunctions
 from cute_ep.kernels.sum_rows import SumRows
 from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.formats import FORMATS
@@ -70,15 +71,14 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoute
     """The kernel object that `variant` names."""
     name, hooks = variant.kernel, variant.hooks
     codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
-    weights = resolve(hooks.router_weights)
+    functions = HookFunctions(resolve(hooks.epilogue), resolve(hooks.router_weights), resolve(hooks.input_scale))
     if name in DISPATCH_KERNELS:
         return Dispatch(
             codec,
             receive="_async" not in name,
             rank_major=name.endswith(RANK_MAJOR_SUFFIX),
             ahead=variant.arch not in SMALL_SHARED,
-            router_weights=weights,
-            input_scale=resolve(hooks.input_scale),
+            hooks=functions,
         )
     if name in COMBINE_KERNELS:
         return Combine(
@@ -86,8 +86,7 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoute
             send="_wait" not in name,
             receive="_async" not in name,
             segments=SEGMENTS.get(variant.arch, 1),
-            router_weights=weights,
-            epilogue=resolve(hooks.epilogue),
+            hooks=functions,
         )
     others: dict[str, type] = {COPY_KERNEL: Copy, COUNT_KERNEL: CountRoutes, SUM_KERNEL: SumRows}
     if name in others:

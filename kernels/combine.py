@@ -41,7 +41,7 @@ from cute_ep.kernels.device.block import launch_config, shared_array
 from cute_ep.kernels.device.context import CombineContext, open_combine, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit
-from cute_ep.kernels.hooks import Epilogue, RouterWeights, WeightReader
+from cute_ep.kernels.hooks import HookFunctions, WeightReader
 from cute_ep.kernels.roles.combine_pairs import CombinePairs
 from cute_ep.kernels.roles.combine_recv import CombineRecv
 from cute_ep.kernels.roles.combine_send import CombineSend
@@ -58,7 +58,7 @@ class Combine:
         mode: "exact", "partial" or "unweighted".
         send, receive: which halves this kernel runs.
         segments: as in `CombineSend` and `CombineRecv`.
-        router_weights, epilogue: the user's hooks, or None.
+        hooks: the user's functions.
     """
 
     def __init__(
@@ -68,8 +68,7 @@ class Combine:
         send: bool,
         receive: bool,
         segments: int,
-        router_weights: RouterWeights | None = None,
-        epilogue: Epilogue | None = None,
+        hooks: HookFunctions,
     ) -> None:
         self.send, self.receive = send, receive
         shared = RegionMap(alignment=16)
@@ -77,7 +76,7 @@ class Combine:
         self.epoch, self.base = shared.add("epoch", 8, 1), shared.add("base", 8, 1)
         self.send_role = CombineSend(mode == "partial", segments, self.epoch, shared)
         self.pairs = CombinePairs(self.epoch, self.base)
-        self.recv_role = CombineRecv(mode, segments, WeightReader(router_weights), epilogue, shared)
+        self.recv_role = CombineRecv(mode, segments, WeightReader(hooks.router_weights), hooks.epilogue, shared)
         self.shared_bytes = shared.nbytes
 
     @cute.jit

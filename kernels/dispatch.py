@@ -40,7 +40,7 @@ from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.context import DispatchContext, open_dispatch, peer_table
 from cute_ep.kernels.device.slices import control_cta
 from cute_ep.kernels.device.sync import block_all, count_exit, reset_counter
-from cute_ep.kernels.hooks import InputScale, RouterWeights, WeightReader
+from cute_ep.kernels.hooks import HookFunctions, WeightReader
 from cute_ep.kernels.roles.dispatch_recv import DispatchRecv
 from cute_ep.kernels.roles.dispatch_send import DispatchSend
 from cute_ep.kernels.roles.route import Route
@@ -57,7 +57,7 @@ class Dispatch:
         receive: whether this kernel runs the receiving half.
         rank_major: the order of rows (`EPConfig.row_order`).
         ahead: as in `Prefetch`.
-        router_weights, input_scale: the user's hooks, or None.
+        hooks: the user's functions.
     """
 
     def __init__(
@@ -67,15 +67,14 @@ class Dispatch:
         receive: bool,
         rank_major: bool,
         ahead: bool,
-        router_weights: RouterWeights | None = None,
-        input_scale: InputScale | None = None,
+        hooks: HookFunctions,
     ) -> None:
         self.send, self.receive = codec is not None, receive
         shared = RegionMap(alignment=16)
         self.peers = peer_table(shared)
         if codec is not None:
-            self.route_role = Route(WeightReader(router_weights), rank_major, shared)
-            self.send_role = DispatchSend(codec, input_scale, ahead, shared)
+            self.route_role = Route(WeightReader(hooks.router_weights), rank_major, shared)
+            self.send_role = DispatchSend(codec, hooks.input_scale, ahead, shared)
         self.recv_role = DispatchRecv(rank_major, shared)
         self.shared_bytes = shared.nbytes
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -46,6 +46,14 @@ class EpilogueContext:
 Epilogue: TypeAlias = Callable[[tuple[Int32, Int32], cute.TensorSSA, EpilogueContext], cute.TensorSSA]
 RouterWeights: TypeAlias = Callable[[Int64, Int32, Int32, Int32], Float32]
 InputScale: TypeAlias = Callable[[Int64, Int32], Float32]
+
+
+class HookFunctions(NamedTuple):
+    """What `Hooks` names, as functions."""
+
+    epilogue: Epilogue | None = None
+    router_weights: RouterWeights | None = None
+    input_scale: InputScale | None = None
 
 
 @cute.jit
