@@ -100,7 +100,7 @@ def report(wait_context: WaitContext, awaited: Awaited, expected: Int32 | Int64,
     record = wait_context.status + Int64(awaited.peer) * (len(StatusWord) * 4)
     unwritten = Boolean(True)
     if cutlass.const_expr(awaited.phase not in INPUT_ERRORS):
-        unwritten = cute.arch.load(pointer(record, Int32), Int32, sem="relaxed", scope="sys") == int(Phase.NONE)
+        unwritten = cute.arch.load(pointer(record, Int32), Int32, sem="relaxed", scope="gpu") == int(Phase.NONE)
     if unwritten:
         token = Int32(awaited.token)
         if cutlass.const_expr(awaited.slices_log2 is not None):

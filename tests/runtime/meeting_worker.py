@@ -246,16 +246,17 @@ def killed_within(ranks: Ranks) -> None:
 
 
 def interrupted(ranks: Ranks) -> None:
-    """Ctrl-C on the last rank while it waits: the others are told at once."""
+    """Ctrl-C on the last rank while it waits: the others are told at once. Rank 1 comes only then."""
+    over = Path(f"{sys.argv[1]}.interrupted")
     if ranks.is_last:
         threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
             connect(CFG, ranks.group)
         except KeyboardInterrupt:
-            pass
+            over.touch()
     else:
-        if ranks.rank == 1:
-            time.sleep(2)
+        while ranks.rank == 1 and not over.exists():
+            time.sleep(0.05)
         # who had waited in vain would say so, after GROUP_S
         ranks.refused(EPError, "rank 2 left: KeyboardInterrupt", lambda: connect(CFG, ranks.group))
     connect(CFG, ranks.group).close()
