@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cute_ep.runtime.communicator import Communicator
     from cute_ep.runtime.connection import connect, connect_local
     from cute_ep.runtime.local_ops import fused_silu, quantize
+    from cute_ep.runtime.places import ranks_per_node
     from cute_ep.tuning.launch_shape import Tuning
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "fused_silu": "runtime.local_ops",
     "memory_bytes": "api.config",
     "quantize": "runtime.local_ops",
+    "ranks_per_node": "runtime.places",
     "tokens_per_rank": "api.config",
 }
 
@@ -83,6 +85,7 @@ __all__ = [
     "fused_silu",
     "memory_bytes",
     "quantize",
+    "ranks_per_node",
     "tokens_per_rank",
 ]
 

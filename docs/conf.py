@@ -89,6 +89,7 @@ docs/sglang
 docs/vllm
 docs/training
 docs/flashinfer
+docs/nodes
 docs/timeouts
 docs/reference
 docs/numerics

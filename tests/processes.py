@@ -131,21 +131,35 @@ def run_code(code: str, folder: Path, **environment: str) -> subprocess.Complete
     return subprocess.CompletedProcess(code, one.returncode or 0, out, said)
 
 
+FORKED = ("torch.distributed.run", "--run-path", "--start-method", "fork")
+"""`torchrun` whose workers are forked."""
+
+
 def run_torchrun(arguments: Sequence[str], folder: Path) -> str:
-    """What `torchrun ARGUMENTS` prints in a folder, without a GPU; it must end with 0. Its workers are forked."""
-    forked = ["--run-path", "--start-method", "fork"]
-    torchrun = Program(["torch.distributed.run", *forked, *arguments], folder, WITHOUT_GPU)
-    with ended([torchrun]):
-        out, said = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, said[-4000:]
-    return out
+    """What `torchrun ARGUMENTS` prints in a folder, without a GPU; it must end with 0."""
+    return run_agents([arguments], folder)[0]
+
+
+def run_agents(agents: Sequence[Sequence[str]], folder: Path) -> list[str]:
+    """What each `torchrun ARGUMENTS` prints, all at once, in a folder, without a GPU; all must end with 0."""
+    programs = [Program([*FORKED, *arguments], folder, WITHOUT_GPU) for arguments in agents]
+    with ended(programs):
+        said = [program.communicate(timeout=120) for program in programs]
+    for program, (_, errors) in zip(programs, said, strict=True):
+        assert program.returncode == 0, errors[-4000:]
+    return [out for out, _ in said]
+
+
+def script_of(page: str, folder: Path) -> str:
+    """The name of a script in a folder: the only Python block of a page of docs/."""
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    (folder / "script.py").write_text(script)
+    return "script.py"
 
 
 def run_page(page: str, folder: Path) -> str:
     """What the only Python block of a page of docs/ prints as a script with two ranks."""
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    (folder / "script.py").write_text(script)
-    return run_torchrun(["--nproc-per-node", "2", "script.py"], folder)
+    return run_torchrun(["--nproc-per-node", "2", script_of(page, folder)], folder)
 
 
 def join_group(store: Path, rank: int, world: int) -> torch.device | None:

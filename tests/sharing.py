@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cute_ep.runtime import connection
+from cute_ep.runtime.places import Place
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu" / "one_gpu"
@@ -39,7 +39,7 @@ def share_gpu() -> torch.device:
     """
     device, own, init = torch.device("cuda", 0), f"process {os.getpid()}", dist.init_process_group
     os.environ |= {"LOCAL_RANK": "0", "NCCL_HOSTID": own, "NCCL_SOCKET_IFNAME": "lo"}  # NCCL goes by hosts: by sockets
-    set_device, place_of = torch.cuda.set_device, connection._Place.of
+    set_device, place_of = torch.cuda.set_device, Place.of
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
@@ -49,7 +49,7 @@ def share_gpu() -> torch.device:
 
     dist.init_process_group = init_process_group
     torch.cuda.set_device = lambda _: set_device(device)  # type: ignore[assignment]
-    connection._Place.of = lambda *given: replace(place_of(*given), gpu=own)  # type: ignore[method-assign]
+    Place.of = lambda *given: replace(place_of(*given), gpu=own)  # type: ignore[method-assign]
     return device
 
 

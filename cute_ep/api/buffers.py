@@ -200,7 +200,7 @@ def _blocks_rule(cfg: EPConfig) -> str:
 
 def routed_shape(cfg: EPConfig) -> tuple[int, int, int]:
     """Extents of what dispatch keeps of every entry (source, token, k)."""
-    return cfg.peers, cfg.max_tokens_per_rank, cfg.top_k
+    return cfg.peers, cfg.max_tokens_per_peer, cfg.top_k
 
 
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype] | None]

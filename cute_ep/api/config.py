@@ -58,8 +58,9 @@ class EPConfig:
         num_experts: experts of all ranks together, at most 1024, a multiple of `world_size`; rank r owns [r * E/R,
             (r + 1) * E/R).
         top_k: experts a token chooses (entries of one row of `topk_ids`), at most 32.
-        max_tokens_per_rank: most tokens of one rank in one call, at most 32768. Memory grows with it (`memory_bytes`).
-        world_size: number of ranks, at most 32.
+        max_tokens_per_rank: most tokens of one rank in one call; times `nodes` at most 32768. Memory grows with it
+            (`memory_bytes`).
+        world_size: number of ranks, at most 32 on a node.
         dispatch_format: name of the wire and output format of dispatched rows (`cute_ep.layouts.maps.formats`).
         timeout_s: seconds that a kernel waits for a peer before it gives up, at most 3600.
         scale_layout: how the scale factors of the output are laid out (`cute_ep.layouts.maps.scales`); None: the
@@ -79,6 +80,10 @@ class EPConfig:
             (token, rank), grouped by source rank, as DeepEP's normal mode has them; beside it stand the token's local
             experts and router weights (`DispatchBuffers.row_expert_ids`, `row_weights`). Then the caller's experts
             weight and sum, and combine only takes mode "partial", which adds a token's rows over ranks.
+        ranks_per_node: ranks of one node, at most 32 that divide `world_size`; rank r is on node r // ranks_per_node.
+            The ranks with one r % ranks_per_node, one on each node, are a rail: a token travels along its rail to the
+            nodes that have its experts, and within each from the rail's rank (docs/nodes.md). None, also where it is
+            `world_size`: all ranks are on one node.
 
     Raises:
         EPConfigError: a field breaks its rule.
@@ -97,16 +102,19 @@ class EPConfig:
     skip_a2a: bool = False
     block_rows: int | None = None
     row_order: RowOrder = EXPERT_MAJOR
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         """Check each field after those that its rule depends on, so a rule holds whatever is mended afterwards."""
         self._require("dispatch_format", _is_in(self.dispatch_format, FORMATS), f"one of {', '.join(FORMATS)}")
         self._require("row_order", _is_in(self.row_order, ROW_ORDERS), f"one of {', '.join(ROW_ORDERS)}")
-        self._require("skip_a2a", isinstance(self.skip_a2a, bool), "True or False")
-        self._check_shared_expert()
-        fmt, ranks = self.format, MAX_RANKS
-        self._check_integer("world_size", ranks)
-        ranks = self.world_size
+        self._check_nodes()
+        over = "" if self.nodes == 1 else f" over {self.nodes} nodes"
+        allowed = (False,) if over else (True, False)
+        rule = f"False{over}" if over else "True or False"
+        self._require("skip_a2a", isinstance(self.skip_a2a, bool) and self.skip_a2a in allowed, rule)
+        self._check_shared_expert(over)
+        fmt, ranks = self.format, self.world_size
         most, why = MAX_EXPERTS // ranks * ranks, "" if ranks == 1 else f" (world_size = {ranks})"
         self._check_integer("num_experts", most, ranks, why)
         why = f" (num_experts = {self.num_experts})" if self.num_experts < MAX_TOP_K else ""
@@ -135,10 +143,24 @@ class EPConfig:
         self._require(name, ok, f"{kind} in [{multiple}, {most}]{why}")
         object.__setattr__(self, name, int(value))
 
-    def _check_shared_expert(self) -> None:
+    def _check_nodes(self) -> None:
+        """EPConfigError unless `world_size` ranks make nodes of `ranks_per_node`; these become plain integers."""
+        if self.ranks_per_node is None:
+            self._check_integer("world_size", MAX_RANKS, why=" on one node; set ranks_per_node for several")
+            return
+        self._check_integer("world_size", MAX_EXPERTS)
+        self._check_integer("ranks_per_node", MAX_RANKS)
+        if self.world_size % self.ranks_per_node:
+            raise EPConfigError(f"ranks_per_node = {self.ranks_per_node}: must divide world_size = {self.world_size}")
+        if self.nodes == 1:
+            object.__setattr__(self, "ranks_per_node", None)
+
+    def _check_shared_expert(self, over_nodes: str) -> None:
         allowed: tuple[bool, ...] = (True, False)
         rule = "True or False"
-        if self.block_rows is not None:
+        if over_nodes:
+            allowed, rule = (False,), f"False{over_nodes}"
+        elif self.block_rows is not None:
             allowed, rule = (False,), "False with block_rows"
         elif self.is_rank_major:
             allowed, rule = (False,), "False with rank-major rows"
@@ -154,7 +176,13 @@ class EPConfig:
         if self.format.scale is not None and self._arena_of(most).nbytes > MAX_SCALED:
             most = bisect_right(range(1, most), MAX_SCALED, key=lambda tokens: self._arena_of(tokens).nbytes)
             why = ": the arena of a rank must stay within 64 GiB"
-        self._check_integer("max_tokens_per_rank", most, why=why)
+        given, nodes = self.max_tokens_per_rank, self.nodes
+        if nodes > 1 and is_integer(given) and given >= 1 and nodes * given > most:
+            raise EPConfigError(
+                f"max_tokens_per_rank = {given}: must leave nodes * max_tokens_per_rank = {nodes * given} within "
+                f"{most}{why}"
+            )
+        self._check_integer("max_tokens_per_rank", most // nodes, why=why)
 
     def _check_rows_of_groups(self) -> None:
         """EPConfigError unless groups can have blocks of `block_rows`, or begin at multiples of `row_alignment`; these
@@ -217,9 +245,27 @@ class EPConfig:
         return scale_row_alignment(self.scales_as, self.alignment)
 
     @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return 1 if self.ranks_per_node is None else self.world_size // self.ranks_per_node
+
+    def node(self, rank: int) -> int:
+        """The node of rank `rank`."""
+        return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+
+    @property
     def peers(self) -> int:
-        """Ranks that exchange messages: all, or with `skip_a2a` each one alone."""
-        return 1 if self.skip_a2a else self.world_size
+        """Ranks that exchange messages: those of a node, or with `skip_a2a` each one alone."""
+        return 1 if self.skip_a2a else self.ranks_per_node or self.world_size
+
+    @property
+    def max_tokens_per_peer(self) -> int:
+        """Most tokens that a peer brings in one call: its own, and over nodes those of its rail."""
+        return self.nodes * self.max_tokens_per_rank
+
+    def place(self, source: int) -> tuple[int, int]:
+        """(peer, first token) of the tokens of rank `source`, in the order in which a rank's peers bring them."""
+        return source % self.peers, self.node(source) * self.max_tokens_per_rank
 
     def shared_slice(self, tokens: int, rank: int) -> tuple[int, int]:
         """(first, number) of the `tokens` tokens that rank `rank` gives to the shared expert; (0, 0) without one."""
@@ -234,14 +280,15 @@ class EPConfig:
             return self.groups * self.block_rows
         shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
         rows = 1 if self.is_rank_major else self.top_k
-        return max_rows(self.peers, rows, self.max_tokens_per_rank, self.groups, self.alignment, shared)
+        return max_rows(self.peers, rows, self.max_tokens_per_peer, self.groups, self.alignment, shared)
 
     @property
     def arena(self) -> Arena:
         """Byte map of one rank's symmetric memory."""
-        return self._arena_of(self.max_tokens_per_rank)
+        return self._arena_of(self.max_tokens_per_peer)
 
     def _arena_of(self, tokens: int) -> Arena:
+        """For so many tokens of a peer."""
         return Arena(
             ranks=self.peers,
             local_experts=self.local_experts,
@@ -303,8 +350,8 @@ def tokens_per_rank(batch_tokens: int, world_size: int, *, skip_a2a: bool = Fals
     """
     if not (is_integer(batch_tokens) and batch_tokens >= 1):
         raise EPConfigError(f"batch_tokens = {batch_tokens!r}: must be a positive integer")
-    if not (is_integer(world_size) and 1 <= world_size <= MAX_RANKS):
-        raise EPConfigError(f"world_size = {world_size!r}: must be an integer in [1, {MAX_RANKS}]")
+    if not (is_integer(world_size) and 1 <= world_size <= MAX_EXPERTS):
+        raise EPConfigError(f"world_size = {world_size!r}: must be an integer in [1, {MAX_EXPERTS}]")
     if not isinstance(skip_a2a, bool):
         raise EPConfigError(f"skip_a2a = {skip_a2a!r}: must be True or False")
     ranks = 1 if skip_a2a else int(world_size)

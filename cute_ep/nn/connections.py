@@ -18,10 +18,10 @@ from cute_ep.api.config import EPConfig, differing
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.ops.registry import communicator_of, is_open, register
-from cute_ep.runtime.connection import check_member
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import Pools, own_device
 from cute_ep.runtime.local_pool import LocalPool
+from cute_ep.runtime.places import check_member
 from cute_ep.runtime.pool import Pool, all_sms
 from cute_ep.torch_internals import Movable
 from cute_ep.tuning.launch_shape import Tuning

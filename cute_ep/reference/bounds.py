@@ -202,11 +202,14 @@ def combine_error_bound(
     multiplies by (1 + d), and is exact where it underflows. A term passes one product and at most K - 1
     additions (0 + first is exact), so |acc - sum_k w_k * row_k| <= F(M) = gamma_K * M + K * 2**-150 * (1 + gamma_K).
         exact:  E = F(M).
-    Partial: P = min(R, K) ranks at most take part, with sums S_p and M_p; sum M_p = M and |S_p| <= M_p.
+    Partial: P = min(R, K) of R ranks at most take part, with sums S_p and M_p; sum M_p = M and |S_p| <= M_p.
     A partial is off by F(M_p) + v * (M_p + F(M_p)) + 2**-134, and their sum by
     B = F(M) + v * (M + F(M)) + P * 2**-134 (the ranks' terms are K together). Adding P values in float32 adds
     D = gamma_(P-1) * (M + B) at most.
         partial:  E = B + D.
+    Over nodes that is the error of one node's sum, and the nodes' terms are K and P together. It is rounded to bfloat16
+    and added over at most Q = min(nodes, K) nodes as the ranks' sums are: E' = E + v * (M + E) + Q * 2**-134, and then
+    gamma_(Q-1) * (M + E') more.
     Shared expert: its row s has weight 1 and no product; adding it rounds a number of at most M + E + |s| once more,
     E + u * (M + E + |s|).
     Cast to `dtype`: at most `cast_error` of |S| + E. Infinite where that may overflow.
@@ -238,7 +241,7 @@ def _sum_and_bound(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`combine_error_bound` of one rank's sums."""
     cfg, tokens = outputs.cfg, weights.shape[0]
-    terms, parts = cfg.top_k, min(cfg.peers, cfg.top_k)
+    terms, parts, nodes = cfg.top_k, min(cfg.nodes * cfg.peers, cfg.top_k), min(cfg.nodes, cfg.top_k)
     shared = torch.zeros(tokens, cfg.hidden, dtype=torch.float64, device=weights.device)
     served, rows = outputs.shared(source)
     shared[served] = rows.double()
@@ -253,6 +256,9 @@ def _sum_and_bound(
         if mode == "partial":
             error = error + 2.0**-8 * (magnitude + error) + parts * 2.0**-134
             error = error + _gamma(parts - 1) * (magnitude + error)
+            if cfg.nodes > 1:
+                error = error + 2.0**-8 * (magnitude + error) + nodes * 2.0**-134
+                error = error + _gamma(nodes - 1) * (magnitude + error)
         if cfg.fused_shared_expert:
             magnitude = magnitude + shared[part].abs()
             error = error + UNIT * (magnitude + error)

@@ -42,12 +42,12 @@ class ExpertOutputs:
         least world_size where no row returns (masked, or not in `row_map`), and [n, top_k, hidden] bfloat16, zeros
         there."""
         cfg = self.cfg
-        every, index = lower_halves(self.batches[source].topk_ids), 0 if cfg.skip_a2a else source
-        ids = every[part]
+        every, (index, first) = lower_halves(self.batches[source].topk_ids), cfg.place(source)
+        ids, last = every[part], first + every.shape[0]
         server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
         row, ranks = torch.full_like(ids, -1), [source] if cfg.skip_a2a else range(cfg.world_size)
         for rank in ranks:
-            row = torch.where(server == rank, self.batches[rank].row_map[index, : every.shape[0]][part], row)
+            row = torch.where(server == rank, self.batches[rank].row_map[index, first:last][part], row)
         server = torch.where(row < 0, cfg.world_size, server)
         returned = torch.zeros(*ids.shape, cfg.hidden, dtype=torch.bfloat16, device=ids.device)
         order, counts = server.flatten().argsort(stable=True), server.flatten().bincount(minlength=cfg.world_size + 1)
@@ -108,7 +108,7 @@ def check_combine(
 
 def dispatch_round(cfg: EPConfig, dispatched: Dispatched) -> int:
     """Number of the dispatch round of a batch, as its own header has it; 0: unknown. Reads the tensor."""
-    return int(dispatched.headers[0 if cfg.skip_a2a else dispatched.rank, HeaderWord.ROUND])
+    return int(dispatched.headers[cfg.place(dispatched.rank)[0], HeaderWord.ROUND])
 
 
 @no_modes()
@@ -126,7 +126,8 @@ def combine(
     All sums are float32, start at +0 and round after each multiplication and each addition:
     exact: over the unmasked slots k ascending, acc += w[t, k] * f32(row).
     partial: every rank sums the slots that it owns as above and casts to bfloat16; the source rank adds these
-    over the ranks that own any of the token's experts, ascending.
+    over the ranks that own any of the token's experts, ascending. Over nodes that is the sum of one node: each node
+    casts its own to bfloat16, and the source rank adds these, nodes ascending.
     Then acc += f32(row) of the shared expert, for the tokens that it has (`EPConfig.shared_slice`); then the
     epilogue; then one cast to `dtype`. A token without unmasked slots gives +0. A NaN result is the type's
     `CANONICAL_NAN`.
@@ -143,7 +144,7 @@ def combine(
             whose weights are ones.
         mode: one of COMBINE_MODES; "unweighted" not with a fused shared expert.
         dtype: bfloat16, float16 or float32.
-        epilogue: not in unweighted mode.
+        epilogue: not in unweighted mode, nor over nodes.
 
     Returns:
         Per rank [T_r, hidden], unweighted [T_r, top_k, hidden], of `dtype`.
@@ -155,6 +156,8 @@ def combine(
     check_combine(cfg, rows, dispatched, mode, dtype)
     chosen = chosen_weights(cfg, dispatched, router_weights, mode)
     outputs = ExpertOutputs(cfg, rows, dispatched)
+    if epilogue is not None and cfg.nodes > 1:
+        raise EPInputError(f"epilogue = function: must be None over {cfg.nodes} nodes")
     if mode == "unweighted":
         if epilogue is not None:
             raise EPInputError("epilogue = function: must be None in unweighted mode, which has no sum")
@@ -198,8 +201,13 @@ def sum_source(outputs: ExpertOutputs, source: int, weights: torch.Tensor, mode:
         products = weights[part][:, :, None] * returned.float()
         if mode == "exact":
             result[part] = exact_sums(server < cfg.world_size, products)
-        else:
+        elif cfg.nodes == 1:
             result[part] = partial_sums(server, products, cfg.world_size)
+        else:
+            for node in range(cfg.nodes):
+                of_node = torch.where(server // cfg.peers == node, server, cfg.world_size)
+                sums = partial_sums(of_node, products, cfg.world_size)
+                result[part] = result[part] + round_to(sums, torch.bfloat16).float()
     served, rows = outputs.shared(source)
     result[served] = result[served] + rows.float()
     return result

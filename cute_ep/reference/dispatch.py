@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.buffers import DispatchBuffers, routed_shape
 from cute_ep.api.calls import DispatchInput
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
@@ -174,7 +174,8 @@ def dispatch(
     router_weights: Sequence[torch.Tensor | None] | None = None,
     prequantized: Sequence[QuantizedRows | None] | None = None,
 ) -> list[Dispatched]:
-    """What every rank receives, rows ordered by (group, source rank, token, slot).
+    """What every rank receives, rows ordered by (group, source rank, token, slot); over nodes by (group, peer, node,
+    token, slot), of sources (node, peer), and a token of `src_info` is node * max_tokens_per_rank + its index.
 
     Duplicate experts of a token make one row each. A masked slot (-1) makes none. With `skip_a2a` every rank is its
     only source, and an expert of another rank makes no row. The rows that pad a group are zeros in every tensor, with
@@ -212,13 +213,41 @@ def dispatch(
     return [receive(cfg, rank, sources) for rank in range(cfg.world_size)]
 
 
-def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -> torch.Tensor:
-    """[rows, 4] int64 (group, index of the source, token, slot) of the rows of `rank`, in their order; in rank-major
-    order the slot is the token's last of this rank."""
-    device, shared = own.topk_ids.device, int(cfg.fused_shared_expert)
-    first, count = cfg.shared_slice(own.tokens, rank)
+def _brought(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> list[Source]:
+    """What each peer of rank `rank` brings to it: its own tokens, over nodes those of all ranks of its rail."""
+    if cfg.nodes == 1:
+        return [sources[rank]] if cfg.skip_a2a else [sources[peer] for peer in range(cfg.world_size)]
+    return [_rail(cfg, [sources[one] for one in range(peer, cfg.world_size, cfg.peers)]) for peer in range(cfg.peers)]
+
+
+def _rail(cfg: EPConfig, sources: Sequence[Source]) -> Source:
+    """The tokens of a rail's ranks, for each a frame of max_tokens_per_rank, at its end without entries."""
+    ids, weights, rows = [], [], []
+    for source in sources:
+        more, given = cfg.max_tokens_per_rank - source.tokens, source.router_weights
+        if given is None:
+            given = torch.ones(source.topk_ids.shape, dtype=torch.float32, device=source.topk_ids.device)
+        ids.append(_extended(lower_halves(source.topk_ids), more, -1))
+        weights.append(_extended(given, more, 1))
+        rows.append(QuantizedRows(*(None if field is None else _extended(field, more, 0) for field in source.rows)))
+    return Source(join_rows(rows), torch.cat(ids), torch.cat(weights))
+
+
+def _extended(field: torch.Tensor, more: int, value: int) -> torch.Tensor:
+    """A tensor with `more` rows of `value` at its end."""
+    rows = torch.zeros(more, *field.shape[1:], dtype=field.dtype, device=field.device)
+    if value:
+        rows.fill_(value)
+    return torch.cat([field, rows])
+
+
+def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], tokens_of_rank: int) -> torch.Tensor:
+    """[rows, 4] int64 (group, index of the source, token, slot) of the rows of `rank`, which has given
+    `tokens_of_rank`, in their order; in rank-major order the slot is the token's last of this rank."""
+    device, shared = sources[0].topk_ids.device, int(cfg.fused_shared_expert)
+    first, count = cfg.shared_slice(tokens_of_rank, rank)
     token = torch.arange(first, first + count, device=device)
-    own_index = torch.full_like(token, [source is own for source in sources].index(True))
+    own_index = torch.full_like(token, cfg.place(rank)[0])
     of_shared = torch.stack([torch.zeros_like(token), own_index, token, torch.full_like(token, cfg.top_k)], dim=1)
     ids = torch.cat([lower_halves(source.topk_ids) for source in sources])
     tokens = torch.cat([torch.arange(source.tokens, device=device) for source in sources])
@@ -237,9 +266,8 @@ def _entries(cfg: EPConfig, rank: int, sources: Sequence[Source], own: Source) -
 
 def count_rows(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> torch.Tensor:
     """[G] int64 rows that arrive for each group of rank `rank`, also those that a block has no room for."""
-    own = sources[rank]
-    peers = [own] if cfg.skip_a2a else [sources[peer] for peer in range(cfg.world_size)]
-    return torch.bincount(_entries(cfg, rank, peers, own)[:, 0], minlength=cfg.groups)
+    entries = _entries(cfg, rank, _brought(cfg, rank, sources), sources[rank].tokens)
+    return torch.bincount(entries[:, 0], minlength=cfg.groups)
 
 
 def _arranged(cfg: EPConfig, scales: torch.Tensor, layout: str, row_counts: Sequence[int]) -> torch.Tensor:
@@ -259,8 +287,8 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
     """The output of `dispatch` of one rank, from every rank's source (with `skip_a2a` only its own is read)."""
     own = sources[rank]
     device = own.topk_ids.device
-    peers = [own] if cfg.skip_a2a else [sources[peer] for peer in range(cfg.world_size)]
-    group, source, token, slot = _entries(cfg, rank, peers, own).unbind(1)
+    peers = _brought(cfg, rank, sources)
+    group, source, token, slot = _entries(cfg, rank, peers, own.tokens).unbind(1)
 
     counts = torch.bincount(group, minlength=cfg.groups)
     padded = (counts + cfg.alignment - 1) // cfg.alignment * cfg.alignment
@@ -289,7 +317,7 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
 
     is_entry = slot < cfg.top_k  # else a row of the shared expert
     routed = is_entry.nonzero().flatten()
-    row_map = torch.full((cfg.peers, cfg.max_tokens_per_rank, cfg.top_k), -1, dtype=torch.int32, device=device)
+    row_map = torch.full(routed_shape(cfg), -1, dtype=torch.int32, device=device)
     row_map[source[routed], token[routed], slot[routed]] = row[routed].int()
     given = torch.ones(row_map.shape, dtype=torch.float32, device=device)
     for index, one in enumerate(peers):

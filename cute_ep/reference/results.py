@@ -232,13 +232,13 @@ def _entries(cfg: EPConfig, source: int, given: Mapping[int, Any]) -> tuple[torc
     server = torch.where(ids >= 0, ids // cfg.local_experts, cfg.world_size)
     if cfg.skip_a2a:
         server[server != source] = cfg.world_size
-    row, index = torch.full_like(ids, -1), 0 if cfg.skip_a2a else source
-    weights = torch.zeros(ids.shape, dtype=torch.float32)
+    row, (index, first) = torch.full_like(ids, -1), cfg.place(source)
+    weights, last = torch.zeros(ids.shape, dtype=torch.float32), first + len(ids)
     for rank, one in given.items():
         here = server == rank
-        row[here] = one.row_map[index, : len(ids)][here]
+        row[here] = one.row_map[index, first:last][here]
         if one.weights is not None:
-            weights[here] = one.weights[index, : len(ids)][here]
+            weights[here] = one.weights[index, first:last][here]
     return server, row, weights
 
 

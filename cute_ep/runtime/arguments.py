@@ -32,22 +32,22 @@ def address(tensor: torch.Tensor | None) -> int:
 
 def group_record(cfg: EPConfig, rank: int, arena: int, status: int) -> Group:
     """What all launches of a rank share; `arena` and `status` are addresses."""
-    alone = cfg.skip_a2a
+    own, _ = cfg.place(rank)
     return Group(
         arena=arena,
         status=status,
         timeout_ns=int(cfg.timeout_s * 1e9),
-        rank=0 if alone else rank,
+        rank=own,
         ranks=cfg.peers,
         ranks_magic=division_magic(cfg.peers),
         experts=cfg.peers * cfg.local_experts,
-        first_expert=rank * cfg.local_experts if alone else 0,
+        first_expert=(rank - own) * cfg.local_experts,
         all_experts=cfg.num_experts,
         local_experts=cfg.local_experts,
         local_experts_magic=division_magic(cfg.local_experts),
         top_k=cfg.top_k,
         top_k_magic=division_magic(cfg.top_k),
-        max_tokens=cfg.max_tokens_per_rank,
+        max_tokens=cfg.max_tokens_per_peer,
         hidden=cfg.hidden,
     )
 

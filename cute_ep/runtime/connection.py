@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep.aot.library import Library
-from cute_ep.api.config import EPConfig, check_alike, check_config, is_integer
+from cute_ep.api.config import EPConfig, check_config, is_integer
 from cute_ep.api.errors import EPConfigError
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
@@ -31,7 +31,7 @@ from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
-from cute_ep.runtime.process import machine
+from cute_ep.runtime.places import Place, check_initialised, check_member, check_one_node, check_places
 from cute_ep.tuning.file import find_tuning
 from cute_ep.tuning.launch_shape import Tuning
 
@@ -82,6 +82,7 @@ def connect_local(
     found = Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
+    check_one_node(cfg)
     here = torch.cuda.current_device()
     chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
     for device in chosen:
@@ -172,28 +173,17 @@ def connect_checked(
     """`connect`, which fails on all ranks where `check` raises on one."""
     if not dist.is_initialized():
         check_config(cfg)
-        without = f'without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size})'
-        raise EPConfigError(
-            f"group = {group}: must be initialised, call torch.distributed.init_process_group first ({without})"
-        )
+        check_initialised(group, f' (without GPUs: connect_local(cfg, ["cpu"] * {cfg.world_size}))')
     check_member(group)
     with Meeting(group) as meeting:
         return _connect(check, cfg, meeting, _Options(**options))
-
-
-def check_member(group: dist.ProcessGroup | None) -> None:
-    """EPConfigError unless this process is a rank of the group."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise EPConfigError(
-            f"group = {group}: must have this process, global rank {dist.get_rank()}, as one of its own"
-        )
 
 
 def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options: _Options) -> EPCommunicator:
     """`connect_checked` of ranks that have met."""
     rank, world = meeting.rank, meeting.size
 
-    def look_around() -> tuple[_Place, tuple[torch.device, _Share] | None]:
+    def look_around() -> tuple[Place, tuple[torch.device, _Share] | None]:
         check_config(cfg)
         check()
         options.check()
@@ -201,11 +191,12 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             raise EPConfigError(f"world_size = {cfg.world_size}: the process group has {world} ranks")
         if not torch.cuda.device_count():
             options.check_reference()
-            return _Place(cfg, machine(), None), None
+            return Place.of(cfg, None), None
+        check_one_node(cfg)
         device = torch.device("cuda", torch.cuda.current_device())
         most = _max_ctas(device, options.sms, 1)
         found = options.tuning or find_tuning(cfg, torch.cuda.get_device_name(device), world, most)
-        return _Place.of(cfg, device), (device, _Share(most, found))
+        return Place.of(cfg, device), (device, _Share(most, found))
 
     def prepare() -> tuple[RankParts, ExitStack]:
         with ExitStack() as undo:
@@ -242,7 +233,7 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
             own.close()
 
     (_, gpu), places = meeting.on_all_ranks(look_around, lambda found: found[0], doing="look at its device")
-    _check_places(rank, places)
+    check_places(rank, places)
     patience = max(2 * cfg.timeout_s, LEAST_PATIENCE_S)
     if gpu is None:
         return connect_processes(cfg, rank, meeting.on_all_ranks)
@@ -273,38 +264,6 @@ def _connect(check: Callable[[], None], cfg: EPConfig, meeting: Meeting, options
         own.close()
         raise
     return communicator
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What ranks of one group compare: their configurations, and where they run."""
-
-    cfg: EPConfig
-    machine: str
-    gpu: str | None
-
-    @classmethod
-    def of(cls, cfg: EPConfig, device: torch.device) -> _Place:
-        """This process's."""
-        return cls(cfg, machine(), str(torch.cuda.get_device_properties(device).uuid))
-
-
-def _check_places(rank: int, places: Sequence[_Place]) -> None:
-    """EPConfigError unless all ranks have rank `rank`'s configuration and machine, and each a GPU of its own."""
-    own = places[rank]
-    check_alike([place.cfg for place in places])
-    for peer, place in enumerate(places):
-        if place.machine != own.machine:
-            raise EPConfigError(f"rank {peer} and rank {rank} are on different machines: must be on one")
-        if (place.gpu is None) != (own.gpu is None):
-            without, other = (peer, rank) if place.gpu is None else (rank, peer)
-            raise EPConfigError(f"rank {without} has no CUDA GPU, but rank {other} has: must be all ranks or none")
-    for peer, place in enumerate(places):
-        if place.gpu and (first := [other for other in range(peer) if places[other].gpu == place.gpu]):
-            raise EPConfigError(
-                f"rank {first[0]} and rank {peer} are both on GPU {place.gpu}: each must call torch.cuda.set_device "
-                "with a GPU of its own (several ranks on one GPU: connect_local)"
-            )
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class _Reader:
             return
         values = (entries << 32) >> 32  # the low half, with its sign
         local = torch.where(values == MASKED_ENTRY, -1, entry_expert(values) // cfg.local_experts)
-        here = (local == (0 if cfg.skip_a2a else self.rank)).any(dim=1).nonzero()[:, 0]
+        here = (local == cfg.place(self.rank)[0]).any(dim=1).nonzero()[:, 0]
         slices_log2 = message_slices_log2(int(header[HeaderWord.MESSAGES]))
         chunks = torch.unique(chunk_of(here << slices_log2))
         flags = self._of(arena.message_ready)[place][chunks]

@@ -17,6 +17,7 @@ from cute_ep.runtime import connection
 from cute_ep.runtime.counts import Counting, ReceiveCounts, counting_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.meeting import Meeting, group_timeout
+from cute_ep.runtime.places import check_member
 from cute_ep.runtime.pool import Opened, Opening, Pool, all_sms
 from cute_ep.runtime.routes import RouteCounts
 
@@ -50,7 +51,7 @@ class GroupPool(Pool):
     """
 
     def __init__(self, group: dist.ProcessGroup, *, grows: bool = False) -> None:
-        connection.check_member(group)
+        check_member(group)
         super().__init__(grows=grows)
         self.group = group
         self.rank, self.size = group.rank(), group.size()

@@ -82,7 +82,7 @@ def make_arena(cfg: EPConfig, rank: int, device: torch.device) -> DeviceMemory:
     """A rank's arena as the first round must find it."""
     arena = cfg.arena
     cleared = [(int(region.offset), int(region.nbytes)) for region in arena.cleared]
-    return DeviceMemory(device, int(arena.allocation), cleared, begin=0 if cfg.skip_a2a else arena.begin(rank))
+    return DeviceMemory(device, int(arena.allocation), cleared, begin=arena.begin(cfg.place(rank)[0]))
 
 
 def unload_kernels(kernels: Mapping[str, Kernel], device: torch.device) -> None:

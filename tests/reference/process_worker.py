@@ -1,4 +1,6 @@
-"""One rank without a GPU: `python -m tests.reference.process_worker STORE RANK WORLD`. The last rank is killed."""
+"""One rank without a GPU: `python -m tests.reference.process_worker STORE RANK WORLD RANKS_PER_NODE`.
+
+The last rank is killed."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from cute_ep import reference
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPTimeout
 from cute_ep.runtime.connection import connect
+from cute_ep.runtime.places import ranks_per_node
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.verify import check_dispatched, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import make_inputs
@@ -23,9 +26,9 @@ from cute_ep.testing.workloads import make_inputs
 ROUNDS = 6
 
 
-def check_rounds(rank: int, world: int) -> None:
+def check_rounds(rank: int, world: int, per_node: int) -> None:
     """Rounds bit for bit, with collectives of the caller in between that come in another order on every rank."""
-    cfg = EPConfig(128, 4 * world, 2, 16, world, "nvfp4", timeout_s=60)
+    cfg = EPConfig(128, 4 * world, 2, 16, world, "nvfp4", timeout_s=60, ranks_per_node=per_node)
     with connect(cfg) as ep:
         for number in range(ROUNDS):
             inputs = make_inputs(cfg, [(5 * number + 3 * peer) % 17 for peer in range(world)], "uniform", number)
@@ -65,9 +68,9 @@ def check_refusals(rank: int, world: int) -> None:
         raise AssertionError("two configurations in one group")
 
 
-def check_killed(rank: int, world: int) -> None:
+def check_killed(rank: int, world: int, per_node: int) -> None:
     """The others name a rank that is killed between two rounds, long before the timeout, and end."""
-    cfg = EPConfig(128, 4 * world, 2, 16, world, timeout_s=90)
+    cfg = EPConfig(128, 4 * world, 2, 16, world, timeout_s=90, ranks_per_node=per_node)
     x, ids = torch.zeros(1, 128).bfloat16(), torch.zeros(1, 2, dtype=torch.int32)
     with connect(cfg) as ep:
         ep.dispatch(x, ids)
@@ -81,15 +84,16 @@ def check_killed(rank: int, world: int) -> None:
             raise AssertionError("no EPTimeout though a rank was killed")
 
 
-def main(store: Path, rank: int, world: int) -> None:
+def main(store: Path, rank: int, world: int, per_node: int) -> None:
     torch.set_num_threads(1)
     rendezvous = {"init_method": f"file://{store}", "timeout": timedelta(seconds=60)}
     dist.init_process_group("gloo", rank=rank, world_size=world, **rendezvous)
     check_refusals(rank, world)
-    check_rounds(rank, world)
-    check_killed(rank, world)
+    assert ranks_per_node() == world  # all are on this machine
+    check_rounds(rank, world, per_node)
+    check_killed(rank, world, per_node)
     sys.stdout.write(f"rank {rank} ok\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -15,14 +15,15 @@ import pytest
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.runtime import connection
-from cute_ep.runtime.connection import _check_places, _Place
 from cute_ep.runtime.parts import RankParts
+from cute_ep.runtime.places import Place, check_places, equal_runs
 from tests.fake_driver import FakeDriver, cuda
 
 from .as_threads import RANKS, collective
 
 CFG = EPConfig(hidden=128, num_experts=6, top_k=2, max_tokens_per_rank=16, world_size=RANKS)
-PLACES = [_Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
+PLACES = [Place(CFG, "machine", f"GPU-{rank}") for rank in range(RANKS)]
+NO_GPU = {"gpu": None}
 
 
 class Machine(FakeDriver):
@@ -47,7 +48,7 @@ class Machine(FakeDriver):
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(connection, name, fake)
-        monkeypatch.setattr(connection._Place, "of", lambda cfg, device: PLACES[dist_rank()])
+        monkeypatch.setattr(Place, "of", lambda cfg, device: replace(PLACES[dist_rank()], **({} if device else NO_GPU)))
         for name, fake in {
             "current_device": lambda: 0,
             "device": lambda device: nullcontext(),
@@ -194,7 +195,6 @@ def test_a_rank_with_another_number_of_ranks_tells_the_others(monkeypatch: pytes
 
 def test_all_ranks_have_a_gpu_or_none_has(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, ("gpu", 1))
-    monkeypatch.setattr(connection, "machine", lambda: "machine")
     got = collective(monkeypatch, lambda rank: connection.connect(CFG))
     for rank, other in enumerate((0, 0, 2)):
         assert isinstance(got[rank], EPConfigError)
@@ -203,7 +203,7 @@ def test_all_ranks_have_a_gpu_or_none_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ranks_of_one_configuration_and_machine_on_gpus_of_their_own_go_together() -> None:
     for rank in range(RANKS):
-        _check_places(rank, PLACES)
+        check_places(rank, PLACES)
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,57 @@ def test_ranks_of_one_configuration_and_machine_on_gpus_of_their_own_go_together
             {"cfg": replace(CFG, top_k=1)},
             r"^top_k = 2 on rank\(s\) \[0, 1\], 1 on rank\(s\) \[2\]: must be the same on all ranks$",
         ),
-        ({"machine": "other"}, "rank 2 and rank 0 are on different machines"),
+        ({"machine": "other"}, r"^rank 2 and rank 0 are on different machines: must be on one$"),
         ({"gpu": "GPU-1"}, "rank 1 and rank 2 are both on GPU GPU-1: each must call torch.cuda.set_device"),
     ],
     ids=["another configuration", "another machine", "the same GPU"],
 )
 def test_other_places_are_refused(changed: dict, rule: str) -> None:
     with pytest.raises(EPConfigError, match=rule):
-        _check_places(0, [*PLACES[:2], replace(PLACES[2], **changed)])
+        check_places(0, [*PLACES[:2], replace(PLACES[2], **changed)])
+
+
+def test_the_ranks_of_a_node_are_on_one_machine() -> None:
+    """Two nodes may be on one, or on one each; on the CPU all are on one."""
+    cfg = EPConfig(128, 8, 2, 16, 4, ranks_per_node=2)
+    several = [Place(cfg, f"machine {rank // 2}", f"GPU-{rank}") for rank in range(4)]
+    for one in (several, [replace(place, machine="machine 0") for place in several]):
+        for rank in range(4):
+            check_places(rank, one)
+    mixed = [*several[:3], replace(several[3], machine="other")]
+    check_places(0, mixed)
+    with pytest.raises(
+        EPConfigError, match=r"^rank 3 and rank 2 are on different machines: must be on one, as .* node 1$"
+    ):
+        check_places(2, mixed)
+    with pytest.raises(
+        EPConfigError, match=r"^rank 2 and rank 0 are on different machines: must be on one on the CPU$"
+    ):
+        check_places(0, [replace(place, gpu=None) for place in several])
+
+
+def test_several_nodes_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    cfg = replace(CFG, ranks_per_node=1)
+    for error in collective(monkeypatch, lambda rank: connection.connect(cfg)):
+        assert "ranks_per_node = 1: must be None on GPUs" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("machines", "found"),
+    [("aaaa", 4), ("aabb", 2), ("abc", 1), ("a", 1)],
+)
+def test_machines_with_as_many_ranks_each_are_nodes(machines: str, found: int) -> None:
+    assert equal_runs(machines) == found
+
+
+@pytest.mark.parametrize(
+    ("machines", "rule"),
+    [
+        ("aab", r"^ranks \[0, 1\] are on one machine and ranks \[2\] on another: must be as many on each$"),
+        ("abab", r"^ranks \[0\], \[1\], \[2\], \[3\] are on machines in turns: the ranks of a machine must follow"),
+    ],
+)
+def test_other_machines_make_no_nodes(machines: str, rule: str) -> None:
+    with pytest.raises(EPConfigError, match=rule):
+        equal_runs(machines)
