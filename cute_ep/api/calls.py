@@ -16,6 +16,7 @@ class DispatchInput(NamedTuple):
     input_scale: float | torch.Tensor | None = None
     scales: torch.Tensor | None = None
     row_scales: torch.Tensor | None = None
+    frame: int | None = None
 
 
 class SumOptions(NamedTuple):

@@ -263,9 +263,10 @@ class EPConfig:
         """Most tokens that a peer brings in one call: its own, and over nodes those of its rail."""
         return self.nodes * self.max_tokens_per_rank
 
-    def place(self, source: int) -> tuple[int, int]:
-        """(peer, first token) of the tokens of rank `source`, in the order in which a rank's peers bring them."""
-        return source % self.peers, self.node(source) * self.max_tokens_per_rank
+    def place(self, source: int, frame: int | None = None) -> tuple[int, int]:
+        """(peer, first token) of the tokens of rank `source`, in the order in which a rank's peers bring them; over
+        nodes each node's are a frame of so many tokens, None: `max_tokens_per_rank`."""
+        return source % self.peers, self.node(source) * (frame or self.max_tokens_per_rank)
 
     def shared_slice(self, tokens: int, rank: int) -> tuple[int, int]:
         """(first, number) of the `tokens` tokens that rank `rank` gives to the shared expert; (0, 0) without one."""

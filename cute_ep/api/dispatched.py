@@ -53,6 +53,7 @@ class Dispatched:
             partial need of rank-major rows; `derived` with other `topk_ids` says so.
         weighted: whether this rank gave its dispatch router weights, or `derived` was given `weights`, which partial
             combine of expert-major rows asks for. None, of the constructor: whether there are `weights`.
+        frame: what this dispatch was given as `frame`, over nodes the same on all ranks.
         stamp: the dispatch that made it; None of a batch that was put together from tensors.
     """
 
@@ -63,6 +64,7 @@ class Dispatched:
     return_slices_log2: int
     row_per_entry: bool = False
     weighted: bool | None = None
+    frame: int | None = None
     stamp: Stamp | None = None
 
     tokens = Of[Tensor]()
@@ -89,10 +91,10 @@ class Dispatched:
     def received(cls, buffers: DispatchBuffers, origin: Origin, sent: PendingDispatch, **others: Any) -> Self:
         """The batch that a communicator has received into these buffers, whose generation has counted it, of what its
         rank has sent. `others` are arguments of a subclass."""
-        topk_ids, router_weights, slices, _ = sent
+        topk_ids, router_weights, slices, _, frame = sent
         stamp = Stamp(origin, buffers.memory.generation.number, topk_ids, router_weights)
         weighted = router_weights is not None
-        return cls(buffers, origin.rank, topk_ids, router_weights, slices, False, weighted, stamp, **others)
+        return cls(buffers, origin.rank, topk_ids, router_weights, slices, False, weighted, frame, stamp, **others)
 
     @classmethod
     def of_tensors(
@@ -104,6 +106,7 @@ class Dispatched:
         router_weights: Tensor | None,
         return_slices_log2: int,
         weighted: bool | None = None,
+        frame: int | None = None,
     ) -> Dispatched:
         """A batch put together from tensors that a dispatch of this rank wrote, such as those that a torch op returned.
 
@@ -120,6 +123,7 @@ class Dispatched:
             weighted: whether that dispatch was given router weights. Buffers have `weights` in either case, ones where
                 there were none; if it was not, combine in partial mode refuses the batch. None: whether `tensors` has
                 `weights`.
+            frame: what that dispatch was given as `frame`.
 
         Raises:
             EPInputError: a name is unknown, or a tensor that combine needs is missing.
@@ -131,7 +135,8 @@ class Dispatched:
             if tensors.get(name) is None:
                 raise EPInputError(f"tensors[{name!r}] = None: must be what dispatch wrote, combine reads it")
         parts: dict[str, Any] = dict.fromkeys(BUFFERS) | dict(tensors)
-        return cls(DispatchBuffers(**parts), rank, topk_ids, router_weights, return_slices_log2, weighted=weighted)
+        made = DispatchBuffers(**parts), rank, topk_ids, router_weights, return_slices_log2
+        return cls(*made, weighted=weighted, frame=frame)
 
     def derived(
         self,

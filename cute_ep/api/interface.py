@@ -131,6 +131,7 @@ class EPCommunicator(ABC):
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
+        frame: int | None = None,
     ) -> Dispatched:
         """Send this rank's tokens to their experts and receive the tokens for its own experts, in one launch.
 
@@ -150,6 +151,9 @@ class EPCommunicator(ABC):
             out: buffers from `allocate`, or those of a batch that is no longer needed, overwritten; None allocates new
                 ones.
             scales, row_scales: what belongs to quantised rows (`QuantizedRows`); they travel unchanged.
+            frame: over nodes, how many rows each rank sends to every other node, the same on all ranks: at least the
+                tokens of any rank. Fewer rows are fewer bytes. None: `cfg.max_tokens_per_rank`. On one node it has no
+                effect.
 
         Returns:
             The rows for this rank's experts; valid once the stream has run, on the CPU once all ranks have made the
@@ -161,7 +165,7 @@ class EPCommunicator(ABC):
             EPInputError: an argument breaks its contract. Nothing was launched.
             EPTimeout: an earlier call's wait had timed out.
         """
-        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales, frame)
         return self._dispatch(given, out.buffers if isinstance(out, Dispatched) else out)
 
     def plan_dispatch(
@@ -174,9 +178,10 @@ class EPCommunicator(ABC):
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
+        frame: int | None = None,
     ) -> Plan[Dispatched]:
         """All of `dispatch` but the launch; arguments and errors are the same."""
-        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales, frame)
         return self._plan_dispatch(given, out.buffers if isinstance(out, Dispatched) else out)
 
     def dispatch_async(
@@ -188,10 +193,11 @@ class EPCommunicator(ABC):
         *,
         scales: torch.Tensor | None = None,
         row_scales: torch.Tensor | None = None,
+        frame: int | None = None,
     ) -> PendingDispatch:
         """The sending half of `dispatch`; arguments and errors are the same. At most two may be outstanding before
         their `dispatch_wait`."""
-        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales)
+        given = DispatchInput(x, topk_ids, router_weights, input_scale, scales, row_scales, frame)
         self._check_usable()
         self._dispatches.check_send()
         check_input(self.origin, given)

@@ -23,6 +23,7 @@ class PendingDispatch(NamedTuple):
     router_weights: torch.Tensor | None
     return_slices_log2: int
     keep_alive: tuple[torch.Tensor | None, ...]
+    frame: int | None = None
 
 
 class PendingCombine(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cute_ep.api.buffers import DispatchBuffers, buffer_shapes, check_blocks
 from cute_ep.api.calls import DispatchInput
-from cute_ep.api.config import EPConfig, is_number
+from cute_ep.api.config import EPConfig, is_integer, is_number
 from cute_ep.api.errors import EPConfigError, EPInputError
 from cute_ep.api.provenance import Origin
 from cute_ep.api.row_tensors import ID_TYPES, payload_columns, payload_dtype, payload_types, scale_types
@@ -83,7 +83,7 @@ def check_tokens(
     Raises:
         EPInputError: a tensor breaks its rule.
     """
-    x, topk_ids, router_weights, _, scales, row_scales = given
+    x, topk_ids, router_weights, _, scales, row_scales, frame = given
     fmt, columns = cfg.format, cfg.hidden
     dtype: torch.dtype | tuple[torch.dtype, ...] = torch.bfloat16
     if scales is not None:
@@ -104,9 +104,20 @@ def check_tokens(
         raise EPInputError(
             f"x.shape[0] = {tokens}: must not exceed max_tokens_per_rank = {cfg.max_tokens_per_rank} tokens"
         )
+    if frame is not None:
+        check_frame(cfg, frame, tokens)
     check_tensor("topk_ids", topk_ids, shape=(tokens, cfg.top_k), dtype=ID_TYPES, device=place)
     if router_weights is not None:
         check_router_weights(cfg, router_weights, tokens, place, hooks)
+
+
+def check_frame(cfg: EPConfig, frame: int, tokens: int) -> None:
+    """EPInputError unless a rank can send so many rows for its tokens."""
+    if not (is_integer(frame) and max(tokens, 1) <= frame <= cfg.max_tokens_per_rank):
+        least = f"x.shape[0] = {tokens}" if tokens else "1"
+        raise EPInputError(
+            f"frame = {frame!r}: must be an integer from {least} to max_tokens_per_rank = {cfg.max_tokens_per_rank}"
+        )
 
 
 def check_router_weights(

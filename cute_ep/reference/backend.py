@@ -40,6 +40,7 @@ from cute_ep.reference.results import (
     OwnPending,
     ReadAgain,
     add_up,
+    check_frames,
     check_row_count,
     combine_send,
     copied,
@@ -162,12 +163,13 @@ class ReferenceCommunicator(EPCommunicator):
 
     def _send_dispatch(self, given: DispatchInput) -> OwnPending:
         """Join the next dispatch with copies of what is given, as it is now."""
+        check_frames(self.cfg, given.frame, self._exchange.dispatch.joined(self.rank))
         source = make_source(self.cfg, given)
         if found := reference.find_wrong_id(self.cfg, source.topk_ids):
             index, value = found
             seen = value if -(2**31) <= value < 2**31 else BEYOND
             self._wrong_input[Phase.EXPERT_ID] = index, self.cfg.num_experts, seen
-        pending = OwnPending(given.topk_ids, given.router_weights, 0, ())
+        pending = OwnPending(given.topk_ids, given.router_weights, 0, (), given.frame)
         pending.read_again = ReadAgain(copied(given.topk_ids), copied(given.router_weights))
         self._look(given)
         self._join(self._exchange.dispatch, pending, source)

@@ -42,7 +42,8 @@ class ExpertOutputs:
         least world_size where no row returns (masked, or not in `row_map`), and [n, top_k, hidden] bfloat16, zeros
         there."""
         cfg = self.cfg
-        every, (index, first) = lower_halves(self.batches[source].topk_ids), cfg.place(source)
+        batch = self.batches[source]
+        every, (index, first) = lower_halves(batch.topk_ids), cfg.place(source, batch.frame)
         ids, last = every[part], first + every.shape[0]
         server = torch.where(ids >= 0, ids.long() // cfg.local_experts, cfg.world_size)
         row, ranks = torch.full_like(ids, -1), [source] if cfg.skip_a2a else range(cfg.world_size)

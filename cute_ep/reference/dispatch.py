@@ -134,11 +134,13 @@ def per_rank(name: str, values: Sequence | None, ranks: int) -> list:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What one rank brings to a dispatch: its T encoded tokens, [T, top_k] ids and weights (or None)."""
+    """What one rank brings to a dispatch: its T encoded tokens, [T, top_k] ids and weights (or None), and the rows that
+    it sends to other nodes (or None)."""
 
     rows: QuantizedRows
     topk_ids: torch.Tensor
     router_weights: torch.Tensor | None
+    frame: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -162,7 +164,7 @@ def encode_checked(cfg: EPConfig, given: DispatchInput) -> Source:
         rows = quantize(given.x.contiguous(), cfg.format, 1.0 if given.input_scale is None else given.input_scale)
     else:
         rows = QuantizedRows(given.x, given.scales, given.row_scales)
-    return Source(as_own_types(rows, cfg.format), given.topk_ids, given.router_weights)
+    return Source(as_own_types(rows, cfg.format), given.topk_ids, given.router_weights, given.frame)
 
 
 @no_modes()
@@ -173,6 +175,7 @@ def dispatch(
     input_scales: Sequence[float | torch.Tensor | None] | None = None,
     router_weights: Sequence[torch.Tensor | None] | None = None,
     prequantized: Sequence[QuantizedRows | None] | None = None,
+    frame: int | None = None,
 ) -> list[Dispatched]:
     """What every rank receives, rows ordered by (group, source rank, token, slot); over nodes by (group, peer, node,
     token, slot), of sources (node, peer), and a token of `src_info` is node * max_tokens_per_rank + its index.
@@ -188,6 +191,7 @@ def dispatch(
         router_weights: per rank [T_r, top_k] float32 or None; None: no weights anywhere.
         prequantized: per rank tokens that are encoded already, whose bytes travel as they are (then `xs` of this rank
             is not read and may be None), or None; None: no rank's are.
+        frame: as of `EPCommunicator.dispatch`; the token in `src_info` counts nodes in frames.
 
     Returns:
         One `Dispatched` a rank, all tensors with exactly `num_rows` rows (scales: exactly the rows or blocks in use),
@@ -207,7 +211,7 @@ def dispatch(
     sources = {}
     for rank, (x, ids, input_scale, weights, ready) in enumerate(zip(*columns, strict=True)):
         payload, scales, row_scales = (x, None, None) if ready is None else ready
-        sources[rank] = encode_source(cfg, DispatchInput(payload, ids, weights, input_scale, scales, row_scales))
+        sources[rank] = encode_source(cfg, DispatchInput(payload, ids, weights, input_scale, scales, row_scales, frame))
     for source in sources.values():
         check_expert_ids(cfg, source.topk_ids)
     return [receive(cfg, rank, sources) for rank in range(cfg.world_size)]
@@ -221,10 +225,10 @@ def _brought(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> list[So
 
 
 def _rail(cfg: EPConfig, sources: Sequence[Source]) -> Source:
-    """The tokens of a rail's ranks, for each a frame of max_tokens_per_rank, at its end without entries."""
+    """The tokens of a rail's ranks, for each a frame, at its end without entries."""
     ids, weights, rows = [], [], []
     for source in sources:
-        more, given = cfg.max_tokens_per_rank - source.tokens, source.router_weights
+        more, given = (source.frame or cfg.max_tokens_per_rank) - source.tokens, source.router_weights
         if given is None:
             given = torch.ones(source.topk_ids.shape, dtype=torch.float32, device=source.topk_ids.device)
         ids.append(_extended(lower_halves(source.topk_ids), more, -1))
@@ -362,4 +366,4 @@ def receive(cfg: EPConfig, rank: int, sources: Mapping[int, Source]) -> Dispatch
         row_expert_ids=row_expert_ids,
         source_ranges=source_ranges,
     )
-    return Dispatched(buffers, rank, own.topk_ids, own.router_weights, return_slices_log2=0)
+    return Dispatched(buffers, rank, own.topk_ids, own.router_weights, return_slices_log2=0, frame=own.frame)

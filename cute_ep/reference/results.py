@@ -95,7 +95,16 @@ def make_source(cfg: EPConfig, given: DispatchInput) -> Source:
     x = given.x.clone(memory_format=torch.contiguous_format)
     weights, scales, row_scales = map(copied, (given.router_weights, given.scales, given.row_scales))
     scale = read_scale(given.input_scale)
-    return encode_checked(cfg, DispatchInput(x, given.topk_ids.clone(), weights, scale, scales, row_scales))
+    copies = DispatchInput(x, given.topk_ids.clone(), weights, scale, scales, row_scales, given.frame)
+    return encode_checked(cfg, copies)
+
+
+def check_frames(cfg: EPConfig, frame: int | None, others: Mapping[int, Source]) -> None:
+    """EPInputError unless other ranks of a dispatch over nodes have this frame."""
+    for peer, other in sorted(others.items()) if cfg.nodes > 1 else ():
+        own, theirs = (one or cfg.max_tokens_per_rank for one in (frame, other.frame))
+        if own != theirs:
+            raise EPInputError(f"frame = {own}: must be {theirs}, as in the dispatch of rank {peer}")
 
 
 @writing_modes()
@@ -109,6 +118,7 @@ def withhold(buffers: DispatchBuffers) -> None:
 def fill(cfg: EPConfig, rank: int, sources: Mapping[int, Source], out: OwnDispatched) -> tuple[int, int, int] | None:
     """Write the output of rank `rank`'s dispatch into `out`. Where `out`, or a block, has no room for rows, they are
     lost: what a status record of ROW_CAPACITY says of it, else None."""
+    check_frames(cfg, sources[rank].frame, sources)
     if cfg.block_rows is not None:
         cfg = replace(cfg, block_rows=out.tokens.shape[0] // cfg.groups)
     result, buffers = reference.receive(cfg, rank, sources), tensors_of(out)
@@ -153,7 +163,7 @@ def write_rows(to: torch.Tensor, of: torch.Tensor, rows: torch.Tensor, layout: s
 @dataclass(frozen=True, eq=False)
 class Returned:
     """What a rank returns in a combine: its rows, and what combine reads of the batch, as they were; the mode, and
-    the round of its dispatch, 0 where that is unknown."""
+    the round of its dispatch, 0 where that is unknown; its frame."""
 
     rows: torch.Tensor
     row_map: torch.Tensor
@@ -161,6 +171,7 @@ class Returned:
     topk_ids: torch.Tensor
     mode: str
     dispatch: int
+    frame: int | None
 
     def check_agreement(self, others: Mapping[int, Returned]) -> None:
         """EPInputError unless the others have this mode and return rows of one dispatch, if both know theirs."""
@@ -205,7 +216,8 @@ def combine_send(cfg: EPConfig, rows: torch.Tensor, dispatched: Dispatched, mode
     lost = reference.round_to(torch.full((more, cfg.hidden), torch.nan, dtype=torch.float32), torch.bfloat16)
     row_map, weights = dispatched.row_map.clamp(max=held.shape[0]), copied(dispatched.weights)
     number = dispatch_round(cfg, dispatched)
-    return Returned(torch.cat([held, lost]), row_map, weights, dispatched.topk_ids.clone(), mode, number)
+    ids = dispatched.topk_ids.clone()
+    return Returned(torch.cat([held, lost]), row_map, weights, ids, mode, number, dispatched.frame)
 
 
 @writing_modes()
@@ -232,7 +244,7 @@ def _entries(cfg: EPConfig, source: int, given: Mapping[int, Any]) -> tuple[torc
     server = torch.where(ids >= 0, ids // cfg.local_experts, cfg.world_size)
     if cfg.skip_a2a:
         server[server != source] = cfg.world_size
-    row, (index, first) = torch.full_like(ids, -1), cfg.place(source)
+    row, (index, first) = torch.full_like(ids, -1), cfg.place(source, given[source].frame)
     weights, last = torch.zeros(ids.shape, dtype=torch.float32), first + len(ids)
     for rank, one in given.items():
         here = server == rank

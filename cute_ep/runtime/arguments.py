@@ -81,7 +81,7 @@ def input_record(
     given: DispatchInput, global_scale: torch.Tensor | None, message_slices_log2: int, return_slices_log2: int
 ) -> Input:
     """What a rank dispatches; both numbers of slices as base-2 logarithms."""
-    x, _, router_weights, _, scales, row_scales = given
+    x, _, router_weights, _, scales, row_scales, _ = given
     return Input(
         x.data_ptr(),
         row_vectors(x),

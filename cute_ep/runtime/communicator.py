@@ -184,7 +184,8 @@ class Communicator(EPCommunicator):
             scale = torch.full((1,), scale, dtype=torch.float32, device=self.device)
         shape = self._cache.shape(self.tuning, operation, given.x.size(0))
         keep_alive = (given.x, given.topk_ids, given.router_weights, scale, given.scales, given.row_scales)
-        sent = PendingDispatch(given.topk_ids, given.router_weights, shape.return_slices_log2, keep_alive)
+        returned = shape.return_slices_log2
+        sent = PendingDispatch(given.topk_ids, given.router_weights, returned, keep_alive, given.frame)
         record = input_record(given, scale, shape.slices_log2, shape.return_slices_log2)
         return sent, shape, ids_record(given.topk_ids), record
 

@@ -57,24 +57,24 @@ def draw_inputs(cfg: EPConfig, routing: str, seed: int) -> list[RankInputs]:
     return given
 
 
-def dispatch(cfg: EPConfig, given: list[RankInputs]) -> list[Dispatched]:
-    weights = [one.router_weights for one in given]
-    return reference.dispatch(cfg, [one.x for one in given], [one.topk_ids for one in given], None, weights)
+def dispatch(cfg: EPConfig, given: list[RankInputs], frame: int | None = None) -> list[Dispatched]:
+    xs, ids, weights = ([getattr(one, name) for one in given] for name in ("x", "topk_ids", "router_weights"))
+    return reference.dispatch(cfg, xs, ids, None, weights, frame=frame)
 
 
 class ByHand:
     """Calls of one node each, to which the frames of a rail are one rank's tokens."""
 
-    def __init__(self, cfg: EPConfig) -> None:
-        self.cfg, self.experts = cfg, cfg.num_experts // cfg.nodes
+    def __init__(self, cfg: EPConfig, frame: int | None = None) -> None:
+        self.cfg, self.experts, self.frame = cfg, cfg.num_experts // cfg.nodes, frame or cfg.max_tokens_per_rank
         most = cfg.nodes * cfg.max_tokens_per_rank
         self.node = replace(
             cfg, num_experts=self.experts, world_size=cfg.peers, max_tokens_per_rank=most, ranks_per_node=None
         )
 
     def frames(self, given: list[torch.Tensor], value: int) -> list[torch.Tensor]:
-        """What each rank of a node brings: of the ranks of its rail, with `value` up to max_tokens_per_rank."""
-        whole = [torch.full((self.cfg.max_tokens_per_rank, *one.shape[1:]), value, dtype=one.dtype) for one in given]
+        """What each rank of a node brings: of the ranks of its rail, with `value` up to the frame's rows."""
+        whole = [torch.full((self.frame, *one.shape[1:]), value, dtype=one.dtype) for one in given]
         for frame, one in zip(whole, given, strict=True):
             frame[: len(one)] = one
         return [torch.cat(whole[peer :: self.cfg.peers]) for peer in range(self.cfg.peers)]
@@ -93,7 +93,7 @@ class ByHand:
 
     def partial(self, rows: list[torch.Tensor], batches: list[Dispatched], tokens: list[int]) -> list[torch.Tensor]:
         """Sums of nodes, which are bfloat16, added from node 0 on in float32 and rounded once."""
-        peers, most = self.cfg.peers, self.cfg.max_tokens_per_rank
+        peers, most = self.cfg.peers, self.frame
         of_nodes = []
         for first in range(0, self.cfg.world_size, peers):
             here = slice(first, first + peers)
@@ -112,11 +112,11 @@ class ByHand:
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
 def test_bytes_are_those_of_one_node_calls_put_together(nodes: int, ranks: int, fmt: str, order: str) -> None:
     """Every tensor of every rank and the partial sums, in each format and order, over all kinds of routes."""
-    cfg = nodes_config(nodes, ranks, dispatch_format=fmt, **ORDERS[order])
-    by_hand = ByHand(cfg)
+    cfg = nodes_config(nodes, ranks, dispatch_format=fmt, max_tokens_per_rank=TOKENS + 2, **ORDERS[order])
     for seed, routing in enumerate([*ROUTINGS, "one_node"]):
-        given = draw_inputs(cfg, routing, seed)
-        got, want = dispatch(cfg, given), by_hand.dispatch(given)
+        given, frame = draw_inputs(cfg, routing, seed), (None, TOKENS)[seed % 2]
+        by_hand = ByHand(cfg, frame)
+        got, want = dispatch(cfg, given, frame), by_hand.dispatch(given)
         for rank, (batch, other) in enumerate(zip(got, want, strict=True)):
             for name in BUFFERS:
                 value = getattr(other, name)
@@ -223,7 +223,8 @@ class Rounds:
     def __init__(self, cfg: EPConfig, made: list, seed: int) -> None:
         self.cfg, self.made, self.ranks = cfg, made, range(cfg.world_size)
         self.given = [draw_inputs(cfg, "uniform", seed + number) for number in range(2)]
-        self.batches = [dispatch(cfg, inputs) for inputs in self.given]
+        self.frames = [cfg.max_tokens_per_rank - number for number in range(2)]
+        self.batches = [dispatch(cfg, *round_) for round_ in zip(self.given, self.frames, strict=True)]
         self.rows = [rows_for(batches, cfg, seed) for batches in self.batches]
 
     def on_all(self, call: Callable[[int], Any]) -> list:
@@ -234,15 +235,14 @@ class Rounds:
                 raise one
         return done
 
-    def arguments(self, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        one = self.given[number][rank]
-        return one.x, one.topk_ids, one.router_weights
+    def arguments(self, number: int, rank: int) -> dict[str, Any]:
+        return vars(self.given[number][rank]) | {"frame": self.frames[number]}
 
     def check(self) -> None:
         """Fused calls, plans, and halves of two rounds at a time, against the functions."""
         made = self.made
-        fused = self.on_all(lambda rank: made[rank].dispatch(*self.arguments(0, rank), out=poisoned(made[rank])))
-        plans = self.on_all(lambda rank: made[rank].plan_dispatch(*self.arguments(1, rank)).launch())
+        fused = self.on_all(lambda rank: made[rank].dispatch(**self.arguments(0, rank), out=poisoned(made[rank])))
+        plans = self.on_all(lambda rank: made[rank].plan_dispatch(**self.arguments(1, rank)).launch())
         sent = [self.on_all(partial(self.send, number)) for number in range(2)]
         halves = [self.on_all(partial(self.receive, pending)) for pending in sent]
         received = [(0, fused), (1, plans), *enumerate(halves)]
@@ -255,7 +255,7 @@ class Rounds:
             one.synchronize()
 
     def send(self, number: int, rank: int) -> PendingDispatch:
-        return self.made[rank].dispatch_async(*self.arguments(number, rank))
+        return self.made[rank].dispatch_async(**self.arguments(number, rank))
 
     def receive(self, pending: list, rank: int) -> Dispatched:
         return self.made[rank].dispatch_wait(pending[rank], poisoned(self.made[rank]))
@@ -279,13 +279,13 @@ class Rounds:
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4_row"])
 @pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
 def test_ranks_of_one_process_make_rounds_over_nodes(nodes: int, ranks: int, fmt: str) -> None:
-    cfg = nodes_config(nodes, ranks, dispatch_format=fmt)
+    cfg = nodes_config(nodes, ranks, dispatch_format=fmt, max_tokens_per_rank=TOKENS + 1)
     Rounds(cfg, connect_reference(cfg), 5).check()
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 1)])
 def test_processes_make_rounds_over_nodes(nodes: int, ranks: int) -> None:
-    cfg = nodes_config(nodes, ranks, timeout_s=60)
+    cfg = nodes_config(nodes, ranks, timeout_s=60, max_tokens_per_rank=TOKENS + 1)
     with processes(cfg) as made:
         Rounds(cfg, made, 9).check()
 
@@ -302,3 +302,37 @@ def test_an_id_out_of_range_is_told_by_its_own_rank_alone() -> None:
                 ep.synchronize()
         else:
             ep.synchronize()
+
+
+def test_a_frame_has_room_for_the_tokens_and_is_the_same_on_all_ranks() -> None:
+    cfg = nodes_config(2, 2)
+    made, x = connect_reference(cfg), torch.ones(3, cfg.hidden).bfloat16()
+    ids = torch.zeros(3, cfg.top_k, dtype=torch.int32)
+    for wrong in (2, 6, 0, 3.0, True):
+        with pytest.raises(
+            EPInputError, match=rf"^frame = {wrong}: must be an integer from x.shape\[0\] = 3 to max.* 5$"
+        ):
+            made[0].dispatch(x, ids, frame=wrong)
+    made[0].dispatch(x, ids)  # as with 5
+    made[1].dispatch(x, ids, frame=5)
+    with pytest.raises(EPInputError, match=r"^frame = 4: must be 5, as in the dispatch of rank 0$"):
+        made[2].dispatch(x, ids, frame=4)
+    for ep in made[2:]:
+        ep.dispatch(x, ids, frame=5)
+    for ep in made:
+        ep.synchronize()
+
+
+def test_processes_whose_frames_differ_are_all_told() -> None:
+    cfg = nodes_config(2, 1, timeout_s=60)
+    x, ids = torch.ones(3, cfg.hidden).bfloat16(), torch.zeros(3, cfg.top_k, dtype=torch.int32)
+    with processes(cfg) as made:
+        for error in at_once(range(2), lambda rank: made[rank].dispatch(x, ids, frame=3 + rank)):
+            assert isinstance(error, EPInputError) and "frame = " in str(error), error
+
+
+def test_on_one_node_a_frame_changes_nothing() -> None:
+    cfg = replace(nodes_config(2, 1), ranks_per_node=None)
+    given = draw_inputs(cfg, "uniform", 0)
+    for one, other in zip(dispatch(cfg, given), dispatch(cfg, given, TOKENS), strict=True):
+        assert_bits(one.row_map, other.row_map, "row_map")
