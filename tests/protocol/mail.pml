@@ -1,0 +1,312 @@
+/*
+ * Promela model of the mail between the ranks of one rail, a rank on each of N nodes (docs/protocol.md, Mail).
+ *
+ * One phase, frames or sums: the phases share no word. Properties, as assertions and as "no invalid end state":
+ *   (a) no put changes a landing while its rank reads it, and no two puts of different bytes to a landing are under way
+ *   (b) what a rank reads in a round are the whole bytes of that round
+ *   (c) nobody dies and no wait times out: every rank completes every round
+ *   (d) otherwise every live rank terminates, and completes no round of which (b) does not hold
+ *
+ *   -DN=2|3 -DROUNDS=3 -DPIECES=1|2 nodes, rounds, puts of one mail; the header is in the last piece
+ *   -DSLOW                          any unsatisfied wait may time out at any moment
+ *   -DOTHER                         rank 0 sets its ABORT at some moment: a kernel of another stream has given up
+ *   -DDEATH                         rank 0 stops for ever at some moment; what it has put may arrive or not, and a wait
+ *                                   for a rank that is dead, or that has given up, may time out
+ *   -DLATE_SOURCE                   a put reads its source when it arrives, not when the stream passes it
+ *   -DMUTANT=...                    one rule broken; the search must then find an error
+ *
+ * A rank's stream has, for each round, steps in this order: wait for every peer's "free", pack, put, wait for every
+ * peer's signals, compare headers, read, say "free". The host has queued all of them, so puts are made whatever the
+ * kernels find; a kernel looks at ABORT and then writes and reads nothing. A piece arrives at any later moment, in any
+ * order with other pieces, and its signal behind it: who looks in between cannot tell it from a piece that is late. A
+ * landing is TORN from the moment in which other bytes than it has are issued, the earliest in which they may come.
+ */
+
+#ifndef N
+#define N 2
+#endif
+#ifndef ROUNDS
+#define ROUNDS 3
+#endif
+#ifndef PIECES
+#define PIECES 2
+#endif
+#define TORN 255
+#define HEADER (PIECES - 1)
+
+#define NONE 0
+#define NO_FREE_WAIT 1   /* pack does not wait for "free" */
+#define PACK_ANYWAY 2    /* pack writes although a wait for "free" has failed */
+#define NO_HEADER 3      /* headers are not compared */
+#define LAST_SIGNAL 4    /* only the last piece of a mail is signaled */
+#define ONE_WORD 5       /* the pieces of a mail share a word, which counts all signals */
+#define FREE_EARLY 6     /* "free" is said before the reading has ended */
+#define WAIT_PREVIOUS 7  /* signals are awaited of the round before */
+#define HEADER_FIRST 8   /* the header is written before the other bytes */
+#define FEW_PIECES 9     /* a rank without tokens, here rank 0 in round 2, puts only the last piece */
+#ifndef MUTANT
+#define MUTANT NONE
+#endif
+
+byte own[N * PIECES];        /* round of the bytes in a rank's sending buffer, by piece */
+byte landing[N * N * PIECES];/* at rank, of rank, piece: the same where they arrive */
+byte on_way[N * N * PIECES], bytes[N * N * PIECES]; /* pieces that have been issued to there, and their bytes */
+byte arrived[N * N * PIECES];/* at rank, of rank, piece: signals */
+byte freed[N * N];           /* at rank, by rank: rounds that it has read */
+bool reading[N * N];         /* at rank, of rank */
+bool abort[N], dead[N];
+byte completed[N], ended;
+
+#define AT(i, j) ((i) * N + (j))
+#define CELL(i, j, p) (AT(i, j) * PIECES + (p))
+
+#if MUTANT == ONE_WORD
+#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, HEADER)] >= PIECES * n)
+#elif MUTANT == LAST_SIGNAL || PIECES == 1
+#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, HEADER)] >= n)
+#elif MUTANT == WAIT_PREVIOUS
+#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, 0)] >= n - 1 && arrived[CELL(i, j, 1)] >= n - 1)
+#else
+#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, 0)] >= n && arrived[CELL(i, j, 1)] >= n)
+#endif
+
+#ifdef SLOW
+#define MAY_TIME_OUT(j) true
+#else
+#define MAY_TIME_OUT(j) (dead[j] || abort[j])
+#endif
+
+inline check_whole(i, j) {
+    p = 0;
+    do
+    :: p < PIECES -> assert(landing[CELL(i, j, p)] == n); p++ /* (b) */
+    :: else -> break
+    od
+}
+
+/* The host's stream of rank i issues a piece to rank j. */
+inline put(i, j, p) {
+    assert(on_way[CELL(j, i, p)] == 0 || bytes[CELL(j, i, p)] == own[i * PIECES + p]); /* (a) */
+    bytes[CELL(j, i, p)] = own[i * PIECES + p];
+    on_way[CELL(j, i, p)]++;
+    if
+    :: landing[CELL(j, i, p)] != bytes[CELL(j, i, p)] && on_way[CELL(j, i, p)] == 1 ->
+        assert(!reading[AT(j, i)]); /* (a) */
+        landing[CELL(j, i, p)] = TORN
+    :: else
+    fi
+}
+
+/* A piece arrives, and then its signal. */
+inline arrive(i, j, p) {
+    d_step {
+#ifdef LATE_SOURCE
+        assert(own[i * PIECES + p] == bytes[CELL(j, i, p)]);
+#endif
+        landing[CELL(j, i, p)] = bytes[CELL(j, i, p)];
+        on_way[CELL(j, i, p)]--;
+        if
+        :: on_way[CELL(j, i, p)] == 0 -> bytes[CELL(j, i, p)] = 0
+        :: else
+        fi;
+        if
+        :: MUTANT == LAST_SIGNAL && p != HEADER -> skip
+        :: MUTANT == ONE_WORD -> arrived[CELL(j, i, HEADER)]++
+        :: else -> arrived[CELL(j, i, p)]++
+        fi
+    }
+}
+
+/* What rank i has issued to rank j arrives at some moments, in any order; of a dead rank it may be lost. */
+proctype Way(byte i; byte j) {
+end:
+    do
+    :: on_way[CELL(j, i, HEADER)] > 0 -> arrive(i, j, HEADER)
+#if PIECES == 2
+    :: on_way[CELL(j, i, 0)] > 0 -> arrive(i, j, 0)
+#endif
+#ifdef DEATH
+    :: dead[i] -> break
+#endif
+    od
+}
+
+inline may_die() {
+#ifdef DEATH
+    if
+    :: i == 0 -> dead[i] = true; goto over
+    :: skip
+    fi
+#else
+    skip
+#endif
+}
+
+proctype Rank(byte i) {
+    byte n = 1, j, p;
+    do
+    :: n > ROUNDS -> break
+    :: else ->
+        may_die();
+        /* wait for "free", of one peer after the other */
+        j = 0;
+        do
+        :: atomic { j == N -> break }
+        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || freed[AT(i, j)] >= n - 1) -> j++ }
+        :: atomic {
+            j < N && j != i && !abort[i] && freed[AT(i, j)] < n - 1 && MAY_TIME_OUT(j) ->
+            abort[i] = MUTANT != PACK_ANYWAY;
+            j++
+        }
+        od;
+        /* pack: bytes, then the header, each unless ABORT */
+        if
+        :: abort[i] -> skip
+        :: else ->
+            d_step {
+                p = 0;
+                do
+                :: p < HEADER -> own[i * PIECES + p] = TORN; p++
+                :: p == HEADER ->
+                    if
+                    :: MUTANT == HEADER_FIRST -> own[i * PIECES + p] = n
+                    :: else
+                    fi;
+                    p++
+                :: else -> break
+                od
+            };
+            if
+            :: abort[i] -> skip
+            :: else ->
+                d_step {
+                    p = 0;
+                    do
+                    :: p < PIECES -> own[i * PIECES + p] = n; p++
+                    :: else -> break
+                    od
+                }
+            fi
+        fi;
+        may_die();
+        /* put: to all peers in one step, as their delays differ anyway */
+        d_step {
+            j = 0;
+            do
+            :: j < N ->
+                p = 0;
+                do
+                :: p < PIECES ->
+                    if
+                    :: j == i || (MUTANT == FEW_PIECES && i == 0 && n == 2 && p != HEADER) -> skip
+                    :: else -> put(i, j, p)
+                    fi;
+                    p++
+                :: else -> break
+                od;
+                j++
+            :: else -> break
+            od
+        };
+        may_die();
+        /* wait for signals; compare headers */
+        j = 0;
+        do
+        :: atomic { j == N -> break }
+        :: atomic { j < N && (j == i || abort[i]) -> j++ }
+        :: atomic {
+            j < N && j != i && !abort[i] && HAS_ARRIVED(i, j) ->
+            abort[i] = MUTANT != NO_HEADER && landing[CELL(i, j, HEADER)] != n;
+            j++
+        }
+        :: atomic { j < N && j != i && !abort[i] && !HAS_ARRIVED(i, j) && MAY_TIME_OUT(j) -> abort[i] = true; j++ }
+        od;
+        /* read, and say "free" */
+        if
+        :: abort[i] -> skip
+        :: else ->
+            d_step {
+                j = 0;
+                do
+                :: j < N ->
+                    if
+                    :: j != i ->
+                        reading[AT(i, j)] = MUTANT != FREE_EARLY;
+                        check_whole(i, j);
+                        if
+                        :: MUTANT == FREE_EARLY -> freed[AT(j, i)]++
+                        :: else
+                        fi
+                    :: else
+                    fi;
+                    j++
+                :: else -> break
+                od
+            };
+            may_die();
+            d_step {
+                j = 0;
+                do
+                :: j < N ->
+                    if
+                    :: j != i ->
+                        check_whole(i, j);
+                        reading[AT(i, j)] = false
+                    :: else
+                    fi;
+                    j++
+                :: else -> break
+                od;
+                completed[i] = n
+            };
+            d_step { /* at once: a peer may look later */
+                j = 0;
+                do
+                :: j < N ->
+                    if
+                    :: j != i && MUTANT != FREE_EARLY -> freed[AT(j, i)]++
+                    :: else
+                    fi;
+                    j++
+                :: else -> break
+                od
+            }
+        fi;
+        n++
+    od;
+over:
+    ended++
+}
+
+#ifdef OTHER
+proctype Other() { abort[0] = true }
+#endif
+
+init {
+    byte k = 0, m;
+    atomic {
+        do
+        :: k < N ->
+            run Rank(k);
+            m = 0;
+            do
+            :: m < N && m != k -> run Way(k, m); m++
+            :: m < N && m == k -> m++
+            :: m == N -> break
+            od;
+            k++
+        :: else -> break
+        od;
+#ifdef OTHER
+        run Other()
+#endif
+    };
+    ended == N;
+#if !defined(SLOW) && !defined(OTHER) && !defined(DEATH)
+    k = 0;
+    do
+    :: k < N -> assert(completed[k] == ROUNDS); k++ /* (c) */
+    :: else -> break
+    od
+#endif
+}
