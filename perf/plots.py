@@ -38,7 +38,7 @@ def series(cases: Iterable[dict], operation: str, fmt: str) -> list[dict]:
     return sorted(own, key=lambda case: case["tokens"])
 
 
-def _panels(plt, count: int, width: float = 4.6):
+def panels(plt, count: int, width: float = 4.6):
     figure, axes = plt.subplots(1, count, figsize=(width * count, 3.8), constrained_layout=True, squeeze=False)
     for axis in axes[0]:
         axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
@@ -72,7 +72,7 @@ def _title(figure, run: dict) -> None:
 def draw_latency(plt, run: dict, fits: dict):
     """Measured medians over the model, floors dashed."""
     ceilings = Ceilings(**run["ceilings"])
-    figure, axes = _panels(plt, len(SHOWN))
+    figure, axes = panels(plt, len(SHOWN))
     for axis, operation in zip(axes, SHOWN, strict=True):
         for fmt in MEASURED_FORMATS if operation != "combine_partial" else ("bf16",):
             cases = series(run["cases"], operation, fmt)
@@ -95,7 +95,7 @@ def draw_latency(plt, run: dict, fits: dict):
 
 def draw_ratio(plt, run: dict):
     """Median over the floor."""
-    figure, axes = _panels(plt, len(SHOWN))
+    figure, axes = panels(plt, len(SHOWN))
     for axis, operation in zip(axes, SHOWN, strict=True):
         for fmt in MEASURED_FORMATS if operation != "combine_partial" else ("bf16",):
             cases = series(run["cases"], operation, fmt)
@@ -115,7 +115,7 @@ def draw_peers(plt, run: dict):
     rows = [row for row in run["peers"] if row["operation"] == "pair"]
     if not rows:
         return None
-    figure, (axis,) = _panels(plt, 1, 7.5)
+    figure, (axis,) = panels(plt, 1, 7.5)
     ticks: set[int] = set()
     for fmt, style in LINES.items():
         cases = series(run["cases"], "pair", fmt)
@@ -146,7 +146,7 @@ def draw_sweep(plt, run: dict):
     if not run["sweep"]:
         return None
     keys = dict.fromkeys((case["operation"], case["format"]) for case in run["sweep"])
-    figure, axes = _panels(plt, len(keys))
+    figure, axes = panels(plt, len(keys))
     for axis, (operation, fmt) in zip(axes, keys, strict=True):
         own = [case for case in run["sweep"] if (case["operation"], case["format"]) == (operation, fmt)]
         for number, tokens in enumerate(sorted({case["tokens"] for case in own})):
@@ -171,7 +171,7 @@ def draw_swiglu(plt, run: dict):
         return None
     rows = max(one["rows"] for one in run["swiglu"])
     widths = sorted({one["width"] for one in run["swiglu"]})
-    figure, axes = _panels(plt, len(widths))
+    figure, axes = panels(plt, len(widths))
     sources = {"fused_silu": run["swiglu"], "torch.compile": run.get("compiled", [])}
     bars = [(name, kind) for name in sources for kind in (False, True)]
     for axis, width in zip(axes, widths, strict=True):
@@ -226,6 +226,24 @@ def have_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def pyplot_for_svg():
+    """matplotlib.pyplot, set so that the same figure becomes the same file."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "cute_ep", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def write_svg(plt, figure, path: Path) -> None:
+    """Write a figure as a small SVG file, and close it."""
+    figure.savefig(path, metadata={"Date": None})
+    path.write_text(slim(path.read_text()))
+    plt.close(figure)
+
+
 def draw(
     run: dict, folder: Path, fits: dict | None = None, names: Collection[str] = tuple(PLOTS), prefix: str = ""
 ) -> list[Path]:
@@ -240,21 +258,14 @@ def draw(
     """
     if not have_matplotlib() or not run["ceilings"]:
         return []
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.hashsalt": "cute_ep", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_svg()
     written = []
     latency = partial(draw_latency, fits=fit_for(run, [run]) if fits is None else fits)
     for name, make in (PLOTS | {"latency": latency}).items():
         figure = make(pyplot, run) if name in names else None
         if figure is not None:
             written.append(folder / f"{prefix}{name}.svg")
-            figure.savefig(written[-1], metadata={"Date": None})
-            written[-1].write_text(slim(written[-1].read_text()))
-            pyplot.close(figure)
+            write_svg(pyplot, figure, written[-1])
     return written
 
 
