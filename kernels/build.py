@@ -6,6 +6,8 @@ import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -18,10 +20,17 @@ from cute_ep.kernels.copy import Copy
 from cute_ep.kernels.count_routes import CountRoutes
 from cute_ep.kernels.dispatch import Dispatch
 from cute_ep.kernels.hooks import HookFunctions
+from cute_ep.kernels.mail.await_mail import AwaitMail
+from cute_ep.kernels.mail.pack_frame import PackFrame
+from cute_ep.kernels.mail.pack_sums import PackSums
+from cute_ep.kernels.mail.signal_mail import SignalMail
+from cute_ep.kernels.mail.sum_nodes import SumNodes
+from cute_ep.kernels.mail.unpack_frames import UnpackFrames
 from cute_ep.kernels.sum_rows import SumRows
 from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.parameters import arguments_of, parameters_of
+from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     COPY_KERNEL,
@@ -67,7 +76,22 @@ def resolve(name: str | None) -> Callable | None:
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoutes | SumRows:
+OTHERS: dict[str, Callable[[], Any]] = {
+    COPY_KERNEL: Copy,
+    COUNT_KERNEL: CountRoutes,
+    SUM_KERNEL: SumRows,
+    "pack_frame": PackFrame,
+    "await_frames": partial(AwaitMail, Phase.FRAME),
+    "unpack_frames": UnpackFrames,
+    "pack_sums": PackSums,
+    "await_sums": partial(AwaitMail, Phase.SUMS),
+    "sum_nodes": SumNodes,
+    "signal_mail": SignalMail,
+}
+"""Kernels of which there is one variant a target."""
+
+
+def kernel_of(variant: Variant) -> Any:
     """The kernel object that `variant` names."""
     name, hooks = variant.kernel, variant.hooks
     codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
@@ -88,9 +112,8 @@ def kernel_of(variant: Variant) -> Dispatch | Combine | Rows | Copy | CountRoute
             segments=SEGMENTS.get(variant.arch, 1),
             hooks=functions,
         )
-    others: dict[str, type] = {COPY_KERNEL: Copy, COUNT_KERNEL: CountRoutes, SUM_KERNEL: SumRows}
-    if name in others:
-        return others[name]()
+    if name in OTHERS:
+        return OTHERS[name]()
     return Rows(codec, None if name == QUANTIZE_KERNEL else name)
 
 

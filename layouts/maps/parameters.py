@@ -8,6 +8,14 @@ from typing import Annotated, TypeAlias, TypeVar, get_args, get_origin, get_type
 
 from cute_ep.layouts.maps.arguments import CombineArgs, DispatchArgs
 from cute_ep.layouts.maps.local_arguments import CopyArgs, CountArgs, RowsArgs, SumArgs
+from cute_ep.layouts.maps.mail_arguments import (
+    AwaitMailArgs,
+    PackFrameArgs,
+    PackSumsArgs,
+    SignalMailArgs,
+    SumNodesArgs,
+    UnpackFramesArgs,
+)
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
     COPY_KERNEL,
@@ -18,7 +26,10 @@ from cute_ep.layouts.maps.variants import (
     SUM_KERNEL,
 )
 
-Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | SumArgs | CopyArgs | RowsArgs
+MailArguments: TypeAlias = (
+    PackFrameArgs | PackSumsArgs | AwaitMailArgs | SignalMailArgs | UnpackFramesArgs | SumNodesArgs
+)
+Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | SumArgs | CopyArgs | RowsArgs | MailArguments
 Fields: TypeAlias = "tuple[int | Fields, ...]"
 """A record of numbers and of records."""
 Record = TypeVar("Record", bound=Fields)
@@ -29,6 +40,12 @@ RECORDS: dict[str, type[Arguments]] = {
     SUM_KERNEL: SumArgs,
     COPY_KERNEL: CopyArgs,
     **dict.fromkeys((QUANTIZE_KERNEL, *GATE_KERNELS), RowsArgs),
+    "pack_frame": PackFrameArgs,
+    "unpack_frames": UnpackFramesArgs,
+    "pack_sums": PackSumsArgs,
+    **dict.fromkeys(("await_frames", "await_sums"), AwaitMailArgs),
+    "sum_nodes": SumNodesArgs,
+    "signal_mail": SignalMailArgs,
 }
 """By kernel, the record that it takes."""
 

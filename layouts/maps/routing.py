@@ -109,6 +109,9 @@ class Phase(IntEnum):
         ORDER: a fused launch has found a round that was sent and not received.
         PAIR: rows come home from another dispatch round.
         EXPERT_ID, ROW_CAPACITY: INPUT_ERRORS.
+        FRAME_READ, SUMS_READ: until another node's rank has read this rank's mail of the round before.
+        FRAME, SUMS: for a piece of the mail of another node's rank, counted as `Piece`; after these, for its header.
+        FRAME_SIZE: the frames of another node's rank have more or fewer rows.
     """
 
     NONE = 0
@@ -126,6 +129,11 @@ class Phase(IntEnum):
     PAIR = 12
     EXPERT_ID = 13
     ROW_CAPACITY = 14
+    FRAME_READ = 15
+    FRAME = 16
+    SUMS_READ = 17
+    SUMS = 18
+    FRAME_SIZE = 19
 
 
 def pack_phase(phase: int, token: Int) -> Int:

@@ -39,6 +39,16 @@ SUM_KERNEL = "sum_rows"
 COPY_KERNEL = "copy"
 LOCAL_KERNELS = (QUANTIZE_KERNEL, *GATE_KERNELS, COUNT_KERNEL, SUM_KERNEL, COPY_KERNEL)
 """Kernels of one GPU, which know of no rank."""
+MAIL_KERNELS = (
+    "pack_frame",
+    "await_frames",
+    "unpack_frames",
+    "pack_sums",
+    "await_sums",
+    "sum_nodes",
+    "signal_mail",
+)
+"""Kernels around the exchange between nodes."""
 HOOKED_KERNELS = ("combine_exact", "combine_wait_exact", "combine_partial", "combine_wait_partial")
 """Kernels that sum, and so call the epilogue."""
 WEIGHING_KERNELS = ("combine_exact", "combine_wait_exact")
@@ -133,7 +143,7 @@ def variants(
     archs: tuple[str, ...] = ARCHITECTURES, formats: tuple[str, ...] = tuple(FORMATS), hooks: Hooks = NO_HOOKS
 ) -> list[Variant]:
     """Every kernel for the given targets; with hooks, those that call them."""
-    kernels: tuple[str, ...] = (*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS)
+    kernels: tuple[str, ...] = (*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS, *MAIL_KERNELS)
     if hooks != NO_HOOKS:
         kernels = tuple(kernel for kernel in kernels if hooks.of_kernel(kernel) != NO_HOOKS)
     return [

@@ -1,0 +1,66 @@
+"""Await mail: wait, by one CTA, until the mail of every other node's rank is here, and see that it is of this round.
+
+Each piece has a word, to which the engine adds 1 behind the piece. Of a rank that has given up the engine repeats old
+pieces, and counts them: so headers are compared, and a mail of another round is a failure that names its rank.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_ep.kernels.device.block import launch_config
+from cute_ep.kernels.device.memory import item_coord, pointer
+from cute_ep.kernels.device.sync import Awaited, block_all, report, wait_signal
+from cute_ep.kernels.mail.place import Place, place_of
+from cute_ep.layouts.maps.mail import MailHeader, Piece, RoundWord
+from cute_ep.layouts.maps.mail_arguments import AwaitMailArgs
+from cute_ep.layouts.maps.routing import Phase
+
+WORDS_OF_NODE = 4
+"""Threads a node: one a piece, and one that has none."""
+
+
+class AwaitMail:
+    """One CTA, in which a thread waits for a piece."""
+
+    shared_bytes = 0
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+
+    @cute.jit
+    def __call__(self, args: AwaitMailArgs, grid: Int32) -> None:
+        self.kernel(args).launch(**launch_config(grid))
+
+    @cute.kernel
+    def kernel(self, args: AwaitMailArgs) -> None:
+        place = place_of(args.group)
+        epoch = place.next_round(RoundWord.RECEIVED)
+        alive = place.not_aborted()
+        piece, node = item_coord(place.tid, WORDS_OF_NODE)
+        if (node < args.group.nodes) & (node != args.group.node) & (((args.pieces >> piece) & 1) != 0):
+            word = args.group.arrived + Int64(node * len(Piece) + piece) * 8
+            alive = wait_signal(place.wait_context, word, epoch, Awaited(node, self.phase, piece))
+        alive = block_all(alive)
+        alive = block_all(self._are_of(args, place, epoch, alive))
+        if (place.tid == 0) & alive:
+            cute.arch.store(pointer(place.round_word(RoundWord.RECEIVED), Int64), epoch)
+
+    @cute.jit
+    def _are_of(self, args: AwaitMailArgs, place: Place, epoch: Int64, alive: Boolean) -> Boolean:
+        """Whether the mail of the thread's node is of this round and has frames of as many rows."""
+        node = place.tid
+        if alive & (node < args.group.nodes) & (node != args.group.node):
+            header = args.headers + Int64(node) * args.pitch
+            seen, frame = (self._word(header, word) for word in (MailHeader.ROUND, MailHeader.FRAME))
+            if seen != Int32(epoch):
+                report(place.wait_context, Awaited(node, self.phase, Int32(len(Piece))), epoch, seen)
+                alive = Boolean(False)
+            elif frame != args.frame:
+                report(place.wait_context, Awaited(node, Phase.FRAME_SIZE, Int32(epoch)), args.frame, frame)
+                alive = Boolean(False)
+        return alive
+
+    def _word(self, header: Int64, word: MailHeader) -> Int32:
+        return cute.arch.load(pointer(header + 4 * int(word), Int32), Int32, sem="relaxed", scope="sys")

@@ -1,0 +1,104 @@
+"""What the kernels of a channel start from: the channel's words, and copies by a warp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT
+from cute_ep.kernels.device.divide import quotient, remainder
+from cute_ep.kernels.device.memory import array, pointer, vector
+from cute_ep.kernels.device.slices import SEGMENT
+from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, count_exit, not_aborted, wait_signal
+from cute_ep.layouts.maps.mail import MailHeader, RoundWord
+from cute_ep.layouts.maps.mail_arguments import MailGroup
+from cute_ep.layouts.maps.routing import Phase
+
+
+@dataclass(frozen=True)
+class Place:
+    """One CTA's place in a launch of a channel. `group` as in the launch's arguments."""
+
+    group: MailGroup
+    tid: Int32
+
+    @property
+    def lane(self) -> Int32:
+        """Number of the thread within its warp."""
+        return remainder(self.tid, 32)
+
+    @property
+    def warp(self) -> Int32:
+        """Number of the warp within its CTA."""
+        return quotient(self.tid, 32)
+
+    @property
+    def wait_context(self) -> WaitContext:
+        """For the waits of `sync`."""
+        return WaitContext(self.group.timeout_ns, self.group.status, self.group.abort)
+
+    def not_aborted(self) -> Boolean:
+        """Whether no wait of this rank has failed."""
+        return not_aborted(self.group.abort)
+
+    def round_word(self, word: RoundWord) -> Int64:
+        """Address of one of the channel's round words."""
+        return self.group.rounds + 8 * int(word)
+
+    def next_round(self, word: RoundWord) -> Int64:
+        """The round after those that are counted in a word: the launch before has ended."""
+        return cute.arch.load(pointer(self.round_word(word), Int64), Int64) + 1
+
+    @cute.jit
+    def wait_free(self, epoch: Int64, phase: Phase) -> Boolean:
+        """CTA barrier: wait until every other node's rank has read this rank's mail of the round before `epoch`.
+
+        False, in every thread, after a timeout here or anywhere else on this rank.
+        """
+        alive = self.not_aborted()
+        tid, group = self.tid, self.group
+        if (tid < group.nodes) & (tid != group.node):
+            word = group.free + Int64(tid) * 8
+            alive = wait_signal(self.wait_context, word, epoch - 1, Awaited(tid, phase, group.channel))
+        return block_all(alive)
+
+    @cute.jit
+    def finish(self, alive: Boolean, epoch: Int64, headers: Int64, pitch: Int64, tokens: Int32, frame: Int32) -> None:
+        """Count this CTA out; the last one, if all were alive and none has failed since, writes the headers and counts
+        the round as sent. `headers`: of node 0's mail; `pitch`: 0 where there is one header."""
+        cute.arch.sync_threads()
+        ctas = cute.arch.grid_dim()[0]
+        last, complete = count_exit(self.round_word(RoundWord.DONE), ctas, alive, Boolean(False), self.tid)
+        if last & complete & self.not_aborted():
+            count = cutlass.select_(pitch == Int64(0), Int32(1), self.group.nodes)
+            for node in cutlass.range(count, unroll=1):
+                gHeader = array(headers + Int64(node) * pitch, Int32, len(MailHeader) + 1)
+                gHeader[int(MailHeader.TOKENS)] = tokens
+                gHeader[int(MailHeader.FRAME)] = frame
+                gHeader[int(MailHeader.ROUND)] = Int32(epoch)
+            cute.arch.store(pointer(self.round_word(RoundWord.SENT), Int64), epoch)
+
+
+@cute.jit
+def place_of(group: MailGroup) -> Place:
+    """The place of the CTA that calls, once the launch before has ended."""
+    tid = cute.arch.thread_idx()[0]
+    cute.arch.griddepcontrol_wait()
+    return Place(group, tid)
+
+
+@cute.jit
+def warp_copy(destination: Int64, source: Int64, vectors: Int32, lane: Int32) -> None:
+    """Copy a row of 16-byte vectors, by a warp."""
+    rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+    for first in cutlass.range(lane, vectors, SEGMENT * LOADS_IN_FLIGHT, unroll=1):
+        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if first + turn * SEGMENT < vectors:
+                cute.copy(weak(), vector(source, first + turn * SEGMENT), rX[None, turn])
+        for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+            if first + turn * SEGMENT < vectors:
+                cute.copy(weak(), rX[None, turn], vector(destination, first + turn * SEGMENT))

@@ -1,0 +1,85 @@
+"""Sum nodes: add the sums that the nodes have made for this rank's tokens, node 0 first, in float32 from +0.
+
+As axes and shape : stride. N nodes, T tokens, V vectors of a row:
+
+    own      (token, vector)         (T, V)     : (V, 1)               bfloat16
+    landed   (node, token, vector)   (N, T, V)  : (pitch, V, 1)        bfloat16; the own node's are not read
+    out      (token, vector)         (T, V)     : (V, 1)               of out_type, rounded once
+
+A warp takes slices of tokens.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+
+from cute_ep.kernels.device.arith import VECTOR_ELEMENTS, accumulate, round_vector
+from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
+from cute_ep.kernels.device.memory import row_address, vector
+from cute_ep.kernels.device.slices import SEGMENT, first_item, item_stride, slice_of
+from cute_ep.kernels.mail.place import place_of
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.mail_arguments import SumNodesArgs
+from cute_ep.layouts.maps.routing import OutputType
+
+
+class SumNodes:
+    """Slices of tokens, strided over the warps of the grid."""
+
+    shared_bytes = 0
+
+    @cute.jit
+    def __call__(self, args: SumNodesArgs, grid: Int32) -> None:
+        self.kernel(args).launch(**launch_config(grid))
+
+    @cute.kernel
+    def kernel(self, args: SumNodesArgs) -> None:
+        place = place_of(args.group)
+        items, ctas = args.tokens << args.slices_log2, cute.arch.grid_dim()[0]
+        first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
+        for item in cutlass.range(first, items, item_stride(ctas), unroll=1):
+            row_slice = slice_of(item, args.slices_log2, args.vectors)
+            segment = row_slice.first
+            while segment < row_slice.last:
+                self._sum(args, row_slice.token, segment * SEGMENT + place.lane)
+                segment += 1
+
+    @cute.jit
+    def _sum(self, args: SumNodesArgs, token: Int32, column: Int32) -> None:
+        """One vector of a token's sum. LOADS_IN_FLIGHT loads go before the first use."""
+        row_bytes, nodes = args.vectors * VECTOR_BYTES, args.group.nodes
+        rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+        rSum = cute.make_rmem_tensor(VECTOR_ELEMENTS, Float32)
+        rSum.fill(0.0)
+        if column < args.vectors:
+            for first in cutlass.range(0, nodes, LOADS_IN_FLIGHT, unroll=1):
+                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    node = first + turn
+                    landed = args.landed + Int64(node) * args.pitch
+                    rows = cutlass.select_(node == args.group.node, args.own, landed)
+                    if node < nodes:
+                        cute.copy(weak(), vector(row_address(rows, token, row_bytes), column), rX[None, turn])
+                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    if first + turn < nodes:
+                        accumulate(rSum, rX[None, turn], None)
+            self._store(args, rSum, Int64(token) * args.vectors + column)
+
+    @cute.jit
+    def _store(self, args: SumNodesArgs, rSum: cute.Tensor, index: Int64) -> None:
+        """Round eight float32 to the output's type and store them as its vector number `index`."""
+        rX = cute.make_rmem_tensor(4, Uint32)
+        if args.out_type == int(OutputType.F32):
+            rWords = cute.recast_tensor(rSum, Uint32)
+            for half in cutlass.range_constexpr(2):
+                for word in cutlass.range_constexpr(4):
+                    rX[word] = rWords[4 * half + word]
+                cute.copy(weak(), rX, vector(args.out, 2 * index + half))
+        else:
+            if args.out_type == int(OutputType.FP16):
+                round_vector(rSum, rX, Float16)
+            else:
+                round_vector(rSum, rX, BFloat16)
+            cute.copy(weak(), rX, vector(args.out, index))

@@ -1,0 +1,159 @@
+"""Arguments of the kernels between nodes, as `layouts.maps.arguments` has those of the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cute_ep.layouts.maps.arguments import Address, Ids, Size
+
+
+class MailGroup(NamedTuple):
+    """What all kernels of a channel share (`layouts.maps.mail`).
+
+    Attributes:
+        status: host-visible records, one a node and one each of INPUT_ERRORS.
+        abort: the abort word of the rank's arena.
+        node, nodes: this rank's node, and how many there are.
+        channel: the number of the channel.
+        rounds: its words of `rounds`.
+        arrived: its words of `arrived`, (node, piece).
+        free: its words of `free`, (node).
+    """
+
+    status: Address
+    abort: Address
+    timeout_ns: Address
+    node: Size
+    nodes: Size
+    channel: Size
+    rounds: Address
+    arrived: Address
+    free: Address
+
+
+class PackFrameArgs(NamedTuple):
+    """Parameters of pack_frame, of T tokens in a frame of F.
+
+    Attributes:
+        x: [T, 16 * vectors] bytes, rows x_vectors vectors apart; scales: [T, scale_bytes]; row_scales: [T] bfloat16;
+            weights: [T, top_k] float32. 0 where there are none.
+        ids: [T, top_k].
+        payload, scales_out: [F, 16 * vectors] and [F, scale_bytes] of the own frame.
+        routes: the last piece of the own frame, in which weights and row scales begin weights_at and row_scales_at.
+        experts: of all ranks.
+    """
+
+    group: MailGroup
+    ids: Ids
+    x: Address
+    x_vectors: Size
+    scales: Address
+    row_scales: Address
+    weights: Address
+    payload: Address
+    scales_out: Address
+    routes: Address
+    weights_at: Size
+    row_scales_at: Size
+    tokens: Size
+    frame: Size
+    top_k: Size
+    experts: Size
+    vectors: Size
+    scale_bytes: Size
+
+
+class PackSumsArgs(NamedTuple):
+    """Parameters of pack_sums, of frames of F tokens.
+
+    Attributes:
+        sums: [nodes, F, 8 * vectors] bfloat16.
+        out: `SumsMail` for each node, `pitch` bytes apart.
+        tokens: of the own rank.
+    """
+
+    group: MailGroup
+    sums: Address
+    out: Address
+    pitch: Address
+    tokens: Size
+    frame: Size
+    vectors: Size
+
+
+class AwaitMailArgs(NamedTuple):
+    """Parameters of await_frames and await_sums.
+
+    Attributes:
+        pieces: a bit for each `Piece` that a mail of the channel has.
+        headers: of node 0's mail, with `pitch` bytes to the next.
+        frame: rows of a frame.
+    """
+
+    group: MailGroup
+    pieces: Size
+    headers: Address
+    pitch: Address
+    frame: Size
+
+
+class SignalMailArgs(NamedTuple):
+    """Parameters of signal_mail, which adds 1 to words of every other node's rank.
+
+    Attributes:
+        mails: [nodes] addresses of their maps.
+        word: offset of the first word in a map.
+        words: a bit for each word from there on, of at most 32.
+        healthy: 1 where nothing is signaled after a failure.
+    """
+
+    group: MailGroup
+    mails: Address
+    word: Address
+    words: Size
+    healthy: Size
+
+
+class UnpackFramesArgs(NamedTuple):
+    """Parameters of unpack_frames, of frames of F tokens.
+
+    Attributes:
+        routes: the last piece of node 0's frame, with `pitch` bytes to the next; parts as in PackFrameArgs.
+        ids: [nodes * F, top_k] int32, the ids less first_expert where they are among `experts`, else -1.
+        weights: [nodes * F, top_k] float32.
+        row_scales: [nodes * F] bfloat16, 0 where rows have none.
+    """
+
+    group: MailGroup
+    routes: Address
+    pitch: Address
+    weights_at: Size
+    row_scales_at: Size
+    ids: Address
+    weights: Address
+    row_scales: Address
+    frame: Size
+    top_k: Size
+    first_expert: Size
+    experts: Size
+
+
+class SumNodesArgs(NamedTuple):
+    """Parameters of sum_nodes, of T tokens.
+
+    Attributes:
+        own: [T, 8 * vectors] bfloat16, the own node's sums.
+        landed: the same of node 0, with `pitch` bytes to the next node's; the own node's are not read.
+        out: [T, 8 * vectors] of out_type (`OutputType`).
+        slices_log2: a row has 2^slices_log2 slices.
+    """
+
+    group: MailGroup
+    own: Address
+    landed: Address
+    pitch: Address
+    out: Address
+    out_type: Size
+    tokens: Size
+    vectors: Size
+    slices_log2: Size
