@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import DispatchBuffers, EPCommunicator, EPConfig, EPError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.checks import Names, Sizes, named_config
 from cute_ep.layouts.maps.formats import FP8

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_ep.api.config import LONGEST_S, EPConfig, in_words, is_integer, is_number
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep import EPConfig, EPConfigError, EPError, EPInputError
+from cute_ep.api.config import LONGEST_S, in_words, is_integer, is_number
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.tensors import check_tensor, check_written
 from cute_ep.api.validate_combine import OUTPUT_TYPES
@@ -64,21 +64,21 @@ def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInp
         raise error(rule.format(*values))
 
 
-def check_kind(name: str, value: object, kind: type[Made], rule: str) -> Made:
+def kind(name: str, value: object, wanted: type[Made], rule: str) -> Made:
     """The value, which must be of this type."""
-    if not isinstance(value, kind):
+    if not isinstance(value, wanted):
         raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
     return value
 
 
-def check_absent(why: str = "", **given: object) -> None:
+def absent(why: str = "", **given: object) -> None:
     """An error, which ends with `why`, unless all these arguments are None."""
     for name, tensor in given.items():
         if tensor is not None:
             raise EPInputError(f"{name} = tensor: must be None{why}")
 
 
-def check_given(
+def given(
     name: str,
     tensor: torch.Tensor,
     *,
@@ -90,7 +90,7 @@ def check_given(
     check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, strict=False)
 
 
-def check_output(
+def output(
     name: str,
     out: torch.Tensor,
     shape: Sequence[int],
@@ -102,7 +102,7 @@ def check_output(
     check_tensor(name, out, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
 
 
-def check_integer(
+def integer(
     name: str, value: object, low: int = 1, high: int | None = None, *, error: type[EPError] = EPInputError
 ) -> None:
     """An error unless it is an integer that lies in [low, high]."""
@@ -113,33 +113,33 @@ def check_integer(
     raise error(f"{name} = {value!r}: must be an integer {rule}")
 
 
-def check_most(name: str, tokens: int, remedy: str = "") -> None:
+def most(name: str, tokens: int, remedy: str = "") -> None:
     """An error, with what to do about it, for more tokens of a rank than any communicator takes."""
     if tokens > MAX_TOKENS_PER_RANK:
         more = f"; {remedy}" if remedy else ""
         raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
 
 
-def check_seconds(name: str, value: object) -> None:
+def seconds(name: str, value: object) -> None:
     """EPConfigError unless a rank can wait that long for others."""
     good = is_number(value) and 1e-9 <= value <= LONGEST_S
     require(good, "{} = {!r}: must be a number of seconds up to {}", name, value, LONGEST_S, error=EPConfigError)
 
 
-def check_sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
+def sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
     """An error unless it is a number of SMs that the current GPU has, or None."""
     if sms is not None:
         device = own_device()
-        check_integer(name, sms, 1, None if device.type == "cpu" else sm_budget(device, None), error=error)
+        integer(name, sms, 1, None if device.type == "cpu" else sm_budget(device, None), error=error)
 
 
-def check_mode(name: str, mode: object) -> None:
+def mode(name: str, mode: object) -> None:
     """EPConfigError unless it is a mode in which combine weights and sums."""
     good = isinstance(mode, str) and mode in ("exact", "partial")
     require(good, "{} = {!r}: must be 'partial' or 'exact'", name, mode, error=EPConfigError)
 
 
-def check_group(name: str, group: object) -> None:
+def group(name: str, group: object) -> None:
     """EPConfigError unless it is a process group that no more ranks have than communicators serve."""
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise EPConfigError(f"{name} = {type(group).__name__}: must be a torch.distributed process group")
@@ -156,7 +156,7 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 def alignment_for(multiple: int, name: str = "padding") -> int:
     """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this. EPConfigError,
     which calls the multiple `name`: there is none."""
-    check_integer(name, multiple, error=EPConfigError)
+    integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:
             return alignment

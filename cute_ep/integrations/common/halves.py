@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cute_ep.api.errors import EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.rounds import MAX_OUTSTANDING
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import EPCommunicator, EPConfig
 from cute_ep.integrations.common.checks import Names, roomy_config
 from cute_ep.runtime.gpus import sms_beside_nccl
 from cute_ep.runtime.group_pool import GroupPool, Pools

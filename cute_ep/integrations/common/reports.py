@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_ep.api.errors import EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import EPCommunicator, EPInputError
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.group_pool import GroupPool

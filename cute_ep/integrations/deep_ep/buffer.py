@@ -9,30 +9,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import memory_bytes
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep import EPConfigError, EPInputError, memory_bytes
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import (
-    as_rows,
-    check_given,
-    check_group,
-    check_integer,
-    check_kind,
-    check_most,
-    check_sms,
-    require,
-    roomy_config,
-)
-from cute_ep.integrations.deep_ep.calls import (
-    Rows,
-    absent,
-    begin,
-    check_biases,
-    check_experts,
-    check_payload,
-    finished,
-    without_gradients,
-)
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import as_rows, require, roomy_config
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import Rows, absent, without_gradients
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
@@ -86,7 +68,7 @@ class Buffer(LowLatency):
         require(not enable_shrink, rule, error=EPConfigError)
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        check_group("group", group)
+        checks.group("group", group)
         pool = GroupPool(group, grows=True)
         super().__init__(pool)
         self.rank, self.group_size = pool.rank, pool.size
@@ -106,7 +88,7 @@ class Buffer(LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set `Buffer.num_sms`, an even number of SMs that the GPU has."""
-        check_sms("new_num_sms", new_num_sms, error=EPInputError)
+        checks.sms("new_num_sms", new_num_sms, error=EPInputError)
         require(new_num_sms is not None and new_num_sms % 2 == 0, "new_num_sms = {}: must be even", new_num_sms)
         Buffer.num_sms = new_num_sms
 
@@ -121,9 +103,9 @@ class Buffer(LowLatency):
     ) -> int:
         """Bytes that a bfloat16 communicator of low-latency mode takes with 8 experts per token, for information.
         EPInputError: an argument breaks its rule."""
-        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
         most = num_max_dispatch_tokens_per_rank
-        check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        checks.integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
         return memory_bytes(roomy_config(names, (hidden, num_experts, min(8, num_experts), most, num_ranks)))
 
@@ -152,13 +134,13 @@ class Buffer(LowLatency):
             [R] int32 tokens by rank; None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank;
             the event.
         """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
+        calls.begin(previous_event, async_finish, allocate_on_comm_stream)
         self._normal.words.raise_found(self._pool)
-        check_experts(num_experts, self.group_size)
-        check_given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._pool.device)
-        check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
+        calls.check_experts(num_experts, self.group_size)
+        checks.given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._pool.device)
+        checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
         routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
-        return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
+        return routes.by_rank, None, routes.by_expert, routes.goes, calls.finished(async_finish)
 
     @without_gradients
     def dispatch(
@@ -200,19 +182,19 @@ class Buffer(LowLatency):
             float32 weights, 0 there; entries of each local expert; the handle; the event. With `num_worst_tokens` ids
             behind the last row are -1, and the list is empty. With a handle all but rows and event are None.
         """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
+        calls.begin(previous_event, async_finish, allocate_on_comm_stream)
         self._normal.words.raise_found(self._pool)
-        payload, scales = check_payload(x, self._pool.device)
+        payload, scales = calls.check_payload(x, self._pool.device)
         tokens, room, ranks = payload.shape[0], num_worst_tokens, self.group_size
-        check_most("x.shape[0]", tokens)
+        checks.most("x.shape[0]", tokens)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
-            route = check_kind("handle", handle, Handle, HANDLE).route
+            route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
             self._normal.check_route(payload, route, scaled=scales is not None)
             rows, factors, _ = self._normal.dispatch((payload, scales), None, route, route.rows)
-            return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
+            return rows if factors is None else (rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
             raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
@@ -225,9 +207,9 @@ class Buffer(LowLatency):
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
         if topk_idx is not None and topk_weights is not None:
             shape, device = topk_idx.shape, self._pool.device
-            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
-        check_integer("expert_alignment", expert_alignment)
-        check_integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
+            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
+        checks.integer("expert_alignment", expert_alignment)
+        checks.integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
         if room:
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
@@ -253,7 +235,7 @@ class Buffer(LowLatency):
         made = Handle(prefix, None, None, first_rows(batch.src_info, room).select(1, 0), is_token_in_rank, None)
         made.route = route
         got = rows if factors is None else (rows, factors)
-        return got, ids, weights, received, made, finished(async_finish)
+        return got, ids, weights, received, made, calls.finished(async_finish)
 
     @without_gradients
     def combine(
@@ -278,18 +260,18 @@ class Buffer(LowLatency):
         Returns:
             [T, hidden] bfloat16; [T, K] float32, or None; the event.
         """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
+        calls.begin(previous_event, async_finish, allocate_on_comm_stream)
         self._normal.words.raise_found(self._pool)
-        own, device = check_kind("handle", handle, Handle, HANDLE), self._pool.device
+        own, device = checks.kind("handle", handle, Handle, HANDLE), self._pool.device
         extents = self._normal.check_returned(own.route)
-        check_given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
-        biases = check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)
+        checks.given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
+        biases = calls.check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)
         if topk_weights is not None:
-            check_given("topk_weights", topk_weights, shape=(extents[0], None), dtype=torch.float32, device=device)
-            check_integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
+            checks.given("topk_weights", topk_weights, shape=(extents[0], None), dtype=torch.float32, device=device)
+            checks.integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
         out = self._normal.combine(as_rows(x), own.route, biases)
         weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, own.route)
-        return out, weights, finished(async_finish)
+        return out, weights, calls.finished(async_finish)
 
     internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")
     get_local_buffer_tensor = absent("get_local_buffer_tensor")

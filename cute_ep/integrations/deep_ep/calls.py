@@ -8,9 +8,10 @@ from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from cute_ep.api.errors import EPError, EPInputError
+from cute_ep import EPError, EPInputError
 from cute_ep.api.tensors import check_written
-from cute_ep.integrations.common.checks import check_given, check_integer, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.layouts.maps.formats import FP8
@@ -41,7 +42,7 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
 
 def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> None:
     """EPInputError unless each rank has as many experts."""
-    check_integer(name, num_experts, 1, MAX_EXPERTS)
+    checks.integer(name, num_experts, 1, MAX_EXPERTS)
     ok = num_experts % ranks == 0
     require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
 
@@ -101,15 +102,15 @@ def check_payload(x: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Te
     """(rows, scale factors or None) of a dispatch's `x`. EPInputError unless these are `Rows`: with 32-bit scale
     factors, at most one for 128 elements, as many rows of them as of the payload."""
     if not isinstance(x, tuple):
-        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
+        checks.given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
         return x, None
     require(len(x) == 2, "len(x) = {}: must be 2, rows and their scale factors", len(x))
     payload, scales = x
-    check_given("x[0]", payload, shape=(None, None), dtype=torch.float8_e4m3fn, device=device)
+    checks.given("x[0]", payload, shape=(None, None), dtype=torch.float8_e4m3fn, device=device)
     rows, hidden = payload.shape
     multiple = FP8.block
     require(hidden > 0 and hidden % multiple == 0, "x[0].shape[1] = {}: must be a multiple of {}", hidden, multiple)
-    check_given("x[1]", scales, shape=(rows, None), dtype=(torch.float32, torch.int32), device=device)
+    checks.given("x[1]", scales, shape=(rows, None), dtype=(torch.float32, torch.int32), device=device)
     columns, most = scales.shape[1], hidden // multiple
     require(columns <= most, "x[1].shape[1] = {}: must not exceed x[0].shape[1] / {} = {}", columns, multiple, most)
     return payload, scales
@@ -119,7 +120,7 @@ def check_stats(stats: torch.Tensor | None, experts: int, device: torch.device) 
     """EPInputError unless a dispatch can add numbers of rows of so many local experts to this, or it is None."""
     if stats is not None:
         name = "cumulative_local_expert_recv_stats"
-        check_given(name, stats, shape=(experts,), dtype=torch.int32, device=device)
+        checks.given(name, stats, shape=(experts,), dtype=torch.int32, device=device)
         check_written(name, stats)
 
 
@@ -132,5 +133,5 @@ def check_biases(
     given = {f"bias[{place}]": one for place, one in enumerate(bias)} if isinstance(bias, tuple) else {"bias": bias}
     require(len(given) <= 2, "len(bias) = {}: must be at most 2", len(given))
     for name, one in given.items():
-        check_given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
+        checks.given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
     return list(given.values())

@@ -6,32 +6,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import memory_bytes
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations.common.checks import (
-    as_rows,
-    check_given,
-    check_group,
-    check_integer,
-    check_kind,
-    check_seconds,
-    check_sms,
-    named_config,
-    require,
-)
-from cute_ep.integrations.deep_ep.calls import (
-    WORDS,
-    Pooled,
-    Rows,
-    absent,
-    check_biases,
-    check_event,
-    check_experts,
-    check_payload,
-    check_stats,
-    finished,
-    without_gradients,
-)
+from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import as_rows, named_config, require
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import WORDS, Pooled, Rows, absent, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.normal import Layout
@@ -97,9 +76,9 @@ class ElasticBuffer(Pooled):
         require(group is not None, "group: must be a torch.distributed process group", error=EPConfigError)
         rule = "num_cpu_bytes = {}: must be 0, buffers are on GPUs only"
         require(not num_cpu_bytes, rule, num_cpu_bytes, error=EPConfigError)
-        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
-        check_seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
-        check_group("group", group)
+        checks.integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
+        checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
+        checks.group("group", group)
         pool = GroupPool(group, grows=True)
         self.group, self.rank_idx, self.num_ranks = group, pool.rank, pool.size
         self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
@@ -229,23 +208,23 @@ class ElasticBuffer(Pooled):
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         pool, mode = self._pool, self._mode
         WORDS.raise_found(pool)
-        payload, scales = check_payload(x, pool.device)
+        payload, scales = calls.check_payload(x, pool.device)
         tokens = payload.shape[0]
         require(do_expand or not do_zero_padding, "do_zero_padding = True: must come with do_expand")
-        check_integer("num_sms", num_sms, 0)
-        check_sms("num_sms", num_sms or None, error=EPInputError)
+        checks.integer("num_sms", num_sms, 0)
+        checks.sms("num_sms", num_sms or None, error=EPInputError)
         if handle is None:
             if topk_idx is None or num_experts is None:
                 raise EPInputError("topk_idx, num_experts: must be given without a handle")
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             layout = Layout(num_experts, most, 1 if expert_alignment is None else expert_alignment, do_expand)
             _check_layout(layout, self.num_ranks)
-            check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=pool.device)
-            check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
+            checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=pool.device)
+            checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
             require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
             shape = tuple(topk_idx.shape)
         else:
-            layout, shape = check_kind("handle", handle, EPHandle, HANDLE).layout, tuple(handle.topk_idx.shape)
+            layout, shape = checks.kind("handle", handle, EPHandle, HANDLE).layout, tuple(handle.topk_idx.shape)
             given = num_experts, num_max_tokens_per_rank, expert_alignment, do_expand
             for name, value, own in zip(Layout._fields, given, layout, strict=True):
                 require(value is None or value == own, "{} = {}: must be {}, as of the handle", name, value, own)
@@ -253,9 +232,9 @@ class ElasticBuffer(Pooled):
             require(not do_cpu_sync, "do_cpu_sync = True: must be False with a handle")
             require(tokens == shape[0], "x.shape[0] = {}: must be {}, as of the handle", tokens, shape[0])
         if topk_weights is not None:
-            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=pool.device)
+            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=pool.device)
             topk_weights = topk_weights.contiguous()
-        check_stats(cumulative_local_expert_recv_stats, layout.num_experts // self.num_ranks, pool.device)
+        calls.check_stats(cumulative_local_expert_recv_stats, layout.num_experts // self.num_ranks, pool.device)
         mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
         if handle is None:
             assert topk_idx is not None
@@ -272,7 +251,7 @@ class ElasticBuffer(Pooled):
         got: Rows = rows
         if factors is not None:
             got = rows, _column_major(factors) if use_tma_aligned_col_major_sf else factors
-        return got, entries, weights, made, finished(async_with_compute_stream)
+        return got, entries, weights, made, calls.finished(async_with_compute_stream)
 
     @without_gradients
     def combine(
@@ -302,17 +281,17 @@ class ElasticBuffer(Pooled):
         """
         _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         WORDS.raise_found(self._pool)
-        own, device = check_kind("handle", handle, EPHandle, HANDLE), self._pool.device
+        own, device = checks.kind("handle", handle, EPHandle, HANDLE), self._pool.device
         rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
         _, hidden = self._mode.check_returned(own.route)
-        check_given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
-        biases = check_biases(bias, (own.topk_idx.shape[0], hidden), device)
+        checks.given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
+        biases = calls.check_biases(bias, (own.topk_idx.shape[0], hidden), device)
         if topk_weights is not None:
             wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
-            check_given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
+            checks.given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
         out = self._mode.combine_rows(own, as_rows(x), biases)
         weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
-        return out, weights, finished(async_with_compute_stream)
+        return out, weights, calls.finished(async_with_compute_stream)
 
     engram_write, engram_fetch = absent("engram_write"), absent("engram_fetch")
     get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint"))
@@ -331,7 +310,7 @@ def _begin(
     """Have the current stream wait for the events. EPInputError: the options do not go together."""
     given = {"previous_event": event, "previous_event_before_epilogue": before_epilogue}
     for name, one in given.items():
-        check_event(name, one, EventHandle, EventOverlap)
+        calls.check_event(name, one, EventHandle, EventOverlap)
     require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
     for one in (event, before_epilogue):
         if one is not None:
@@ -339,18 +318,18 @@ def _begin(
 
 
 def _check_layout(layout: Layout, ranks: int) -> None:
-    check_experts(layout.num_experts, ranks)
+    calls.check_experts(layout.num_experts, ranks)
     most, alignment = layout.num_max_tokens_per_rank, layout.expert_alignment
     require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
-    check_integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
-    check_integer("expert_alignment", alignment)
+    checks.integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+    checks.integer("expert_alignment", alignment)
     ok = not layout.do_expand or alignment in ROW_ALIGNMENTS
     require(ok, "expert_alignment = {}: must be one of {} with do_expand", alignment, ALIGNMENTS)
 
 
 def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: type[EPError] = EPInputError) -> int:
     """`ElasticBuffer.get_buffer_size_hint`."""
-    check_integer("num_topk", entries, 0, MAX_TOP_K, error=error)
+    checks.integer("num_topk", entries, 0, MAX_TOP_K, error=error)
     entries = max(entries, 1)
     names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
     cfg = named_config(names, (hidden, align_up(entries, ranks), entries, tokens, ranks), error=error)

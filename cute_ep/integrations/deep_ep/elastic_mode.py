@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
+from cute_ep import Dispatched, EPConfig
 from cute_ep.integrations.common.checks import Names, named_config
 from cute_ep.integrations.deep_ep.normal import FORMATS, Layout, NormalMode, Route, first_rows
 from cute_ep.integrations.deep_ep.rows import rank_index

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import EPCommunicator
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import check_given, check_integer, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
 from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.deep_ep.calls import check_experts
+from cute_ep.integrations.deep_ep import calls
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.routes import RouteCounts, count_routes
@@ -73,16 +74,16 @@ def check_layout(
     """EPInputError unless `routes_of` can take these arguments of a dispatch, which `get_dispatch_layout` has not
     made. `layout`: num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert."""
     by_rank, goes, by_expert = layout
-    check_given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=ID_TYPES, device=device)
-    check_given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
-    check_given("num_tokens_per_expert", by_expert, shape=(None,), dtype=ID_TYPES, device=device)
+    checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=ID_TYPES, device=device)
+    checks.given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
+    checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=ID_TYPES, device=device)
     experts = by_expert.shape[0]
-    check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
+    calls.check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
     if topk_idx is not None:
         rule = "num_tokens_per_expert.shape[0] = {}: must not exceed {} with an is_token_in_rank of one's own"
         require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
-        check_given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=ID_TYPES, device=device)
-        check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
+        checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=ID_TYPES, device=device)
+        checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 
 
 def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> tuple[RouteCounts, int]:

@@ -7,38 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import FormatName
+from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import (
-    Names,
-    Sizes,
-    as_rows,
-    check_absent,
-    check_given,
-    check_integer,
-    check_kind,
-    check_output,
-    require,
-    room_for,
-)
+from cute_ep.integrations.common.checks import Names, Sizes, as_rows, require, room_for
 from cute_ep.integrations.common.halves import Halves, Hook
-from cute_ep.integrations.deep_ep.calls import (
-    WORDS,
-    Pooled,
-    Rows,
-    begin,
-    check_experts,
-    check_open,
-    check_stats,
-    finished,
-    without_gradients,
-)
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import WORDS, Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.events import EventOverlap
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.group_pool import GroupPool
@@ -128,22 +106,22 @@ class LowLatency(Pooled):
             then token; the handle; the event; the hook, or None.
 
         """
-        begin(None, async_finish, False)
+        calls.begin(None, async_finish, False)
         pool, ranks = self._pool, self._pool.size
         WORDS.raise_found(pool)
         require(not (async_finish and return_recv_hook), HOOK)
-        check_absent(UNMEASURED, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        checks.absent(UNMEASURED, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
         most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
-        check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
-        check_experts(num_experts, ranks)
-        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=pool.device)
+        checks.integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        calls.check_experts(num_experts, ranks)
+        checks.given("x", x, shape=(None, None), dtype=torch.bfloat16, device=pool.device)
         tokens, hidden = x.shape
         require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_dispatch_tokens_per_rank = {}", tokens, most)
-        check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=pool.device)
+        checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=pool.device)
         whole = not use_ue8m0 or hidden % PACKED_COLUMNS == 0
         require(whole, "x.shape[1] = {}: must be a multiple of {}", hidden, PACKED_COLUMNS)
-        check_stats(stats, num_experts // ranks, pool.device)
+        calls.check_stats(stats, num_experts // ranks, pool.device)
         fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
         cfg = _config((hidden, num_experts, topk_idx.shape[1], most, ranks), fp8 if use_fp8 else "bf16")
         self._halves.drop_lost()
@@ -178,7 +156,7 @@ class LowLatency(Pooled):
         else:
             receive(communicator.dispatch(as_rows(x), ids, out=out))
         rows = blocks.rows if blocks.scales is None else (blocks.rows, blocks.scales)
-        return rows, out.row_counts, handle, finished(async_finish), hook
+        return rows, out.row_counts, handle, calls.finished(async_finish), hook
 
     @without_gradients
     def low_latency_combine(
@@ -210,27 +188,27 @@ class LowLatency(Pooled):
         Returns:
             [T, hidden] bfloat16; the event; the hook, or None.
         """
-        begin(None, async_finish, False)
+        calls.begin(None, async_finish, False)
         pool = self._pool
         WORDS.raise_found(pool)
         require(not (async_finish and return_recv_hook), HOOK)
-        check_absent(UNMEASURED, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-        own = check_kind("handle", handle, LowLatencyHandle, MADE)
+        checks.absent(UNMEASURED, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        own = checks.kind("handle", handle, LowLatencyHandle, MADE)
         batch, communicator, hold = own.batch, own.communicator, own.hold
-        check_open("handle", hold)
+        calls.check_open("handle", hold)
         if batch is None:
             rule = "must be called before its rows are combined; dispatch again if it was lost"
             raise EPInputError(f"handle: the dispatch's hook {rule}")
         place, entries, extents = pool.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
-        check_given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
-        check_given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
+        checks.given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
+        checks.given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(own)
         else:
-            check_given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
+            checks.given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
             rows = as_rows(x)
         if out is not None:
-            check_output("out", out, (entries[0], own.hidden), place, torch.bfloat16)
+            checks.output("out", out, (entries[0], own.hidden), place, torch.bfloat16)
             check_apart("out", out, x=rows, topk_idx=topk_idx, topk_weights=topk_weights)
         self._halves.make_way(communicator, COMBINE, whole=not return_recv_hook)
         captured = pool.note_capture(communicator)
@@ -251,12 +229,12 @@ class LowLatency(Pooled):
         else:
             communicator.combine(rows, batch, weights, mode="exact", out=out)
             hold.end()
-        return out, finished(async_finish), hook
+        return out, calls.finished(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
         """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; all handles share it, so it is for the
         most rows seen. EPInputError: the handle is none."""
-        own = check_kind("handle", handle, LowLatencyHandle, MADE)
+        own = checks.kind("handle", handle, LowLatencyHandle, MADE)
         extents = *own.src_info.shape, own.hidden
         if extents not in self._combine_views:
             elements, memory = own.src_info.numel() * own.hidden, self._combine_memory

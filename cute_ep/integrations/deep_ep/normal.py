@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common.checks import Names, Sizes, as_rows, roomy_config
-from cute_ep.integrations.deep_ep.calls import WORDS, check_open
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import WORDS
 from cute_ep.integrations.deep_ep.layout import LayoutWords
 from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
 from cute_ep.layouts.maps.routing import RANK_MAJOR
@@ -148,7 +146,7 @@ class NormalMode:
     def check_returned(route: Route) -> tuple[int, int]:
         """The shape of rows that go home by a route. EPInputError: its communicator was closed."""
         assert route.of_rows is not None
-        check_open("handle", route.of_rows.hold)
+        calls.check_open("handle", route.of_rows.hold)
         return route.rows, route.of_rows.communicator.cfg.hidden
 
     def dispatch(

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer
-from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import Names, check_absent, check_given, named_config, own_device, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, named_config, require
 from cute_ep.integrations.flashinfer.arguments import Arguments, Given, group_of
 from cute_ep.integrations.flashinfer.communication import CuteEPCommunication, CuteEPConfig
 from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.runtime.group_pool import own_device
 
 SIZES: Names = {
     "hidden": "hidden_size",
@@ -133,8 +135,8 @@ class MoeAlltoAll:
             one.raise_found()
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
-        check_absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
-        check_given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
+        checks.absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
+        checks.given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
         places = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
         rows = input_payloads[0]
         scales = None if places.scales is None else input_payloads[places.scales]
@@ -186,11 +188,11 @@ class MoeAlltoAll:
         good = output_dtype in (None, torch.bfloat16)
         require(good, "output_dtype = {}: must be torch.bfloat16", output_dtype)
         require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
-        check_absent(output_scales=output_scales, active_rank_mask=active_rank_mask)
+        checks.absent(output_scales=output_scales, active_rank_mask=active_rank_mask)
         communication, shape = self._outstanding("combine", runtime_max_tokens_per_rank)
-        check_given("payload", payload, shape=shape)
+        checks.given("payload", payload, shape=shape)
         if output is not None:
-            check_given("output", output, dtype=torch.bfloat16)
+            checks.given("output", output, dtype=torch.bfloat16)
         total = communication.combine(payload, output=output)
         self._round = None
         return total
@@ -250,7 +252,7 @@ class MoeAlltoAll:
         require(given, "input_payloads = {}: must be a list of {}", type(payloads).__name__, ORDER)
         require(len(payloads) > 0, "input_payloads = []: must be {}", ORDER)
         for place, one in enumerate(payloads):
-            check_given(f"input_payloads[{place}]", one)
+            checks.given(f"input_payloads[{place}]", one)
         same = [place for place, one in enumerate(payloads) if place and _is_same(one, ids)]
         rule = "expert_id_payload_index = {}: must be that of token_selected_experts"
         require(index is None or index in same, rule, index)

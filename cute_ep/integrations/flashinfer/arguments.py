@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep import EPConfigError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, require
 from cute_ep.integrations.common.reports import Words
 
 PARAMS: Names = {
@@ -55,15 +56,15 @@ class Arguments:
         """EPInputError unless a dispatch can send these, `top_k` entries a token; `stride`, `most`: rows for each
         source, and how many there may be."""
         rows, scales, ids, weights = given
-        check_integer(self.most, stride, 1, most)
-        check_given(self.rows, rows, shape=(None, None), device=device)
+        checks.integer(self.most, stride, 1, most)
+        checks.given(self.rows, rows, shape=(None, None), device=device)
         tokens = rows.shape[0]
         require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
-        check_given(self.ids, ids, shape=(tokens, top_k), dtype=ID_TYPES, device=device)
+        checks.given(self.ids, ids, shape=(tokens, top_k), dtype=ID_TYPES, device=device)
         if weights is not None:
-            check_given(self.weights, weights, shape=(tokens, top_k), dtype=FLOATS, device=device)
+            checks.given(self.weights, weights, shape=(tokens, top_k), dtype=FLOATS, device=device)
         if scales is not None:
-            check_given(self.scales, scales, shape=(tokens, None), device=device)
+            checks.given(self.scales, scales, shape=(tokens, None), device=device)
 
     def as_sent(
         self, payload: torch.Tensor, scale: torch.Tensor | None, hidden: int
@@ -100,7 +101,7 @@ def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) 
         rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
         require(dist.is_initialized(), rule, error=EPConfigError)
         group = dist.group.WORLD
-    check_group("process_group", group)
+    checks.group("process_group", group)
     found, rule = (group.rank(), group.size()), "{} = {}, {}: must be those of the process group, {}, {}"
     require(found == (rank, size), rule, names, rank, size, *found, error=EPConfigError)
     return group

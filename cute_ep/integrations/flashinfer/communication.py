@@ -20,23 +20,12 @@ from flashinfer.moe_ep import (
     register_communication,
 )
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
+from cute_ep.api.config import in_words
 from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common.checks import (
-    Names,
-    as_rows,
-    check_absent,
-    check_given,
-    check_output,
-    check_sms,
-    in_words,
-    named_config,
-    require,
-)
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, as_rows, named_config, require
 from cute_ep.integrations.common.pools import pool_of, release
 from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, Given, group_of
 from cute_ep.layouts.maps.routing import RANK_MAJOR
@@ -127,7 +116,7 @@ class CuteEPCommunication(MoEEpCommunication):
         cfg = named_config(self._params, sizes, error=EPConfigError, block_rows=most, **options)
         self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
         self._config(FORMATS[wanted])
-        check_sms("config.sms", self.config.sms)
+        checks.sms("config.sms", self.config.sms)
         self._pool = pool_of(self._group, self)
         try:
             self._connect(FORMATS[wanted])
@@ -174,7 +163,7 @@ class CuteEPCommunication(MoEEpCommunication):
         self.raise_found()
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
-        check_absent(", statistics are not gathered", eplb_local_stats=eplb_local_stats)
+        checks.absent(", statistics are not gathered", eplb_local_stats=eplb_local_stats)
         names, most = self._arguments, self.params.max_tokens_per_rank
         stride = most if max_tokens_per_rank is None else max_tokens_per_rank
         given = Given(hidden_states, hidden_states_scale, topk_ids, topk_weights)
@@ -221,13 +210,13 @@ class CuteEPCommunication(MoEEpCommunication):
             raise EPError("combine: there must be a dispatch first")
         communicator, batch, count = self._round
         name, hidden = self._arguments.output, self.params.hidden_size
-        check_given(name, expert_output, dtype=torch.bfloat16, device=self.device)
+        checks.given(name, expert_output, dtype=torch.bfloat16, device=self.device)
         shapes = (count, hidden), (self.ep_size, count // self.ep_size, hidden)
         if expert_output.shape not in shapes:
             raise EPInputError(f"{name}.shape = {tuple(expert_output.shape)}: must be {shapes[0]} or {shapes[1]}")
         rows = as_rows(expert_output).view(count, hidden)
         if output is not None:
-            check_output("output", output, (batch.topk_ids.shape[0], hidden), self.device)
+            checks.output("output", output, (batch.topk_ids.shape[0], hidden), self.device)
             check_apart("output", output, **{name: rows})
         total = communicator.combine(rows, batch, mode="partial", out=output)
         self._round = None

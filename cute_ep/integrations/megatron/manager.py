@@ -12,20 +12,10 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common.checks import (
-    FLOATS,
-    Names,
-    alignment_for,
-    check_given,
-    check_group,
-    check_mode,
-    check_most,
-    check_sms,
-    named_config,
-    require,
-)
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.common.reports import Words
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
@@ -78,10 +68,10 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
         alone = not config.overlap_moe_expert_parallel_comm
         require(alone, f"overlap_moe_expert_parallel_comm = True: {rule}", error=EPConfigError)
-        check_group("group", group)
+        checks.group("group", group)
         sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()
         named_config(NAMES, sizes, error=EPConfigError)
-        check_sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
+        checks.sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
         self.row_alignment = 1
@@ -98,8 +88,8 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
         shape = None, self.group.size(), self.num_local_experts
-        check_given("routing_map", routing_map, shape=shape, dtype=torch.bool)
-        check_given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
+        checks.given("routing_map", routing_map, shape=shape, dtype=torch.bool)
+        checks.given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
         chosen = torch.where(routing_map, probs, -torch.inf).flatten(1)
         values, ids = chosen.topk(self.router_topk, dim=-1)
         dropped = values == -torch.inf
@@ -117,13 +107,13 @@ class CuteEPManager(token_dispatcher._DispatchManager):
             raise EPError("dispatch: setup_metadata must be called first")
         ranks, sms = pool_of(self.group), self.config.moe_deepep_num_sms
         WORDS.raise_found(ranks)
-        check_given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
+        checks.given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         kind, rule = hidden_states.dtype, "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
         require(kind == torch.bfloat16, rule, kind)
         (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
-        check_most("hidden_states.shape[0]", tokens, FEWER)
+        checks.most("hidden_states.shape[0]", tokens, FEWER)
         require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
-        check_given("routing_map", self.token_indices, device=ranks.device)
+        checks.given("routing_map", self.token_indices, device=ranks.device)
         config_for(ranks, NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
@@ -153,7 +143,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         if batch is None:
             raise EPError("combine: there was no dispatch")
         shape = self._received
-        check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=ranks.device)
+        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=ranks.device)
         out = cute_ep.ops.combine(hidden_states, batch, mode=self.mode)
         self._batch = None
         return out
@@ -182,7 +172,7 @@ def install(mode: CombineMode = "partial") -> None:
     Raises:
         EPConfigError: `mode` is neither.
     """
-    check_mode("mode", mode)
+    checks.mode("mode", mode)
     CuteEPManager.mode = mode
     token_dispatcher._DeepepManager = CuteEPManager
     LOG.info("Megatron's flex dispatcher uses cute_ep where its backend is deepep")

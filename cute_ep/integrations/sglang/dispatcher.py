@@ -10,25 +10,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import versions
+from cute_ep.integrations.common import checks, versions
 from cute_ep.integrations.common.blocks import PACKED, packed_exponents
-from cute_ep.integrations.common.checks import (
-    FLOATS,
-    as_rows,
-    check_given,
-    check_group,
-    check_integer,
-    check_kind,
-    check_sms,
-    named_config,
-    require,
-)
+from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
 from cute_ep.integrations.common.pools import pool_of
 from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.formats import FORMATS
@@ -90,16 +77,16 @@ class CuteEPDispatcher(BaseDispatcher):
         activation_scale_block_size: int = 128,
     ) -> None:
         super().__init__()
-        check_group("group", group)
+        checks.group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
         good = params_dtype == torch.bfloat16
         require(good, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
         rule = "num_experts = {}: must be {} on each of {} ranks; choose --ep-num-redundant-experts so that all ranks "
         each = num_local_experts * ranks == num_experts
         require(each, rule + "have as many", num_experts, num_local_experts, ranks, error=EPConfigError)
-        check_integer("num_local_experts", num_local_experts, error=EPConfigError)
-        check_integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
-        check_sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
+        checks.integer("num_local_experts", num_local_experts, error=EPConfigError)
+        checks.integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
+        checks.sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
         fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
         self.cfg = named_config(
             NAMES, (hidden_size, num_experts, router_topk, tokens, ranks), error=EPConfigError,
@@ -182,13 +169,13 @@ class CuteEPDispatcher(BaseDispatcher):
         batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
-        check_kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
+        checks.kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
         rule = "combine_input.routewise_layout: must be None, the model has to finish its rows first"
         require(combine_input.routewise_layout is None, rule)
         communicator, rows, room = self._communicator, combine_input.hidden_states, batch.tokens.shape[0]
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
-        check_given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
+        checks.given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
         own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the "
         require(rows.shape == own, rule + "dispatch", tuple(rows.shape), own)
         total = communicator.combine(as_rows(rows), batch, mode="partial")
@@ -206,7 +193,7 @@ class CuteEPDispatcher(BaseDispatcher):
         """The number of tokens. EPInputError: an argument of dispatch breaks its rule."""
         most = self.cfg.max_tokens_per_rank
         shape = None, self.cfg.hidden
-        check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
+        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
         tokens = hidden_states.shape[0]
         require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
         for name, types in (("topk_ids", ID_TYPES), ("topk_weights", FLOATS)):
@@ -214,7 +201,7 @@ class CuteEPDispatcher(BaseDispatcher):
             if given is None:
                 raise EPInputError(f"topk_output = {type(topk_output).__name__}: must be StandardTopKOutput")
             entries = tokens, self.cfg.top_k
-            check_given(f"topk_output.{name}", given, shape=entries, dtype=types, device=device)
+            checks.given(f"topk_output.{name}", given, shape=entries, dtype=types, device=device)
         return tokens
 
     def _connected(self) -> EPCommunicator:

@@ -12,24 +12,13 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import cute_ep.ops
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer, is_number
-from cute_ep.api.errors import EPConfigError, EPError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common.checks import (
-    FLOATS,
-    Names,
-    alignment_for,
-    check_given,
-    check_kind,
-    check_mode,
-    check_most,
-    check_sms,
-    named_config,
-    require,
-    room_for,
-)
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require, room_for
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.record import align_up
@@ -88,8 +77,8 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         good = factor is None or (is_number(factor) and 0 < factor <= 1)
         rule = "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None"
         require(good, rule, factor, error=EPConfigError)
-        check_mode("mode", config.mode)
-        check_sms("sms", config.sms)
+        checks.mode("mode", config.mode)
+        checks.sms("sms", config.sms)
         self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
         self.communicator: str | None = None
         self._room = 0
@@ -100,7 +89,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         require(ep_mesh is not None, rule, error=EPConfigError)
         tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
         if is_integer(tokens):
-            check_most("num_max_tokens_per_rank", tokens, FEWER)
+            checks.most("num_max_tokens_per_rank", tokens, FEWER)
         tokens = 1 if tokens is None else tokens
         sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, tokens, ep_mesh.size()
         named_config(CONFIGURED, sizes, error=EPConfigError)
@@ -183,10 +172,10 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         if not torch.compiler.is_compiling():
             ranks = self._ranks()
             WORDS.raise_found(ranks)
-            check_kind("metadata", metadata, cute_ep.ops.Batch, "what dispatch returned")
-            check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
+            checks.kind("metadata", metadata, cute_ep.ops.Batch, "what dispatch returned")
+            checks.given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
             shape = metadata.tokens.shape[0], x_TD.shape[1]
-            check_given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
+            checks.given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
         dtype = x_TD.dtype if x_TD.dtype in OUTPUT_TYPES else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
         return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
@@ -195,14 +184,14 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         """EPInputError: an argument of dispatch breaks its rule, or one of an earlier call did."""
         ranks = self._ranks()
         WORDS.raise_found(ranks)
-        check_given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
+        checks.given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
         tokens, hidden = x.shape
-        check_most("x_TD.shape[0]", tokens, FEWER)
+        checks.most("x_TD.shape[0]", tokens, FEWER)
         shape = tokens, self.top_k
-        check_given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=ranks.device)
-        check_given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
+        checks.given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=ranks.device)
+        checks.given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
         experts = (self.num_experts,)
-        check_given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
+        checks.given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
         config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 

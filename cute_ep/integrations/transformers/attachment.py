@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
-from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, named_config, require
 from cute_ep.integrations.transformers import exchange
 from cute_ep.integrations.transformers.exchange import Exchange, Round
 from cute_ep.integrations.transformers.experts import (
@@ -74,8 +75,8 @@ class Attachment:
         rule = "len(devices) = {}: must be in [1, {}], one a rank"
         require(1 <= ranks <= MAX_RANKS, rule, ranks, MAX_RANKS, error=EPConfigError)
         _check_kinds(self.devices)
-        check_integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
-        check_mode("mode", mode)
+        checks.integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
+        checks.mode("mode", mode)
         self.max_tokens, self.mode = int(max_tokens), mode
         found = dict(_experts_of(model)) if isinstance(model, nn.Module) else {}
         rule = "model = {}: has no experts that transformers' experts interface calls"

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_ep import Dispatched, EPConfig, EPError
 from cute_ep.adjoints import inner_products, ones_for, weighted
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError
 from cute_ep.api.host import host_list
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES

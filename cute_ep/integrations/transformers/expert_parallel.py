@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError
+from cute_ep import EPConfigError
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common.checks import Names, check_given, check_most, named_config
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, named_config
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.transformers.experts import (
     FoundGate,
@@ -75,7 +76,7 @@ class CuteEP(EPImplementation):
             EPConfigError, VariantMissing: as `connect`. EPTimeout: a rank does not come.
         """
         check_routed(hidden_states, top_k_index, top_k_weights)
-        check_most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
+        checks.most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
         own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))
         out = self._exchange(*own)
         if self.tp_mesh.size() == 1:
@@ -93,7 +94,7 @@ class CuteEP(EPImplementation):
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         group = self.ep_mesh.get_group()
         ranks, sizes = pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
-        check_given("hidden_states", x, device=ranks.device)
+        checks.given("hidden_states", x, device=ranks.device)
         config_for(ranks, NAMES, sizes, len(x))
         with_gradient = torch.is_grad_enabled() and weights.requires_grad
         given = None if with_gradient else weights.detach()

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cute_ep import EPConfigError, Gate, fused_silu
 from cute_ep.api.config import is_number
-from cute_ep.api.errors import EPConfigError
-from cute_ep.api.gates import Gate
 from cute_ep.api.host import host_list
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import check_given, check_integer, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
 from cute_ep.nn.gates import plain
-from cute_ep.runtime.local_ops import fused_silu
 from cute_ep.torch_internals import version_of
 
 KNOWN_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm"}
@@ -56,13 +55,13 @@ def check_experts(name: str, module: nn.Module) -> None:
 def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None = None) -> None:
     """EPInputError unless they are of the same tokens, [T, hidden], [T, K] and [T, K], on one device. `hidden`: None
     for any."""
-    check_given("hidden_states", hidden_states, shape=(None, hidden))
+    checks.given("hidden_states", hidden_states, shape=(None, hidden))
     tokens, place = hidden_states.shape[0], hidden_states.device
     rule = "{}.dtype = {}: must be a floating type"
     require(hidden_states.is_floating_point(), rule, "hidden_states", hidden_states.dtype)
-    check_given("top_k_index", top_k_index, shape=(tokens, None), dtype=ID_TYPES, device=place)
-    check_integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
-    check_given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
+    checks.given("top_k_index", top_k_index, shape=(tokens, None), dtype=ID_TYPES, device=place)
+    checks.integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
+    checks.given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
     require(top_k_weights.is_floating_point(), rule, "top_k_weights", top_k_weights.dtype)
 
 

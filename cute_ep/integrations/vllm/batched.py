@@ -12,12 +12,11 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError
+from cute_ep import Dispatched, EPConfig, EPConfigError
 from cute_ep.api.types import FormatName
+from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import Sizes, check_kind, require
+from cute_ep.integrations.common.checks import Sizes, require
 from cute_ep.integrations.vllm.layer import DEFERRED, CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
@@ -104,7 +103,7 @@ class CuteEPBatched(CuteEPLayer):
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
     ) -> tuple[Tensor, Dispatched]:
         delegate = TopKWeightAndReduceDelegate
-        check_kind("weight_and_reduce_impl", weight_and_reduce_impl, delegate, f"{delegate.__name__}, combine sums")
+        checks.kind("weight_and_reduce_impl", weight_and_reduce_impl, delegate, f"{delegate.__name__}, combine sums")
         return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
 
 

@@ -12,14 +12,11 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import overlap
-from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given, check_output, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import FLOATS, as_rows, require
 from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 
@@ -263,15 +260,15 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
         WORDS.raise_found(self._manager.pool)
         cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
-        check_given("a1", a1, shape=(None, cfg.hidden), device=device)
+        checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
         if a1.dtype != torch.bfloat16:
             raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
         same = num_experts == cfg.num_experts
         require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
         shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
         require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
-        check_given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
-        check_given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
+        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
+        checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
         if given.apply_router_weight_on_input and cfg.top_k != 1:
             raise EPInputError(f"topk_ids.shape[1] = {cfg.top_k}: must be 1 to weight inputs")
 
@@ -295,10 +292,10 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             raise EPInputError("finalize must follow a prepare of the same layer")
         batch, count = prepared
         hidden, device, rows = self._cfg.hidden, self._manager.pool.device, fused_expert_output
-        check_given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
+        checks.given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
         if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
             rule = f"must be {count} rows of {hidden} elements, as prepare returned"
             raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
-        check_output("output", output, (batch.topk_ids.shape[0], hidden), device)
+        checks.output("output", output, (batch.topk_ids.shape[0], hidden), device)
         rows = as_rows(rows.reshape(-1, hidden))
         return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPConfigError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.common.checks import check_group, check_sms, require
+from cute_ep import EPCommunicator, EPConfig, EPConfigError
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
 from cute_ep.integrations.common.halves import Halves
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.vllm.options import Options
@@ -36,7 +35,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         super().__init__(cpu_group)
         rule = "all expert parallel ranks must be on one machine; use another --all2all-backend, or fewer ranks"
         require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
-        check_group("cpu_group", cpu_group)
+        checks.group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
         self.halves = Halves(self.pool.capturing, "let go of them, and the next call drops their rounds")
 
@@ -45,7 +44,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         collective."""
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
-        check_sms("additional_config['cute_ep']['sms']", options.sms)
+        checks.sms("additional_config['cute_ep']['sms']", options.sms)
         return self.pool.get(cfg, options.sms, names=NAMES)
 
     def max_sms_used(self) -> int | None:

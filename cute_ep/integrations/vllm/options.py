@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from cute_ep import EPConfigError
 from cute_ep.api.config import is_integer
-from cute_ep.api.errors import EPConfigError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common.checks import check_integer, check_mode, check_seconds, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
 
 KEY = "cute_ep"
 
@@ -33,9 +34,9 @@ class Options:
 
     def __post_init__(self) -> None:
         mode, rows, timeout, sms = (f"additional_config[{KEY!r}][{field.name!r}]" for field in fields(self))
-        check_mode(mode, self.mode)
-        check_integer(rows, self.static_rows, 0, error=EPConfigError)
-        check_seconds(timeout, self.timeout_s)
+        checks.mode(mode, self.mode)
+        checks.integer(rows, self.static_rows, 0, error=EPConfigError)
+        checks.seconds(timeout, self.timeout_s)
         good = self.sms is None or (is_integer(self.sms) and self.sms > 0)
         require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
 

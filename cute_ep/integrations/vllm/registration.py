@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 from vllm.config import parallel, vllm
 from vllm.distributed.device_communicators import base_device_communicator
 
-from cute_ep.api.errors import EPConfigError
+from cute_ep import EPConfigError
 
 BACKEND = "cute_ep"
 BATCHED = "cute_ep_batched"

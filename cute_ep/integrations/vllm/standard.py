@@ -16,9 +16,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPConfigError, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
 from cute_ep.integrations.vllm.layer import DEFERRED, MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
