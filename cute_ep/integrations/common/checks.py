@@ -6,7 +6,7 @@ Where no other type is named, a broken rule is an EPInputError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -49,13 +49,13 @@ def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputEr
         raise error(in_words(str(failure), names)) from None
 
 
-def roomy_config(names: Names, sizes: Sizes, **options: Any) -> EPConfig:
-    """That of a communicator for `room_for` the tokens; for no more where so much room would break a rule."""
+def roomy_config(names: Names, sizes: Sizes, make: Callable[..., EPConfig] = named_config, **options: Any) -> EPConfig:
+    """What `make` makes, with `room_for` the tokens; for no more where so much room would break a rule."""
     hidden, experts, top_k, tokens, ranks = sizes
     try:
-        return config_of(hidden, experts, top_k, room_for(tokens), ranks, **options)
+        return make(names, (hidden, experts, top_k, room_for(tokens), ranks), error=EPConfigError, **options)
     except EPConfigError:
-        return named_config(names, sizes, **options)
+        return make(names, sizes, **options)
 
 
 def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInputError) -> None:

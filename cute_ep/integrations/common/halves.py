@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cute_ep import EPCommunicator, EPError, EPInputError
+import torch
+
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPError, EPInputError
 from cute_ep.api.rounds import MAX_OUTSTANDING
+from cute_ep.api.types import CombineMode
+from cute_ep.runtime.group_pool import GroupPool
 
 
 @dataclass(eq=False)
@@ -46,15 +50,11 @@ class Hook:
 
 
 class Halves:
-    """The rounds of an adapter that wait for their hooks, in the order of sending.
+    """The rounds of an adapter that wait for their hooks, in the order of sending. `remedy`: how a caller gives rounds
+    up whose hooks it has, for errors."""
 
-    Args:
-        capturing: says whether what is enqueued goes into a CUDA graph.
-        remedy: how a caller gives rounds up whose hooks it has, for errors.
-    """
-
-    def __init__(self, capturing: Callable[[], bool], remedy: str) -> None:
-        self._capturing, self._remedy = capturing, remedy
+    def __init__(self, pool: GroupPool, remedy: str) -> None:
+        self._pool, self._remedy = pool, remedy
         self._waiting: list[Round] = []
 
     def make_way(self, communicator: EPCommunicator, call: str, *, whole: bool) -> None:
@@ -67,17 +67,62 @@ class Halves:
             found = f"{call}: {waiting} hook(s) of earlier calls have not been called"
             raise EPInputError(f"{found}: must be called first, {rule}; or {self._remedy}")
 
-    def sent(
+    def dispatch(
         self,
         communicator: EPCommunicator,
         call: str,
-        receive: Callable[[], object],
-        drop: Callable[[], object],
+        sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        out: DispatchBuffers,
+        received: Callable[[Dispatched], object],
         *,
-        captured: bool,
-    ) -> Hook:
-        """The hook of a round that was sent; the arguments are attributes of `Round`."""
-        one = Round(communicator, call, receive, drop, captured)
+        hooked: bool,
+        scales: torch.Tensor | None = None,
+    ) -> Hook | None:
+        """Send rows with their ids and weights, behind `make_way`. `received` gets the batch: now, or if it is `hooked`
+        from the hook, which is returned then."""
+        captured = self._pool.note_capture(communicator)
+        if not hooked:
+            received(communicator.dispatch(*sent, out=out, scales=scales))
+            return None
+        pending = communicator.dispatch_async(*sent, scales=scales)
+
+        def wait() -> Dispatched:
+            return communicator.dispatch_wait(pending, out)
+
+        return self.sent(Round(communicator, call, lambda: received(wait()), wait, captured))
+
+    def combine(
+        self,
+        communicator: EPCommunicator,
+        call: str,
+        rows: torch.Tensor,
+        batch: Dispatched,
+        out: torch.Tensor,
+        received: Callable[[], object] = object,
+        *,
+        hooked: bool,
+        mode: CombineMode,
+        weights: torch.Tensor | None = None,
+    ) -> Hook | None:
+        """As `dispatch`: rows to `out`, then `received`. A round that is dropped leaves `out` alone."""
+        captured = self._pool.note_capture(communicator)
+        if not hooked:
+            communicator.combine(rows, batch, weights, mode=mode, out=out)
+            received()
+            return None
+        pending = communicator.combine_async(rows, batch, mode=mode)
+
+        def receive() -> None:
+            communicator.combine_wait(pending, weights, out=out)
+            received()
+
+        def drop() -> None:
+            communicator.combine_wait(pending, weights)
+
+        return self.sent(Round(communicator, call, receive, drop, captured))
+
+    def sent(self, one: Round) -> Hook:
+        """The hook of a round, which was sent."""
         self._waiting.append(one)
         return Hook(self, one)
 
@@ -110,7 +155,7 @@ class Halves:
             self._end(one, "given up by destroy()")
 
     def _drop(self, one: Round) -> None:
-        capturing = self._capturing()
+        capturing = self._pool.capturing()
         if capturing and not one.captured:
             rule = f"no graph may receive its round; before a capture {self._remedy}"
             raise EPError(f"{one.call}: an earlier call's hook was lost, and {rule}")

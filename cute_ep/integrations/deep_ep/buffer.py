@@ -18,9 +18,8 @@ from cute_ep.integrations.deep_ep.calls import Rows, absent, without_gradients
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, first_rows, joined, prefix_matrix
+from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of, first_rows
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
-from cute_ep.runtime.group_pool import GroupPool
 
 HANDLE = "what dispatch returned, not a copy of its parts"
 
@@ -66,13 +65,11 @@ class Buffer(LowLatency):
         require(group is not None and comm is None, rule, error=EPConfigError)
         rule = "enable_shrink = True: must be False, a group keeps all its ranks"
         require(not enable_shrink, rule, error=EPConfigError)
-        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        checks.group("group", group)
-        pool = GroupPool(group, grows=True)
-        super().__init__(pool)
-        self.rank, self.group_size = pool.rank, pool.size
-        self._normal = NormalMode(pool, lambda device: Buffer.num_sms)
+        super().__init__(group)
+        self.rank, self.group_size = self._pool.rank, self._pool.size
+        self._normal = NormalMode(self._pool, lambda device: Buffer.num_sms, self._words)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Hooks and handles from before are of no use then; later calls connect
@@ -125,17 +122,9 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """What `dispatch` must be told about a routing.
-
-        Args:
-            topk_idx: [T, K] int64 expert ids, -1 masks.
-
-        Returns:
-            [R] int32 tokens by rank; None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank;
-            the event.
-        """
-        calls.begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._normal.words.raise_found(self._pool)
+        """What `dispatch` must be told about a routing: of [T, K] int64 expert ids, -1 masks, [R] int32 tokens by rank;
+        None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank; the event."""
+        self._begin(previous_event, async_finish, allocate_on_comm_stream)
         calls.check_experts(num_experts, self.group_size)
         checks.given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._pool.device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
@@ -182,60 +171,54 @@ class Buffer(LowLatency):
             float32 weights, 0 there; entries of each local expert; the handle; the event. With `num_worst_tokens` ids
             behind the last row are -1, and the list is empty. With a handle all but rows and event are None.
         """
-        calls.begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._normal.words.raise_found(self._pool)
-        payload, scales = calls.check_payload(x, self._pool.device)
-        tokens, room, ranks = payload.shape[0], num_worst_tokens, self.group_size
+        self._begin(previous_event, async_finish, allocate_on_comm_stream)
+        mode, device, ranks = self._normal, self._pool.device, self.group_size
+        sent = payload, scales = calls.check_payload(x, device)
+        (tokens, hidden), room, scaled = payload.shape, num_worst_tokens, scales is not None
         checks.most("x.shape[0]", tokens)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            self._normal.check_route(payload, route, scaled=scales is not None)
-            rows, factors, _ = self._normal.dispatch((payload, scales), None, route, route.rows)
-            return rows if factors is None else (rows, factors), None, None, None, None, calls.finished(async_finish)
+            rows, factors, _ = mode.dispatch(mode.config(hidden, route, scaled=scaled), sent, None, route, route.rows)
+            return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
             raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+        layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
         if known is None:
-            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            check_layout(layout, topk_idx, ranks, self._pool.device)
+            check_layout(*layout, ranks, device)
         own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
         require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
         if topk_idx is not None and topk_weights is not None:
-            shape, device = topk_idx.shape, self._pool.device
-            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
+            checks.given("topk_weights", topk_weights, shape=topk_idx.shape, dtype=torch.float32, device=device)
         checks.integer("expert_alignment", expert_alignment)
         checks.integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
         if room:
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
             require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
-        routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
+        routes, of = (known, experts) if known is not None else routes_of(*layout)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
-        self._normal.check_route(payload, route, scaled=scales is not None)
-        words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
-        counting = self._normal.counting(words.size(0))
-        counting.exchange(words)
-        prefix, received = prefix_matrix(counting.table), []
+        cfg = mode.config(hidden, route, scaled=scaled)
+        counting, received = mode.exchange(routes.counts), []
+        prefix = counting.table.narrow(1, 0, ranks).cumsum(0, dtype=torch.int32)
         if not room:
             counts = counting.wait(experts)
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
-            self._normal.check_route(payload, route, scaled=scales is not None)
-        sent = None if topk_weights is None else topk_weights.contiguous()
-        if sent is not None and routes.ids.shape != sent.shape:
-            sent = torch.nn.functional.pad(sent, (0, routes.ids.shape[1] - sent.shape[1]))
-        rows, factors, batch = self._normal.dispatch((payload, scales), sent, route, route.rows, exact=not room)
-        room, ids, weights = route.rows, None, None
-        if topk_idx is not None:
-            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
-        made = Handle(prefix, None, None, first_rows(batch.src_info, room).select(1, 0), is_token_in_rank, None)
+            cfg = mode.config(hidden, route, scaled=scaled)
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        if weights is not None and routes.ids.shape != weights.shape:
+            weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
+        rows, factors, batch = mode.dispatch(cfg, sent, weights, route, route.rows, exact=not room)
+        ids, weights = (None, None) if topk_idx is None else entries_of(batch, route.rows, topk_idx.shape[1])
+        sources = first_rows(batch.src_info, route.rows).select(1, 0)
+        made = Handle(prefix, None, None, sources, is_token_in_rank, None)
         made.route = route
-        got = rows if factors is None else (rows, factors)
-        return got, ids, weights, received, made, calls.finished(async_finish)
+        return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 
     @without_gradients
     def combine(
@@ -253,24 +236,21 @@ class Buffer(LowLatency):
 
         Args:
             x: [n, hidden] bfloat16, in the order of the dispatch's rows.
-            handle: what that dispatch returned.
             topk_weights: [n, K] float32 to add up as well; None: there are none.
             bias: up to two [T, hidden] bfloat16 to add.
 
         Returns:
             [T, hidden] bfloat16; [T, K] float32, or None; the event.
         """
-        calls.begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._normal.words.raise_found(self._pool)
-        own, device = checks.kind("handle", handle, Handle, HANDLE), self._pool.device
-        extents = self._normal.check_returned(own.route)
-        checks.given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
-        biases = calls.check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)
+        self._begin(previous_event, async_finish, allocate_on_comm_stream)
+        route, device = checks.kind("handle", handle, Handle, HANDLE).route, self._pool.device
+        biases = self._normal.check_combine(x, route.rows, bias, route)
         if topk_weights is not None:
-            checks.given("topk_weights", topk_weights, shape=(extents[0], None), dtype=torch.float32, device=device)
+            shape = route.rows, None
+            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
             checks.integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
-        out = self._normal.combine(as_rows(x), own.route, biases)
-        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, own.route)
+        out = self._normal.combine(as_rows(x), route, biases)
+        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
         return out, weights, calls.finished(async_finish)
 
     internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")

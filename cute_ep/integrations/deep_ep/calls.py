@@ -1,14 +1,16 @@
-"""What the calls of all buffers begin and end with."""
+"""What the calls of all buffers have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from cute_ep import EPError, EPInputError
+from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import require
@@ -16,6 +18,7 @@ from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
+from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
 
@@ -23,8 +26,6 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
-WORDS = Words("topk_idx", "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens")
-"""Of what a kernel has found wrong."""
 
 
 def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
@@ -40,54 +41,6 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
     return wrapped
 
 
-def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> None:
-    """EPInputError unless each rank has as many experts."""
-    checks.integer(name, num_experts, 1, MAX_EXPERTS)
-    ok = num_experts % ranks == 0
-    require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
-
-
-def check_open(name: str, hold: Hold) -> None:
-    """EPInputError, which begins with `name`, if the communicator that something needs was closed."""
-    if hold.communicator.closed:
-        why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
-        raise EPInputError(f"{name}: the memory that it needs was given back, {why}; dispatch again")
-
-
-def check_event(name: str, event: object, *kinds: type) -> None:
-    """EPInputError unless it is of one of these types of events, or None."""
-    if event is not None and not isinstance(event, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
-
-
-def begin(previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
-    """Have the current stream wait for the event, if there is one. EPInputError: the options do not go together."""
-    check_event("previous_event", previous_event, EventOverlap)
-    event = None if previous_event is None else previous_event.event
-    ok = not on_comm_stream or (event is not None and async_finish)
-    require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
-    if event is not None:
-        event.current_stream_wait()
-
-
-def finished(async_finish: bool) -> EventOverlap:
-    """The event to return, of what the current stream has been given."""
-    return EventOverlap(EventHandle() if async_finish else None)
-
-
-class Pooled:
-    """What both buffers have: the pool of a process group."""
-
-    _pool: GroupPool
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that calls run on: the current one. EPError: there is no GPU."""
-        if self._pool.device.type == "cpu":
-            raise EPError("get_comm_stream: there are no streams without a GPU")
-        return torch.cuda.current_stream()
-
-
 def absent(name: str) -> Callable[..., NoReturn]:
     """A method that DeepEP has: it raises EPError."""
 
@@ -96,6 +49,56 @@ def absent(name: str) -> Callable[..., NoReturn]:
 
     refuse.__name__, refuse.__doc__ = name, "Not supported: raises EPError."
     return refuse
+
+
+@dataclass(frozen=True)
+class LayoutWords(Words):
+    """Words of entries that `layout.routes_of` may have put others behind. `own`: communicators whose latest dispatch
+    had such entries."""
+
+    ids: str = "topk_idx"
+    room: str = "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens"
+    own: set[EPCommunicator] = field(default_factory=set)
+
+    def entry(self, communicator: EPCommunicator, index: int, experts: int, seen: int) -> str:
+        more = communicator.cfg.world_size if communicator in self.own else 0
+        beyond = seen == NO_EXPERT or seen < 0
+        return super().entry(communicator, index, experts - more, seen if beyond else seen - more)
+
+
+class Pooled:
+    """What both buffers have: the pool of a process group, and words of what kernels have found wrong."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        checks.group("group", group)
+        self.group, self._pool, self._words = group, GroupPool(group, grows=True), LayoutWords()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that calls run on: the current one. EPError: there is no GPU."""
+        if self._pool.device.type == "cpu":
+            raise EPError("get_comm_stream: there are no streams without a GPU")
+        return torch.cuda.current_stream()
+
+
+def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> None:
+    """EPInputError unless each rank has as many experts."""
+    checks.integer(name, num_experts, 1, MAX_EXPERTS)
+    ok = num_experts % ranks == 0
+    require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
+
+
+def check_open(hold: Hold) -> None:
+    """EPInputError if the communicator that a handle needs was closed."""
+    if hold.communicator.closed:
+        why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
+        raise EPInputError(f"handle: the memory that it needs was given back, {why}; dispatch again")
+
+
+def check_event(name: str, event: object, *kinds: type) -> None:
+    """EPInputError unless it is of one of these types of events, or None."""
+    if event is not None and not isinstance(event, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
 
 
 def check_payload(x: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -124,14 +127,11 @@ def check_stats(stats: torch.Tensor | None, experts: int, device: torch.device) 
         check_written(name, stats)
 
 
-def check_biases(
-    bias: torch.Tensor | tuple[torch.Tensor, ...] | None, shape: tuple[int, int], device: torch.device
-) -> list[torch.Tensor]:
-    """A combine's biases. EPInputError unless they are up to two bfloat16 tensors of the output's shape."""
-    if bias is None:
-        return []
-    given = {f"bias[{place}]": one for place, one in enumerate(bias)} if isinstance(bias, tuple) else {"bias": bias}
-    require(len(given) <= 2, "len(bias) = {}: must be at most 2", len(given))
-    for name, one in given.items():
-        checks.given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
-    return list(given.values())
+def paired(rows: torch.Tensor, factors: torch.Tensor | None) -> Rows:
+    """`Rows` to return."""
+    return rows if factors is None else (rows, factors)
+
+
+def finished(asked: bool) -> EventOverlap:
+    """The event to return, of what the current stream has been given."""
+    return EventOverlap(EventHandle() if asked else None)

@@ -11,7 +11,7 @@ import torch
 
 
 class EventHandle:
-    """What the current CUDA stream has been given so far; without a GPU nothing, since calls return finished
+    """What the current CUDA stream has been given so far; nothing without a GPU, where calls return finished
     results."""
 
     def __init__(self) -> None:
@@ -31,8 +31,7 @@ class EventOverlap:
     as long as it. As a context manager it makes the current stream wait at the end of the block."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None) -> None:
-        self.event, self.extra_tensors = event, extra_tensors
-        self._release = False
+        self.event, self.extra_tensors, self._release = event, extra_tensors, False
         self._hook: Callable[[], None] | None = None
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
@@ -69,7 +68,7 @@ class EventOverlap:
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning parameters. The adapter has no use for them: launch shapes come from `cute_ep.Tuning`, SMs from
+    """DeepEP's tuning parameters, for which the adapter has no use: launch shapes come from `cute_ep.Tuning`, SMs from
     `Buffer.set_num_sms`."""
 
     num_sms: int = 20
@@ -82,6 +81,4 @@ class Config:
         """0: communicators allocate their memory when a call needs it."""
         return 0
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: nothing leaves the machine."""
-        return 0
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint

@@ -97,7 +97,7 @@ class CuteEPBatched(CuteEPLayer):
                 rows, scales = _quantized(blocks, quant)
             return rows, scales, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return Sending(a1, given.topk_ids.contiguous(), weights, None, blocks.out, result)
+        return Sending((a1, given.topk_ids.contiguous(), weights), None, blocks.out, result)
 
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce

@@ -17,6 +17,7 @@ from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, require
+from cute_ep.integrations.common.halves import Hook
 from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 
@@ -37,35 +38,25 @@ class LayerSizes(NamedTuple):
 
 
 class PrepareInput(NamedTuple):
-    """The arguments of `CuteEPLayer.prepare`, which describes them."""
+    """The arguments of `CuteEPLayer.prepare` that are read."""
 
     a1: Tensor
     topk_weights: Tensor
     topk_ids: Tensor
     num_experts: int
-    expert_map: Tensor | None
-    apply_router_weight_on_input: bool
+    weighted: bool
     quant_config: FusedMoEQuantConfig
     defer_input_quant: bool
 
 
 class Sending(NamedTuple):
-    """What a dispatch is given, and what makes of its batch what vLLM gets: `result`, to be called behind the dispatch,
-    once, in the thread of the batch. `scales` are of rows that are quantised already."""
+    """What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. `result`
+    makes of its batch what vLLM gets, and is called once, behind it and in the thread of the batch."""
 
-    x: Tensor
-    topk_ids: Tensor
-    weights: Tensor
+    sent: tuple[Tensor, Tensor, Tensor]
     scales: Tensor | None
     out: DispatchBuffers
     result: Callable[[Dispatched], mk.PrepareResultType]
-
-
-class Prepared(NamedTuple):
-    """A batch that waits for its finalize, and how many rows prepare has returned of it."""
-
-    batch: Dispatched
-    rows: int
 
 
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
@@ -85,7 +76,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self._manager, self._options, self._cfg, self._mode = manager, options, cfg, options.mode
         self._communicator: EPCommunicator | None = None
-        self._batches: dict[int, Prepared] = {}  # by vLLM's number of the micro-batch
+        self._batches: dict[int, tuple[Dispatched, int]] = {}  # and rows returned, by vLLM's number of the micro-batch
 
     def topk_indices_dtype(self) -> torch.dtype | None:
         """Any of int32 and int64."""
@@ -121,18 +112,15 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
             topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry; unchanged until finalize.
                 One out of range masks too, and a later call tells it.
-            num_experts: of the whole model.
             expert_map: not read; placement is linear.
-            apply_router_weight_on_input: apply weights here.
-            quant_config: of the experts.
             defer_input_quant: leave rows in bfloat16.
 
         Returns:
             What the layer's class says.
         """
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
-        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
-        return self._prepare(given)
+        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
+        return self._prepare(given, hooked=False)[1]()
 
     def prepare_async(
         self,
@@ -149,41 +137,28 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         micro-batch's thread, and what then returns the result. Otherwise all of `prepare`: vLLM has nothing to compute
         in between."""
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
-        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
-        if not dbo_enabled():
-            made = self._prepare(given)
-            return lambda: made
+        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
+        hook, receiver = self._prepare(given, hooked=dbo_enabled())
+        if hook is not None:
+            return hook, receiver
+        made = receiver()
+        return lambda: made
+
+    def _prepare(self, given: PrepareInput, *, hooked: bool) -> tuple[Hook | None, mk.ReceiverType]:
+        """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received."""
         self._check_prepare(given)
-        communicator, number = self._connected(), dbo_current_ubatch_id()
-        self._manager.halves.make_way(communicator, PREPARE, whole=False)
-        x, ids, weights, scales, out, result = self._sending(given)
-        pending = communicator.dispatch_async(x, ids, weights, scales=scales)
+        communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
+        halves.make_way(communicator, PREPARE, whole=not hooked)
+        sent, scales, out, result = self._sending(given)
         received: list[Dispatched] = []
-        hook = self._manager.halves.sent(
-            communicator,
-            PREPARE,
-            lambda: received.append(communicator.dispatch_wait(pending, out)),
-            lambda: communicator.dispatch_wait(pending, out),
-            captured=self._manager.pool.capturing(),
-        )
-        return hook, lambda: self._prepared(number, received[0], result)
+        hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, scales=scales)
 
-    def _prepare(self, given: PrepareInput) -> mk.PrepareResultType:
-        """`prepare`, in one call."""
-        self._check_prepare(given)
-        communicator = self._connected()
-        self._manager.halves.make_way(communicator, PREPARE, whole=True)
-        x, ids, weights, scales, out, result = self._sending(given)
-        batch = communicator.dispatch(x, ids, weights, out=out, scales=scales)
-        return self._prepared(dbo_current_ubatch_id(), batch, result)
+        def receiver() -> mk.PrepareResultType:
+            made = result(received[0])
+            self._batches[number] = received[0], made[0].numel() // max(1, made[0].shape[-1])
+            return made
 
-    def _prepared(
-        self, number: int, batch: Dispatched, result: Callable[[Dispatched], mk.PrepareResultType]
-    ) -> mk.PrepareResultType:
-        """What prepare returns of a batch, which waits for its finalize from now on."""
-        made = result(batch)
-        self._batches[number] = Prepared(batch, made[0].numel() // max(1, made[0].shape[-1]))
-        return made
+        return hook, receiver
 
     @abstractmethod
     def _sending(self, given: PrepareInput) -> Sending:
@@ -204,14 +179,10 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
             output: [T, hidden] bfloat16, float16 or float32, overwritten.
             fused_expert_output: bfloat16, in the order of prepare's rows, not weighted: [N, hidden], [N, 1, hidden], or
                 in blocks [L, S, hidden].
-            topk_weights, topk_ids, apply_router_weight_on_input: not read; prepare was given them.
-            weight_and_reduce_impl: checked in blocks only, where it must leave weights and sums to this call.
+            weight_and_reduce_impl: checked in blocks only, where it must leave weights and sums to this call. Of the
+                others, prepare was given them.
         """
-        communicator = self._connected()
-        rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
-        self._manager.halves.make_way(communicator, FINALIZE, whole=True)
-        communicator.combine(rows, batch, mode=self._mode, out=output)
-        del self._batches[dbo_current_ubatch_id()]
+        self._finalize(output, fused_expert_output, weight_and_reduce_impl, hooked=False)
 
     def finalize_async(
         self,
@@ -225,19 +196,17 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """The sending half of `finalize`: a hook that receives into `output`, in whatever thread, and nothing more to
         do. Receives first what another micro-batch has sent."""
         dbo_maybe_run_recv_hook()
-        communicator = self._connected()
-        rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
-        self._manager.halves.make_way(communicator, FINALIZE, whole=False)
-        pending = communicator.combine_async(rows, batch, mode=self._mode)
-        del self._batches[dbo_current_ubatch_id()]
-        hook = self._manager.halves.sent(
-            communicator,
-            FINALIZE,
-            lambda: communicator.combine_wait(pending, out=output),
-            lambda: communicator.combine_wait(pending),
-            captured=self._manager.pool.capturing(),
-        )
+        hook = self._finalize(output, fused_expert_output, weight_and_reduce_impl, hooked=True)
+        assert hook is not None
         return hook, lambda: None
+
+    def _finalize(self, output: Tensor, rows: Tensor, reducer: mk.TopKWeightAndReduce, *, hooked: bool) -> Hook | None:
+        communicator, halves = self._connected(), self._manager.halves
+        rows, batch = self._returned(output, rows, reducer)
+        halves.make_way(communicator, FINALIZE, whole=not hooked)
+        hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._mode)
+        del self._batches[dbo_current_ubatch_id()]
+        return hook
 
     def _connect(self) -> None:
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
@@ -269,15 +238,15 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
         checks.given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
         checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
-        if given.apply_router_weight_on_input and cfg.top_k != 1:
+        if given.weighted and cfg.top_k != 1:
             raise EPInputError(f"topk_ids.shape[1] = {cfg.top_k}: must be 1 to weight inputs")
 
     @staticmethod
     def _inputs(given: PrepareInput) -> tuple[Tensor, Tensor]:
-        """[T, hidden] rows and [T, K] float32 weights to dispatch. With `apply_router_weight_on_input` rows are
-        multiplied by their weights here, and by 1 in combine."""
+        """[T, hidden] rows and [T, K] float32 weights to dispatch; where rows are multiplied by their weights here,
+        combine multiplies by 1."""
         a1, weights = given.a1, given.topk_weights.float().contiguous()
-        if given.apply_router_weight_on_input:
+        if given.weighted:
             a1, weights = a1 * given.topk_weights.to(a1.dtype), torch.ones_like(weights)
         return as_rows(a1), weights
 
@@ -287,10 +256,9 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """The experts' rows, and the batch that they are of. EPInputError: an argument of finalize breaks its rule, or
         one of an earlier call did."""
         WORDS.raise_found(self._manager.pool)
-        prepared = self._batches.get(dbo_current_ubatch_id())
-        if prepared is None:
+        batch, count = self._batches.get(dbo_current_ubatch_id(), (None, 0))
+        if batch is None:
             raise EPInputError("finalize must follow a prepare of the same layer")
-        batch, count = prepared
         hidden, device, rows = self._cfg.hidden, self._manager.pool.device, fused_expert_output
         checks.given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
         if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:

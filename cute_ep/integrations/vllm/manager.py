@@ -37,7 +37,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
         checks.group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
-        self.halves = Halves(self.pool.capturing, "let go of them, and the next call drops their rounds")
+        self.halves = Halves(self.pool, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
         """The communicator for `cfg`, an EPConfig, and `options`, an Options; connects where there is none, then

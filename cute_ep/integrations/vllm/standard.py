@@ -116,7 +116,7 @@ class CuteEPStandard(CuteEPLayer):
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return Sending(as_rows(a1), room.ids, weights, scales, out, result)
+        return Sending((as_rows(a1), room.ids, weights), scales, out, result)
 
     def _most_tokens(self, tokens: int) -> int:
         """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
