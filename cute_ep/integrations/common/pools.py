@@ -25,7 +25,14 @@ def config_for(
     return roomy_config(names, every, timeout_s=pool.timeout_s, row_alignment=row_alignment)
 
 
-def communicator_for(pool: GroupPool, cfg: EPConfig, names: Names, sms: int | None = None) -> EPCommunicator:
-    """A communicator of a `config_for`, which waits for late ranks as long as the group does. EPConfigError, EPError:
-    as of `GroupPool.get`; without a number of `sms` it leaves some to NCCL."""
-    return pool.get(cfg, sms, sms_beside_nccl, names)
+def communicator_for(
+    pool: GroupPool,
+    names: Names,
+    sizes: tuple[int, int, int],
+    tokens: int,
+    row_alignment: int | None = None,
+    sms: int | None = None,
+) -> EPCommunicator:
+    """One of a `config_for` these, which waits for late ranks as long as the group does. EPConfigError, EPError: as of
+    `GroupPool.get`; without a number of `sms` it leaves some to NCCL."""
+    return pool.get(config_for(pool, names, sizes, tokens, row_alignment), sms, sms_beside_nccl, names)

@@ -30,11 +30,9 @@ from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
 """What to do about too many tokens."""
 NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]", "world_size": "ep_mesh.size()"}
-"""What dispatch calls the fields of EPConfig that it names otherwise."""
 CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
-"""The same of the configuration."""
+"""What the configuration calls them."""
 WORDS = Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
-"""Of what kernels have found wrong."""
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
@@ -112,44 +110,25 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "the dispatcher is not connected: make an eager forward pass first, or build the model with "
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
-        pool, sizes = self._ranks(), (hidden, self.num_experts, self.top_k)
-        cfg = config_for(pool, NAMES, sizes, tokens, self.alignment)
-        made = communicator_for(pool, cfg, NAMES, self.config.sms)
+        sizes = hidden, self.num_experts, self.top_k
+        made = communicator_for(self._ranks(), NAMES, sizes, tokens, self.alignment, self.config.sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
-    def _is_connected(self, tokens: int) -> bool:
-        """Whether there is a communicator for so many tokens; compiled code takes the one that it was compiled with."""
-        if self.communicator is None or tokens > self._room:
-            return False
-        return torch.compiler.is_compiling() or is_open(self.communicator)
-
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, cute_ep.ops.Batch]:
-        """Tokens to their experts' ranks.
-
-        Args:
-            x_TD: [T, D] of a floating type.
-            topk_scores_TK: [T, K] of a floating type.
-            topk_expert_ids_TK: [T, K] int32 or int64. One out of range brings its token to no expert, and a later call
-                tells it.
-            num_local_tokens_per_expert_E: [E] integers, how many entries of the ids name each expert.
+        """Tokens and scores of any floating type to their experts' ranks. An id out of range brings its token to no
+        expert, and a later call tells it. Raises what `cute_ep.connect` raises, too.
 
         Returns:
             [R, D] rows of the type of `x_TD` by expert; with a capacity factor zeros behind the last one. [e] int32
             rows of each local expert, padding included. What `combine` takes.
-
-        Raises:
-            EPConfigError, EPError: as of `cute_ep.connect`.
         """
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             self._check_dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
-        tokens, hidden = x_TD.shape
-        if not self._is_connected(tokens):
+        (tokens, hidden), name = x_TD.shape, self.communicator
+        if name is None or tokens > self._room or not (compiling or is_open(name)):  # compiled code keeps its own
             self._connect(hidden, tokens)
         assert self.ep_mesh is not None and self.communicator is not None
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()

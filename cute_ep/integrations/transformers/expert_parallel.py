@@ -15,15 +15,7 @@ from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, named_config
 from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
-from cute_ep.integrations.transformers.experts import (
-    FoundGate,
-    check_experts,
-    check_routed,
-    find_gate,
-    is_experts,
-    run,
-    weight_names,
-)
+from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.routes import count_routes
 
@@ -55,14 +47,15 @@ class CuteEP(EPImplementation):
         ep_mesh, tp_mesh: of the ranks that share out the experts, and of those that hold one batch.
     """
 
+    _known: bool | None = None  # whether `experts.run` computes what they do; None before the first call
+    _gate: experts.FoundGate | None = None
+
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
         sizes = VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()
         named_config(NAMES, sizes, error=EPConfigError)
         self._experts: Any = experts
-        self._known: bool | None = None  # whether `run` computes what they do; None before the first call
-        self._gate: FoundGate | None = None
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -75,7 +68,7 @@ class CuteEP(EPImplementation):
             EPInputError: an argument breaks its rule. Nothing was sent.
             EPConfigError, VariantMissing: as `connect`. EPTimeout: a rank does not come.
         """
-        check_routed(hidden_states, top_k_index, top_k_weights)
+        experts.check_routed(hidden_states, top_k_index, top_k_weights)
         checks.most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
         own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))
         out = self._exchange(*own)
@@ -100,40 +93,39 @@ class CuteEP(EPImplementation):
         given = None if with_gradient else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         counts = ranks.exchange_counts(routes, self.num_experts)
-        rows = sum(counts.entries)
-        communicator = communicator_for(ranks, config_for(ranks, NAMES, sizes, counts.tokens), NAMES)
-        comm = cute_ep.ops.register(communicator)
+        comm = cute_ep.ops.register(communicator_for(ranks, NAMES, sizes, counts.tokens))
         wide = weights.float() if routes.weights is None else routes.weights
-        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows)
-        out = self._run(batch.tokens[:rows], batch, x.dtype)
+        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=sum(counts.entries))
+        out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)
         returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
 
     def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
         """The outputs of this rank's experts for all rows. `dtype`: of the model's hidden states. Without rows they run
         on one of zeros, so that what hangs on their parameters (gradients, FSDP) takes part in the backward pass."""
+        module = self._experts
         if self._known is None:
-            self._known = _is_known(self._experts)
-            self._gate = find_gate(self._experts) if self._known else None
+            self._known = _is_known(module)
+            self._gate = experts.find_gate(module) if self._known else None
         rows, offsets = tokens, batch.row_offsets
         if not len(tokens):
             rows, offsets = tokens.sum(dim=0, keepdim=True), torch.ones_like(offsets)
             offsets[0] = 0
         if self._known:
-            weights = {name: getattr(self._experts, name) for name in weight_names(self._experts)}
-            return run(self._experts, self._gate, weights, rows, offsets)[: len(tokens)]
+            weights = {name: getattr(module, name) for name in experts.weight_names(module)}
+            return experts.run(module, self._gate, weights, rows, offsets)[: len(tokens)]
         own = torch.arange(self.num_local_experts, device=tokens.device)
-        experts = own.repeat_interleave(offsets.diff(), output_size=len(rows))
+        ids = own.repeat_interleave(offsets.diff(), output_size=len(rows))
         ones = tokens.new_ones((len(rows), 1), dtype=dtype)
-        return self.experts_forward(rows.to(dtype), experts[:, None], ones)[: len(tokens)]
+        return self.experts_forward(rows.to(dtype), ids[:, None], ones)[: len(tokens)]
 
 
-def _is_known(experts: nn.Module) -> bool:
-    """Whether `run` computes what an experts module does."""
-    if not is_experts(experts):
+def _is_known(module: nn.Module) -> bool:
+    """Whether `experts.run` computes what an experts module does."""
+    if not experts.is_experts(module):
         return False
     try:
-        check_experts("experts", experts)
+        experts.check_experts("experts", module)
     except EPConfigError:
         return False
     return True

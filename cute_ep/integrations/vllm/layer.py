@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -20,6 +20,7 @@ from cute_ep.integrations.common.checks import FLOATS, as_rows, require
 from cute_ep.integrations.common.halves import Hook
 from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
+from cute_ep.layouts.maps.formats import BF16
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
@@ -94,6 +95,20 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """Yes: shared experts run while rows travel home."""
         return True
 
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Connect for rows as the experts take them, which the layer's class says; collective. EPConfigError: experts
+        return other rows than they take, or take rows that cannot travel."""
+        hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
+        rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
+        given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
+        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
+        self._cfg = self._config_for(fused_experts)
+        self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
+
+    @abstractmethod
+    def _config_for(self, fused_experts: mk.FusedMoEExperts) -> EPConfig:
+        """How rows for these experts travel."""
+
     def prepare(
         self,
         a1: Tensor,
@@ -145,11 +160,15 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         return lambda: made
 
     def _prepare(self, given: PrepareInput, *, hooked: bool) -> tuple[Hook | None, mk.ReceiverType]:
-        """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received."""
+        """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received. Rows
+        that are multiplied by their weights here, combine multiplies by 1."""
         self._check_prepare(given)
         communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
         halves.make_way(communicator, PREPARE, whole=not hooked)
-        sent, scales, out, result = self._sending(given)
+        rows, weights = given.a1, given.topk_weights.float().contiguous()
+        if given.weighted:
+            rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
+        sent, scales, out, result = self._sending(given, as_rows(rows), weights)
         received: list[Dispatched] = []
         hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, scales=scales)
 
@@ -161,8 +180,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         return hook, receiver
 
     @abstractmethod
-    def _sending(self, given: PrepareInput) -> Sending:
-        """The dispatch for arguments of which `_check_prepare` has checked the tensors."""
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+        """The dispatch of [T, hidden] bfloat16 rows with [T, K] float32 weights; arguments were checked."""
 
     def finalize(
         self,
@@ -208,16 +227,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         del self._batches[dbo_current_ubatch_id()]
         return hook
 
-    def _connect(self) -> None:
-        self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
-
-    def _check_experts(self, fused_experts: Any) -> None:
-        """EPConfigError: they return other rows than they take."""
-        hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
-        rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
-        given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
-        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
-
     def _connected(self) -> EPCommunicator:
         if self._communicator is None:
             raise EPConfigError("the layer is not connected: vLLM calls post_init_setup before it prepares")
@@ -230,25 +239,16 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         WORDS.raise_found(self._manager.pool)
         cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
         checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
-        if a1.dtype != torch.bfloat16:
-            raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
+        rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
+        require(a1.dtype == torch.bfloat16, rule, a1.dtype)
         same = num_experts == cfg.num_experts
         require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
         shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
         require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
         checks.given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
         checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
-        if given.weighted and cfg.top_k != 1:
-            raise EPInputError(f"topk_ids.shape[1] = {cfg.top_k}: must be 1 to weight inputs")
-
-    @staticmethod
-    def _inputs(given: PrepareInput) -> tuple[Tensor, Tensor]:
-        """[T, hidden] rows and [T, K] float32 weights to dispatch; where rows are multiplied by their weights here,
-        combine multiplies by 1."""
-        a1, weights = given.a1, given.topk_weights.float().contiguous()
-        if given.weighted:
-            a1, weights = a1 * given.topk_weights.to(a1.dtype), torch.ones_like(weights)
-        return as_rows(a1), weights
+        require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
+        require(cfg.format is BF16 or not given.defer_input_quant, DEFERRED)
 
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce

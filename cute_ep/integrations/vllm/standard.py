@@ -16,9 +16,9 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep import DispatchBuffers, Dispatched, EPConfigError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPConfigError, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.vllm.layer import DEFERRED, MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending
+from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending
 from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
@@ -38,6 +38,8 @@ class Room(NamedTuple):
 
 class CuteEPStandard(CuteEPLayer):
     """Rows one after the other, of one expert each.
+
+    Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
 
     `prepare` returns rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local
     expert; [N, 1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each
@@ -76,28 +78,20 @@ class CuteEPStandard(CuteEPLayer):
         """Nothing depends on it in this format."""
         return None
 
-    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Connect for rows as the experts take them; collective.
+    def _config_for(self, fused_experts: mk.FusedMoEExperts) -> EPConfig:
+        if fused_experts.expects_unquantized_inputs or not travels_as_fp8(fused_experts.quant_config):
+            return self._cfg
+        return replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
 
-        Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
-        """
-        self._check_experts(fused_experts)
-        quant = fused_experts.quant_config
-        if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
-            self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
-        self._connect()
-
-    def _sending(self, given: PrepareInput) -> Sending:
-        quant, deferred, quantized = given.quant_config, given.defer_input_quant, self._cfg.format is FP8
-        require(not (quantized and deferred), DEFERRED)
-        a1, weights = self._inputs(given)
-        scales = None
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+        quant, scales, quantized = given.quant_config, None, self._cfg.format is FP8
+        as_it_is = quantized or given.defer_input_quant or quant.quant_dtype is None
         if quantized:
-            a1, scales = quantize(a1, quant, quant.a1_scale)
+            rows, scales = quantize(rows, quant, quant.a1_scale)
             if scales is None or scales.dtype != torch.float32:
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
-            scales = scales.contiguous()
+            rows, scales = as_rows(rows), scales.contiguous()
         room = self._room(given.topk_ids)
         communicator = self._connected()
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
@@ -106,7 +100,7 @@ class CuteEPStandard(CuteEPLayer):
             numbers = self._row_ids(batch, room, given.topk_ids.dtype)
             rows = batch.tokens[: room.rows]
             factors = None if batch.scales is None else batch.scales[: room.rows]
-            if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
+            if room.rows and not as_it_is:
                 if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
                     place = torch.arange(room.rows, device=batch.num_rows.device)
                     rows.masked_fill_((place >= batch.num_rows)[:, None], 0)
@@ -116,7 +110,7 @@ class CuteEPStandard(CuteEPLayer):
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return Sending((as_rows(a1), room.ids, weights), scales, out, result)
+        return Sending((rows, room.ids, weights), scales, out, result)
 
     def _most_tokens(self, tokens: int) -> int:
         """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
