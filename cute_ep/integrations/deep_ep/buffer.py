@@ -25,25 +25,17 @@ HANDLE = "what dispatch returned, not a copy of its parts"
 
 
 class Buffer(LowLatency):
-    """One rank's end of DeepEP V1's interface, a process per rank, all on one machine.
+    """One rank's end of DeepEP V1's interface, a process per rank, all on one machine, each with a GPU of its own or
+    none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
+    name have no effect.
 
     Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
-    the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments, as
-    DeepEP's do.
+    the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
-    that does not come is an EPTimeout. Arguments that a call does not describe are DeepEP's, and without effect.
-
-    Args:
-        group: an initialised process group; each rank has a GPU of its own, or none has one.
-        enable_shrink, comm: must be False, None.
-
-    Attributes:
-        rank, group_size: this process's rank in the group, and how many there are.
-        num_sms: SMs that kernels of normal mode may take, of communicators connected from then on.
-
-    Raises:
-        EPConfigError: `group`, `comm` or `enable_shrink` cannot be served.
+    `comm` must be None, `enable_shrink` False (EPConfigError). `rank` and `group_size` are this process's rank in the
+    group and how many there are. `num_sms`: how many SMs kernels of normal mode may take, of communicators connected
+    from then on.
     """
 
     num_sms: int = 20
@@ -155,21 +147,19 @@ class Buffer(LowLatency):
         Args:
             x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
                 strides, n <= hidden / 128), which travel unchanged.
-            handle: what an earlier dispatch of as many tokens returned: they go the same ways again. None of the layout
-                and top-k arguments is read then.
+            handle: what an earlier dispatch of as many tokens returned: they go the same ways again, and none of the
+                layout and top-k arguments is read.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
                 `is_token_in_rank` says, whatever entries they have.
-            topk_idx: [T, K] int64 expert ids, -1 masks; beside `topk_weights`, or neither. One out of range masks too,
-                and a later call tells it.
-            topk_weights: [T, K] float32.
-            expert_alignment: multiple to which numbers in the returned list are rounded up.
+            topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither. One out of range masks too, and a later call
+                tells it.
             num_worst_tokens: rows to return whatever arrives, the same on all ranks, at least R times the tokens of any
                 rank.
 
         Returns:
-            Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere; [n, K]
-            float32 weights, 0 there; entries of each local expert; the handle; the event. With `num_worst_tokens` ids
-            behind the last row are -1, and the list is empty. With a handle all but rows and event are None.
+            Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere, also
+            behind the last row; [n, K] float32 weights, 0 there; entries of each local expert, rounded up (none with
+            `num_worst_tokens`); the handle; the event. With a handle all but rows and event are None.
         """
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
         mode, device, ranks = self._normal, self._pool.device, self.group_size
@@ -232,16 +222,9 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Send rows home and add them up over ranks, without weights: in float32, rounded once.
-
-        Args:
-            x: [n, hidden] bfloat16, in the order of the dispatch's rows.
-            topk_weights: [n, K] float32 to add up as well; None: there are none.
-            bias: up to two [T, hidden] bfloat16 to add.
-
-        Returns:
-            [T, hidden] bfloat16; [T, K] float32, or None; the event.
-        """
+        """Send rows home and add them up over ranks, without weights: in float32, rounded once. `x` is [n, hidden]
+        bfloat16, in the order of the dispatch's rows, `topk_weights` [n, K] float32 to add up as well, `bias` up to two
+        [T, hidden] bfloat16 to add. Returns [T, hidden] bfloat16; [T, K] float32, or None; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
         route, device = checks.kind("handle", handle, Handle, HANDLE).route, self._pool.device
         biases = self._normal.check_combine(x, route.rows, bias, route)

@@ -24,28 +24,17 @@ HANDLE = "what dispatch returned"
 
 
 class ElasticBuffer(Pooled):
-    """One rank's end of DeepEP V2's dispatch and combine, a process per rank, all on one machine.
-
-    Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
-    the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
-    no gradients and drop those of their arguments. All results are deterministic.
-
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
-    that does not come is an EPTimeout. Arguments that a call does not describe are DeepEP's, and without effect.
+    """One rank's end of DeepEP V2's dispatch and combine, as `Buffer` is of V1's; the same holds of options, errors and
+    first calls. Later calls wait on the host with `do_cpu_sync` only. All results are deterministic.
 
     Args:
-        group: an initialised process group; each rank has a GPU of its own, or none has one.
-        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says of `hidden` and `num_topk`. Memory is
-            allocated when it is needed.
+        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: default of `dispatch`.
         allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to
             bfloat16, before it sends it; otherwise it sends all rows.
         prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
         num_gpu_timeout_secs: how long a rank waits for another one.
-
-    Attributes:
-        rank_idx, num_ranks: this process's rank in the group, how many there are; all are in one NVLink domain.
 
     Raises:
         EPConfigError: an argument breaks its rule, or cannot be served.
@@ -135,12 +124,9 @@ class ElasticBuffer(Pooled):
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say.
-
-        Raises:
-            EPError: a rank does not come within the group's timeout, or has ended; says which.
-            EPInputError: once all are here, an argument of an earlier call was wrong.
-        """
+        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say. EPError:
+        a rank does not come within the group's timeout, or has ended; says which. EPInputError, once all are here: an
+        argument of an earlier call was wrong."""
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize()
         self._pool.barrier()
@@ -175,21 +161,14 @@ class ElasticBuffer(Pooled):
             x: as of `Buffer.dispatch`.
             topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle. One out of range masks too, and a later
                 call tells it.
-            topk_weights: [T, K] float32, or None.
-            cumulative_local_expert_recv_stats: [L] int32, to which the entries of each local expert are added.
             num_max_tokens_per_rank: the most tokens of a rank, the same on all; None: the handle's, the buffer's.
             expert_alignment: multiple that each expert's rows are padded to with `do_expand`, and to which numbers of
                 entries are rounded up; None: the handle's, 1.
             num_sms: SMs for kernels of communicators that this call connects; 0: `get_theoretical_num_sms`.
-            previous_event, previous_event_before_epilogue: events that the current stream waits for first; the former
-                with `allocate_on_comm_stream`, as in DeepEP.
             handle: what an earlier dispatch of as many tokens returned: they go the same ways again.
-            do_handle_copy: let the handle have a copy of `topk_idx`, not the tensor itself.
             do_cpu_sync: wait for the number of rows; None: without a handle.
             do_expand: a row for each (token, expert), by expert, source rank, token, in place of one for each (token,
-                rank), by source rank, token.
-            do_zero_padding: with `do_expand`; rows that pad an expert are always zero.
-            use_tma_aligned_col_major_sf: make scale factors neighbours along rows, their columns 16-byte aligned.
+                rank), by source rank, token. Rows that pad an expert are zero, with `do_zero_padding` or without.
 
         Returns:
             Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
@@ -256,16 +235,9 @@ class ElasticBuffer(Pooled):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Send rows home and add them up, without weights, in float32: biases first, then by ascending slot, a rank's
-        sum at the last of its slots; rounded once.
-
-        Args:
-            x: [rows, hidden] bfloat16, in the order of the dispatch's rows.
-            topk_weights: float32 [rows, K], or one a row with `do_expand`, to bring home as well; None: there are none.
-            bias: up to two [T, hidden] bfloat16 to add.
-
-        Returns:
-            [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event.
-        """
+        sum at the last of its slots; rounded once. `x` is [rows, hidden] bfloat16, in the order of the dispatch's rows,
+        `topk_weights` float32 [rows, K], or one a row with `do_expand`, to bring home as well, `bias` up to two [T,
+        hidden] bfloat16. Returns [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event."""
         self._begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         own, device = checks.kind("handle", handle, EPHandle, HANDLE), self._pool.device
         rows = own.num_expanded_tokens if own.do_expand else own.rows

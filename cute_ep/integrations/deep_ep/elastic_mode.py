@@ -73,17 +73,16 @@ class EPHandle(Route):
         layout: the sizes, which `num_experts`, `num_max_tokens_per_rank`, `expert_alignment` and `do_expand` also have.
         num_sms: SMs for kernels of communicators that the dispatch connected.
         topk_idx: [T, K] int64 expert ids.
-        num_recv_tokens, num_expanded_tokens: rows per (token, rank), and padded rows per (token, expert), that came;
-            without `do_cpu_sync` what there is room for.
+        num_recv_tokens, num_expanded_tokens: n, and padded rows per (token, expert), that came; without `do_cpu_sync`
+            what there is room for.
         num_recv_tokens_per_expert_list: entries of each local expert, rounded up; empty without `do_cpu_sync`.
         dst_buffer_slot_idx: [T, K] int32, how many tokens before go to the rank of an entry too; -1 where masked.
         psum_num_recv_tokens_per_scaleup_rank: [R] int32, rows per (token, rank) of sources 0 .. s.
         psum_num_recv_tokens_per_expert: [L] int32. With `do_expand` the end of each expert's rows, without padding;
             otherwise sums of rounded numbers of entries.
         num_unaligned_recv_tokens_per_expert: [L] int32 entries of each local expert.
-        recv_src_metadata: [n, 2 + K] int32 of each row per (token, rank): source * num_max_tokens_per_rank + token;
-            source * K + the last of its slots here; the row of each slot with `do_expand`, else -1.
-        token_metadata_at_forward, channel_linked_list: None.
+        recv_src_metadata: [n, 2 + K] int32: source * num_max_tokens_per_rank + token; source * K + the last slot here;
+            the row of each slot with `do_expand`, else -1.
     """
 
     layout: Layout

@@ -98,16 +98,14 @@ class LowLatency(Pooled):
         `num_max_dispatch_tokens_per_rank` exceeds what was seen before.
 
         Args:
-            x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements.
-            topk_idx: [T, K] int64 expert ids, -1 masks. One out of range masks too, and a later call tells it.
+            x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements, with
+                `round_scale` a power of two, with `use_ue8m0` too packed as exponents.
+            topk_idx: [T, K], -1 masks. One out of range masks too, and a later call tells it.
             num_max_dispatch_tokens_per_rank: at least T, the same on all ranks.
-            cumulative_local_expert_recv_stats: [L] int32, to which the numbers of rows are added.
             dispatch_wait_recv_cost_stats: must be None.
-            round_scale: make scale factors powers of two.
-            use_ue8m0: pack their exponents, four in an int32; with `round_scale`.
             return_recv_hook: send only. The caller calls the hook before using results, in the order of dispatches; at
-                most two may be outstanding. The next call receives and drops what a hook was for that nobody has any
-                more. Not with `async_finish`.
+                most two may be outstanding. The next call drops what a hook was for that nobody has any more. Not with
+                `async_finish`.
 
         Returns:
             Rows [L, S, hidden] bfloat16, or float8_e4m3fn and scale factors [L, S, hidden / 128] float32 (packed: [L,
@@ -168,21 +166,17 @@ class LowLatency(Pooled):
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Send rows home and add them up with weights at the source, in float32, rounded once.
+        """Send rows home and add them up with weights at the source, in float32, rounded once, to [T, hidden] bfloat16.
 
         Args:
-            x: [L, S, hidden] bfloat16, in the order of the dispatch's rows. Not read with `zero_copy`.
+            x: [L, S, hidden] bfloat16, in the order of the dispatch's rows. Not read with `zero_copy`: then rows are
+                what `get_next_low_latency_combine_buffer` gave.
             topk_idx: as in the dispatch. An entry may have become -1 since: its row, which must be finite, then has
                 weight 0.
-            topk_weights: [T, K] float32.
             handle: what the dispatch returned, once its hook was called.
-            zero_copy: take the rows from `get_next_low_latency_combine_buffer`.
             return_recv_hook: as in `low_latency_dispatch`.
-            out: [T, hidden] bfloat16, overwritten; None allocates it.
+            out: overwritten; None allocates it.
             combine_wait_recv_cost_stats: must be None.
-
-        Returns:
-            [T, hidden] bfloat16; the event; the hook, or None.
         """
         self._begin(None, async_finish, False)
         require(not (async_finish and return_recv_hook), HOOK)
@@ -232,7 +226,7 @@ class LowLatency(Pooled):
         return self._combine_views[extents]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Give up every round whose hook was not called: it is received and dropped, and its hook raises EPError. So a
-        request may be aborted between the halves of a call, on the ranks that all have sent it. Otherwise nothing: both
+        """Give up every round whose hook was not called, on the ranks that all have sent it, as where a request is
+        aborted between the halves: it is received and dropped, and its hook raises EPError. Otherwise nothing: both
         modes may be mixed, whatever the arguments say."""
         self._halves.give_up()

@@ -58,13 +58,8 @@ class _Fields(NamedTuple):
 
 class Handle(_Fields):
     """What dispatch returns for later calls: DeepEP's six fields, of which three are None, and the route.
-
-    Attributes:
-        rank_prefix_matrix: [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d].
-        recv_src_idx: [rows] int32, token index on its source of each row received.
-        is_token_in_rank: [T, R] bool, as given.
-        route: where tokens go, and the batch that combine returns rows of.
-    """
+    `rank_prefix_matrix` is [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d]. `recv_src_idx` is
+    [rows] int32, the token index on its source of each row received."""
 
     route: Route
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
@@ -13,8 +13,8 @@ from cute_ep.api.config import is_integer
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, named_config, require
-from cute_ep.integrations.flashinfer.arguments import Arguments, Given, group_of
-from cute_ep.integrations.flashinfer.communication import CuteEPCommunication, CuteEPConfig
+from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
+from cute_ep.integrations.flashinfer.communication import CuteEPCommunication
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.group_pool import own_device
 
@@ -24,7 +24,6 @@ SIZES: Names = {
     "world_size": "mapping.moe_ep_size",
     "block_rows": "max_num_tokens",
 }
-"""What this interface calls the fields of EPConfig that it names otherwise."""
 ARGUMENTS = Arguments(
     "input_payloads[0]",
     "the scale factors of input_payloads",
@@ -32,31 +31,23 @@ ARGUMENTS = Arguments(
     "the router weights of input_payloads",
     "runtime_max_tokens_per_rank",
     "payload",
+    SIZES,
 )
 ORDER = "hidden states, their scale factors if any, token_selected_experts, router weights if any"
 """What `input_payloads` are."""
 
 
-class _Payloads(NamedTuple):
-    """Places in `input_payloads` of all but hidden states, which are the first."""
-
-    scales: int | None
-    ids: int | None
-    weights: int | None
-
-
 class MoeAlltoAll:
-    """One rank's dispatch and combine, in place of FlashInfer's class of this name.
+    """One rank's dispatch and combine, in place of FlashInfer's class of this name; of its arguments those have an
+    effect that are named here.
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
     is the first dispatch of rows of another size or format: make both before capturing a CUDA graph. Objects of a
     process group share communicators. Calls compute no gradients, and raise what `CuteEPCommunication`'s raise.
-    Arguments that a call does not describe are not read.
 
     Args:
         mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.
         max_num_tokens: most tokens of a rank in a call.
-        top_k, num_experts: of the layer; rank r has experts [r * E/R, (r + 1) * E/R).
         hidden_size: elements of a row; None: those of the first dispatch, which then connects.
         mnnvl_config: its `comm_backend` has the process group of the ranks; None: the default group.
         eplb_stats_num_experts, enable_rank_mask: must be 0, False.
@@ -117,9 +108,8 @@ class MoeAlltoAll:
         Args:
             token_selected_experts: [T, top_k] int32 or int64. -1 masks an entry, and so does `invalid_token_expert_id`
                 if no expert has that id. Copied.
-            input_payloads: hidden states and scale factors as of `CuteEPCommunication.dispatch`,
-                `token_selected_experts` itself, and [T, top_k] router weights of a floating type, which travel as
-                float32. In this order; only hidden states are needed.
+            input_payloads: hidden states, scale factors, `token_selected_experts` itself, and router weights, in this
+                order, as of `CuteEPCommunication.dispatch`; only hidden states are needed.
             runtime_max_tokens_per_rank: rows for each source, the same on all ranks, at least T.
             invalid_token_expert_id: what ids become where this rank has not the expert or no token has the row; None:
                 -1.
@@ -137,23 +127,22 @@ class MoeAlltoAll:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
         checks.absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
         checks.given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
-        places = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
-        rows = input_payloads[0]
-        scales = None if places.scales is None else input_payloads[places.scales]
-        weights = None if places.weights is None else input_payloads[places.weights]
+        scales_at, ids_at, weights_at = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
+        rows, most = input_payloads[0], runtime_max_tokens_per_rank
+        scales = None if scales_at is None else input_payloads[scales_at]
+        weights = None if weights_at is None else input_payloads[weights_at]
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
         require(is_integer(invalid), "invalid_token_expert_id = {!r}: must be an integer or None", invalid)
-        given = Given(rows, scales, token_selected_experts, weights)
-        ARGUMENTS.check(given, runtime_max_tokens_per_rank, self.max_num_tokens, self.top_k, own_device())
+        limits = self.max_num_tokens, self.top_k
+        ARGUMENTS.check(rows, scales, token_selected_experts, weights, most, limits, own_device())
         communication = self._communication(_elements(rows, scales), "elements of a row of input_payloads[0]")
         ids = token_selected_experts
         if not -1 <= invalid < self.num_experts:
             ids = ids.masked_fill(ids == invalid, -1)
-        most = runtime_max_tokens_per_rank
         got = communication.dispatch(rows, ids, weights, hidden_states_scale=scales, max_tokens_per_rank=most)
         self._round = communication, most
-        came = {0: got.hidden_states, places.scales: got.hidden_states_scale}
-        came |= {places.ids: got.topk_ids.masked_fill(got.topk_ids < 0, invalid), places.weights: got.topk_weights}
+        ids = got.topk_ids.masked_fill(got.topk_ids < 0, invalid)
+        came = {0: got.hidden_states, scales_at: got.hidden_states_scale, ids_at: ids, weights_at: got.topk_weights}
         shape = self.ep_size, most, -1
         return [came[place].to(sent.dtype).view(shape) for place, sent in enumerate(input_payloads)]
 
@@ -172,19 +161,9 @@ class MoeAlltoAll:
         use_low_precision: bool = False,
         active_rank_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring each row home and add a token's rows up: in float32, by ascending rank, rounded once.
-
-        Args:
-            payload: [ep_size, runtime_max_tokens_per_rank, hidden] bfloat16, each row weighted and reduced over this
-                rank's experts. Rows that no token has are not read.
-            runtime_max_tokens_per_rank: that of the dispatch.
-            output_dtype: must be torch.bfloat16 or None.
-            output: [T, hidden] bfloat16, overwritten; None allocates it.
-            output_scales, active_rank_mask: must be None. use_low_precision: must be False.
-
-        Returns:
-            [T, hidden]; zero where all of a token's entries are masked.
-        """
+        """As `CuteEPCommunication.combine`, of `payload`, [ep_size, runtime_max_tokens_per_rank, hidden], to `output`,
+        in bfloat16 only. `runtime_max_tokens_per_rank` must be that of the dispatch, `output_scales` and
+        `active_rank_mask` None, `use_low_precision` False."""
         good = output_dtype in (None, torch.bfloat16)
         require(good, "output_dtype = {}: must be torch.bfloat16", output_dtype)
         require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
@@ -200,9 +179,8 @@ class MoeAlltoAll:
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size]. Combine copies no
-        payload, so any other memory does as well. EPInputError unless `dtype` is torch.bfloat16, and the sizes are
-        those of the dispatch."""
+        """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size] bfloat16, sizes as in
+        the dispatch. Combine copies no payload, so any other memory does as well."""
         communication, shape = self._outstanding("get_combine_payload_tensor", runtime_max_tokens_per_rank)
         same = hidden_size == shape[2]
         require(same, "hidden_size = {}: must be {}, as in the dispatch", hidden_size, shape[2])
@@ -233,8 +211,8 @@ class MoeAlltoAll:
         if hidden not in self._made:
             bootstrap = BootstrapConfig(world_size=self.ep_size, rank=self.ep_rank, process_group=self._group)
             params = MoEEpCommParams(self.num_experts, self.top_k, self.max_num_tokens, hidden)
-            names = ARGUMENTS, {**SIZES, "hidden": name}
-            self._made[hidden] = CuteEPCommunication(bootstrap, params, CuteEPConfig(), names=names)
+            names = ARGUMENTS._replace(sizes={**SIZES, "hidden": name})
+            self._made[hidden] = CuteEPCommunication(bootstrap, params, names=names)
         return self._made[hidden]
 
     def _outstanding(self, call: str, tokens: int) -> tuple[CuteEPCommunication, tuple[int, int, int]]:
@@ -246,8 +224,10 @@ class MoeAlltoAll:
         require(tokens == most, rule, tokens, most)
         return communication, (self.ep_size, most, communication.params.hidden_size)
 
-    def _places(self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None) -> _Payloads:
-        """Where `payloads` has what, by ORDER."""
+    def _places(
+        self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None
+    ) -> tuple[int | None, int | None, int | None]:
+        """Where `payloads` has scale factors, ids and weights, by ORDER."""
         given = isinstance(payloads, list | tuple)
         require(given, "input_payloads = {}: must be a list of {}", type(payloads).__name__, ORDER)
         require(len(payloads) > 0, "input_payloads = []: must be {}", ORDER)
@@ -265,7 +245,7 @@ class MoeAlltoAll:
             good = one.is_floating_point() and one.shape == ids.shape
             rule = "input_payloads[{}]: is {} {}: must be router weights {} of a floating type"
             require(good, rule, place, one.dtype, tuple(one.shape), tuple(ids.shape))
-        return _Payloads(before[0] if before else None, at if same else None, after[0] if after else None)
+        return before[0] if before else None, at if same else None, after[0] if after else None
 
 
 def _elements(rows: torch.Tensor, scales: torch.Tensor | None) -> int:

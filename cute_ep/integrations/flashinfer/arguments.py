@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, require
-from cute_ep.integrations.common.reports import Words
 
 PARAMS: Names = {
     "hidden": "params.hidden_size",
@@ -24,21 +22,10 @@ PARAMS: Names = {
     "timeout_s": "config.timeout_s",
     "block_rows": "params.max_tokens_per_rank",
 }
-"""What `CuteEPCommunication` calls sizes and options."""
 
 
-class Given(NamedTuple):
-    """What a dispatch is to send: rows and their scale factors, ids, weights."""
-
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    weights: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What the interface that was called names the arguments of dispatch and combine."""
+class Arguments(NamedTuple):
+    """What the interface that was called names the arguments of dispatch and combine, and sizes and options."""
 
     rows: str = "hidden_states"
     scales: str = "hidden_states_scale"
@@ -46,23 +33,29 @@ class Arguments:
     weights: str = "topk_weights"
     most: str = "max_tokens_per_rank"
     output: str = "expert_output"
+    sizes: Names = PARAMS
 
-    @property
-    def words(self) -> Words:
-        """Of what kernels have found wrong."""
-        return Words(self.ids, self.most)
-
-    def check(self, given: Given, stride: int, most: int, top_k: int, device: torch.device) -> None:
-        """EPInputError unless a dispatch can send these, `top_k` entries a token; `stride`, `most`: rows for each
-        source, and how many there may be."""
-        rows, scales, ids, weights = given
+    def check(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        stride: int,
+        limits: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        """EPInputError unless a dispatch can send these, with `stride` rows for each source. `limits`: how many there
+        may be, and entries of a token."""
+        most, top_k = limits
         checks.integer(self.most, stride, 1, most)
         checks.given(self.rows, rows, shape=(None, None), device=device)
         tokens = rows.shape[0]
         require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
-        checks.given(self.ids, ids, shape=(tokens, top_k), dtype=ID_TYPES, device=device)
+        entries = tokens, top_k
+        checks.given(self.ids, ids, shape=entries, dtype=ID_TYPES, device=device)
         if weights is not None:
-            checks.given(self.weights, weights, shape=(tokens, top_k), dtype=FLOATS, device=device)
+            checks.given(self.weights, weights, shape=entries, dtype=FLOATS, device=device)
         if scales is not None:
             checks.given(self.scales, scales, shape=(tokens, None), device=device)
 

@@ -34,28 +34,23 @@ WORDS = Words("token_indices", "hidden_states")
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
-    """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer.
+    """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer, for a `group` of TP
+    x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them.
 
     Rows come by expert, in one block each, so there is no permutation. The host waits once a dispatch for the numbers
     of rows, which Megatron's experts take as a CPU tensor. Experts multiply by the probabilities; combine adds up.
     Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
-    float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect.
+    float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect; they
+    take `moe_deepep_num_sms` SMs. An option that cannot be served is an EPConfigError.
 
-    Wrong arguments, also of earlier calls, are an EPInputError: nothing was sent then, and the call can be made again.
-    A call without the one before that it needs is an EPError, and a rank that does not come an EPTimeout.
-
-    `group` has TP x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them. Of Megatron's
-    `config` `moe_deepep_num_sms` is how many SMs a kernel may take.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. A call
+    without the one before that it needs is an EPError.
 
     Attributes:
         mode: of combine; `install` sets it.
-        token_indices: [T, K] int64 expert ids, -1 where an entry was dropped.
-        token_probs: [T, K] probabilities.
+        token_indices, token_probs: [T, K] int64 expert ids, -1 where an entry was dropped, and probabilities.
         dispatched_probs: [rows] float32, float64 with `moe_router_dtype` fp64.
         tokens_per_expert: [num_local_experts] int64 on the CPU, padding included.
-
-    Raises:
-        EPConfigError: an option of `config` cannot be served.
     """
 
     mode: CombineMode = "partial"

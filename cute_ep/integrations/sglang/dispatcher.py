@@ -48,21 +48,14 @@ WORDS = Words("topk_output.topk_ids", LIMIT)
 
 
 class CuteEPDispatcher(BaseDispatcher):
-    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
+    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher, over ranks of one
+    machine.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
-    call can be made again. A rank that does not come is an EPTimeout. Arguments are those that SGLang gives; SMs and
-    most tokens of a rank come from its variables, which all ranks must have set alike.
-
-    Args:
-        group: one rank per GPU, all of one machine; experts are distributed over it.
-        params_dtype: must be bfloat16.
-        use_fp8_dispatch: quantise rows as they are sent, for experts in FP8.
-        activation_scale_block_size: elements that share a scale factor then, 128 or 32.
-
-    Raises:
-        EPConfigError: an argument or a variable cannot be served.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. SMs and most
+    tokens of a rank come from SGLang's variables, which all ranks must have set alike. With `use_fp8_dispatch` rows are
+    quantised as they are sent, `activation_scale_block_size` elements, 128 or 32, with a scale factor. EPConfigError:
+    an argument or a variable cannot be served.
     """
 
     def __init__(
@@ -118,8 +111,7 @@ class CuteEPDispatcher(BaseDispatcher):
             hidden_states_scale: None, or scale factors: [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0
             [N, hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
             psum_num_recv_tokens_per_expert: [local experts] int32, where each expert's rows end, without padding; zeros
-            if more rows came than there was room for.
-            topk_weights: [N] float32 ones. topk_ids: None.
+            if more rows came than there was room for. topk_weights: [N] float32 ones. topk_ids: None.
 
         Raises:
             EPError: the dispatch before has had no combine (`give_up`).
@@ -164,7 +156,8 @@ class CuteEPDispatcher(BaseDispatcher):
 
         Takes `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows, and no `routewise_layout`;
         weights are not read. Returns [T, hidden_size] bfloat16: NaN for every token with a row on a rank that had no
-        room for all its rows. EPError: there was no dispatch."""
+        room for all its rows.
+        """
         WORDS.raise_found(pool_of(self._group))
         batch = self._batch
         if batch is None:
@@ -184,7 +177,7 @@ class CuteEPDispatcher(BaseDispatcher):
 
     def give_up(self) -> None:
         """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
-        combine waits for all. Sends nothing; without such a dispatch it does nothing."""
+        combine waits for all."""
         self._batch = None
 
     def _check_dispatch(
@@ -221,7 +214,7 @@ class CuteEPDispatcher(BaseDispatcher):
         return min(most, max(1, tokens * ranks + ranks - 1))
 
     def _wait_for_rows(self, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Rows that come to this rank, padding included, and the ids as they were counted; collective, and the host
+        """Rows that come to this rank, padding included, and the ids as they were counted; collective, the host
         waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
         ranks, experts = pool_of(self._group), self.cfg.num_experts

@@ -40,17 +40,13 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     on one machine. Differentiable in tokens, scores and the experts' parameters.
 
     Ranks have equal numbers of tokens, as torchtitan promises. Tokens, the experts' outputs and the gradients of both
-    travel as bfloat16. Scores are applied in combine, in float32.
+    travel as bfloat16. Scores are applied in combine, in float32. `communicator` is its name in `cute_ep.ops`, None
+    until it is connected. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an
+    EPTimeout.
 
     Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
     there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
     there becomes NaN.
-
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
-    that does not come is an EPTimeout.
-
-    Attributes:
-        communicator: name of the communicator in `cute_ep.ops`; None until it is connected.
     """
 
     @dataclass(kw_only=True, slots=True)

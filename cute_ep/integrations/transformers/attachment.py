@@ -45,16 +45,9 @@ DETACHED = (
 
 
 class Attachment:
-    """What `attach` returned: the ranks on which the experts of one model run. A context manager, which detaches.
-
-    Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of another
-    one closes the ranks.
-
-    Attributes:
-        devices: one a rank.
-        max_tokens: tokens of a pass for which ranks make room when a layer runs first.
-        mode: of combine.
-    """
+    """What `attach` returned: the ranks on which the experts of one model run, a device each. A context manager, which
+    detaches. Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of
+    another one closes the ranks."""
 
     def __init__(
         self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode
@@ -253,11 +246,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
     Takes [T, hidden] of any floating type, [T, K] int32 or int64 expert ids (one that is no expert's masks the entry,
     as transformers' own do with the number of experts), and [T, K] weights of any floating type. Returns [T, hidden] of
-    the type and on the device of `hidden_states`, in memory of its own.
-
-    Raises:
-        EPError: the module is not attached.
-        EPInputError, EPConfigError, EPTimeout: as the calls of the communicators.
+    the type and on the device of `hidden_states`, in memory of its own. EPError: the module is not attached; others as
+    the calls of the communicators.
     """
     layer = _LAYERS.get(module)
     if layer is None:

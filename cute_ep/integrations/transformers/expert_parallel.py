@@ -41,10 +41,6 @@ class CuteEP(EPImplementation):
 
     Rows come in the order of experts, so these are computed as of `attach`, without sorting rows again. Experts that
     this version does not know, quantised ones for one, compute themselves.
-
-    Args:
-        experts: the experts module.
-        ep_mesh, tp_mesh: of the ranks that share out the experts, and of those that hold one batch.
     """
 
     _known: bool | None = None  # whether `experts.run` computes what they do; None before the first call
@@ -59,15 +55,9 @@ class CuteEP(EPImplementation):
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted outputs of the experts for this rank's tokens: [T, hidden], of the type of `hidden_states`.
-
-        Takes [T, hidden] of any floating type, [T, K] int32 or int64 ids of all ranks' experts (one of no expert masks
-        the entry, as transformers' own do with the number of experts), and [T, K] weights of any floating type.
-
-        Raises:
-            EPInputError: an argument breaks its rule. Nothing was sent.
-            EPConfigError, VariantMissing: as `connect`. EPTimeout: a rank does not come.
-        """
+        """The weighted outputs of the experts for this rank's tokens: arguments and result as of `experts_forward`, ids
+        of all ranks' experts. EPInputError: an argument breaks its rule; nothing was sent. EPConfigError,
+        VariantMissing: as `connect`. EPTimeout: a rank does not come."""
         experts.check_routed(hidden_states, top_k_index, top_k_weights)
         checks.most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
         own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))

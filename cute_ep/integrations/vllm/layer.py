@@ -63,13 +63,10 @@ class Sending(NamedTuple):
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
 
-    All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts
-    [r * E/R, (r + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread,
-    take turns: prepare and finalize alternate in each, and between two turns each phase has at most one round that was
-    sent and not received.
-
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
-    call can be made again. A rank that does not come is an EPTimeout.
+    All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts [r * E/R, (r
+    + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread, take turns:
+    prepare and finalize alternate in each, and between two turns each phase has at most one round that was sent and not
+    received. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
     """
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
@@ -120,7 +117,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Send tokens to their experts' ranks, and receive those for this rank's experts.
+        """Send tokens to their experts' ranks, and receive those for this rank's experts. Returns what the layer's
+        class says.
 
         Args:
             a1: [T, hidden] bfloat16.
@@ -129,9 +127,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
                 One out of range masks too, and a later call tells it.
             expert_map: not read; placement is linear.
             defer_input_quant: leave rows in bfloat16.
-
-        Returns:
-            What the layer's class says.
         """
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
         given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
@@ -192,15 +187,10 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:
-        """Bring rows home, and sum them with the router's weights of prepare into `output`.
-
-        Args:
-            output: [T, hidden] bfloat16, float16 or float32, overwritten.
-            fused_expert_output: bfloat16, in the order of prepare's rows, not weighted: [N, hidden], [N, 1, hidden], or
-                in blocks [L, S, hidden].
-            weight_and_reduce_impl: checked in blocks only, where it must leave weights and sums to this call. Of the
-                others, prepare was given them.
-        """
+        """Bring rows home, and sum them with the router's weights of prepare into `output`, [T, hidden] bfloat16,
+        float16 or float32. `fused_expert_output` is bfloat16, in the order of prepare's rows, not weighted: [N,
+        hidden], [N, 1, hidden], or in blocks [L, S, hidden], where `weight_and_reduce_impl` must leave weights and sums
+        to this call. Other arguments are not read; prepare was given them."""
         self._finalize(output, fused_expert_output, weight_and_reduce_impl, hooked=False)
 
     def finalize_async(

@@ -23,12 +23,8 @@ WORDS = Words("topk_ids", "--max-num-batched-tokens")
 
 
 class CuteEPAll2AllManager(All2AllManagerBase):
-    """Layers of equal sizes share a communicator, which receives in the order of sending.
-
-    Attributes:
-        pool: of the expert parallel group.
-        halves: rounds that wait for their hooks, of all layers.
-    """
+    """The communicators of vLLM's expert parallel group, which layers of equal sizes share, and `halves`, the rounds of
+    all layers that wait for their hooks."""
 
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
         """Collective over the group. EPConfigError: it is of several machines."""
