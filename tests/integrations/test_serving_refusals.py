@@ -245,7 +245,7 @@ def test_sglang(monkeypatch: Patch) -> None:
         rig.one.give_up()
         refused(partial(rig.one.combine, given_up), "combine: there was no dispatch", EPError)
         rig.dispatch(given)
-        rig.module.pool_of(rig.group).close()
+        rig.module.pools.pool_of(rig.group).close()
         refused(partial(rig.one.combine, given_up), "combine: the ranks were closed after the dispatch; drop", EPError)
         rig.one.give_up()
 

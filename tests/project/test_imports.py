@@ -70,7 +70,7 @@ CONTRACT: dict[str, set[str]] = {
         *("BEYOND", "MAX_EXPERTS", "MAX_RANKS", "MAX_TOKENS_PER_RANK", "MAX_TOP_K", "NO_ROW", "Phase", "RANK_MAJOR"),
         *("ROW_ALIGNMENTS", "max_rows", "shared_slice"),
     },
-    "nn.gates": {"plain"},
+    "nn.gates": {"add_bias", "plain"},
     "ops": {"Batch", "combine", "dispatch", "register"},
     "ops.row_weights": {"SCALAR_HIDDEN", "dispatch_weighted"},
     "ops.library": {"FORWARD_OPS"},

@@ -15,7 +15,7 @@ import torch
 from cute_ep import EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.config import LONGEST_S, in_words, is_integer, is_number
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.api.tensors import check_tensor, check_written
+from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
@@ -23,7 +23,7 @@ from cute_ep.runtime.gpus import sm_budget
 from cute_ep.runtime.group_pool import own_device
 
 Names = Mapping[str, str]
-"""What an interface calls the fields of EPConfig."""
+"""What an interface calls the fields of EPConfig that it names otherwise."""
 Sizes = tuple[int, int, int, int, int]
 """hidden, experts of all ranks, top-k, tokens of a rank, ranks."""
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -96,10 +96,12 @@ def output(
     shape: Sequence[int],
     device: torch.device,
     dtype: torch.dtype | tuple[torch.dtype, ...] = tuple(OUTPUT_TYPES),
+    **read: torch.Tensor,
 ) -> None:
-    """An error unless combine can write to it."""
+    """An error unless combine can write to it, and not over what it reads."""
     check_written(name, out)
     check_tensor(name, out, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    check_apart(name, out, **read)
 
 
 def integer(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from cute_ep import Dispatched, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
@@ -196,8 +195,8 @@ class LowLatency(Pooled):
             checks.given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
             rows = as_rows(x)
         if out is not None:
-            checks.output("out", out, (entries[0], own.hidden), place, torch.bfloat16)
-            check_apart("out", out, x=rows, topk_idx=topk_idx, topk_weights=topk_weights)
+            read = {"x": rows, "topk_idx": topk_idx, "topk_weights": topk_weights}
+            checks.output("out", out, (entries[0], own.hidden), place, torch.bfloat16, **read)
         communicator = hold.communicator
         self._halves.make_way(communicator, COMBINE, whole=not return_recv_hook)
         weights = torch.where(topk_idx >= 0, topk_weights, 0)

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from flashinfer.moe_ep import (
@@ -20,13 +21,9 @@ from flashinfer.moe_ep import (
 )
 
 from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
-from cute_ep.api.config import in_words
-from cute_ep.api.tensors import check_apart
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks
+from cute_ep.integrations.common import checks, pools, reports
 from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.common.pools import pool_of, release
-from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
@@ -87,7 +84,7 @@ class CuteEPCommunication(MoEEpCommunication):
     ) -> None:
         super().__init__(bootstrap, params)
         self.config = CuteEPConfig() if config is None else config
-        self._names, self._words, self._destroyed = names, Words(names.ids, names.most), False
+        self._names, self._words, self._destroyed = names, reports.Words(names.ids, names.most), False
         self._round: tuple[EPCommunicator, Dispatched] | None = None  # which waits for its combine
         given = "bootstrap.rank, bootstrap.world_size"
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
@@ -96,15 +93,10 @@ class CuteEPCommunication(MoEEpCommunication):
         wanted = getattr(params.dispatch_format, "name", None)
         rule, known = "params.dispatch_format = {}: must be None or one of {}", ", ".join(map(str, FORMATS))
         require(wanted in FORMATS, rule, wanted, known, error=EPConfigError)
-        most, timeout_s = params.max_tokens_per_rank, self.config.timeout_s
-        sizes = params.hidden_size, params.num_experts, params.top_k, most, bootstrap.world_size
-        options = {"timeout_s": timeout_s, "row_order": RANK_MAJOR, "block_rows": most}
-        self._cfgs: dict[FormatName, EPConfig] = {
-            "bf16": named_config(names.sizes, sizes, error=EPConfigError, **options)
-        }
+        self._config("bf16")
         self._config(FORMATS[wanted])
         checks.sms("config.sms", self.config.sms)
-        self._pool = pool_of(self._group, self)
+        self._pool = pools.pool_of(self._group, self)
         try:
             self._connect(FORMATS[wanted])
         except BaseException:
@@ -200,8 +192,7 @@ class CuteEPCommunication(MoEEpCommunication):
             raise EPInputError(f"{name}.shape = {tuple(expert_output.shape)}: must be {shapes[0]} or {shapes[1]}")
         rows = as_rows(expert_output).view(count, hidden)
         if output is not None:
-            checks.output("output", output, (batch.topk_ids.shape[0], hidden), self.device)
-            check_apart("output", output, **{name: rows})
+            checks.output("output", output, (batch.topk_ids.shape[0], hidden), self.device, **{name: rows})
         total = communicator.combine(rows, batch, mode="partial", out=output)
         self._round = None
         return total
@@ -228,7 +219,7 @@ class CuteEPCommunication(MoEEpCommunication):
     def destroy(self) -> None:
         """Give up the communicators, which close with the last object of the process group; then collective."""
         self._round, self._destroyed = None, True
-        release(self._group, self)
+        pools.release(self._group, self)
 
     def _connect(self, kind: FormatName) -> EPCommunicator:
         if self._destroyed:
@@ -236,12 +227,13 @@ class CuteEPCommunication(MoEEpCommunication):
         return self._pool.get(self._config(kind), self.config.sms, names=self._names.sizes)
 
     def _config(self, kind: FormatName) -> EPConfig:
-        if kind not in self._cfgs:
-            try:
-                self._cfgs[kind] = replace(self._cfgs["bf16"], dispatch_format=kind, scale_layout="linear")
-            except EPConfigError as error:
-                raise EPConfigError(in_words(str(error), self._names.sizes)) from None
-        return self._cfgs[kind]
+        params, layout = self.params, None if kind == "bf16" else "linear"
+        most, timeout_s = params.max_tokens_per_rank, self.config.timeout_s
+        sizes = params.hidden_size, params.num_experts, params.top_k, most, self.ep_size
+        options: dict[str, Any] = {"dispatch_format": kind, "scale_layout": layout, "timeout_s": timeout_s}
+        return named_config(
+            self._names.sizes, sizes, error=EPConfigError, block_rows=most, row_order=RANK_MAJOR, **options
+        )
 
 
 def register() -> None:

@@ -14,10 +14,8 @@ from torch import Tensor
 import cute_ep.ops
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common import checks
+from cute_ep.integrations.common import checks, pools, reports
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require
-from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
-from cute_ep.integrations.common.reports import Words
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
 
@@ -30,7 +28,7 @@ NAMES: Names = {
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
     "world_size": "group.size()",
 }
-WORDS = Words("token_indices", "hidden_states")
+WORDS = reports.Words("token_indices", "hidden_states")
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
@@ -95,7 +93,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         and one with more tokens connect, and raise what `cute_ep.connect` raises, too."""
         if self.token_indices is None or self.token_probs is None:
             raise EPError("dispatch: setup_metadata must be called first")
-        ranks, sms = pool_of(self.group), self.config.moe_deepep_num_sms
+        ranks, sms = pools.pool_of(self.group), self.config.moe_deepep_num_sms
         WORDS.raise_found(ranks)
         checks.given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
         rule = "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
@@ -105,13 +103,13 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
         sizes, alignment = (self.num_experts, self.router_topk), self.row_alignment
-        config_for(ranks, NAMES, (hidden, *sizes), tokens, alignment)
+        pools.config_for(ranks, NAMES, (hidden, *sizes), tokens, alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
         every = counts.padded(alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
         comm, scalars = (
-            cute_ep.ops.register(communicator_for(ranks, NAMES, (columns, *sizes), counts.tokens, alignment, sms))
+            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes), counts.tokens, alignment, sms))
             for columns in (hidden, SCALAR_HIDDEN)
         )
         received = dispatch_weighted(
@@ -125,7 +123,7 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
         """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden]."""
-        ranks = pool_of(self.group)
+        ranks = pools.pool_of(self.group)
         WORDS.raise_found(ranks)
         if self._batch is None:
             raise EPError("combine: there was no dispatch")

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError, EPInputError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks, versions
+from cute_ep.integrations.common import checks, pools, reports, versions
 from cute_ep.integrations.common.blocks import PACKED, packed_exponents
 from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
-from cute_ep.integrations.common.pools import pool_of
-from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
@@ -42,9 +40,7 @@ TIMEOUT_S = 300.0
 """How long a rank waits for others: in a first pass they may be compiling."""
 LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 NAMES = {"hidden": "hidden_size", "top_k": "router_topk", "max_tokens_per_rank": LIMIT, "world_size": "group.size()"}
-"""What SGLang calls the fields of EPConfig that it names otherwise."""
-WORDS = Words("topk_output.topk_ids", LIMIT)
-"""Of what kernels have found wrong."""
+WORDS = reports.Words("topk_output.topk_ids", LIMIT)
 
 
 class CuteEPDispatcher(BaseDispatcher):
@@ -116,7 +112,7 @@ class CuteEPDispatcher(BaseDispatcher):
         Raises:
             EPError: the dispatch before has had no combine (`give_up`).
         """
-        ranks = pool_of(self._group)
+        ranks = pools.pool_of(self._group)
         WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
@@ -158,7 +154,7 @@ class CuteEPDispatcher(BaseDispatcher):
         weights are not read. Returns [T, hidden_size] bfloat16: NaN for every token with a row on a rank that had no
         room for all its rows.
         """
-        WORDS.raise_found(pool_of(self._group))
+        WORDS.raise_found(pools.pool_of(self._group))
         batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
@@ -200,7 +196,7 @@ class CuteEPDispatcher(BaseDispatcher):
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            self._communicator = pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
+            self._communicator = pools.pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -217,7 +213,7 @@ class CuteEPDispatcher(BaseDispatcher):
         """Rows that come to this rank, padding included, and the ids as they were counted; collective, the host
         waits."""
         routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        ranks, experts = pool_of(self._group), self.cfg.num_experts
+        ranks, experts = pools.pool_of(self._group), self.cfg.num_experts
         counts = ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S)
         return sum(counts.padded(ALIGNMENT)), routes.ids
 

@@ -17,10 +17,8 @@ from cute_ep.api.config import is_integer, is_number
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common import checks
+from cute_ep.integrations.common import checks, pools, reports
 from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require, room_for
-from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
-from cute_ep.integrations.common.reports import Words
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
@@ -32,7 +30,7 @@ FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_
 NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]", "world_size": "ep_mesh.size()"}
 CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
 """What the configuration calls them."""
-WORDS = Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
+WORDS = reports.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
@@ -98,7 +96,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def _ranks(self) -> GroupPool:
         if self.ep_mesh is None:
             raise EPError("the dispatcher has no mesh: wire_meshes must be called first")
-        return pool_of(self.ep_mesh.get_group())
+        return pools.pool_of(self.ep_mesh.get_group())
 
     def _connect(self, hidden: int, tokens: int) -> None:
         if torch.compiler.is_compiling():
@@ -107,7 +105,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
         sizes = hidden, self.num_experts, self.top_k
-        made = communicator_for(self._ranks(), NAMES, sizes, tokens, self.alignment, self.config.sms)
+        made = pools.communicator_for(self._ranks(), NAMES, sizes, tokens, self.alignment, self.config.sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
     def dispatch(
@@ -167,7 +165,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         checks.given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
         experts = (self.num_experts,)
         checks.given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
-        config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
+        pools.config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
 class CuteEPSelectiveAC(SelectiveAC):

@@ -37,7 +37,6 @@ NAMES: Names = {
     "max_tokens_per_rank": "tokens of a rank",
     "world_size": "len(devices)",
 }
-"""What the experts interface calls the fields of EPConfig that it names otherwise."""
 DETACHED = (
     "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
     "`with attach(...)`, and while there is the model"

@@ -12,9 +12,8 @@ from transformers.distributed.expert_parallel import EPImplementation
 import cute_ep.ops
 from cute_ep import EPConfigError
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common import checks
+from cute_ep.integrations.common import checks, pools
 from cute_ep.integrations.common.checks import Names, named_config
-from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
 from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.routes import count_routes
@@ -26,7 +25,6 @@ NAMES: Names = {
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
     "world_size": "ep_size",
 }
-"""What the plan calls the fields of EPConfig."""
 FEWER = "use shorter or fewer sequences a pass"
 """What to do about too many tokens."""
 
@@ -76,14 +74,14 @@ class CuteEP(EPImplementation):
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         group = self.ep_mesh.get_group()
-        ranks, sizes = pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
+        ranks, sizes = pools.pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
         checks.given("hidden_states", x, device=ranks.device)
-        config_for(ranks, NAMES, sizes, len(x))
+        pools.config_for(ranks, NAMES, sizes, len(x))
         with_gradient = torch.is_grad_enabled() and weights.requires_grad
         given = None if with_gradient else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         counts = ranks.exchange_counts(routes, self.num_experts)
-        comm = cute_ep.ops.register(communicator_for(ranks, NAMES, sizes, counts.tokens))
+        comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, sizes, counts.tokens))
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=sum(counts.entries))
         out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)

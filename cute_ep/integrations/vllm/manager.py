@@ -9,17 +9,13 @@ from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from cute_ep import EPCommunicator, EPConfig, EPConfigError
-from cute_ep.integrations.common import checks
+from cute_ep.integrations.common import checks, halves, reports
 from cute_ep.integrations.common.checks import require
-from cute_ep.integrations.common.halves import Halves
-from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.vllm.options import Options
 from cute_ep.runtime.group_pool import GroupPool
 
 NAMES = {"max_tokens_per_rank": "--max-num-batched-tokens", "world_size": "expert parallel ranks"}
-"""What vLLM calls the fields of EPConfig that it names otherwise."""
-WORDS = Words("topk_ids", "--max-num-batched-tokens")
-"""Of what kernels have found wrong."""
+WORDS = reports.Words("topk_ids", "--max-num-batched-tokens")
 
 
 class CuteEPAll2AllManager(All2AllManagerBase):
@@ -33,7 +29,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
         checks.group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
-        self.halves = Halves(self.pool, "let go of them, and the next call drops their rounds")
+        self.halves = halves.Halves(self.pool, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
         """The communicator for `cfg`, an EPConfig, and `options`, an Options; connects where there is none, then

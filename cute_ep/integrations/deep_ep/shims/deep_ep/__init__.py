@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from cute_ep import __version__ as _of_cute_ep
-from cute_ep.integrations.deep_ep import (
-    Buffer,
-    Config,
-    ElasticBuffer,
-    EPHandle,
-    EventHandle,
-    EventOverlap,
-    topk_idx_t,
-)
+from cute_ep.integrations.deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap, topk_idx_t
 
 __version__ = f"0+cute_ep.{_of_cute_ep}"
 
