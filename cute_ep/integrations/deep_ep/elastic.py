@@ -13,8 +13,9 @@ from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.calls import Pooled, Rows, absent, without_gradients
 from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
+from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
@@ -188,7 +189,7 @@ class ElasticBuffer(Pooled):
                 raise EPInputError("topk_idx, num_experts: must be given without a handle")
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             layout = Layout(num_experts, most, 1 if expert_alignment is None else expert_alignment, do_expand)
-            _check_layout(layout, ranks)
+            layout.check(ranks)
             checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=device)
             checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
             require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
@@ -213,11 +214,17 @@ class ElasticBuffer(Pooled):
         cfg = mode.config(payload.shape[1], made, scaled=scales is not None)
         if handle is None and (do_cpu_sync is None or do_cpu_sync):
             mode.wait_for_rows(made)
-        rows, factors, entries, weights = mode.send(cfg, made, (payload, scales), topk_weights)
+        room, exact = made.room, do_expand or bool(made.num_recv_tokens_per_expert_list)
+        rows, factors, batch = mode.dispatch(cfg, (payload, scales), topk_weights, made, room, exact=exact)
+        if do_expand:
+            entries, weights = None, first_rows(batch.row_weights, room)
+        else:
+            entries, weights = entries_of(batch, room, shape[1])
         if stats is not None:
             stats.add_(made.num_unaligned_recv_tokens_per_expert)
         if factors is not None and use_tma_aligned_col_major_sf:
             factors = _column_major(factors)
+        weights = None if topk_weights is None else weights
         return calls.paired(rows, factors), entries, weights, made, calls.finished(async_with_compute_stream)
 
     @without_gradients
@@ -240,8 +247,7 @@ class ElasticBuffer(Pooled):
         hidden] bfloat16. Returns [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event."""
         self._begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
         own, device = checks.kind("handle", handle, EPHandle, HANDLE), self._pool.device
-        rows = own.num_expanded_tokens if own.do_expand else own.rows
-        biases = self._mode.check_combine(x, rows, bias, own)
+        rows, biases = own.room, self._mode.check_combine(x, own.room, bias, own)
         if topk_weights is not None:
             wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
             checks.given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
@@ -271,17 +277,6 @@ class ElasticBuffer(Pooled):
     agrs_get_inplace_tensor, all_gather = absent("agrs_get_inplace_tensor"), absent("all_gather")
     get_agrs_num_max_session_bytes = staticmethod(absent("get_agrs_num_max_session_bytes"))
     get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint"))
-
-
-def _check_layout(layout: Layout, ranks: int) -> None:
-    calls.check_experts(layout.num_experts, ranks)
-    most, alignment = layout.num_max_tokens_per_rank, layout.expert_alignment
-    require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
-    checks.integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
-    checks.integer("expert_alignment", alignment)
-    if layout.do_expand and alignment not in ROW_ALIGNMENTS:
-        known = ", ".join(map(str, ROW_ALIGNMENTS))
-        raise EPInputError(f"expert_alignment = {alignment}: must be one of {known} with do_expand")
 
 
 def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: type[EPError] = EPInputError) -> int:

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep import EPConfig
-from cute_ep.integrations.common.checks import Names, named_config
-from cute_ep.integrations.deep_ep.calls import LayoutWords
-from cute_ep.integrations.deep_ep.normal import FORMATS, NormalMode, Route, entries_of, first_rows
+from cute_ep import EPConfig, EPInputError
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, named_config, require
+from cute_ep.integrations.deep_ep.calls import LayoutWords, check_experts
+from cute_ep.integrations.deep_ep.normal import NormalMode, Route
 from cute_ep.integrations.deep_ep.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
@@ -41,6 +43,17 @@ class Layout(NamedTuple):
     num_max_tokens_per_rank: int
     expert_alignment: int
     do_expand: bool
+
+    def check(self, ranks: int) -> None:
+        """EPInputError: a size breaks its rule."""
+        experts, most, alignment, expand = self
+        check_experts(experts, ranks)
+        require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
+        checks.integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        checks.integer("expert_alignment", alignment)
+        if expand and alignment not in ROW_ALIGNMENTS:
+            known = ", ".join(map(str, ROW_ALIGNMENTS))
+            raise EPInputError(f"expert_alignment = {alignment}: must be one of {known} with do_expand")
 
 
 class Entries(NamedTuple):
@@ -99,6 +112,15 @@ class EPHandle(Route):
     @property
     def num_recv_tokens(self) -> int:
         return self.rows
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return {"row_alignment": self.expert_alignment} if self.do_expand else super().order
+
+    @property
+    def room(self) -> int:
+        """Rows that dispatch returns and combine takes."""
+        return self.num_expanded_tokens if self.do_expand else self.rows
 
     def _own_experts(self) -> torch.Tensor:
         """[n, K] int32, -1 where an entry is not of this rank."""
@@ -169,14 +191,6 @@ class ElasticMode(NormalMode):
         super().__init__(pool, lambda device: self.sms, words, timeout_s)
         self.sms, self._reduce = sms, reduce
 
-    def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
-        """As of `NormalMode`, also of rows per (token, expert)."""
-        if not (isinstance(route, EPHandle) and route.do_expand):
-            return super().config(hidden, route, scaled=scaled)
-        sizes = hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._pool.size
-        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
-        return named_config(self.names, sizes, row_alignment=route.expert_alignment, **options)
-
     def handle(self, ids: torch.Tensor, layout: Layout) -> EPHandle:
         """Where tokens go, with room for as many rows as can come."""
         experts, most, alignment, _ = layout
@@ -193,24 +207,6 @@ class ElasticMode(NormalMode):
         padded = counts.padded(handle.expert_alignment)
         handle.rows, handle.num_expanded_tokens = counts.arriving, sum(padded)
         handle.num_recv_tokens_per_expert_list = padded
-
-    def send(
-        self,
-        cfg: EPConfig,
-        handle: EPHandle,
-        sent: tuple[torch.Tensor, torch.Tensor | None],
-        weights: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(rows, their scale factors, [rows, K] local experts, [rows, K] weights); of expanded rows None, [rows]
-        weights."""
-        expand = handle.do_expand
-        rows = handle.num_expanded_tokens if expand else handle.rows
-        exact = expand or bool(handle.num_recv_tokens_per_expert_list)
-        got, factors, batch = self.dispatch(cfg, sent, weights, handle, rows, exact=exact)
-        if expand:
-            return got, factors, None, None if weights is None else first_rows(batch.row_weights, rows)
-        local, received = entries_of(batch, rows, handle.routes.ids.shape[1])
-        return got, factors, local, None if weights is None else received
 
     def combine_rows(self, handle: EPHandle, rows: torch.Tensor, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: biases and a token's rows, added as `ElasticBuffer.combine` says."""

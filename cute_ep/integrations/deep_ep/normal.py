@@ -22,7 +22,7 @@ import torch
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import Names, Sizes, as_rows, roomy_config
+from cute_ep.integrations.common.checks import Names, as_rows, roomy_config
 from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.layout import whole_vectors
 from cute_ep.layouts.maps.formats import FP8
@@ -45,6 +45,8 @@ FORMATS: dict[bool, dict[str, Any]] = {
 }
 """Of rows without and with scale factors: the format that has as many bytes of these, and whose rows need no
 padding."""
+BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
+"""Of one row per (token, rank)."""
 
 
 class _Fields(NamedTuple):
@@ -99,6 +101,11 @@ class Route:
         assert self.of_rows is not None
         return self.of_rows
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """Options of a configuration: in which order rows are, and how they are padded."""
+        return BY_RANK
+
 
 class NormalMode:
     """Normal mode over the communicators of a group, on the current stream."""
@@ -120,11 +127,7 @@ class NormalMode:
     def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
         """Of rows of `hidden` elements, FP8 if `scaled`, along a route. EPInputError: a size breaks its rule."""
         sizes = hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._pool.size
-        return self._rank_major(sizes, scaled)
-
-    def _rank_major(self, sizes: Sizes, scaled: bool) -> EPConfig:
-        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
-        return self._made(self.names, sizes, row_alignment=1, row_order=RANK_MAJOR, **options)
+        return self._made(self.names, sizes, timeout_s=self._timeout_s, **route.order, **FORMATS[scaled])
 
     def check_combine(
         self, x: torch.Tensor, rows: int, bias: torch.Tensor | tuple[torch.Tensor, ...] | None, route: Route
@@ -189,7 +192,8 @@ class NormalMode:
         words, ranks = whole_vectors(weights), self._pool.size
         width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
         if width not in of_words or of_words[width].hold.communicator.closed:
-            communicator = self._connect(self._rank_major((width * 2, ranks, ranks, route.tokens, ranks), False))
+            sizes, options = (width * 2, ranks, ranks, route.tokens, ranks), BY_RANK | FORMATS[False]
+            communicator = self._connect(self._made(self.names, sizes, timeout_s=self._timeout_s, **options))
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
             ids = torch.where(goes, torch.arange(ranks, dtype=torch.int32, device=goes.device), -1)
             batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows))
