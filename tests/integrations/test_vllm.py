@@ -218,8 +218,8 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
         manager, standard.LayerSizes(**sizes), sp_size=shared_by, graphs=True, options=options
     )
     most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
-    assert layer._room(ids).rows == most * min(top_k, experts // 8)
-    assert layer._room(ids).rows == 8 * 1023 * top_k
+    assert layer._room(ids)[0] == most * min(top_k, experts // 8)
+    assert layer._room(ids)[0] == 8 * 1023 * top_k
 
 
 def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:

@@ -66,16 +66,15 @@ def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInp
 
 def kind(name: str, value: object, wanted: type[Made], rule: str) -> Made:
     """The value, which must be of this type."""
-    if not isinstance(value, wanted):
-        raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
-    return value
+    if isinstance(value, wanted):
+        return value
+    raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
 
 
 def absent(why: str = "", **given: object) -> None:
     """An error, which ends with `why`, unless all these arguments are None."""
     for name, tensor in given.items():
-        if tensor is not None:
-            raise EPInputError(f"{name} = tensor: must be None{why}")
+        require(tensor is None, "{} = tensor: must be None{}", name, why)
 
 
 def given(
@@ -109,10 +108,9 @@ def integer(
 ) -> None:
     """An error unless it is an integer that lies in [low, high]."""
     whole = type(value) is int or is_integer(value)  # the first is soon found
-    if whole and low <= value and (high is None or value <= high):  # type: ignore[operator]
-        return
-    rule = f"in [{low}, {high}]" if high is not None else "that is positive" if low == 1 else f"of at least {low}"
-    raise error(f"{name} = {value!r}: must be an integer {rule}")
+    if not (whole and low <= value and (high is None or value <= high)):  # type: ignore[operator]
+        rule = f"in [{low}, {high}]" if high is not None else "that is positive" if low == 1 else f"of at least {low}"
+        raise error(f"{name} = {value!r}: must be an integer {rule}")
 
 
 def most(name: str, tokens: int, remedy: str = "") -> None:

@@ -37,10 +37,8 @@ class Words:
             return f"{self.room}: left room for {room} rows, but {seen} came, and all are lost"
         if communicator.cfg.is_rank_major:
             return f"{self.room}: left room for {room} rows of a rank, but {seen} came from rank {index - 1}"
-        return (
-            f"{self.ids}: brought {seen} rows to local expert {index - 1}, whose block has room for {room}, as where "
-            "tokens name an expert twice"
-        )
+        why = f"whose block has room for {room}, as where tokens name an expert twice"
+        return f"{self.ids}: brought {seen} rows to local expert {index - 1}, {why}"
 
     def raise_found(self, pool: GroupPool) -> None:
         """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting. To be
@@ -49,12 +47,9 @@ class Words:
             if not (found := communicator.take_input_errors()):
                 continue
             tell = {Phase.EXPERT_ID: self.entry, Phase.ROW_CAPACITY: self.rows}
-            texts = [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]
-            if texts:
-                raise EPInputError(
-                    f"rank {communicator.rank}: {'; '.join(texts)} (found in an earlier call; this one has sent "
-                    "nothing, make it again)"
-                )
+            if texts := [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]:
+                again = "(found in an earlier call; this one has sent nothing, make it again)"
+                raise EPInputError(f"rank {communicator.rank}: {'; '.join(texts)} {again}")
 
     def synchronize(self, pool: GroupPool) -> None:
         """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of

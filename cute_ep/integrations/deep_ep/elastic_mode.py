@@ -56,15 +56,6 @@ class Layout(NamedTuple):
             raise EPInputError(f"expert_alignment = {alignment}: must be one of {known} with do_expand")
 
 
-class Entries(NamedTuple):
-    """Of n rows per (token, rank) the source and the token, [n], and [n, K] int64 `slots`: of each entry its row with
-    `do_expand`, otherwise its local expert; -1 where it is not of this rank."""
-
-    source: torch.Tensor
-    token: torch.Tensor
-    slots: torch.Tensor
-
-
 class computed:
     """A property that is computed each time it is read, since the replay of a CUDA graph brings something else, unless
     the object was given another value."""
@@ -128,18 +119,19 @@ class EPHandle(Route):
         assert found is not None
         return found[: self.rows]
 
-    def entries(self) -> Entries:
-        """What came, per (token, rank)."""
+    def entries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of n rows per (token, rank) the source and the token, [n], and [n, K] int64 slots: of each entry its row with
+        `do_expand`, otherwise its local expert; -1 where it is not of this rank."""
         batch = self.sent.batch
         if self.do_expand:
             index, most = rank_index(batch, self.rows), batch.row_map.shape[1]
             slots = torch.where(index.live, batch.row_map, -1).flatten(0, 1)[index.entry]
             slots = slots.masked_fill(~index.filled[:, None], -1).long()
-            return Entries(index.entry // most, index.entry % most, slots)
+            return index.entry // most, index.entry % most, slots
         own, ends = self._own_experts(), batch.row_offsets[1:]
         row = torch.arange(len(own), dtype=torch.int32, device=own.device)
         source = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
-        return Entries(source, batch.src_info[: self.rows, 0], own.long())
+        return source, batch.src_info[: self.rows, 0], own.long()
 
     @computed
     def dst_buffer_slot_idx(self) -> torch.Tensor:
@@ -228,7 +220,7 @@ class ElasticMode(NormalMode):
 
     def combine_entries(self, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
         """[T, K] float32: each entry's weight from its rank; 0 where masked."""
-        slots = handle.entries().slots
+        _, _, slots = handle.entries()
         if handle.do_expand:
             weights = weights[slots.clamp(min=0)]
         return self.combine_weights(torch.where(slots >= 0, weights, 0), handle)

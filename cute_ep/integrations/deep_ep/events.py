@@ -11,8 +11,7 @@ import torch
 
 
 class EventHandle:
-    """What the current CUDA stream has been given so far; nothing without a GPU, where calls return finished
-    results."""
+    """What the current CUDA stream has been given so far; without a GPU, where results are finished, nothing."""
 
     def __init__(self) -> None:
         self._event = None
@@ -35,8 +34,7 @@ class EventOverlap:
         self._hook: Callable[[], None] | None = None
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Make the current stream wait for the event, which must not be None, then call the registered hook; with
-        `release_handle` drop the event."""
+        """Make the current stream wait for the event, which must not be None, then call the registered hook."""
         assert self.event is not None, "there is no event: the call that returned this had async_finish=False"
         self.event.current_stream_wait()
         hook, self._hook = self._hook, None

@@ -43,14 +43,10 @@ class _Fields(NamedTuple):
 
 
 class LowLatencyHandle(_Fields):
-    """What a low-latency dispatch returns for its combine: DeepEP's five fields, and the batch once it is received.
-
-    Attributes:
-        src_info: [L, S] int32, the row's token index on its source rank.
-        layout_range: [L, R] int64, rows of each source in a block: first << 32 | number.
-        hold: keeps the communicator of the dispatch open until the rows were combined.
-        batch: which combine returns rows of; None before the hook was called.
-    """
+    """What a low-latency dispatch returns for its combine: DeepEP's five fields, of which `src_info` is [L, S] int32,
+    the row's token index on its source rank, and `layout_range` [L, R] int64, rows of each source in a block: first <<
+    32 | number. `hold` keeps the communicator open until the rows were combined; `batch` is None before the hook was
+    called."""
 
     hold: Hold
     batch: Dispatched | None = None

@@ -75,11 +75,9 @@ class Returned(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Route:
-    """Where the tokens of one dispatch go.
+    """Where the tokens of one dispatch go: by `routes` of the entries that it is given, out of so many `experts`.
 
     Attributes:
-        routes: of the entries that dispatch is given.
-        experts: how many experts these are out of.
         tokens: what no rank has more tokens than.
         rows: rows per (token, rank) received, or that there is room for.
         own: whether a token has an entry of each rank behind those that it was given.

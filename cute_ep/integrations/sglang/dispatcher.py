@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError
 from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, reports, versions
@@ -68,11 +68,12 @@ class CuteEPDispatcher(BaseDispatcher):
         super().__init__()
         checks.group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
-        good = params_dtype == torch.bfloat16
-        require(good, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
-        rule = "num_experts = {}: must be {} on each of {} ranks; choose --ep-num-redundant-experts so that all ranks "
-        each = num_local_experts * ranks == num_experts
-        require(each, rule + "have as many", num_experts, num_local_experts, ranks, error=EPConfigError)
+        if params_dtype != torch.bfloat16:
+            raise EPConfigError(f"--dtype = {params_dtype}: must be bfloat16")
+        if num_local_experts * ranks != num_experts:
+            rule = "choose --ep-num-redundant-experts so that all ranks have as many"
+            each = f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks"
+            raise EPConfigError(f"{each}; {rule}")
         checks.integer("num_local_experts", num_local_experts, error=EPConfigError)
         checks.integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
         checks.sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
@@ -112,7 +113,7 @@ class CuteEPDispatcher(BaseDispatcher):
         Raises:
             EPError: the dispatch before has had no combine (`give_up`).
         """
-        ranks = pools.pool_of(self._group)
+        ranks, cfg = pools.pool_of(self._group), self.cfg
         WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
@@ -123,14 +124,15 @@ class CuteEPDispatcher(BaseDispatcher):
         masked, together = not get_is_extend_in_batch(), 0
         if masked:
             together = self._tokens_of_all(tokens)
-            room = max_rows(1, self.cfg.top_k, together, self.cfg.local_experts, ALIGNMENT, 0)
+            room = max_rows(1, cfg.top_k, together, cfg.local_experts, ALIGNMENT, 0)
         else:
-            room, ids = self._wait_for_rows(ids)
+            routes = count_routes(ids, cfg.num_experts, cfg.world_size)
+            counts = ranks.exchange_counts(routes, cfg.num_experts, sms=_sms(), timeout_s=TIMEOUT_S)
+            room, ids = sum(counts.padded(ALIGNMENT)), routes.ids
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
         self._batch = batch.without_rows()  # the runner may free rows and scale factors
-        rows = batch.tokens.shape[0]
-        sent = tokens * self.cfg.world_size * self.cfg.top_k
+        rows, sent = batch.tokens.shape[0], tokens * cfg.world_size * cfg.top_k
         return DeepEPv2DispatchOutput(
             hidden_states=batch.tokens,
             hidden_states_scale=packed_columns(batch.scales) if self._packed else batch.scales,
@@ -139,8 +141,8 @@ class CuteEPDispatcher(BaseDispatcher):
             psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
             is_expanded=True,
             use_masked_gemm=masked,
-            expected_m=sent // self.cfg.num_experts + 1 if masked else 0,
-            masked_max_m=min(align_up(together, ALIGNMENT), self.cfg.world_size * self.cfg.max_tokens_per_rank),
+            expected_m=sent // cfg.num_experts + 1 if masked else 0,
+            masked_max_m=min(align_up(together, ALIGNMENT), cfg.world_size * cfg.max_tokens_per_rank),
             total_expanded=rows if masked else 0,
             expert_alignment=ALIGNMENT,
             activation_scale_block_size=self._block,
@@ -165,8 +167,8 @@ class CuteEPDispatcher(BaseDispatcher):
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
         checks.given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
-        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the "
-        require(rows.shape == own, rule + "dispatch", tuple(rows.shape), own)
+        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the {}"
+        require(rows.shape == own, rule, tuple(rows.shape), own, "dispatch")
         total = communicator.combine(as_rows(rows), batch, mode="partial")
         self._batch = None
         return total
@@ -186,11 +188,9 @@ class CuteEPDispatcher(BaseDispatcher):
         tokens = hidden_states.shape[0]
         require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
         for name, types in (("topk_ids", ID_TYPES), ("topk_weights", FLOATS)):
-            given = getattr(topk_output, name, None)
-            if given is None:
-                raise EPInputError(f"topk_output = {type(topk_output).__name__}: must be StandardTopKOutput")
-            entries = tokens, self.cfg.top_k
-            checks.given(f"topk_output.{name}", given, shape=entries, dtype=types, device=device)
+            given, rule = getattr(topk_output, name, None), "topk_output = {}: must be StandardTopKOutput"
+            require(given is not None, rule, type(topk_output).__name__)
+            checks.given(f"topk_output.{name}", given, shape=(tokens, self.cfg.top_k), dtype=types, device=device)
         return tokens
 
     def _connected(self) -> EPCommunicator:
@@ -208,14 +208,6 @@ class CuteEPDispatcher(BaseDispatcher):
         if not alone or parallel.tp_group is None or parallel.tp_group.device_group is not self._group:
             return most
         return min(most, max(1, tokens * ranks + ranks - 1))
-
-    def _wait_for_rows(self, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Rows that come to this rank, padding included, and the ids as they were counted; collective, the host
-        waits."""
-        routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        ranks, experts = pools.pool_of(self._group), self.cfg.num_experts
-        counts = ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S)
-        return sum(counts.padded(ALIGNMENT)), routes.ids
 
 
 def _sms() -> int | None:

@@ -80,7 +80,9 @@ class Attachment:
         self._pool.sweep()
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
-        self._before = [(config, _implementation_of(config, model)) for config in _configs_of(model)]
+        every: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        configs = {id(one): one for one in every if hasattr(one, "_experts_implementation")}.values()
+        self._before = [(config, _implementation_of(config, model)) for config in configs]
         found_now = {id(config): before for config, before in self._before}
         for other in _attachments():  # what was chosen since is what a detach in any order gives back
             other._before = [(config, found_now.get(id(config), before)) for config, before in other._before]
@@ -178,12 +180,6 @@ def _is_split(module: Any) -> bool:
     first = getattr(module, experts.weight_names(module)[0])
     counted = isinstance(first, DTensor) and len(first) != module.num_experts
     return counted or getattr(module, "_is_expert_parallel", False)
-
-
-def _configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration in the model that chooses an experts implementation, once."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(one): one for one in configs if hasattr(one, "_experts_implementation")}.values())
 
 
 def _implementation_of(config: Any, model: nn.Module) -> str | None:

@@ -40,7 +40,8 @@ def register() -> None:
     if BACKEND in get_args(parallel.All2AllBackend):
         return
     _accept_name()
-    _answer_for_backends()
+    _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", _shares_out_tokens)
+    _extend(parallel.ParallelConfig, "use_batched_dp_moe", _is_batched)
     _allow_ubatches()
     _make_manager()
 
@@ -67,16 +68,12 @@ def _extend(config: Any, name: str, answer: Callable[[Any], bool]) -> None:
     setattr(config, name, property(extended, doc=before.__doc__))
 
 
-def _answer_for_backends() -> None:
-    def shares_out_tokens(self: Any) -> bool:
-        sizes = self.tensor_parallel_size, self.data_parallel_size
-        return self.enable_expert_parallel and min(sizes) > 1
+def _shares_out_tokens(config: Any) -> bool:
+    return config.enable_expert_parallel and min(config.tensor_parallel_size, config.data_parallel_size) > 1
 
-    def is_batched(self: Any) -> bool:
-        return self.all2all_backend == BATCHED and self.enable_expert_parallel and self.data_parallel_size > 1
 
-    _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", shares_out_tokens)
-    _extend(parallel.ParallelConfig, "use_batched_dp_moe", is_batched)
+def _is_batched(config: Any) -> bool:
+    return config.all2all_backend == BATCHED and config.enable_expert_parallel and config.data_parallel_size > 1
 
 
 def _allow_ubatches() -> None:
@@ -132,10 +129,10 @@ def _make_layers() -> None:
         return
     signature = inspect.signature(before)
 
-    def is_batched(self: Any) -> bool:
-        return self.all2all_backend == BATCHED and self.use_all2all_kernels
-
-    _extend(config.FusedMoEParallelConfig, "use_batched_activation_format", is_batched)
+    batched = "use_batched_activation_format"
+    _extend(
+        config.FusedMoEParallelConfig, batched, lambda own: own.all2all_backend == BATCHED and own.use_all2all_kernels
+    )
 
     def make(*arguments: Any, **named: Any) -> Any:
         given = signature.bind(*arguments, **named).arguments
@@ -147,9 +144,8 @@ def _make_layers() -> None:
         if not own.use_all2all_kernels:
             raise EPConfigError(rule + "start vLLM with --enable-expert-parallel")
         if given.get("use_monolithic"):
-            raise EPConfigError(
-                rule + "these experts route tokens themselves; choose others, such as --moe-backend triton"
-            )
+            remedy = "choose others, such as --moe-backend triton"
+            raise EPConfigError(f"{rule}these experts route tokens themselves; {remedy}")
         return _layer(moe, all2all_utils.get_ep_all2all_manager() if manager is None else manager)
 
     for module in [one for key, one in sys.modules.items() if key.startswith("vllm.")]:

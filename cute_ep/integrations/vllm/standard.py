@@ -7,7 +7,6 @@ left to weight or reduce. Combine applies the router's weights.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -25,15 +24,6 @@ from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.routes import count_routes
-
-
-class Room(NamedTuple):
-    """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L] int32
-    rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
-
-    rows: int
-    counts: Tensor | None
-    ids: Tensor
 
 
 class CuteEPStandard(CuteEPLayer):
@@ -92,25 +82,24 @@ class CuteEPStandard(CuteEPLayer):
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
             rows, scales = as_rows(rows), scales.contiguous()
-        room = self._room(given.topk_ids)
+        room, counted, ids = self._room(given.topk_ids)
         communicator = self._connected()
-        out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
             numbers = self._row_ids(batch, room, given.topk_ids.dtype)
-            rows = batch.tokens[: room.rows]
-            factors = None if batch.scales is None else batch.scales[: room.rows]
-            if room.rows and not as_it_is:
-                if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
-                    place = torch.arange(room.rows, device=batch.num_rows.device)
+            rows, factors = batch.tokens[:room], None if batch.scales is None else batch.scales[:room]
+            if room and not as_it_is:
+                if counted is None:  # what is behind the last row must not take part in a scale factor of all rows
+                    place = torch.arange(room, device=batch.num_rows.device)
                     rows.masked_fill_((place >= batch.num_rows)[:, None], 0)
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
-            meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
+            meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=counted)
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return Sending((rows, room.ids, weights), scales, out, result)
+        return Sending((rows, ids, weights), scales, out, result)
 
     def _most_tokens(self, tokens: int) -> int:
         """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
@@ -121,7 +110,10 @@ class CuteEPStandard(CuteEPLayer):
         require(tokens <= most, MOST, tokens, most, "the most that vLLM says a rank has")
         return most
 
-    def _room(self, topk_ids: Tensor) -> Room:
+    def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
+        """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L]
+        int32 rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were
+        counted."""
         cfg = self._cfg
         most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
         if most > self._options.static_rows and not _capturing(topk_ids.device):
@@ -129,10 +121,10 @@ class CuteEPStandard(CuteEPLayer):
             asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
             counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked)
             if first:
-                return Room(self._reserved_rows(), None, routes.ids)
+                return self._reserved_rows(), None, routes.ids
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
-            return Room(sum(counts.padded(cfg.alignment)), entries, routes.ids)
-        return Room(self._reserved_rows() if first else most, None, topk_ids.contiguous())
+            return sum(counts.padded(cfg.alignment)), entries, routes.ids
+        return self._reserved_rows() if first else most, None, topk_ids.contiguous()
 
     def _reserved_rows(self) -> int:
         """What later calls can need: those that do not count rows, and those that do, whose tokens name an expert
@@ -159,12 +151,12 @@ class CuteEPStandard(CuteEPLayer):
         self._called.add(number)
         return workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked()
 
-    def _row_ids(self, batch: Dispatched, room: Room, dtype: torch.dtype) -> Tensor:
+    def _row_ids(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
         """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
         take -1 for the last expert."""
         cfg, rank = self._cfg, self._manager.rank
         first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
-        row = torch.arange(room.rows, dtype=torch.int32, device=batch.row_offsets.device)
+        row = torch.arange(rows, dtype=torch.int32, device=batch.row_offsets.device)
         local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
         inside = row - batch.row_offsets[local] < batch.row_counts[local]
         return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
