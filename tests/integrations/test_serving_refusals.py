@@ -205,7 +205,7 @@ def test_vllm(monkeypatch: Patch) -> None:
 
     alone(monkeypatch, "vLLM", check)
     with vllm(monkeypatch):
-        options: Any = importlib.import_module("cute_ep.integrations.vllm.options").Options
+        options: Any = importlib.import_module("cute_ep.integrations.vllm.manager").Options
         standard: Any = importlib.import_module("cute_ep.integrations.vllm.standard").CuteEPStandard
         make_sizes: Any = importlib.import_module("cute_ep.integrations.vllm.layer").LayerSizes
         batched: Any = importlib.import_module("cute_ep.integrations.vllm.batched").CuteEPBatched

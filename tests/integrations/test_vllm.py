@@ -272,9 +272,9 @@ def test_other_rows_are_quantised_when_they_have_come(stubs: dict, monkeypatch: 
                            "is_scale_swizzled": True, "is_scale_transposed": False, "mx_alignment": 0}  # fmt: skip
         return rows.to(torch.float8_e4m3fn), rows.float().abs().amax().view(1)
 
-    from cute_ep.integrations.vllm import quantization
+    from cute_ep.integrations.vllm import layer as layers
 
-    monkeypatch.setattr(quantization, "moe_kernel_quantize_input", kernel)
+    monkeypatch.setattr(layers, "moe_kernel_quantize_input", kernel)
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: allocate(*a, **k).fill_(100))
 

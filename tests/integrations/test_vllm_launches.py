@@ -48,8 +48,7 @@ def layers(number: int, quant: dict[str, Any], batched: bool = False, **options:
     """Layers of rank 0 of two."""
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.layer import LayerSizes
-    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager, Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: RANKS)

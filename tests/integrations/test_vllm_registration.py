@@ -273,7 +273,7 @@ def test_callers_of_vllms_classes_can_call_ours(parts: Parts) -> None:
     ids=["unknown", "mode"],
 )
 def test_options_are_checked(parts: Parts, given: dict, message: str) -> None:
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import Options
 
     with pytest.raises(EPConfigError, match=message):
         Options.of(given)

@@ -17,10 +17,8 @@ from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
 from cute_ep.integrations.common.checks import Sizes, require
-from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
-from cute_ep.integrations.vllm.options import Options
-from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
+from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16
 
 SLOTS = 4
@@ -59,14 +57,13 @@ class CuteEPBatched(CuteEPLayer):
         """`max_tokens`: experts have memory for blocks of R times as many rows."""
         return self._cfg.max_tokens_per_rank
 
-    def _config_for(self, fused_experts: mk.FusedMoEExperts) -> EPConfig:
+    def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
         quant, cfg = fused_experts.quant_config, self._cfg
-        if fused_experts.expects_unquantized_inputs:
-            return cfg
-        if not travels_as_fp8(quant):
-            if isinstance(quant.quant_dtype, str) and not _is_nvfp4(quant):
-                rule = "has no batched format; use --all2all-backend cute_ep"
-                raise EPConfigError(f"quant_dtype = {quant.quant_dtype!r}: {rule}")
+        if not fp8:
+            named = isinstance(quant.quant_dtype, str) and not _is_nvfp4(quant)
+            rule = "quant_dtype = {!r}: has no batched format; use --all2all-backend cute_ep"
+            good = fused_experts.expects_unquantized_inputs or not named
+            require(good, rule, quant.quant_dtype, error=EPConfigError)
             return cfg
         ranks, tokens = cfg.world_size, cfg.max_tokens_per_rank
         self._packed = fused_experts.supports_packed_ue8m0_act_scales()
@@ -114,7 +111,8 @@ def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:
 def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:
     """Blocks of bfloat16 as the experts take them: [L, S, hidden], and [L, n, m] scale factors."""
     experts, slots, hidden = blocks.rows.shape
-    if one_scale_for_all(quant):  # what is behind the last row must not take part in it
+    if quant.a1_scale is None and not quant.per_act_token_quant and quant.block_shape is None:
+        # one scale factor for all, in which what is behind the last row must not take part
         place = torch.arange(slots, device=blocks.rows.device)
         blocks.rows.masked_fill_((place >= blocks.out.row_counts[:, None])[:, :, None], 0)
     rows, scales = quantize(blocks.rows.view(-1, hidden), quant, quant.a1_scale)

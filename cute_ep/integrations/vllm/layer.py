@@ -1,4 +1,4 @@
-"""What the two formats of a layer in vLLM have in common: all but how rows are prepared."""
+"""What the two formats of a layer in vLLM have in common: all but how rows are prepared. And vLLM's quantisation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
@@ -18,9 +19,8 @@ from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, require
 from cute_ep.integrations.common.halves import Hook
-from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
-from cute_ep.integrations.vllm.options import Options
-from cute_ep.layouts.maps.formats import BF16
+from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager, Options
+from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
@@ -99,12 +99,16 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
         given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
         require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
-        self._cfg = self._config_for(fused_experts)
+        blocks, quant = fused_experts.quant_config.block_shape, fused_experts.quant_config
+        square = blocks is not None and list(blocks) == [FP8.block, FP8.block]
+        fp8 = square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed
+        self._cfg = self._config_for(fused_experts, fp8 and not fused_experts.expects_unquantized_inputs)
         self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
 
     @abstractmethod
-    def _config_for(self, fused_experts: mk.FusedMoEExperts) -> EPConfig:
-        """How rows for these experts travel."""
+    def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
+        """How rows for these experts travel. `fp8`: whether they take rows in cute_ep's format, scale factors
+        row-major."""
 
     def prepare(
         self,
@@ -257,3 +261,17 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         checks.output("output", output, (batch.topk_ids.shape[0], hidden), device)
         rows = as_rows(rows.reshape(-1, hidden))
         return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
+
+
+def quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows and scale factors as the experts take them, by vLLM's own kernels."""
+    return moe_kernel_quantize_input(
+        rows,
+        scale,
+        quant_dtype=quant.quant_dtype,
+        per_act_token_quant=quant.per_act_token_quant,
+        block_shape=quant.block_shape,
+        is_scale_swizzled=quant.is_scale_swizzled,
+        is_scale_transposed=quant.is_scale_transposed,
+        mx_alignment=quant.mx_alignment,
+    )

@@ -160,7 +160,7 @@ def _layer(moe: Any, manager: Any) -> Any:
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.layer import LayerSizes
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     if moe.num_experts % manager.world_size:

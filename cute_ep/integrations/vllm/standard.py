@@ -17,10 +17,8 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPConfigError, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
-from cute_ep.integrations.vllm.options import Options
-from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
+from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.routes import count_routes
@@ -68,10 +66,8 @@ class CuteEPStandard(CuteEPLayer):
         """Nothing depends on it in this format."""
         return None
 
-    def _config_for(self, fused_experts: mk.FusedMoEExperts) -> EPConfig:
-        if fused_experts.expects_unquantized_inputs or not travels_as_fp8(fused_experts.quant_config):
-            return self._cfg
-        return replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
+    def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
+        return replace(self._cfg, dispatch_format="fp8", scale_layout="linear") if fp8 else self._cfg
 
     def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
         quant, scales, quantized = given.quant_config, None, self._cfg.format is FP8
