@@ -205,8 +205,7 @@ class Buffer(LowLatency):
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
         rows, factors, batch = mode.dispatch(cfg, sent, weights, route, route.rows, exact=not room)
         ids, weights = (None, None) if topk_idx is None else entries_of(batch, route.rows, topk_idx.shape[1])
-        sources = first_rows(batch.src_info, route.rows).select(1, 0)
-        made = Handle(prefix, None, None, sources, is_token_in_rank, None)
+        made = Handle(prefix, None, None, first_rows(batch.src_info, route.rows).select(1, 0), is_token_in_rank, None)
         made.route = route
         return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 

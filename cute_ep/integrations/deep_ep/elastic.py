@@ -36,9 +36,6 @@ class ElasticBuffer(Pooled):
             bfloat16, before it sends it; otherwise it sends all rows.
         prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
         num_gpu_timeout_secs: how long a rank waits for another one.
-
-    Raises:
-        EPConfigError: an argument breaks its rule, or cannot be served.
     """
 
     def __init__(

@@ -132,8 +132,7 @@ class LowLatency(Pooled):
         out = blocks.out
         assert out.source_ranges is not None
         layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
-        source_tokens = out.src_info[:, 0].view(experts, -1)
-        handle = LowLatencyHandle(source_tokens, layout_range, most, hidden, num_experts)
+        handle = LowLatencyHandle(out.src_info[:, 0].view(experts, -1), layout_range, most, hidden, num_experts)
         handle.hold = pool.hold(communicator)
 
         def received(batch: Dispatched) -> None:

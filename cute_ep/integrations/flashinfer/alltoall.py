@@ -38,23 +38,18 @@ ORDER = "hidden states, their scale factors if any, token_selected_experts, rout
 
 
 class MoeAlltoAll:
-    """One rank's dispatch and combine, in place of FlashInfer's class of this name; of its arguments those have an
-    effect that are named here.
+    """One rank's dispatch and combine, in place of FlashInfer's class of this name.
 
-    Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
-    is the first dispatch of rows of another size or format: make both before capturing a CUDA graph. Objects of a
-    process group share communicators. Calls compute no gradients, and raise what `CuteEPCommunication`'s raise.
+    As of `CuteEPCommunication` everything runs on the caller's current stream, nothing waits on the host, and objects
+    of a process group share communicators; the constructor is collective, and so is the first dispatch of rows of
+    another size or format. Calls raise what its calls raise. Arguments that are not named here have no effect.
 
     Args:
         mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.
         max_num_tokens: most tokens of a rank in a call.
         hidden_size: elements of a row; None: those of the first dispatch, which then connects.
         mnnvl_config: its `comm_backend` has the process group of the ranks; None: the default group.
-        eplb_stats_num_experts, enable_rank_mask: must be 0, False.
-
-    Raises:
-        EPConfigError: an argument breaks its rule, or the group is not that of `mapping`.
-        EPError: as of `cute_ep.connect`.
+        eplb_stats_num_experts, enable_rank_mask: must be 0, False (EPConfigError).
     """
 
     eplb_gathered_stats = None
@@ -85,8 +80,7 @@ class MoeAlltoAll:
         sizes = 128 if hidden_size is None else hidden_size, num_experts, top_k, max_num_tokens, self.ep_size
         named_config(SIZES, sizes, error=EPConfigError, block_rows=max_num_tokens, row_order=RANK_MAJOR)
         backend_group = getattr(getattr(mnnvl_config, "comm_backend", None), "_group", None)
-        names = "mapping.moe_ep_rank, mapping.moe_ep_size"
-        self._group = group_of(backend_group, self.ep_rank, self.ep_size, names)
+        self._group = group_of(backend_group, self.ep_rank, self.ep_size, "mapping.moe_ep_rank, mapping.moe_ep_size")
         self._made: dict[int, CuteEPCommunication] = {}
         self._round: tuple[CuteEPCommunication, int] | None = None
         if hidden_size is not None:
@@ -117,9 +111,8 @@ class MoeAlltoAll:
             eplb_local_stats, active_rank_mask: must be None.
 
         Returns:
-            A new tensor for each payload, [ep_size, runtime_max_tokens_per_rank, columns] of its type. Row [s, i] is of
-            the i-th token of source s that comes here, in the order of its tokens. Ids are of the whole model; weights
-            are 0 where ids are invalid. In rows that no token has hidden states and scale factors may be anything.
+            A new tensor for each payload, [ep_size, runtime_max_tokens_per_rank, columns] of its type, rows as of
+            `CuteEPCommunication.dispatch`. Ids are of the whole model; weights are 0 where ids are invalid.
         """
         for one in self._made.values():
             one.raise_found()
@@ -143,8 +136,7 @@ class MoeAlltoAll:
         self._round = communication, most
         ids = got.topk_ids.masked_fill(got.topk_ids < 0, invalid)
         came = {0: got.hidden_states, scales_at: got.hidden_states_scale, ids_at: ids, weights_at: got.topk_weights}
-        shape = self.ep_size, most, -1
-        return [came[place].to(sent.dtype).view(shape) for place, sent in enumerate(input_payloads)]
+        return [came[place].to(sent.dtype).view(self.ep_size, most, -1) for place, sent in enumerate(input_payloads)]
 
     @torch.no_grad()
     def combine(
@@ -164,8 +156,7 @@ class MoeAlltoAll:
         """As `CuteEPCommunication.combine`, of `payload`, [ep_size, runtime_max_tokens_per_rank, hidden], to `output`,
         in bfloat16 only. `runtime_max_tokens_per_rank` must be that of the dispatch, `output_scales` and
         `active_rank_mask` None, `use_low_precision` False."""
-        good = output_dtype in (None, torch.bfloat16)
-        require(good, "output_dtype = {}: must be torch.bfloat16", output_dtype)
+        require(output_dtype in (None, torch.bfloat16), "output_dtype = {}: must be torch.bfloat16", output_dtype)
         require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
         checks.absent(output_scales=output_scales, active_rank_mask=active_rank_mask)
         communication, shape = self._outstanding("combine", runtime_max_tokens_per_rank)
@@ -182,8 +173,7 @@ class MoeAlltoAll:
         """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size] bfloat16, sizes as in
         the dispatch. Combine copies no payload, so any other memory does as well."""
         communication, shape = self._outstanding("get_combine_payload_tensor", runtime_max_tokens_per_rank)
-        same = hidden_size == shape[2]
-        require(same, "hidden_size = {}: must be {}, as in the dispatch", hidden_size, shape[2])
+        require(hidden_size == shape[2], "hidden_size = {}: must be {}, as in the dispatch", hidden_size, shape[2])
         require(dtype == torch.bfloat16, "dtype = {}: must be torch.bfloat16, rows come home in it", dtype)
         return torch.empty(shape, dtype=dtype, device=communication.device)
 
@@ -220,8 +210,7 @@ class MoeAlltoAll:
         if self._round is None:
             raise EPError(f"{call}: there must be a dispatch first")
         communication, most = self._round
-        rule = "runtime_max_tokens_per_rank = {}: must be {}, as in the dispatch"
-        require(tokens == most, rule, tokens, most)
+        require(tokens == most, "runtime_max_tokens_per_rank = {}: must be {}, as in the dispatch", tokens, most)
         return communication, (self.ep_size, most, communication.params.hidden_size)
 
     def _places(

@@ -1,10 +1,6 @@
-"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md).
-
-| here | does |
-| --- | --- |
-| `dispatch` | a `dispatch` of rank-major rows in blocks, `[source rank, position]` |
-| `combine` | a `combine` in partial mode, which adds a token's rows over ranks |
-"""
+"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md). Dispatch
+is one of rank-major rows in blocks, `[source rank, position]`; combine is in partial mode, and adds a token's rows over
+ranks."""
 
 from __future__ import annotations
 
@@ -42,12 +38,8 @@ FORMATS: dict[str | None, FormatName] = {
 
 @dataclass(frozen=True)
 class CuteEPConfig:
-    """Options of `CuteEPCommunication`: give it to `create_communication`, or to `SplitConfig(comm=...)`.
-
-    Attributes:
-        sms: SMs that kernels may take from others; None: all.
-        timeout_s: seconds that a rank waits for another one.
-    """
+    """Options of `CuteEPCommunication`: give it to `create_communication`, or to `SplitConfig(comm=...)`. `sms`: SMs
+    that kernels may take from others; None: all. `timeout_s`: seconds that a rank waits for another one."""
 
     sms: int | None = None
     timeout_s: float = 60.0
@@ -59,17 +51,14 @@ class CuteEPCommunication(MoEEpCommunication):
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
     is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
-    objects of a process group in a process share communicators. Calls compute no gradients.
-
-    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. After one
-    calls raise it, too. EPError: a call has not the one before that it needs, or the object was destroyed.
+    objects of a process group in a process share communicators. Calls compute no gradients. docs/adapters.md says how
+    wrong arguments and ids are told; a rank that does not come is an EPTimeout. After one calls raise it, too. EPError:
+    a call has not the one before that it needs, or the object was destroyed.
 
     `bootstrap.process_group` None is the default group; `params.dtype` must be bfloat16 or None; `config` must be the
-    same on all ranks; `names` is what the interface that was called names arguments.
-
-    Raises:
-        EPConfigError: a size or option breaks a rule of `cute_ep.EPConfig`, or the group is not that of `bootstrap`.
-        ValueError, EPError: as of FlashInfer's base class and of `cute_ep.connect`.
+    same on all ranks; `names` is what the interface that was called names arguments. EPConfigError: a size or option
+    breaks a rule, or the group is not that of `bootstrap`. ValueError, EPError: as of FlashInfer's base class and of
+    `cute_ep.connect`.
     """
 
     supports_cuda_graph = True

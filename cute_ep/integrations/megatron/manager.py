@@ -38,17 +38,13 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     Rows come by expert, in one block each, so there is no permutation. The host waits once a dispatch for the numbers
     of rows, which Megatron's experts take as a CPU tensor. Experts multiply by the probabilities; combine adds up.
     Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
-    float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect; they
-    take `moe_deepep_num_sms` SMs. An option that cannot be served is an EPConfigError.
+    float32. Kernels run on the current stream, whatever `async_finish` and `allocate_on_comm_stream` say, and take
+    `moe_deepep_num_sms` SMs. EPConfigError: an option cannot be served. docs/adapters.md says how wrong arguments and
+    ids are told; a rank that does not come is an EPTimeout.
 
-    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. A call
-    without the one before that it needs is an EPError.
-
-    Attributes:
-        mode: of combine; `install` sets it.
-        token_indices, token_probs: [T, K] int64 expert ids, -1 where an entry was dropped, and probabilities.
-        dispatched_probs: [rows] float32, float64 with `moe_router_dtype` fp64.
-        tokens_per_expert: [num_local_experts] int64 on the CPU, padding included.
+    `mode` is of combine; `install` sets it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an
+    entry was dropped, and probabilities; `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64;
+    `tokens_per_expert` [num_local_experts] int64 on the CPU, padding included.
     """
 
     mode: CombineMode = "partial"

@@ -1,7 +1,5 @@
 """SGLang's Mixture-of-Experts layers over cute_ep, as a plugin in place of DeepEP V2 (docs/sglang.md)."""
 
-from __future__ import annotations
-
 import logging
 
 LOG = logging.getLogger(__name__)

@@ -93,10 +93,9 @@ class CuteEPDispatcher(BaseDispatcher):
         self._connected()
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput) -> DeepEPv2DispatchOutput:
-        """Send tokens to their experts, and receive those of this rank's experts.
-
-        In an extend batch the host waits for the ranks' numbers of rows: no graph can capture it. A decode batch has
-        room for all rows that may come, and waits for nothing.
+        """Send tokens to their experts, and receive those of this rank's experts. In an extend batch the host waits for
+        the ranks' numbers of rows: no graph can capture it. A decode batch has room for all rows that may come, and
+        waits for nothing. EPError: the dispatch before has had no combine (`give_up`).
 
         Args:
             hidden_states: [T, hidden_size] bfloat16.
@@ -104,14 +103,11 @@ class CuteEPDispatcher(BaseDispatcher):
                 unchanged until the combine has run. An id out of range masks too, and a later call tells it.
 
         Returns:
-            hidden_states: [N, hidden_size] rows, bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
-            hidden_states_scale: None, or scale factors: [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0
-            [N, hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
-            psum_num_recv_tokens_per_expert: [local experts] int32, where each expert's rows end, without padding; zeros
-            if more rows came than there was room for. topk_weights: [N] float32 ones. topk_ids: None.
-
-        Raises:
-            EPError: the dispatch before has had no combine (`give_up`).
+            `hidden_states` [N, hidden_size], bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
+            `hidden_states_scale`: None, or [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0 [N,
+            hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
+            `psum_num_recv_tokens_per_expert`: [local experts] int32, where each expert's rows end, without padding;
+            zeros if more rows came than there was room for. `topk_weights`: [N] float32 ones. `topk_ids`: None.
         """
         ranks, cfg = pools.pool_of(self._group), self.cfg
         WORDS.raise_found(ranks)
@@ -182,8 +178,7 @@ class CuteEPDispatcher(BaseDispatcher):
         self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput, device: torch.device
     ) -> int:
         """The number of tokens. EPInputError: an argument of dispatch breaks its rule."""
-        most = self.cfg.max_tokens_per_rank
-        shape = None, self.cfg.hidden
+        most, shape = self.cfg.max_tokens_per_rank, (None, self.cfg.hidden)
         checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
         tokens = hidden_states.shape[0]
         require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
@@ -218,8 +213,7 @@ def _sms() -> int | None:
 def packed_columns(scales: torch.Tensor) -> torch.Tensor:
     """[N, n] scale factors as [N, n / 4] int32 exponents, neighbours along N."""
     packed = packed_exponents(scales)
-    out = torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t()
-    return out.copy_(packed)
+    return torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t().copy_(packed)
 
 
 def _format(fp8: bool, block: int, hidden: int) -> FormatName:
@@ -231,6 +225,5 @@ def _format(fp8: bool, block: int, hidden: int) -> FormatName:
     rule, known = "activation_scale_block_size = {}: must be {} on this GPU", " or ".join(map(str, formats))
     require(block in formats, rule, block, known, error=EPConfigError)
     multiple = FORMATS[formats[block]].block * (PACKED if packed else 1)
-    whole = hidden % multiple == 0
-    require(whole, "hidden_size = {}: must be a multiple of {}", hidden, multiple, error=EPConfigError)
+    require(hidden % multiple == 0, "hidden_size = {}: must be a multiple of {}", hidden, multiple, error=EPConfigError)
     return formats[block]

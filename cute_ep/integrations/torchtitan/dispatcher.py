@@ -49,15 +49,13 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """HybridEP's, so that torchtitan takes it where it takes HybridEP's.
+        """HybridEP's, so that torchtitan takes it where it takes HybridEP's. `non_blocking_capacity_factor` is in (0,
+        1]; `pad_multiple`: each expert's rows are padded with zeros to a multiple of it.
 
-        Args:
-            non_blocking_capacity_factor: as described above, in (0, 1].
-            pad_multiple: each expert's rows are padded with zeros to a multiple of it.
-            hidden_dim, num_max_tokens_per_rank: with both the ranks connect when the model is parallelised; otherwise
-                in the first call, and again when more tokens come.
-            mode: of combine. "partial" adds rows of each rank first, which rounds once more a rank; "exact" sends more.
-            sms: SMs that one kernel may take; None: all but 8, which are left to FSDP's NCCL kernels.
+        With `hidden_dim` and `num_max_tokens_per_rank` the ranks connect when the model is parallelised; otherwise in
+        the first call, and again when more tokens come. `mode` is of combine: "partial" adds rows of each rank first,
+        which rounds once more a rank; "exact" sends more. `sms`: SMs that one kernel may take; None: all but 8, which
+        are left to FSDP's NCCL kernels.
         """
 
         mode: CombineMode = "partial"
@@ -67,8 +65,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
         good = factor is None or (is_number(factor) and 0 < factor <= 1)
-        rule = "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None"
-        require(good, rule, factor, error=EPConfigError)
+        require(good, "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None", factor, error=EPConfigError)
         checks.mode("mode", config.mode)
         checks.sms("sms", config.sms)
         self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
@@ -163,8 +160,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         shape = tokens, self.top_k
         checks.given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=ranks.device)
         checks.given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
-        experts = (self.num_experts,)
-        checks.given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
+        checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=ranks.device)
         pools.config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 

@@ -155,10 +155,8 @@ def attach(
 
     All experts modules in the model that transformers' experts interface serves get the implementation "cute_ep". The
     parameters stay where they are, and the model can be trained, saved and loaded as before. A copy of the model, or
-    one that was pickled, must be attached itself: its experts raise EPError until then.
-
-    Tokens travel as bfloat16, and so do the experts' outputs, or their sums, and the gradients of both; sums are made
-    in float32.
+    one that was pickled, must be attached itself: its experts raise EPError until then. Tokens travel as bfloat16, and
+    so do the experts' outputs, or their sums, and the gradients of both; sums are made in float32.
 
     Args:
         model: a model of transformers, or any module that contains one or its experts.

@@ -30,18 +30,10 @@ Made = TypeVar("Made")
 
 
 class Exchange:
-    """The communicators of all ranks, which are in this process. Its calls may come from any thread, and where ranks
-    share a device they wait for their results.
-
-    Args:
-        pool: what they are opened in; it closes them, or when nobody has it any more the next call of another one.
-        cfg: the group's configuration, of bfloat16 rows. Raises what `connect_local` raises.
-        closed: what EPError says where a call comes afterwards.
-
-    Attributes:
-        communicators, devices: one a rank.
-        waits: whether calls wait.
-    """
+    """The communicators of all ranks, which are in this process: one a rank, opened in a pool, which closes them, for
+    bfloat16 rows of configuration `cfg`. Raises what `connect_local` raises. Calls may come from any thread; where
+    ranks share a device they wait for their results (`waits`). `closed`: what EPError says where a call comes too
+    late."""
 
     def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
         self.cfg, self._pool, self._closed = cfg, pool, closed
@@ -199,12 +191,10 @@ class _Combine(torch.autograd.Function):
         of_rows: list[Tensor | None] = [None] * len(for_rows)
         if any(for_rows):
             back = one.exchange.dispatch(one.share(grad.to(torch.bfloat16)), one.ids, None, one.rows)
-            pairs = zip(back, one.batches, strict=True)
-            of_rows = [weighted(batch.tokens, own.row_weights) for batch, own in pairs]
+            of_rows = [weighted(batch.tokens, own.row_weights) for batch, own in zip(back, one.batches, strict=True)]
         of_weights = None
         if for_weights:
-            rows = ctx.saved_tensors
-            home = one.exchange.combine(rows, one.batches, None, mode="unweighted", dtype=torch.bfloat16)
+            home = one.exchange.combine(ctx.saved_tensors, one.batches, None, mode="unweighted", dtype=torch.bfloat16)
             products = [inner_products(own, part) for own, part in zip(home, one.share(grad), strict=True)]
             of_weights = _whole(products, grad.device).to(ctx.kind)
         return None, None, of_weights, *of_rows

@@ -47,8 +47,7 @@ class CuteEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
-        sizes = VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()
-        named_config(NAMES, sizes, error=EPConfigError)
+        named_config(NAMES, (VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()), error=EPConfigError)
         self._experts: Any = experts
 
     @torch.compiler.disable
@@ -58,8 +57,7 @@ class CuteEP(EPImplementation):
         VariantMissing: as `connect`. EPTimeout: a rank does not come."""
         experts.check_routed(hidden_states, top_k_index, top_k_weights)
         checks.most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
-        own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))
-        out = self._exchange(*own)
+        out = self._exchange(*(self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights)))
         if self.tp_mesh.size() == 1:
             return out
         shape = hidden_states.shape
@@ -77,8 +75,7 @@ class CuteEP(EPImplementation):
         ranks, sizes = pools.pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
         checks.given("hidden_states", x, device=ranks.device)
         pools.config_for(ranks, NAMES, sizes, len(x))
-        with_gradient = torch.is_grad_enabled() and weights.requires_grad
-        given = None if with_gradient else weights.detach()
+        given = None if torch.is_grad_enabled() and weights.requires_grad else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         counts = ranks.exchange_counts(routes, self.num_experts)
         comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, sizes, counts.tokens))

@@ -120,15 +120,12 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class Shards:
-    """The weights of each rank's experts, from a module that has those of all.
+    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each of the
+    `devices`.
 
     A rank on the module's device gets views. One on another device gets copies: with gradients at every call, without
     them once, as long as the parameter stays the same tensor, at the same address, of the same version. (Writes through
     `.data` do not change its version.)
-
-    Args:
-        counts: experts of each rank; the sum is the module's number.
-        devices: where they should be.
     """
 
     def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
@@ -183,14 +180,9 @@ def run(
     module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, row_offsets: Tensor
 ) -> Tensor:
     """The outputs of a rank's experts for its rows, [N, hidden] bfloat16, from tokens of that kind in the order of
-    experts.
-
-    Args:
-        module: the experts module, for its flags, gate and activation.
-        found: what `find_gate` returned for it. Without gradients bfloat16 experts use `fused_silu`.
-        weights: the rank's part of each of `weight_names`, G experts.
-        row_offsets: [groups + 1] int32, of the tokens' batch; groups beyond G have no rows.
-    """
+    experts. `weights` has the rank's part of each of `weight_names`, G experts; `row_offsets` is [groups + 1] int32,
+    groups beyond G have no rows. Where `find_gate` has found a gate, bfloat16 experts without gradients use
+    `fused_silu`."""
     up, down, *_ = weight_names(module)
     groups = len(weights[up])
     if not groups or not len(tokens):

@@ -62,8 +62,7 @@ class CuteEPBatched(CuteEPLayer):
         if not fp8:
             named = isinstance(quant.quant_dtype, str) and not _is_nvfp4(quant)
             rule = "quant_dtype = {!r}: has no batched format; use --all2all-backend cute_ep"
-            good = fused_experts.expects_unquantized_inputs or not named
-            require(good, rule, quant.quant_dtype, error=EPConfigError)
+            require(fused_experts.expects_unquantized_inputs or not named, rule, quant.quant_dtype, error=EPConfigError)
             return cfg
         ranks, tokens = cfg.world_size, cfg.max_tokens_per_rank
         self._packed = fused_experts.supports_packed_ue8m0_act_scales()

@@ -108,8 +108,7 @@ def _make_manager() -> None:
             return
         given = signature.bind(self, *arguments, **named).arguments
         if given.get("global_ranks") is not None:  # of groups that torch.distributed does not know
-            name = self.all2all_backend
-            raise EPConfigError(f"all2all_backend = {name!r}: must be used without --enable-elastic-ep")
+            raise EPConfigError(f"all2all_backend = {self.all2all_backend!r}: must be used without --enable-elastic-ep")
         from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 
         _make_layers()
