@@ -212,8 +212,8 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
     workspace.is_workspace_manager_initialized = lambda: True
     workspace.current_workspace_manager = lambda: SimpleNamespace(is_locked=lambda: False)
     sizes = {"hidden": 512, "num_experts": experts, "top_k": top_k, "max_tokens": 1023}
-    options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8)
-    monkeypatch.setattr(standard, "_capturing", lambda device: True)
+    pool = SimpleNamespace(capturing=lambda: True)
+    options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8, pool=pool)
     layer = standard.CuteEPStandard(
         manager, standard.LayerSizes(**sizes), sp_size=shared_by, graphs=True, options=options
     )

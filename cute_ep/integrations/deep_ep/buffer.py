@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from cute_ep import EPConfigError, EPInputError, memory_bytes
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import as_rows, require, roomy_config
 from cute_ep.integrations.deep_ep import calls
@@ -118,7 +117,7 @@ class Buffer(LowLatency):
         None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank; the event."""
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
         calls.check_experts(num_experts, self.group_size)
-        checks.given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._pool.device)
+        checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
         routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
         return routes.by_rank, None, routes.by_expert, routes.goes, calls.finished(async_finish)

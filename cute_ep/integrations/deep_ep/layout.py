@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import require
 from cute_ep.integrations.deep_ep import calls
@@ -66,15 +65,15 @@ def check_layout(
 ) -> None:
     """EPInputError unless `routes_of` can take these arguments of a dispatch, which `get_dispatch_layout` has not
     made."""
-    checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=ID_TYPES, device=device)
+    checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=checks.ID_TYPES, device=device)
     checks.given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
-    checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=ID_TYPES, device=device)
+    checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=checks.ID_TYPES, device=device)
     experts = by_expert.shape[0]
     calls.check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
     if topk_idx is not None:
         rule = "num_tokens_per_expert.shape[0] = {}: must not exceed {} with an is_token_in_rank of one's own"
         require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
-        checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=ID_TYPES, device=device)
+        checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=checks.ID_TYPES, device=device)
         checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from cute_ep import Dispatched, EPInputError
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
@@ -118,7 +117,7 @@ class LowLatency(Pooled):
         checks.given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
         tokens, hidden = x.shape
         require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_dispatch_tokens_per_rank = {}", tokens, most)
-        checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=device)
+        checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=checks.ID_TYPES, device=device)
         whole = not use_ue8m0 or hidden % PACKED_COLUMNS == 0
         require(whole, "x.shape[1] = {}: must be a multiple of {}", hidden, PACKED_COLUMNS)
         calls.check_stats(stats, num_experts // ranks, device)
@@ -182,7 +181,7 @@ class LowLatency(Pooled):
             rule = "must be called before its rows are combined; dispatch again if it was lost"
             raise EPInputError(f"handle: the dispatch's hook {rule}")
         entries, extents = tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
-        checks.given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
+        checks.given("topk_idx", topk_idx, shape=entries, dtype=checks.ID_TYPES, device=place)
         checks.given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(own)

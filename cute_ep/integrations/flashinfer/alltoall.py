@@ -10,7 +10,6 @@ from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, named_config, require
 from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
@@ -119,7 +118,7 @@ class MoeAlltoAll:
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
         checks.absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
-        checks.given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
+        checks.given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=checks.ID_TYPES)
         scales_at, ids_at, weights_at = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
         rows, most = input_payloads[0], runtime_max_tokens_per_rank
         scales = None if scales_at is None else input_payloads[scales_at]

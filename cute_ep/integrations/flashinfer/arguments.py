@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cute_ep import EPConfigError, EPInputError
-from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, require
@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
         tokens = rows.shape[0]
         require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
         entries = tokens, top_k
-        checks.given(self.ids, ids, shape=entries, dtype=ID_TYPES, device=device)
+        checks.given(self.ids, ids, shape=entries, dtype=checks.ID_TYPES, device=device)
         if weights is not None:
             checks.given(self.weights, weights, shape=entries, dtype=FLOATS, device=device)
         if scales is not None:

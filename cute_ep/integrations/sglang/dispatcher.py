@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common import checks, pools, reports, versions
 from cute_ep.integrations.common.blocks import PACKED, packed_exponents
@@ -113,7 +112,14 @@ class CuteEPDispatcher(BaseDispatcher):
         WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
-        tokens = self._check_dispatch(hidden_states, topk_output, ranks.device)
+        shape, most, device = (None, cfg.hidden), cfg.max_tokens_per_rank, ranks.device
+        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
+        tokens = hidden_states.shape[0]
+        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
+        for name, types in (("topk_ids", checks.ID_TYPES), ("topk_weights", FLOATS)):
+            given, rule = getattr(topk_output, name, None), "topk_output = {}: must be StandardTopKOutput"
+            require(given is not None, rule, type(topk_output).__name__)
+            checks.given(f"topk_output.{name}", given, shape=(tokens, cfg.top_k), dtype=types, device=device)
         communicator = self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = topk_output.topk_weights.to(torch.float32).contiguous()
@@ -173,20 +179,6 @@ class CuteEPDispatcher(BaseDispatcher):
         """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
         combine waits for all."""
         self._batch = None
-
-    def _check_dispatch(
-        self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput, device: torch.device
-    ) -> int:
-        """The number of tokens. EPInputError: an argument of dispatch breaks its rule."""
-        most, shape = self.cfg.max_tokens_per_rank, (None, self.cfg.hidden)
-        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
-        tokens = hidden_states.shape[0]
-        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
-        for name, types in (("topk_ids", ID_TYPES), ("topk_weights", FLOATS)):
-            given, rule = getattr(topk_output, name, None), "topk_output = {}: must be StandardTopKOutput"
-            require(given is not None, rule, type(topk_output).__name__)
-            checks.given(f"topk_output.{name}", given, shape=(tokens, self.cfg.top_k), dtype=types, device=device)
-        return tokens
 
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""

@@ -14,7 +14,6 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Hyb
 import cute_ep.ops
 from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer, is_number
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.integrations.common import checks, pools, reports
@@ -115,9 +114,18 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
             [R, D] rows of the type of `x_TD` by expert; with a capacity factor zeros behind the last one. [e] int32
             rows of each local expert, padding included. What `combine` takes.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling, counts = torch.compiler.is_compiling(), num_local_tokens_per_expert_E
         if not compiling:
-            self._check_dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
+            pool, types = self._ranks(), checks.ID_TYPES
+            WORDS.raise_found(pool)
+            checks.given("x_TD", x_TD, shape=(None, None), dtype=FLOATS, device=pool.device)
+            checks.most("x_TD.shape[0]", x_TD.shape[0], FEWER)
+            shape = x_TD.shape[0], self.top_k
+            checks.given("topk_scores_TK", topk_scores_TK, shape=shape, dtype=FLOATS, device=pool.device)
+            checks.given("topk_expert_ids_TK", topk_expert_ids_TK, shape=shape, dtype=types, device=pool.device)
+            checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=pool.device)
+            sizes = x_TD.shape[1], self.num_experts, self.top_k
+            pools.config_for(pool, NAMES, sizes, x_TD.shape[0], self.alignment)
         (tokens, hidden), name = x_TD.shape, self.communicator
         if name is None or tokens > self._room or not (compiling or is_open(name)):  # compiled code keeps its own
             self._connect(hidden, tokens)
@@ -125,7 +133,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
         factor, unit = self.config.non_blocking_capacity_factor, self.alignment
         if factor is None:  # by ops that torchtitan's selective checkpointing saves
-            heard = all_to_all_single(num_local_tokens_per_expert_E, None, None, self.ep_mesh.get_group())
+            heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
             if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
                 heard = heard.wait()
             rows = int(align_up(heard.view(ranks, local).sum(0), unit).sum().to("cpu"))
@@ -149,19 +157,6 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         dtype = x_TD.dtype if x_TD.dtype in OUTPUT_TYPES else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
         return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
-
-    def _check_dispatch(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> None:
-        """EPInputError: an argument of dispatch breaks its rule, or one of an earlier call did."""
-        ranks = self._ranks()
-        WORDS.raise_found(ranks)
-        checks.given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
-        tokens, hidden = x.shape
-        checks.most("x_TD.shape[0]", tokens, FEWER)
-        shape = tokens, self.top_k
-        checks.given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=ranks.device)
-        checks.given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
-        checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=ranks.device)
-        pools.config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
 class CuteEPSelectiveAC(SelectiveAC):

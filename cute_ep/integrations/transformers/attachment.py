@@ -210,30 +210,12 @@ class _Layer:
         self.shards = experts.Shards(counts, attachment.devices)
         self.gates: list[experts.FoundGate | None] = []  # one, looked up by the first pass: before, weights may lack
 
-    def forward(self, module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        experts.check_routed(hidden, ids, weights, experts.hidden_size(module))
-        if not self.gates:
-            self.gates.append(experts.find_gate(module))
-        names, number, attachment = experts.weight_names(module), module.num_experts, self.attachment
-        read = (hidden, weights, *module.parameters(), *(getattr(module, name) for name in names))
-        with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
-        ranks = attachment.exchange(hidden.shape[1], number, ids.shape[1], len(hidden))
-        # masks: transformers does it with `num_experts`
-        routes = count_routes(ids, number, len(attachment.devices), weights=weights.detach(), mask=True)
-        one = Round(ranks, routes, gradients=with_gradient, mode=attachment.mode)
-        shards = {name: self.shards.of(module, name) for name in names}
-        rows = []
-        for rank, tokens in enumerate(one.dispatch(hidden)):
-            own = {name: parts[rank] for name, parts in shards.items()}
-            rows.append(experts.run(module, self.gates[0], own, tokens, one.batches[rank].row_offsets))
-        return one.combine(rows, weights, hidden)
-
 
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable
-def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts implementation "cute_ep", as transformers calls it. Differentiable in hidden states, weights and the
     module's parameters. Compiled code calls it as it is, behind a graph break.
 
@@ -247,4 +229,19 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
         why = "its model is a copy, was loaded, or shares its configuration with one that is attached"
         call = "call cute_ep.integrations.transformers.attach(model, ...)"
         raise EPError(f"{type(module).__name__}: is not attached to ranks ({why}); {call}")
-    return layer.forward(module, hidden_states, top_k_index, top_k_weights)
+    experts.check_routed(hidden_states, top_k_index, top_k_weights, experts.hidden_size(module))
+    if not layer.gates:
+        layer.gates.append(experts.find_gate(module))
+    names, number, attachment = experts.weight_names(module), module.num_experts, layer.attachment
+    read = (hidden_states, top_k_weights, *module.parameters(), *(getattr(module, name) for name in names))
+    with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
+    ranks = attachment.exchange(hidden_states.shape[1], number, top_k_index.shape[1], len(hidden_states))
+    # masks: transformers does it with `num_experts`
+    routes = count_routes(top_k_index, number, len(attachment.devices), weights=top_k_weights.detach(), mask=True)
+    one = Round(ranks, routes, gradients=with_gradient, mode=attachment.mode)
+    shards = {name: layer.shards.of(module, name) for name in names}
+    rows = []
+    for rank, tokens in enumerate(one.dispatch(hidden_states)):
+        own = {name: parts[rank] for name, parts in shards.items()}
+        rows.append(experts.run(module, layer.gates[0], own, tokens, one.batches[rank].row_offsets))
+    return one.combine(rows, top_k_weights, hidden_states)

@@ -17,7 +17,6 @@ from torch.func import functional_call
 from cute_ep import EPConfigError, Gate, fused_silu
 from cute_ep.api.config import is_number
 from cute_ep.api.host import host_list
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
@@ -59,7 +58,7 @@ def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tens
     tokens, place = hidden_states.shape[0], hidden_states.device
     rule = "{}.dtype = {}: must be a floating type"
     require(hidden_states.is_floating_point(), rule, "hidden_states", hidden_states.dtype)
-    checks.given("top_k_index", top_k_index, shape=(tokens, None), dtype=ID_TYPES, device=place)
+    checks.given("top_k_index", top_k_index, shape=(tokens, None), dtype=checks.ID_TYPES, device=place)
     checks.integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
     checks.given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
     require(top_k_weights.is_floating_point(), rule, "top_k_weights", top_k_weights.dtype)

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
 from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.tensors import overlap
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import FLOATS, as_rows, require
@@ -239,7 +238,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
         shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
         require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
-        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
+        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=checks.ID_TYPES, device=device)
         checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
         require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
         require(cfg.format is BF16 or not given.defer_input_quant, DEFERRED)

@@ -97,22 +97,17 @@ class CuteEPStandard(CuteEPLayer):
 
         return Sending((rows, ids, weights), scales, out, result)
 
-    def _most_tokens(self, tokens: int) -> int:
-        """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
-        context = get_forward_context() if is_forward_context_available() else None
-        if context is None or context.dp_metadata is None:
-            return self._cfg.max_tokens_per_rank
-        most = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max()))
-        require(tokens <= most, MOST, tokens, most, "the most that vLLM says a rank has")
-        return most
-
     def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
         """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L]
         int32 rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were
         counted."""
-        cfg = self._cfg
-        most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
-        if most > self._options.static_rows and not _capturing(topk_ids.device):
+        cfg, tokens = self._cfg, self._cfg.max_tokens_per_rank  # what no rank has more than, the same on all ranks
+        context = get_forward_context() if is_forward_context_available() else None
+        if context is not None and context.dp_metadata is not None:
+            tokens, own = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max())), topk_ids.shape[0]
+            require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
+        most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
+        if most > self._options.static_rows and not self._manager.pool.capturing():
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
             asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
             counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked)
@@ -156,8 +151,3 @@ class CuteEPStandard(CuteEPLayer):
         local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
         inside = row - batch.row_offsets[local] < batch.row_counts[local]
         return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
-
-
-def _capturing(device: torch.device) -> bool:
-    """Whether work for a device goes into a CUDA graph, which no host can wait for."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
