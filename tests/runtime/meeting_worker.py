@@ -64,7 +64,7 @@ def layer(group: dist.ProcessGroup) -> Callable[[], None]:
 
 def adapter(group: dist.ProcessGroup) -> Callable[[], None]:
     pool = GroupPool(group)
-    communicator_for(pool, SAME, (128, 6, 2), 16)
+    communicator_for(pool, SAME, (128, 6, 2, 16))
     return pool.close
 
 

@@ -155,8 +155,8 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alignment_for(multiple: int, name: str = "padding") -> int:
-    """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this. EPConfigError,
-    which calls the multiple `name`: there is none."""
+    """The least `row_alignment` that pads to a multiple of this. EPConfigError, which calls it `name`: there is
+    none."""
     integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:

@@ -41,8 +41,7 @@ class Hook:
         self._halves, self._round = halves, one
 
     def __call__(self) -> None:
-        """EPInputError: the hook of an earlier call must be called first. EPError: the round was given up. EPTimeout: a
-        rank does not come."""
+        """EPInputError: an earlier call's hook must be called first. EPError: the round was given up."""
         self._halves.receive(self._round)
 
     def __del__(self) -> None:
@@ -78,8 +77,8 @@ class Halves:
         hooked: bool,
         scales: torch.Tensor | None = None,
     ) -> Hook | None:
-        """Send rows with their ids and weights, behind `make_way`. `received` gets the batch: now, or if it is `hooked`
-        from the hook, which is returned then."""
+        """Send rows, ids and weights, behind `make_way`. `received` gets the batch: now, or from the hook, if
+        `hooked`."""
         captured = self._pool.note_capture(communicator)
         if not hooked:
             received(communicator.dispatch(*sent, out=out, scales=scales))

@@ -41,8 +41,7 @@ class Words:
         return f"{self.ids}: brought {seen} rows to local expert {index - 1}, {why}"
 
     def raise_found(self, pool: GroupPool) -> None:
-        """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting. To be
-        called before a call sends anything."""
+        """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting."""
         for communicator in pool.communicators:
             if not (found := communicator.take_input_errors()):
                 continue

@@ -63,8 +63,7 @@ class Buffer(LowLatency):
         self._normal = NormalMode(self._pool, lambda device: Buffer.num_sms, self._words)
 
     def destroy(self) -> None:
-        """Give all memory back; collective. Hooks and handles from before are of no use then; later calls connect
-        again."""
+        """Give all memory back; collective. Earlier hooks and handles are of no use then; later calls connect again."""
         self._halves.forget()
         self._pool.close()
 
@@ -89,8 +88,7 @@ class Buffer(LowLatency):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that a bfloat16 communicator of low-latency mode takes with 8 experts per token, for information.
-        EPInputError: an argument breaks its rule."""
+        """Bytes that a bfloat16 communicator of low-latency mode takes with top-8; for information."""
         checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
         most = num_max_dispatch_tokens_per_rank
         checks.integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)

@@ -93,8 +93,7 @@ class ElasticBuffer(Pooled):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that a bfloat16 communicator takes with as many experts as entries, a multiple of 2 MiB; for
-        information. EPInputError: a size breaks its rule."""
+        """Bytes that a bfloat16 communicator takes with as many experts as entries; for information."""
         return _size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -105,7 +104,7 @@ class ElasticBuffer(Pooled):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *others: float, **named: float) -> int:
         """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
-        are. Nothing is derived from the arguments."""
+        are."""
         wanted = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS
         device = self._pool.device
         if device.type == "cpu":
@@ -255,8 +254,7 @@ class ElasticBuffer(Pooled):
     def _begin(
         self, event: EventHandle | EventOverlap | None, second: EventHandle | EventOverlap | None, on_comm_stream: bool
     ) -> None:
-        """Have the current stream wait for previous events. EPInputError: the options do not go together, or what
-        kernels have found wrong with earlier calls."""
+        """Have the current stream wait for previous events. EPInputError: as of `LowLatency._begin`."""
         calls.check_event("previous_event", event, EventHandle, EventOverlap)
         calls.check_event("previous_event_before_epilogue", second, EventHandle, EventOverlap)
         require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")

@@ -57,8 +57,7 @@ class Layout(NamedTuple):
 
 
 class computed:
-    """A property that is computed each time it is read, since the replay of a CUDA graph brings something else, unless
-    the object was given another value."""
+    """A property that is computed anew, as graph replays bring something else, unless it was given another value."""
 
     def __init__(self, compute: Callable[[Any], torch.Tensor]) -> None:
         self._compute = compute

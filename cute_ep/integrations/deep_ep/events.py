@@ -66,8 +66,7 @@ class EventOverlap:
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning parameters, for which the adapter has no use: launch shapes come from `cute_ep.Tuning`, SMs from
-    `Buffer.set_num_sms`."""
+    """DeepEP's tuning parameters, which have no effect: `cute_ep.Tuning` has launch shapes, `set_num_sms` SMs."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6

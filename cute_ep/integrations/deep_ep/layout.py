@@ -39,8 +39,7 @@ class GivenLayout(NamedTuple):
     def known(
         goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
     ) -> RouteCounts | None:
-        """The counts, if all these are of one layout, unchanged; `topk_idx` may be missing. Of inference tensors torch
-        does not know that."""
+        """The counts, if these are of one layout, unchanged, which torch does not know of inference tensors."""
         made: GivenLayout | None = _GIVEN.get(goes)
         if made is None or (topk_idx is not None and made.topk_idx is not topk_idx):
             return None
@@ -63,8 +62,7 @@ def check_layout(
     ranks: int,
     device: torch.device,
 ) -> None:
-    """EPInputError unless `routes_of` can take these arguments of a dispatch, which `get_dispatch_layout` has not
-    made."""
+    """EPInputError unless `routes_of` takes these, which `get_dispatch_layout` has not made."""
     checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=checks.ID_TYPES, device=device)
     checks.given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
     checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=checks.ID_TYPES, device=device)

@@ -62,8 +62,8 @@ class LowLatency(Pooled):
         self._captured_memory: list[torch.Tensor] = []  # which graphs use
 
     def _begin(self, previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
-        """Have the current stream wait for the event, if there is one. EPInputError: the options do not go together, or
-        what kernels have found wrong with earlier calls."""
+        """Have the current stream wait for the event. EPInputError: options do not go together, or an earlier call was
+        wrong."""
         calls.check_event("previous_event", previous_event, EventOverlap)
         event = None if previous_event is None else previous_event.event
         ok = not on_comm_stream or (event is not None and async_finish)
@@ -203,8 +203,7 @@ class LowLatency(Pooled):
         return out, calls.finished(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
-        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; all handles share it, so it is for the
-        most rows seen. EPInputError: the handle is none."""
+        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`, which all handles share."""
         own = checks.kind("handle", handle, LowLatencyHandle, MADE)
         extents = *own.src_info.shape, own.hidden
         if extents not in self._combine_views:

@@ -195,8 +195,7 @@ class MoeAlltoAll:
             one.destroy()
 
     def _communication(self, hidden: int, name: str) -> CuteEPCommunication:
-        """That for rows of so many elements, which a caller calls `name`; connects where the group has none, then
-        collective."""
+        """That for rows of so many elements, called `name`; connects where the group has none, then collective."""
         if hidden not in self._made:
             bootstrap = BootstrapConfig(world_size=self.ep_size, rank=self.ep_rank, process_group=self._group)
             params = MoEEpCommParams(self.num_experts, self.top_k, self.max_num_tokens, hidden)

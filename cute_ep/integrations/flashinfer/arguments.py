@@ -45,8 +45,8 @@ class Arguments(NamedTuple):
         limits: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """EPInputError unless a dispatch can send these, with `stride` rows for each source. `limits`: how many there
-        may be, and entries of a token."""
+        """EPInputError unless these can be sent, `stride` rows a source; `limits`: the most rows, and entries of a
+        token."""
         most, top_k = limits
         checks.integer(self.most, stride, 1, most)
         checks.given(self.rows, rows, shape=(None, None), device=device)

@@ -94,8 +94,7 @@ class CuteEPCommunication(MoEEpCommunication):
 
     @classmethod
     def is_platform_supported(cls) -> bool:
-        """True: without a GPU the reference backend computes the same bytes. Whether the GPUs of the group reach each
-        other, and have kernels, the constructor finds out."""
+        """True: without a GPU the reference backend computes the same. The constructor finds out what GPUs lack."""
         return True
 
     @torch.no_grad()

@@ -99,13 +99,13 @@ class CuteEPManager(token_dispatcher._DispatchManager):
         require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
         checks.given("routing_map", self.token_indices, device=ranks.device)
         sizes, alignment = (self.num_experts, self.router_topk), self.row_alignment
-        pools.config_for(ranks, NAMES, (hidden, *sizes), tokens, alignment)
+        pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
         every = counts.padded(alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
         comm, scalars = (
-            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes), counts.tokens, alignment, sms))
+            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), alignment, sms))
             for columns in (hidden, SCALAR_HIDDEN)
         )
         received = dispatch_weighted(

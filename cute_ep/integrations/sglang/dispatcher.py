@@ -176,8 +176,7 @@ class CuteEPDispatcher(BaseDispatcher):
         return total
 
     def give_up(self) -> None:
-        """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
-        combine waits for all."""
+        """Forget a dispatch that gets no combine, on all ranks, as where a request was aborted in between."""
         self._batch = None
 
     def _connected(self) -> EPCommunicator:

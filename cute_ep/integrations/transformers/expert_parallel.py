@@ -74,11 +74,11 @@ class CuteEP(EPImplementation):
         group = self.ep_mesh.get_group()
         ranks, sizes = pools.pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
         checks.given("hidden_states", x, device=ranks.device)
-        pools.config_for(ranks, NAMES, sizes, len(x))
+        pools.config_for(ranks, NAMES, (*sizes, len(x)))
         given = None if torch.is_grad_enabled() and weights.requires_grad else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         counts = ranks.exchange_counts(routes, self.num_experts)
-        comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, sizes, counts.tokens))
+        comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)))
         wide = weights.float() if routes.weights is None else routes.weights
         batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=sum(counts.entries))
         out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)

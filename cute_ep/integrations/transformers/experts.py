@@ -52,8 +52,7 @@ def check_experts(name: str, module: nn.Module) -> None:
 
 
 def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None = None) -> None:
-    """EPInputError unless they are of the same tokens, [T, hidden], [T, K] and [T, K], on one device. `hidden`: None
-    for any."""
+    """EPInputError unless they are [T, hidden], [T, K] and [T, K] on one device. `hidden`: None for any."""
     checks.given("hidden_states", hidden_states, shape=(None, hidden))
     tokens, place = hidden_states.shape[0], hidden_states.device
     rule = "{}.dtype = {}: must be a floating type"

@@ -28,8 +28,7 @@ PREPARE, FINALIZE = "prepare", "finalize"
 
 
 class LayerSizes(NamedTuple):
-    """Of a layer; `num_experts` with redundant ones, `max_tokens` the most of a call on a rank
-    (`--max-num-batched-tokens`)."""
+    """Of a layer; redundant experts count, and `max_tokens` of a rank are `--max-num-batched-tokens`."""
 
     hidden: int
     num_experts: int
@@ -106,8 +105,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
 
     @abstractmethod
     def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
-        """How rows for these experts travel. `fp8`: whether they take rows in cute_ep's format, scale factors
-        row-major."""
+        """How rows for these experts travel. `fp8`: whether they take rows in cute_ep's format fp8, row-major."""
 
     def prepare(
         self,
@@ -205,8 +203,7 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The sending half of `finalize`: a hook that receives into `output`, in whatever thread, and nothing more to
-        do. Receives first what another micro-batch has sent."""
+        """The sending half of `finalize`: a hook that receives, in whatever thread, after another micro-batch has."""
         dbo_maybe_run_recv_hook()
         hook = self._finalize(output, fused_expert_output, weight_and_reduce_impl, hooked=True)
         assert hook is not None
@@ -246,8 +243,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     def _returned(
         self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
     ) -> tuple[Tensor, Dispatched]:
-        """The experts' rows, and the batch that they are of. EPInputError: an argument of finalize breaks its rule, or
-        one of an earlier call did."""
+        """The experts' rows, and their batch. EPInputError: an argument of finalize, or of an earlier call, is
+        wrong."""
         WORDS.raise_found(self._manager.pool)
         batch, count = self._batches.get(dbo_current_ubatch_id(), (None, 0))
         if batch is None:

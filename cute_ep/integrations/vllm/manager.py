@@ -62,8 +62,7 @@ class Options:
 
 
 class CuteEPAll2AllManager(All2AllManagerBase):
-    """The communicators of vLLM's expert parallel group, which layers of equal sizes share, and `halves`, the rounds of
-    all layers that wait for their hooks."""
+    """The communicators of vLLM's expert parallel group, and `halves`: the rounds that wait for their hooks."""
 
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
         """Collective over the group. EPConfigError: it is of several machines."""
@@ -75,8 +74,7 @@ class CuteEPAll2AllManager(All2AllManagerBase):
         self.halves = halves.Halves(self.pool, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
-        """The communicator for `cfg`, an EPConfig, and `options`, an Options; connects where there is none, then
-        collective."""
+        """The communicator for a `cfg` and `options`; connects where there is none, then collective."""
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
         checks.sms("additional_config['cute_ep']['sms']", options.sms)

@@ -50,7 +50,7 @@ class CuteEPStandard(CuteEPLayer):
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
-        """`sp_size`: ranks that share out the tokens of one data parallel rank. `graphs`: whether vLLM captures CUDA
+        """`sp_size`: ranks that share out a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA
         graphs."""
         cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
@@ -118,8 +118,7 @@ class CuteEPStandard(CuteEPLayer):
         return self._reserved_rows() if first else most, None, topk_ids.contiguous()
 
     def _reserved_rows(self) -> int:
-        """What later calls can need: those that do not count rows, and those that do, whose tokens name an expert
-        once."""
+        """What later calls can need: uncounted ones, and counted ones, whose tokens name an expert once."""
         cfg = self._cfg
         tokens = self._share(cfg.max_tokens_per_rank)
         uncounted = min(self._most_rows(tokens, cfg.top_k), self._options.static_rows)
