@@ -32,7 +32,8 @@ class GivenLayout(NamedTuple):
         """Count; `known` finds it again by `goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
         versions = _version(topk_idx), _version(routes.counts), _version(routes.goes)
-        _GIVEN[routes.goes] = cls(routes._replace(goes=None), topk_idx, versions)
+        counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
+        _GIVEN[goes] = cls(RouteCounts(counts, by_rank, by_expert, None, ids, last_ids), topk_idx, versions)
         return routes
 
     @staticmethod
@@ -47,7 +48,7 @@ class GivenLayout(NamedTuple):
         same = routes.by_rank is by_rank and routes.by_expert is by_expert
         if not same or versions != (_version(entries), _version(routes.counts), _version(goes)):
             return None
-        return routes._replace(goes=goes)
+        return RouteCounts(routes.counts, by_rank, by_expert, goes, routes.ids, routes.last_ids)
 
 
 def _version(tensor: torch.Tensor) -> int:
