@@ -42,7 +42,16 @@ class Hook:
 
     def __call__(self) -> None:
         """EPInputError: an earlier call's hook must be called first. EPError: the round was given up."""
-        self._halves.receive(self._round)
+        one, halves = self._round, self._halves
+        if one.ended == "received":
+            return
+        if one.ended is not None:
+            raise EPError(f"hook of {one.call}: its round was {one.ended}; make the call again")
+        halves.drop_lost()
+        if halves.oldest(one) is not one:
+            raise EPInputError(f"hook of {one.call}: must be called after those of earlier calls; or {halves.remedy}")
+        one.receive()
+        halves.end(one, "received")
 
     def __del__(self) -> None:
         self._round.lost = True
@@ -53,7 +62,7 @@ class Halves:
     up whose hooks it has, for errors."""
 
     def __init__(self, pool: GroupPool, remedy: str) -> None:
-        self._pool, self._remedy = pool, remedy
+        self._pool, self.remedy = pool, remedy
         self._waiting: list[Round] = []
 
     def make_way(self, communicator: EPCommunicator, call: str, *, whole: bool) -> None:
@@ -64,7 +73,7 @@ class Halves:
         if waiting and (whole or waiting >= most):
             rule = "before a call without one" if whole else f"at most {most} may be left"
             found = f"{call}: {waiting} hook(s) of earlier calls have not been called"
-            raise EPInputError(f"{found}: must be called first, {rule}; or {self._remedy}")
+            raise EPInputError(f"{found}: must be called first, {rule}; or {self.remedy}")
 
     def dispatch(
         self,
@@ -125,22 +134,10 @@ class Halves:
         self._waiting.append(one)
         return Hook(self, one)
 
-    def receive(self, one: Round) -> None:
-        """What a hook does."""
-        if one.ended == "received":
-            return
-        if one.ended is not None:
-            raise EPError(f"hook of {one.call}: its round was {one.ended}; make the call again")
-        self.drop_lost()
-        if self._oldest(one) is not one:
-            raise EPInputError(f"hook of {one.call}: must be called after those of earlier calls; or {self._remedy}")
-        one.receive()
-        self._end(one, "received")
-
     def drop_lost(self) -> None:
         """Receive rounds whose hooks nobody has any more, as far as none that waits is before them."""
         for one in [one for one in self._waiting if one.lost]:
-            if self._oldest(one) is one:
+            if self.oldest(one) is one:
                 self._drop(one)
 
     def give_up(self) -> None:
@@ -151,23 +148,25 @@ class Halves:
     def forget(self) -> None:
         """End all rounds without receiving them, as the communicators are closed."""
         for one in list(self._waiting):
-            self._end(one, "given up by destroy()")
+            self.end(one, "given up by destroy()")
 
     def _drop(self, one: Round) -> None:
         capturing = self._pool.capturing()
         if capturing and not one.captured:
-            rule = f"no graph may receive its round; before a capture {self._remedy}"
+            rule = f"no graph may receive its round; before a capture {self.remedy}"
             raise EPError(f"{one.call}: an earlier call's hook was lost, and {rule}")
         if one.captured and not capturing:
             raise EPError(f"{one.call}: was captured into a CUDA graph without its hook; destroy() and begin again")
         one.drop()
-        self._end(one, "given up")
+        self.end(one, "given up")
 
-    def _end(self, one: Round, how: str) -> None:
+    def end(self, one: Round, how: str) -> None:
+        """It waits no more."""
         self._waiting.remove(one)
         one.ended, one.receive, one.drop = how, object, object  # they hold tensors
 
-    def _oldest(self, one: Round) -> Round:
+    def oldest(self, one: Round) -> Round:
+        """The first that waits of its call and communicator."""
         return next(other for other in self._waiting if _same(other, one.communicator, one.call))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
 from cute_ep.integrations.common import checks
-from cute_ep.integrations.common.checks import require
+from cute_ep.integrations.common.checks import Names, require
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.layouts.maps.formats import FP8
@@ -26,6 +26,9 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
+
+
+NAMES: Names = {"hidden": "x.shape[1]", "top_k": "topk_idx.shape[1]", "world_size": "group.size()"}
 
 
 def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Returned]:

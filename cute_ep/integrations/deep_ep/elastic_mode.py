@@ -17,7 +17,7 @@ import torch
 from cute_ep import EPConfig, EPInputError
 from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.checks import Names, named_config, require
-from cute_ep.integrations.deep_ep.calls import LayoutWords, check_experts
+from cute_ep.integrations.deep_ep import calls
 from cute_ep.integrations.deep_ep.normal import NormalMode, Route
 from cute_ep.integrations.deep_ep.rows import rank_index
 from cute_ep.layouts.maps.record import align_up
@@ -27,10 +27,8 @@ from cute_ep.runtime.routes import count_routes
 from cute_ep.runtime.sums import sum_rows
 
 NAMES: Names = {
-    "hidden": "x.shape[1]",
-    "top_k": "topk_idx.shape[1]",
+    **calls.NAMES,
     "max_tokens_per_rank": "num_max_tokens_per_rank",
-    "world_size": "group.size()",
     "timeout_s": "num_gpu_timeout_secs",
     "row_alignment": "expert_alignment",
 }
@@ -47,7 +45,7 @@ class Layout(NamedTuple):
     def check(self, ranks: int) -> None:
         """EPInputError: a size breaks its rule."""
         experts, most, alignment, expand = self
-        check_experts(experts, ranks)
+        calls.check_experts(experts, ranks)
         require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
         checks.integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         checks.integer("expert_alignment", alignment)
@@ -178,7 +176,7 @@ class ElasticMode(NormalMode):
     names: Names = NAMES
     _made: Callable[..., EPConfig] = staticmethod(named_config)
 
-    def __init__(self, pool: GroupPool, words: LayoutWords, sms: int, timeout_s: float, *, reduce: bool) -> None:
+    def __init__(self, pool: GroupPool, words: calls.LayoutWords, sms: int, timeout_s: float, *, reduce: bool) -> None:
         super().__init__(pool, lambda device: self.sms, words, timeout_s)
         self.sms, self._reduce = sms, reduce
 

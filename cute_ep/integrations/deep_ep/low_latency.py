@@ -21,10 +21,8 @@ from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.pool import Hold
 
 NAMES: Names = {
-    "hidden": "x.shape[1]",
-    "top_k": "topk_idx.shape[1]",
+    **calls.NAMES,
     "max_tokens_per_rank": "num_max_dispatch_tokens_per_rank",
-    "world_size": "group.size()",
     "block_rows": "group.size() * num_max_dispatch_tokens_per_rank",
 }
 HOOK = "return_recv_hook = True: must be False with async_finish"

@@ -33,11 +33,9 @@ from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
 
 NAMES: Names = {
-    "hidden": "x.shape[1]",
+    **calls.NAMES,
     "num_experts": "num_tokens_per_expert.shape[0]",
-    "top_k": "topk_idx.shape[1]",
     "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
-    "world_size": "group.size()",
 }
 FORMATS: dict[bool, dict[str, Any]] = {
     False: {"dispatch_format": "bf16", "scale_layout": None},

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from cute_ep import Dispatched, EPConfig, EPConfigError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
 from cute_ep.integrations.common.checks import Sizes, require
 from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
@@ -38,6 +37,8 @@ class CuteEPBatched(CuteEPLayer):
     each, neighbours along S, of other formats [L, n, m] as vLLM makes them. [L] int32 rows of each expert. None, None:
     experts read no ids and weights.
     """
+
+    _reducer = TopKWeightAndReduceDelegate
 
     def __init__(
         self,
@@ -87,13 +88,6 @@ class CuteEPBatched(CuteEPLayer):
             return *made, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
         return Sending((rows, given.topk_ids.contiguous(), weights), None, blocks.out, result)
-
-    def _returned(
-        self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
-    ) -> tuple[Tensor, Dispatched]:
-        delegate = TopKWeightAndReduceDelegate
-        checks.kind("weight_and_reduce_impl", weight_and_reduce_impl, delegate, f"{delegate.__name__}, combine sums")
-        return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
 
 
 def _config(sizes: Sizes, dispatch_format: FormatName, timeout_s: float) -> EPConfig:

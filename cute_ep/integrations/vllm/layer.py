@@ -67,6 +67,8 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     received. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
     """
 
+    _reducer: type | None = None  # of `weight_and_reduce_impl`, where finalize asks for one
+
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
         """`cfg`: of rows in bfloat16; `max_tokens_per_rank` is `--max-num-batched-tokens`."""
         super().__init__()
@@ -210,8 +212,21 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         return hook, lambda: None
 
     def _finalize(self, output: Tensor, rows: Tensor, reducer: mk.TopKWeightAndReduce, *, hooked: bool) -> Hook | None:
-        communicator, halves = self._connected(), self._manager.halves
-        rows, batch = self._returned(output, rows, reducer)
+        communicator, halves, pool = self._connected(), self._manager.halves, self._manager.pool
+        if self._reducer is not None:
+            checks.kind("weight_and_reduce_impl", reducer, self._reducer, f"{self._reducer.__name__}, combine sums")
+        WORDS.raise_found(pool)
+        batch, count = self._batches.get(dbo_current_ubatch_id(), (None, 0))
+        if batch is None:
+            raise EPInputError("finalize must follow a prepare of the same layer")
+        hidden = self._cfg.hidden
+        checks.given("fused_expert_output", rows, dtype=torch.bfloat16, device=pool.device)
+        if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
+            rule = f"must be {count} rows of {hidden} elements, as prepare returned"
+            raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
+        checks.output("output", output, (batch.topk_ids.shape[0], hidden), pool.device)
+        rows = as_rows(rows.reshape(-1, hidden))
+        rows = rows.clone() if overlap(rows, output) else rows  # vLLM may have experts write to the output
         halves.make_way(communicator, FINALIZE, whole=not hooked)
         hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._mode)
         del self._batches[dbo_current_ubatch_id()]
@@ -239,24 +254,6 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
         require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
         require(cfg.format is BF16 or not given.defer_input_quant, DEFERRED)
-
-    def _returned(
-        self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
-    ) -> tuple[Tensor, Dispatched]:
-        """The experts' rows, and their batch. EPInputError: an argument of finalize, or of an earlier call, is
-        wrong."""
-        WORDS.raise_found(self._manager.pool)
-        batch, count = self._batches.get(dbo_current_ubatch_id(), (None, 0))
-        if batch is None:
-            raise EPInputError("finalize must follow a prepare of the same layer")
-        hidden, device, rows = self._cfg.hidden, self._manager.pool.device, fused_expert_output
-        checks.given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
-        if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
-            rule = f"must be {count} rows of {hidden} elements, as prepare returned"
-            raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
-        checks.output("output", output, (batch.topk_ids.shape[0], hidden), device)
-        rows = as_rows(rows.reshape(-1, hidden))
-        return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
 
 
 def quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
