@@ -219,7 +219,7 @@ def vllm(me: Rank) -> Iterator[Work]:
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.layer import LayerSizes
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     scale = torch.ones(1, 1, 1, device=me.device)

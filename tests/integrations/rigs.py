@@ -196,7 +196,7 @@ class VLLM(Rig):
         name = "batched" if batched else "standard"
         module: Any = importlib.import_module(f"cute_ep.integrations.vllm.{name}")
         manager: Any = importlib.import_module("cute_ep.integrations.vllm.manager")
-        options: Any = importlib.import_module("cute_ep.integrations.vllm.options")
+        options: Any = importlib.import_module("cute_ep.integrations.vllm.manager")
         self.group, self.manager = group, manager.CuteEPAll2AllManager(group)
         sizes = {"hidden": HIDDEN, "num_experts": EXPERTS, "top_k": SLOTS, "max_tokens": MOST}
         make = module.CuteEPBatched if batched else module.CuteEPStandard

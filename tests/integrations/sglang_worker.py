@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPInputError
+from cute_ep.integrations.common import pools
 from cute_ep.integrations.common.pools import close
 from cute_ep.testing.compare import assert_bits
 from cute_ep.testing.workloads import ROUTINGS, make_inputs
@@ -224,7 +225,7 @@ class Rank:
         goes = (given[self.rank][1] // (EXPERTS // self.world) == 0).any(dim=1)
         assert torch.equal(got.isnan().all(dim=1).cpu(), goes) and bool(self.ends.any()) == (self.rank == 1)
         try:
-            self.module.WORDS.synchronize(self.module.pool_of(dist.group.WORLD))
+            self.module.WORDS.synchronize(pools.pool_of(dist.group.WORLD))
         except EPInputError as error:
             self.told.append(str(error))
         assert len(self.told) == (self.rank == 0) and all(f"{self.module.LIMIT}: left room" in one for one in self.told)

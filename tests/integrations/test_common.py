@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.integrations.common.checks import LEAST_TOKENS, alignment_for, check_most, room_for
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import LEAST_TOKENS, alignment_for, room_for
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
 from cute_ep.runtime.counts import ReceiveCounts
 
@@ -31,11 +32,11 @@ def test_too_many_tokens_stay_too_many() -> None:
 
 
 def test_too_many_tokens_are_refused_with_what_to_do() -> None:
-    check_most("x.shape[0]", MAX_TOKENS_PER_RANK, "raise --context-parallel-size")
+    checks.most("x.shape[0]", MAX_TOKENS_PER_RANK, "raise --context-parallel-size")
     with pytest.raises(
         EPInputError, match=r"x.shape\[0\] = 32769: must not exceed 32768 .*; raise --context-parallel-size"
     ):
-        check_most("x.shape[0]", MAX_TOKENS_PER_RANK + 1, "raise --context-parallel-size")
+        checks.most("x.shape[0]", MAX_TOKENS_PER_RANK + 1, "raise --context-parallel-size")
 
 
 @pytest.mark.parametrize(("multiple", "alignment"), [(1, 1), (16, 16), (32, 64), (128, 128)])

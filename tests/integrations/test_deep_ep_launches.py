@@ -158,7 +158,7 @@ def test_calls_tell_what_kernels_have_reported_before_they_launch(
     elastic_rows, _, _, other, _ = elastic.dispatch(X, IDS, **static, do_cpu_sync=False)
     calls: list[tuple[Any, Any]] = [
         (one, call)
-        for one in (handle.route.of_rows.communicator, own.communicator)
+        for one in (handle.route.of_rows.hold.communicator, own.hold.communicator)
         for call in (
             lambda: buffer.get_dispatch_layout(IDS, EXPERTS),
             lambda: buffer.dispatch(X, *given, **worst),
@@ -169,7 +169,7 @@ def test_calls_tell_what_kernels_have_reported_before_they_launch(
             lambda: buffer.low_latency_combine(blocks, IDS, WEIGHTS, own),
         )
     ]
-    of_elastic = other.route.of_rows.communicator
+    of_elastic = other.of_rows.hold.communicator
     calls += [
         (of_elastic, lambda: elastic.dispatch(X, IDS, **static, do_cpu_sync=False)),
         (of_elastic, lambda: elastic.dispatch(X, handle=other)),

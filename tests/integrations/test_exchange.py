@@ -50,10 +50,10 @@ def passed(ranks: Exchange, ids: Tensor) -> tuple[list[int], Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, weights = torch.randn(len(ids), HIDDEN, generator=generator), torch.rand(ids.shape, generator=generator)
     one = Round(ranks, counted(ids, weights), gradients=False, mode="partial")
-    rows = exchange.dispatch(one, x)
+    rows = one.dispatch(x)
     assert [len(each) for each in rows] == one.rows
     outs = [each * (rank + 1) for rank, each in enumerate(rows)]
-    return one.rows, exchange.combine(one, outs, weights, x)
+    return one.rows, one.combine(outs, weights, x)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -62,7 +62,7 @@ def test_there_is_room_for_the_rows_that_come(gradients: bool, ranks: Exchange) 
     ranks.waits = not gradients
     ids, x = torch.tensor([[0, 1, 1, -1], [2, -1, -1, -1]]), torch.randn(2, HIDDEN, requires_grad=gradients)
     one = Round(ranks, counted(ids, torch.rand(2, SLOTS)), gradients=gradients, mode="partial")
-    assert [len(rows) for rows in exchange.dispatch(one, x)] == one.rows == [3, 1, 0, 0]
+    assert [len(rows) for rows in one.dispatch(x)] == one.rows == [3, 1, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["any", "first", "last", "none"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cute_ep.api.errors import EPError, EPInputError
-from cute_ep.integrations.common.halves import Halves
+from cute_ep.integrations.common.halves import Halves, Round
 from cute_ep.integrations.deep_ep import Buffer
 
 from .groups import on_buffers, on_groups
@@ -235,8 +236,9 @@ class Communicator:
 )
 def test_no_graph_receives_a_round_that_it_has_not_sent(captured: bool, capturing: bool, rule: str | None) -> None:
     """Each replay would receive another one's."""
-    halves, one, dropped = Halves(lambda: capturing, "clean up"), Communicator(), []
-    halves.sent(one, "send", lambda: None, lambda: dropped.append(1), captured=captured)  # type: ignore[arg-type]
+    pool: Any = SimpleNamespace(capturing=lambda: capturing)
+    halves, one, dropped = Halves(pool, "clean up"), Communicator(), []
+    halves.sent(Round(one, "send", lambda: None, lambda: dropped.append(1), captured))  # type: ignore[arg-type]
     call = partial(halves.make_way, one, "send", whole=True)  # type: ignore[arg-type]
     if rule is None:
         call()
@@ -249,14 +251,15 @@ def test_no_graph_receives_a_round_that_it_has_not_sent(captured: bool, capturin
 
 
 def test_a_hook_that_raises_can_be_called_again() -> None:
-    halves, one, tried = Halves(lambda: False, "clean up"), Communicator(), []
+    pool: Any = SimpleNamespace(capturing=lambda: False)
+    halves, one, tried = Halves(pool, "clean up"), Communicator(), []
 
     def receive() -> None:
         tried.append(1)
         if len(tried) == 1:
             raise TimeoutError
 
-    hook = halves.sent(one, "send", receive, lambda: None, captured=False)  # type: ignore[arg-type]
+    hook = halves.sent(Round(one, "send", receive, lambda: None, False))  # type: ignore[arg-type]
     with pytest.raises(TimeoutError):
         hook()
     hook()

@@ -205,7 +205,7 @@ def test_vllm(monkeypatch: Patch) -> None:
 
     alone(monkeypatch, "vLLM", check)
     with vllm(monkeypatch):
-        options: Any = importlib.import_module("cute_ep.integrations.vllm.options").Options
+        options: Any = importlib.import_module("cute_ep.integrations.vllm.manager").Options
         standard: Any = importlib.import_module("cute_ep.integrations.vllm.standard").CuteEPStandard
         make_sizes: Any = importlib.import_module("cute_ep.integrations.vllm.layer").LayerSizes
         batched: Any = importlib.import_module("cute_ep.integrations.vllm.batched").CuteEPBatched
@@ -245,7 +245,7 @@ def test_sglang(monkeypatch: Patch) -> None:
         rig.one.give_up()
         refused(partial(rig.one.combine, given_up), "combine: there was no dispatch", EPError)
         rig.dispatch(given)
-        rig.module.pool_of(rig.group).close()
+        rig.module.pools.pool_of(rig.group).close()
         refused(partial(rig.one.combine, given_up), "combine: the ranks were closed after the dispatch; drop", EPError)
         rig.one.give_up()
 

@@ -271,7 +271,7 @@ def test_transformers_plan(monkeypatch: Patch) -> None:
     mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: group)
     alone = SimpleNamespace(size=lambda: 1, get_group=lambda: None)
     monkeypatch.setattr("transformers.distributed.expert_parallel.get_process_group_ranks", lambda group: [])
-    monkeypatch.setattr(expert_parallel, "pool_of", GroupPool)
+    monkeypatch.setattr(expert_parallel.pools, "pool_of", GroupPool)
     monkeypatch.setattr(connection, "connect_checked", None)
     one: Any = expert_parallel.CuteEP(experts, mesh, alone)
     check(one, routed(), ROUTED)

@@ -212,14 +212,14 @@ def test_the_first_call_makes_room_for_no_more_than_can_come(
     workspace.is_workspace_manager_initialized = lambda: True
     workspace.current_workspace_manager = lambda: SimpleNamespace(is_locked=lambda: False)
     sizes = {"hidden": 512, "num_experts": experts, "top_k": top_k, "max_tokens": 1023}
-    options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8)
-    monkeypatch.setattr(standard, "_capturing", lambda device: True)
+    pool = SimpleNamespace(capturing=lambda: True)
+    options, manager = standard.Options(static_rows=1), SimpleNamespace(world_size=8, pool=pool)
     layer = standard.CuteEPStandard(
         manager, standard.LayerSizes(**sizes), sp_size=shared_by, graphs=True, options=options
     )
     most, ids = 8 * -(-1023 // shared_by), torch.zeros(1, top_k, dtype=torch.int64)
-    assert layer._room(ids).rows == most * min(top_k, experts // 8)
-    assert layer._room(ids).rows == 8 * 1023 * top_k
+    assert layer._room(ids)[0] == most * min(top_k, experts // 8)
+    assert layer._room(ids)[0] == 8 * 1023 * top_k
 
 
 def test_experts_that_return_other_rows_are_refused(stubs: dict) -> None:
@@ -272,9 +272,9 @@ def test_other_rows_are_quantised_when_they_have_come(stubs: dict, monkeypatch: 
                            "is_scale_swizzled": True, "is_scale_transposed": False, "mx_alignment": 0}  # fmt: skip
         return rows.to(torch.float8_e4m3fn), rows.float().abs().amax().view(1)
 
-    from cute_ep.integrations.vllm import quantization
+    from cute_ep.integrations.vllm import layer as layers
 
-    monkeypatch.setattr(quantization, "moe_kernel_quantize_input", kernel)
+    monkeypatch.setattr(layers, "moe_kernel_quantize_input", kernel)
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: allocate(*a, **k).fill_(100))
 

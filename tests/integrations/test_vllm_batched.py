@@ -131,7 +131,7 @@ def test_experts_that_quantise_get_bfloat16(monkeypatch: Patch, kind: str) -> No
 @pytest.mark.parametrize("per_row", [False, True], ids=["tensor", "rows"])
 def test_other_rows_are_quantised_in_their_blocks(monkeypatch: Patch, per_row: bool) -> None:
     """With one scale factor for all rows, memory behind the last row of a block must not count."""
-    from cute_ep.integrations.vllm import quantization
+    from cute_ep.integrations.vllm import layer as layers
 
     quant = {"quant_dtype": torch.float8_e4m3fn, "per_act_token_quant": per_row}
     given = inputs("one_rank")
@@ -140,7 +140,7 @@ def test_other_rows_are_quantised_in_their_blocks(monkeypatch: Patch, per_row: b
         size = rows.float().abs()
         return rows.to(torch.float8_e4m3fn), size.amax(1, keepdim=True) if per_row else size.amax().view(1)
 
-    monkeypatch.setattr(quantization, "moe_kernel_quantize_input", kernel)
+    monkeypatch.setattr(layers, "moe_kernel_quantize_input", kernel)
     allocate = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: allocate(*a, **k).fill_(100))
     made = run(monkeypatch, lambda one: prepare(one, given[one.rank], quant), quant, batched=True)

@@ -48,8 +48,7 @@ def layers(number: int, quant: dict[str, Any], batched: bool = False, **options:
     """Layers of rank 0 of two."""
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.layer import LayerSizes
-    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager, Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: RANKS)
@@ -91,8 +90,6 @@ def test_a_layer_with_static_room_never_waits(
 def test_the_host_asks_for_rows_outside_of_capture_only(
     connected: Connected, launches: Launches, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
-    from cute_ep.integrations.vllm import standard
-
     (layer,) = layers(1, {}, static_rows=RANKS * TOKENS * SLOTS - 1)
     asked: list = []
 
@@ -101,7 +98,7 @@ def test_the_host_asks_for_rows_outside_of_capture_only(
         return ReceiveCounts([3, 2, 1, 0], TOKENS, 4)
 
     monkeypatch.setattr(GroupPool, "exchange_counts", exchange)
-    monkeypatch.setattr(standard, "_capturing", lambda device: captured)
+    monkeypatch.setattr(GroupPool, "capturing", lambda self: captured)
     monkeypatch.setattr(Communicator, "synchronize", lambda self: asked.append(self))
     rows, _, meta, ids, _ = layer.prepare(X, WEIGHTS, IDS, EXPERTS, None, False, experts_of().quant_config, False)
     if captured:

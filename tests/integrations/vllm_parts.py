@@ -161,7 +161,7 @@ def run(
     """What program(layer) returns on each rank."""
     from cute_ep.integrations.vllm import manager, standard
     from cute_ep.integrations.vllm.batched import CuteEPBatched
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import Options
 
     def on_rank(group: ThreadGroup) -> Any:
         made = manager.CuteEPAll2AllManager(group)  # type: ignore[arg-type]

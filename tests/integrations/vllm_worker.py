@@ -45,8 +45,7 @@ def stub_layer(static_rows: int | None) -> tuple[Forward, Callable[[], None]]:
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.layer import LayerSizes
-    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager, Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     group = dist.group.WORLD

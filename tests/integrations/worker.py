@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from cute_ep.api.errors import EPConfigError
 from cute_ep.integrations.common import checks, pools
-from cute_ep.integrations.transformers import close, expert_parallel
+from cute_ep.integrations.transformers import close, experts
 from tests.integrations.models import distance, text, trained
 from tests.processes import join_group
 
@@ -72,14 +72,14 @@ def main(store: Path, rank: int, world: int, models: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     join_group(store, rank, world)
     checks.LEAST_TOKENS = 1  # so that more tokens than before connect again
-    with mock.patch.object(expert_parallel, "run", wraps=expert_parallel.run) as by_rows:
+    with mock.patch.object(experts, "run", wraps=experts.run) as by_rows:
         for folder in sorted(models.iterdir()):
             both = {"experts_implementation": "cute_ep"}  # is for `attach`, and has no effect here
             check(folder, rank, {"fsdp_size": world, "ep_size": world}, same_batch=False, **both)
             if AutoConfig.from_pretrained(folder).base_model_tp_plan:
                 check(folder, rank, {"tp_size": world, "ep_size": world}, same_batch=True)
     assert by_rows.called
-    unknown = mock.patch.object(expert_parallel, "check_experts", side_effect=EPConfigError("unknown"))
+    unknown = mock.patch.object(experts, "check_experts", side_effect=EPConfigError("unknown"))
     with unknown as asked:  # experts that compute themselves
         check(models / "gpt_oss", rank, {"fsdp_size": world, "ep_size": world}, same_batch=False)
     assert asked.called

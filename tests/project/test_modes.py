@@ -15,8 +15,7 @@ COMBINES = {"combine", "plan_combine", "combine_async", "combine_into"}
 OTHERS = {
     "cute_ep/integrations/deep_ep/buffer.py": {"self._normal"},
     "cute_ep/integrations/flashinfer/alltoall.py": {"communication"},
-    "cute_ep/integrations/transformers/attachment.py": {"exchange"},
-    "cute_ep/integrations/transformers/exchange.py": {"one"},
+    "cute_ep/integrations/transformers/attachment.py": {"one"},
     "perf/adapter_works.py": {"buffer"},
     "perf/framework_works.py": {"comm", "manager", "dispatcher"},
     "perf/peer_libraries.py": {"buffer"},

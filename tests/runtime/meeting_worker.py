@@ -23,7 +23,7 @@ from cute_ep import nn
 from cute_ep.api import waits
 from cute_ep.api.config import EPConfig
 from cute_ep.api.errors import EPConfigError, EPError, EPTimeout
-from cute_ep.integrations.common.pools import communicator_for, config_for
+from cute_ep.integrations.common.pools import communicator_for
 from cute_ep.integrations.deep_ep import Buffer, ElasticBuffer
 from cute_ep.reference import processes
 from cute_ep.runtime.connection import connect
@@ -64,7 +64,7 @@ def layer(group: dist.ProcessGroup) -> Callable[[], None]:
 
 def adapter(group: dist.ProcessGroup) -> Callable[[], None]:
     pool = GroupPool(group)
-    communicator_for(pool, config_for(pool, SAME, (128, 6, 2), 16), SAME)
+    communicator_for(pool, SAME, (128, 6, 2, 16))
     return pool.close
 
 

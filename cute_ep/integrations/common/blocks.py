@@ -7,18 +7,13 @@ from typing import Any
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import DispatchBuffers, EPCommunicator, EPConfig, EPError, EPInputError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.checks import Names, Sizes, named_config
 from cute_ep.layouts.maps.formats import FP8
 
-PACKED = 4
-"""Exponents (UE8M0) in an int32."""
-EXPONENT = 23
-"""Place of the exponent's lowest bit in a float32."""
+PACKED, EXPONENT = 4, 23
+"""Exponents (UE8M0) in an int32, and the place of the exponent's lowest bit in a float32."""
 PACKED_COLUMNS = FP8.block * PACKED
 """Elements of a row that share an int32 of packed exponents."""
 
@@ -44,19 +39,14 @@ class Blocks:
     """New memory for one dispatch into blocks of S = `slots` rows, of a communicator of a `block_config`. With `packed`
     scale factors, powers of two, are packed; `hidden` must be a multiple of PACKED_COLUMNS.
 
-    Attributes:
-        out: what dispatch writes; `out.row_counts` [L] int32 says how many rows of each block hold tokens.
-        rows: [L, S, hidden] bfloat16 or float8_e4m3fn, a view of `out.tokens`.
-        scales: [L, S, hidden / 128] float32, a view of `out.scales`, or packed [L, S, hidden / 512] int32 exponents;
-            neighbours along S. None in bfloat16.
+    Dispatch writes `out`. Of that are views `rows`, [L, S, hidden] bfloat16 or float8_e4m3fn, and `scales`, None or [L,
+    S, hidden / 128] float32; packed ones are [L, S, hidden / 512] int32 exponents. Both are neighbours along S.
     """
 
     def __init__(self, communicator: EPCommunicator, slots: int, *, packed: bool = False) -> None:
         experts = communicator.cfg.local_experts
         self.out: DispatchBuffers = DispatchBuffers.carve(communicator.cfg, communicator.device, experts * slots)
-        self.rows = self.out.tokens.view(experts, slots, -1)
-        self._packed = packed
-        self.scales = None
+        self.rows, self.scales, self._packed = self.out.tokens.view(experts, slots, -1), None, packed
         if (scales := self.out.scales) is not None:
             if packed:
                 scales = scales.new_empty((experts, scales.shape[1] // PACKED, slots), dtype=torch.int32)

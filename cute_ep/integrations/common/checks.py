@@ -6,16 +6,17 @@ Where no other type is named, a broken rule is an EPInputError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 
-from cute_ep.api.config import LONGEST_S, EPConfig, in_words, is_integer, is_number
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
+from cute_ep import EPConfig, EPConfigError, EPError, EPInputError
+from cute_ep.api.config import LONGEST_S, in_words, is_integer, is_number
+from cute_ep.api.row_tensors import ID_TYPES as ID_TYPES
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.api.tensors import check_tensor, check_written
+from cute_ep.api.tensors import check_apart, check_tensor, check_written
 from cute_ep.api.validate_combine import OUTPUT_TYPES
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK, ROW_ALIGNMENTS
@@ -23,7 +24,7 @@ from cute_ep.runtime.gpus import sm_budget
 from cute_ep.runtime.group_pool import own_device
 
 Names = Mapping[str, str]
-"""What an interface calls the fields of EPConfig."""
+"""What an interface calls the fields of EPConfig that it names otherwise."""
 Sizes = tuple[int, int, int, int, int]
 """hidden, experts of all ranks, top-k, tokens of a rank, ranks."""
 FLOATS = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -49,13 +50,13 @@ def named_config(names: Names, sizes: Sizes, *, error: type[EPError] = EPInputEr
         raise error(in_words(str(failure), names)) from None
 
 
-def roomy_config(names: Names, sizes: Sizes, **options: Any) -> EPConfig:
-    """That of a communicator for `room_for` the tokens; for no more where so much room would break a rule."""
+def roomy_config(names: Names, sizes: Sizes, make: Callable[..., EPConfig] = named_config, **options: Any) -> EPConfig:
+    """What `make` makes, with `room_for` the tokens; for no more where so much room would break a rule."""
     hidden, experts, top_k, tokens, ranks = sizes
     try:
-        return config_of(hidden, experts, top_k, room_for(tokens), ranks, **options)
+        return make(names, (hidden, experts, top_k, room_for(tokens), ranks), error=EPConfigError, **options)
     except EPConfigError:
-        return named_config(names, sizes, **options)
+        return make(names, sizes, **options)
 
 
 def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInputError) -> None:
@@ -64,21 +65,20 @@ def require(ok: object, rule: str, *values: object, error: type[EPError] = EPInp
         raise error(rule.format(*values))
 
 
-def check_kind(name: str, value: object, kind: type[Made], rule: str) -> Made:
+def kind(name: str, value: object, wanted: type[Made], rule: str) -> Made:
     """The value, which must be of this type."""
-    if not isinstance(value, kind):
-        raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
-    return value
+    if isinstance(value, wanted):
+        return value
+    raise EPInputError(f"{name} = {type(value).__name__}: must be {rule}")
 
 
-def check_absent(why: str = "", **given: object) -> None:
+def absent(why: str = "", **given: object) -> None:
     """An error, which ends with `why`, unless all these arguments are None."""
     for name, tensor in given.items():
-        if tensor is not None:
-            raise EPInputError(f"{name} = tensor: must be None{why}")
+        require(tensor is None, "{} = tensor: must be None{}", name, why)
 
 
-def check_given(
+def given(
     name: str,
     tensor: torch.Tensor,
     *,
@@ -90,56 +90,57 @@ def check_given(
     check_tensor(name, tensor, shape=shape, dtype=dtype, device=device, strict=False)
 
 
-def check_output(
+def output(
     name: str,
     out: torch.Tensor,
     shape: Sequence[int],
     device: torch.device,
     dtype: torch.dtype | tuple[torch.dtype, ...] = tuple(OUTPUT_TYPES),
+    **read: torch.Tensor,
 ) -> None:
-    """An error unless combine can write to it."""
+    """An error unless combine can write to it, and not over what it reads."""
     check_written(name, out)
     check_tensor(name, out, shape=shape, dtype=dtype, device=device, alignment=VECTOR_BYTES)
+    check_apart(name, out, **read)
 
 
-def check_integer(
+def integer(
     name: str, value: object, low: int = 1, high: int | None = None, *, error: type[EPError] = EPInputError
 ) -> None:
     """An error unless it is an integer that lies in [low, high]."""
     whole = type(value) is int or is_integer(value)  # the first is soon found
-    if whole and low <= value and (high is None or value <= high):  # type: ignore[operator]
-        return
-    rule = f"in [{low}, {high}]" if high is not None else "that is positive" if low == 1 else f"of at least {low}"
-    raise error(f"{name} = {value!r}: must be an integer {rule}")
+    if not (whole and low <= value and (high is None or value <= high)):  # type: ignore[operator]
+        rule = f"in [{low}, {high}]" if high is not None else "that is positive" if low == 1 else f"of at least {low}"
+        raise error(f"{name} = {value!r}: must be an integer {rule}")
 
 
-def check_most(name: str, tokens: int, remedy: str = "") -> None:
+def most(name: str, tokens: int, remedy: str = "") -> None:
     """An error, with what to do about it, for more tokens of a rank than any communicator takes."""
     if tokens > MAX_TOKENS_PER_RANK:
         more = f"; {remedy}" if remedy else ""
         raise EPInputError(f"{name} = {tokens}: must not exceed {MAX_TOKENS_PER_RANK} tokens of a rank{more}")
 
 
-def check_seconds(name: str, value: object) -> None:
+def seconds(name: str, value: object) -> None:
     """EPConfigError unless a rank can wait that long for others."""
     good = is_number(value) and 1e-9 <= value <= LONGEST_S
     require(good, "{} = {!r}: must be a number of seconds up to {}", name, value, LONGEST_S, error=EPConfigError)
 
 
-def check_sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
+def sms(name: str, sms: object, *, error: type[EPError] = EPConfigError) -> None:
     """An error unless it is a number of SMs that the current GPU has, or None."""
     if sms is not None:
         device = own_device()
-        check_integer(name, sms, 1, None if device.type == "cpu" else sm_budget(device, None), error=error)
+        integer(name, sms, 1, None if device.type == "cpu" else sm_budget(device, None), error=error)
 
 
-def check_mode(name: str, mode: object) -> None:
+def mode(name: str, mode: object) -> None:
     """EPConfigError unless it is a mode in which combine weights and sums."""
     good = isinstance(mode, str) and mode in ("exact", "partial")
     require(good, "{} = {!r}: must be 'partial' or 'exact'", name, mode, error=EPConfigError)
 
 
-def check_group(name: str, group: object) -> None:
+def group(name: str, group: object) -> None:
     """EPConfigError unless it is a process group that no more ranks have than communicators serve."""
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise EPConfigError(f"{name} = {type(group).__name__}: must be a torch.distributed process group")
@@ -154,9 +155,9 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alignment_for(multiple: int, name: str = "padding") -> int:
-    """`row_alignment` of a communicator whose experts want their rows padded to a multiple of this. EPConfigError,
-    which calls the multiple `name`: there is none."""
-    check_integer(name, multiple, error=EPConfigError)
+    """The least `row_alignment` that pads to a multiple of this. EPConfigError, which calls it `name`: there is
+    none."""
+    integer(name, multiple, error=EPConfigError)
     for alignment in ROW_ALIGNMENTS:
         if alignment % multiple == 0:
             return alignment

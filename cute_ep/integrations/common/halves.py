@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cute_ep.api.errors import EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
+import torch
+
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPError, EPInputError
 from cute_ep.api.rounds import MAX_OUTSTANDING
+from cute_ep.api.types import CombineMode
+from cute_ep.runtime.group_pool import GroupPool
 
 
 @dataclass(eq=False)
@@ -38,24 +41,28 @@ class Hook:
         self._halves, self._round = halves, one
 
     def __call__(self) -> None:
-        """EPInputError: the hook of an earlier call must be called first. EPError: the round was given up. EPTimeout: a
-        rank does not come."""
-        self._halves.receive(self._round)
+        """EPInputError: an earlier call's hook must be called first. EPError: the round was given up."""
+        one, halves = self._round, self._halves
+        if one.ended == "received":
+            return
+        if one.ended is not None:
+            raise EPError(f"hook of {one.call}: its round was {one.ended}; make the call again")
+        halves.drop_lost()
+        if halves.oldest(one) is not one:
+            raise EPInputError(f"hook of {one.call}: must be called after those of earlier calls; or {halves.remedy}")
+        one.receive()
+        halves.end(one, "received")
 
     def __del__(self) -> None:
         self._round.lost = True
 
 
 class Halves:
-    """The rounds of an adapter that wait for their hooks, in the order of sending.
+    """The rounds of an adapter that wait for their hooks, in the order of sending. `remedy`: how a caller gives rounds
+    up whose hooks it has, for errors."""
 
-    Args:
-        capturing: says whether what is enqueued goes into a CUDA graph.
-        remedy: how a caller gives rounds up whose hooks it has, for errors.
-    """
-
-    def __init__(self, capturing: Callable[[], bool], remedy: str) -> None:
-        self._capturing, self._remedy = capturing, remedy
+    def __init__(self, pool: GroupPool, remedy: str) -> None:
+        self._pool, self.remedy = pool, remedy
         self._waiting: list[Round] = []
 
     def make_way(self, communicator: EPCommunicator, call: str, *, whole: bool) -> None:
@@ -66,38 +73,71 @@ class Halves:
         if waiting and (whole or waiting >= most):
             rule = "before a call without one" if whole else f"at most {most} may be left"
             found = f"{call}: {waiting} hook(s) of earlier calls have not been called"
-            raise EPInputError(f"{found}: must be called first, {rule}; or {self._remedy}")
+            raise EPInputError(f"{found}: must be called first, {rule}; or {self.remedy}")
 
-    def sent(
+    def dispatch(
         self,
         communicator: EPCommunicator,
         call: str,
-        receive: Callable[[], object],
-        drop: Callable[[], object],
+        sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        out: DispatchBuffers,
+        received: Callable[[Dispatched], object],
         *,
-        captured: bool,
-    ) -> Hook:
-        """The hook of a round that was sent; the arguments are attributes of `Round`."""
-        one = Round(communicator, call, receive, drop, captured)
+        hooked: bool,
+        scales: torch.Tensor | None = None,
+    ) -> Hook | None:
+        """Send rows, ids and weights, behind `make_way`. `received` gets the batch: now, or from the hook, if
+        `hooked`."""
+        captured = self._pool.note_capture(communicator)
+        if not hooked:
+            received(communicator.dispatch(*sent, out=out, scales=scales))
+            return None
+        pending = communicator.dispatch_async(*sent, scales=scales)
+
+        def wait() -> Dispatched:
+            return communicator.dispatch_wait(pending, out)
+
+        return self.sent(Round(communicator, call, lambda: received(wait()), wait, captured))
+
+    def combine(
+        self,
+        communicator: EPCommunicator,
+        call: str,
+        rows: torch.Tensor,
+        batch: Dispatched,
+        out: torch.Tensor,
+        received: Callable[[], object] = object,
+        *,
+        hooked: bool,
+        mode: CombineMode,
+        weights: torch.Tensor | None = None,
+    ) -> Hook | None:
+        """As `dispatch`: rows to `out`, then `received`. A round that is dropped leaves `out` alone."""
+        captured = self._pool.note_capture(communicator)
+        if not hooked:
+            communicator.combine(rows, batch, weights, mode=mode, out=out)
+            received()
+            return None
+        pending = communicator.combine_async(rows, batch, mode=mode)
+
+        def receive() -> None:
+            communicator.combine_wait(pending, weights, out=out)
+            received()
+
+        def drop() -> None:
+            communicator.combine_wait(pending, weights)
+
+        return self.sent(Round(communicator, call, receive, drop, captured))
+
+    def sent(self, one: Round) -> Hook:
+        """The hook of a round, which was sent."""
         self._waiting.append(one)
         return Hook(self, one)
-
-    def receive(self, one: Round) -> None:
-        """What a hook does."""
-        if one.ended == "received":
-            return
-        if one.ended is not None:
-            raise EPError(f"hook of {one.call}: its round was {one.ended}; make the call again")
-        self.drop_lost()
-        if self._oldest(one) is not one:
-            raise EPInputError(f"hook of {one.call}: must be called after those of earlier calls; or {self._remedy}")
-        one.receive()
-        self._end(one, "received")
 
     def drop_lost(self) -> None:
         """Receive rounds whose hooks nobody has any more, as far as none that waits is before them."""
         for one in [one for one in self._waiting if one.lost]:
-            if self._oldest(one) is one:
+            if self.oldest(one) is one:
                 self._drop(one)
 
     def give_up(self) -> None:
@@ -108,23 +148,25 @@ class Halves:
     def forget(self) -> None:
         """End all rounds without receiving them, as the communicators are closed."""
         for one in list(self._waiting):
-            self._end(one, "given up by destroy()")
+            self.end(one, "given up by destroy()")
 
     def _drop(self, one: Round) -> None:
-        capturing = self._capturing()
+        capturing = self._pool.capturing()
         if capturing and not one.captured:
-            rule = f"no graph may receive its round; before a capture {self._remedy}"
+            rule = f"no graph may receive its round; before a capture {self.remedy}"
             raise EPError(f"{one.call}: an earlier call's hook was lost, and {rule}")
         if one.captured and not capturing:
             raise EPError(f"{one.call}: was captured into a CUDA graph without its hook; destroy() and begin again")
         one.drop()
-        self._end(one, "given up")
+        self.end(one, "given up")
 
-    def _end(self, one: Round, how: str) -> None:
+    def end(self, one: Round, how: str) -> None:
+        """It waits no more."""
         self._waiting.remove(one)
         one.ended, one.receive, one.drop = how, object, object  # they hold tensors
 
-    def _oldest(self, one: Round) -> Round:
+    def oldest(self, one: Round) -> Round:
+        """The first that waits of its call and communicator."""
         return next(other for other in self._waiting if _same(other, one.communicator, one.call))
 
 

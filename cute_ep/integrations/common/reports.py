@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_ep.api.errors import EPInputError
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import EPCommunicator, EPInputError
 from cute_ep.layouts.maps.routing import BEYOND, Phase
 from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.group_pool import GroupPool
@@ -38,24 +37,18 @@ class Words:
             return f"{self.room}: left room for {room} rows, but {seen} came, and all are lost"
         if communicator.cfg.is_rank_major:
             return f"{self.room}: left room for {room} rows of a rank, but {seen} came from rank {index - 1}"
-        return (
-            f"{self.ids}: brought {seen} rows to local expert {index - 1}, whose block has room for {room}, as where "
-            "tokens name an expert twice"
-        )
+        why = f"whose block has room for {room}, as where tokens name an expert twice"
+        return f"{self.ids}: brought {seen} rows to local expert {index - 1}, {why}"
 
     def raise_found(self, pool: GroupPool) -> None:
-        """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting. To be
-        called before a call sends anything."""
+        """EPInputError of what is known by now to be wrong with earlier calls' input, once, without waiting."""
         for communicator in pool.communicators:
             if not (found := communicator.take_input_errors()):
                 continue
             tell = {Phase.EXPERT_ID: self.entry, Phase.ROW_CAPACITY: self.rows}
-            texts = [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]
-            if texts:
-                raise EPInputError(
-                    f"rank {communicator.rank}: {'; '.join(texts)} (found in an earlier call; this one has sent "
-                    "nothing, make it again)"
-                )
+            if texts := [tell[phase](communicator, *found[phase]) for phase in tell if phase in found]:
+                again = "(found in an earlier call; this one has sent nothing, make it again)"
+                raise EPInputError(f"rank {communicator.rank}: {'; '.join(texts)} {again}")
 
     def synchronize(self, pool: GroupPool) -> None:
         """Wait for this rank's work on all communicators, and raise what was found wrong: EPInputError as of

@@ -1,8 +1,6 @@
 """The interface of DeepEP over this library: V1, `Buffer` in normal and in low-latency mode, and V2, `ElasticBuffer`
 (docs/deep_ep.md)."""
 
-from __future__ import annotations
-
 import torch
 
 from cute_ep.integrations.deep_ep.buffer import Buffer

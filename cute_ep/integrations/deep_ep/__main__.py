@@ -1,7 +1,5 @@
 """`python -m cute_ep.integrations.deep_ep` prints the folder in which `import deep_ep` finds the adapter."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -9,60 +9,32 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import memory_bytes
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import (
-    as_rows,
-    check_given,
-    check_group,
-    check_integer,
-    check_kind,
-    check_most,
-    check_sms,
-    require,
-    roomy_config,
-)
-from cute_ep.integrations.deep_ep.calls import (
-    Rows,
-    absent,
-    begin,
-    check_biases,
-    check_experts,
-    check_payload,
-    finished,
-    without_gradients,
-)
+from cute_ep import EPConfigError, EPInputError, memory_bytes
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import as_rows, require, roomy_config
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import Rows, absent, without_gradients
 from cute_ep.integrations.deep_ep.events import Config, EventHandle, EventOverlap
 from cute_ep.integrations.deep_ep.layout import GivenLayout, check_layout, routes_of
 from cute_ep.integrations.deep_ep.low_latency import NAMES, LowLatency
-from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, first_rows, joined, prefix_matrix
+from cute_ep.integrations.deep_ep.normal import Handle, NormalMode, Route, entries_of, first_rows
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOKENS_PER_RANK, MAX_TOP_K
-from cute_ep.runtime.group_pool import GroupPool
 
 HANDLE = "what dispatch returned, not a copy of its parts"
 
 
 class Buffer(LowLatency):
-    """One rank's end of DeepEP V1's interface, a process per rank, all on one machine.
+    """One rank's end of DeepEP V1's interface, a process per rank, all on one machine, each with a GPU of its own or
+    none. Arguments, results and orders of rows are DeepEP's where a call says nothing else; options that it does not
+    name have no effect.
 
     Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
-    the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments, as
-    DeepEP's do.
+    the host: make it before capturing a CUDA graph. Calls compute no gradients and drop those of their arguments.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
-    that does not come is an EPTimeout. Arguments that a call does not describe are DeepEP's, and without effect.
-
-    Args:
-        group: an initialised process group; each rank has a GPU of its own, or none has one.
-        enable_shrink, comm: must be False, None.
-
-    Attributes:
-        rank, group_size: this process's rank in the group, and how many there are.
-        num_sms: SMs that kernels of normal mode may take, of communicators connected from then on.
-
-    Raises:
-        EPConfigError: `group`, `comm` or `enable_shrink` cannot be served.
+    `comm` must be None, `enable_shrink` False (EPConfigError). `rank` and `group_size` are this process's rank in the
+    group and how many there are. `num_sms`: how many SMs kernels of normal mode may take, of communicators connected
+    from then on.
     """
 
     num_sms: int = 20
@@ -84,17 +56,14 @@ class Buffer(LowLatency):
         require(group is not None and comm is None, rule, error=EPConfigError)
         rule = "enable_shrink = True: must be False, a group keeps all its ranks"
         require(not enable_shrink, rule, error=EPConfigError)
-        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        check_group("group", group)
-        pool = GroupPool(group, grows=True)
-        super().__init__(pool)
-        self.rank, self.group_size = pool.rank, pool.size
-        self._normal = NormalMode(pool, lambda device: Buffer.num_sms)
+        super().__init__(group)
+        self.rank, self.group_size = self._pool.rank, self._pool.size
+        self._normal = NormalMode(self._pool, lambda device: Buffer.num_sms, self._words)
 
     def destroy(self) -> None:
-        """Give all memory back; collective. Hooks and handles from before are of no use then; later calls connect
-        again."""
+        """Give all memory back; collective. Earlier hooks and handles are of no use then; later calls connect again."""
         self._halves.forget()
         self._pool.close()
 
@@ -106,7 +75,7 @@ class Buffer(LowLatency):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set `Buffer.num_sms`, an even number of SMs that the GPU has."""
-        check_sms("new_num_sms", new_num_sms, error=EPInputError)
+        checks.sms("new_num_sms", new_num_sms, error=EPInputError)
         require(new_num_sms is not None and new_num_sms % 2 == 0, "new_num_sms = {}: must be even", new_num_sms)
         Buffer.num_sms = new_num_sms
 
@@ -119,11 +88,10 @@ class Buffer(LowLatency):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that a bfloat16 communicator of low-latency mode takes with 8 experts per token, for information.
-        EPInputError: an argument breaks its rule."""
-        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        """Bytes that a bfloat16 communicator of low-latency mode takes with top-8; for information."""
+        checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
         most = num_max_dispatch_tokens_per_rank
-        check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        checks.integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
         names = {**NAMES, "hidden": "hidden", "world_size": "num_ranks"}
         return memory_bytes(roomy_config(names, (hidden, num_experts, min(8, num_experts), most, num_ranks)))
 
@@ -143,22 +111,14 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """What `dispatch` must be told about a routing.
-
-        Args:
-            topk_idx: [T, K] int64 expert ids, -1 masks.
-
-        Returns:
-            [R] int32 tokens by rank; None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank;
-            the event.
-        """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._normal.words.raise_found(self._pool)
-        check_experts(num_experts, self.group_size)
-        check_given("topk_idx", topk_idx, shape=(None, None), dtype=ID_TYPES, device=self._pool.device)
-        check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
+        """What `dispatch` must be told about a routing: of [T, K] int64 expert ids, -1 masks, [R] int32 tokens by rank;
+        None; [E] int32 entries by expert; [T, R] bool, whether a token goes to a rank; the event."""
+        self._begin(previous_event, async_finish, allocate_on_comm_stream)
+        calls.check_experts(num_experts, self.group_size)
+        checks.given("topk_idx", topk_idx, shape=(None, None), dtype=checks.ID_TYPES, device=self._pool.device)
+        checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
         routes = GivenLayout.of(topk_idx, num_experts, self.group_size)
-        return routes.by_rank, None, routes.by_expert, routes.goes, finished(async_finish)
+        return routes.by_rank, None, routes.by_expert, routes.goes, calls.finished(async_finish)
 
     @without_gradients
     def dispatch(
@@ -184,76 +144,67 @@ class Buffer(LowLatency):
         Args:
             x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
                 strides, n <= hidden / 128), which travel unchanged.
-            handle: what an earlier dispatch of as many tokens returned: they go the same ways again. None of the layout
-                and top-k arguments is read then.
+            handle: what an earlier dispatch of as many tokens returned: they go the same ways again, and none of the
+                layout and top-k arguments is read.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from `get_dispatch_layout`. Tokens go where
                 `is_token_in_rank` says, whatever entries they have.
-            topk_idx: [T, K] int64 expert ids, -1 masks; beside `topk_weights`, or neither. One out of range masks too,
-                and a later call tells it.
-            topk_weights: [T, K] float32.
-            expert_alignment: multiple to which numbers in the returned list are rounded up.
+            topk_idx: [T, K], -1 masks; beside `topk_weights`, or neither. One out of range masks too, and a later call
+                tells it.
             num_worst_tokens: rows to return whatever arrives, the same on all ranks, at least R times the tokens of any
                 rank.
 
         Returns:
-            Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere; [n, K]
-            float32 weights, 0 there; entries of each local expert; the handle; the event. With `num_worst_tokens` ids
-            behind the last row are -1, and the list is empty. With a handle all but rows and event are None.
+            Rows [n, hidden] by source rank, then token, as `x`; [n, K] int64 local expert ids, -1 elsewhere, also
+            behind the last row; [n, K] float32 weights, 0 there; entries of each local expert, rounded up (none with
+            `num_worst_tokens`); the handle; the event. With a handle all but rows and event are None.
         """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._normal.words.raise_found(self._pool)
-        payload, scales = check_payload(x, self._pool.device)
-        tokens, room, ranks = payload.shape[0], num_worst_tokens, self.group_size
-        check_most("x.shape[0]", tokens)
+        self._begin(previous_event, async_finish, allocate_on_comm_stream)
+        mode, device, ranks = self._normal, self._pool.device, self.group_size
+        sent = payload, scales = calls.check_payload(x, device)
+        (tokens, hidden), room, scaled = payload.shape, num_worst_tokens, scales is not None
+        checks.most("x.shape[0]", tokens)
         if handle is not None:
             require(topk_idx is None and topk_weights is None, "topk_idx: must be None with a handle")
-            route = check_kind("handle", handle, Handle, HANDLE).route
+            route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            self._normal.check_route(payload, route, scaled=scales is not None)
-            rows, factors, _ = self._normal.dispatch((payload, scales), None, route, route.rows)
-            return rows if factors is None else (rows, factors), None, None, None, None, finished(async_finish)
+            rows, factors, _ = mode.dispatch(mode.config(hidden, route, scaled=scaled), sent, None, route, route.rows)
+            return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
             raise EPInputError(f"{names}: must be what get_dispatch_layout returned, without a handle")
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
+        layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
         if known is None:
-            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            check_layout(layout, topk_idx, ranks, self._pool.device)
+            check_layout(*layout, ranks, device)
         own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
         require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
         if topk_idx is not None and topk_weights is not None:
-            shape, device = topk_idx.shape, self._pool.device
-            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
-        check_integer("expert_alignment", expert_alignment)
-        check_integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
+            checks.given("topk_weights", topk_weights, shape=topk_idx.shape, dtype=torch.float32, device=device)
+        checks.integer("expert_alignment", expert_alignment)
+        checks.integer("num_worst_tokens", room, 0, ranks * MAX_TOKENS_PER_RANK)
         if room:
             require(topk_idx is not None, "num_worst_tokens = {}: must be 0 without topk_idx", room)
             rule = "num_worst_tokens = {}: must be at least {} * {} tokens"
             require(tokens <= -(-room // ranks), rule, room, ranks, tokens)
-        routes, of = (known, experts) if known is not None else routes_of(is_token_in_rank, topk_idx, experts)
+        routes, of = (known, experts) if known is not None else routes_of(*layout)
         route = Route(routes, of, max(tokens, -(-room // ranks)), room, own=known is None)
-        self._normal.check_route(payload, route, scaled=scales is not None)
-        words = joined(num_tokens_per_rank, num_tokens_per_expert, tokens) if known is None else known.counts
-        counting = self._normal.counting(words.size(0))
-        counting.exchange(words)
-        prefix, received = prefix_matrix(counting.table), []
+        cfg = mode.config(hidden, route, scaled=scaled)
+        counting, received = mode.exchange(routes.counts), []
+        prefix = counting.table.narrow(1, 0, ranks).cumsum(0, dtype=torch.int32)
         if not room:
             counts = counting.wait(experts)
             route.rows, route.tokens, received = counts.arriving, counts.tokens, counts.padded(expert_alignment)
-            self._normal.check_route(payload, route, scaled=scales is not None)
-        sent = None if topk_weights is None else topk_weights.contiguous()
-        if sent is not None and routes.ids.shape != sent.shape:
-            sent = torch.nn.functional.pad(sent, (0, routes.ids.shape[1] - sent.shape[1]))
-        rows, factors, batch = self._normal.dispatch((payload, scales), sent, route, route.rows, exact=not room)
-        room, ids, weights = route.rows, None, None
-        if topk_idx is not None:
-            ids, weights = self._normal.entries(batch, room, topk_idx.shape[1])
-        made = Handle(prefix, None, None, first_rows(batch.src_info, room).select(1, 0), is_token_in_rank, None)
+            cfg = mode.config(hidden, route, scaled=scaled)
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        if weights is not None and routes.ids.shape != weights.shape:
+            weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
+        rows, factors, batch = mode.dispatch(cfg, sent, weights, route, route.rows, exact=not room)
+        ids, weights = (None, None) if topk_idx is None else entries_of(batch, route.rows, topk_idx.shape[1])
+        made = Handle(prefix, None, None, first_rows(batch.src_info, route.rows).select(1, 0), is_token_in_rank, None)
         made.route = route
-        got = rows if factors is None else (rows, factors)
-        return got, ids, weights, received, made, finished(async_finish)
+        return calls.paired(rows, factors), ids, weights, received, made, calls.finished(async_finish)
 
     @without_gradients
     def combine(
@@ -267,29 +218,19 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Send rows home and add them up over ranks, without weights: in float32, rounded once.
-
-        Args:
-            x: [n, hidden] bfloat16, in the order of the dispatch's rows.
-            handle: what that dispatch returned.
-            topk_weights: [n, K] float32 to add up as well; None: there are none.
-            bias: up to two [T, hidden] bfloat16 to add.
-
-        Returns:
-            [T, hidden] bfloat16; [T, K] float32, or None; the event.
-        """
-        begin(previous_event, async_finish, allocate_on_comm_stream)
-        self._normal.words.raise_found(self._pool)
-        own, device = check_kind("handle", handle, Handle, HANDLE), self._pool.device
-        extents = self._normal.check_returned(own.route)
-        check_given("x", x, shape=extents, dtype=torch.bfloat16, device=device)
-        biases = check_biases(bias, (own.route.routes.ids.shape[0], extents[1]), device)
+        """Send rows home and add them up over ranks, without weights: in float32, rounded once. `x` is [n, hidden]
+        bfloat16, in the order of the dispatch's rows, `topk_weights` [n, K] float32 to add up as well, `bias` up to two
+        [T, hidden] bfloat16 to add. Returns [T, hidden] bfloat16; [T, K] float32, or None; the event."""
+        self._begin(previous_event, async_finish, allocate_on_comm_stream)
+        route, device = checks.kind("handle", handle, Handle, HANDLE).route, self._pool.device
+        biases = self._normal.check_combine(x, route.rows, bias, route)
         if topk_weights is not None:
-            check_given("topk_weights", topk_weights, shape=(extents[0], None), dtype=torch.float32, device=device)
-            check_integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
-        out = self._normal.combine(as_rows(x), own.route, biases)
-        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, own.route)
-        return out, weights, finished(async_finish)
+            shape = route.rows, None
+            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
+            checks.integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
+        out = self._normal.combine(as_rows(x), route, biases)
+        weights = None if topk_weights is None else self._normal.combine_weights(topk_weights, route)
+        return out, weights, calls.finished(async_finish)
 
     internode_dispatch, internode_combine = absent("internode_dispatch"), absent("internode_combine")
     get_local_buffer_tensor = absent("get_local_buffer_tensor")

@@ -1,20 +1,24 @@
-"""What the calls of all buffers begin and end with."""
+"""What the calls of all buffers have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from cute_ep.api.errors import EPError, EPInputError
+from cute_ep import EPCommunicator, EPError, EPInputError
 from cute_ep.api.tensors import check_written
-from cute_ep.integrations.common.checks import check_given, check_integer, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, require
 from cute_ep.integrations.common.reports import Words
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import MAX_EXPERTS
+from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
 
@@ -22,8 +26,9 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Rows: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """bfloat16 rows, or float8_e4m3fn rows and their scale factors."""
-WORDS = Words("topk_idx", "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens")
-"""Of what a kernel has found wrong."""
+
+
+NAMES: Names = {"hidden": "x.shape[1]", "top_k": "topk_idx.shape[1]", "world_size": "group.size()"}
 
 
 def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Returned]:
@@ -39,54 +44,6 @@ def without_gradients(call: Callable[Given, Returned]) -> Callable[Given, Return
     return wrapped
 
 
-def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> None:
-    """EPInputError unless each rank has as many experts."""
-    check_integer(name, num_experts, 1, MAX_EXPERTS)
-    ok = num_experts % ranks == 0
-    require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
-
-
-def check_open(name: str, hold: Hold) -> None:
-    """EPInputError, which begins with `name`, if the communicator that something needs was closed."""
-    if hold.communicator.closed:
-        why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
-        raise EPInputError(f"{name}: the memory that it needs was given back, {why}; dispatch again")
-
-
-def check_event(name: str, event: object, *kinds: type) -> None:
-    """EPInputError unless it is of one of these types of events, or None."""
-    if event is not None and not isinstance(event, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
-
-
-def begin(previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
-    """Have the current stream wait for the event, if there is one. EPInputError: the options do not go together."""
-    check_event("previous_event", previous_event, EventOverlap)
-    event = None if previous_event is None else previous_event.event
-    ok = not on_comm_stream or (event is not None and async_finish)
-    require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
-    if event is not None:
-        event.current_stream_wait()
-
-
-def finished(async_finish: bool) -> EventOverlap:
-    """The event to return, of what the current stream has been given."""
-    return EventOverlap(EventHandle() if async_finish else None)
-
-
-class Pooled:
-    """What both buffers have: the pool of a process group."""
-
-    _pool: GroupPool
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that calls run on: the current one. EPError: there is no GPU."""
-        if self._pool.device.type == "cpu":
-            raise EPError("get_comm_stream: there are no streams without a GPU")
-        return torch.cuda.current_stream()
-
-
 def absent(name: str) -> Callable[..., NoReturn]:
     """A method that DeepEP has: it raises EPError."""
 
@@ -97,19 +54,69 @@ def absent(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+@dataclass(frozen=True)
+class LayoutWords(Words):
+    """Words of entries that `layout.routes_of` may have put others behind. `own`: communicators whose latest dispatch
+    had such entries."""
+
+    ids: str = "topk_idx"
+    room: str = "num_tokens_per_rank, num_tokens_per_expert or num_worst_tokens"
+    own: set[EPCommunicator] = field(default_factory=set)
+
+    def entry(self, communicator: EPCommunicator, index: int, experts: int, seen: int) -> str:
+        more = communicator.cfg.world_size if communicator in self.own else 0
+        beyond = seen == NO_EXPERT or seen < 0
+        return super().entry(communicator, index, experts - more, seen if beyond else seen - more)
+
+
+class Pooled:
+    """What both buffers have: the pool of a process group, and words of what kernels have found wrong."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        checks.group("group", group)
+        self.group, self._pool, self._words = group, GroupPool(group, grows=True), LayoutWords()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that calls run on: the current one. EPError: there is no GPU."""
+        if self._pool.device.type == "cpu":
+            raise EPError("get_comm_stream: there are no streams without a GPU")
+        return torch.cuda.current_stream()
+
+
+def check_experts(num_experts: int, ranks: int, name: str = "num_experts") -> None:
+    """EPInputError unless each rank has as many experts."""
+    checks.integer(name, num_experts, 1, MAX_EXPERTS)
+    ok = num_experts % ranks == 0
+    require(ok, "{} = {}: must be a positive multiple of the group's {} ranks", name, num_experts, ranks)
+
+
+def check_open(hold: Hold) -> None:
+    """EPInputError if the communicator that a handle needs was closed."""
+    if hold.communicator.closed:
+        why = "by destroy() or, once it had been combined, for a dispatch of more tokens"
+        raise EPInputError(f"handle: the memory that it needs was given back, {why}; dispatch again")
+
+
+def check_event(name: str, event: object, *kinds: type) -> None:
+    """EPInputError unless it is of one of these types of events, or None."""
+    if event is not None and not isinstance(event, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise EPInputError(f"{name} = {type(event).__name__}: must be an {wanted}, or None")
+
+
 def check_payload(x: Rows, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(rows, scale factors or None) of a dispatch's `x`. EPInputError unless these are `Rows`: with 32-bit scale
     factors, at most one for 128 elements, as many rows of them as of the payload."""
     if not isinstance(x, tuple):
-        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
+        checks.given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
         return x, None
     require(len(x) == 2, "len(x) = {}: must be 2, rows and their scale factors", len(x))
     payload, scales = x
-    check_given("x[0]", payload, shape=(None, None), dtype=torch.float8_e4m3fn, device=device)
+    checks.given("x[0]", payload, shape=(None, None), dtype=torch.float8_e4m3fn, device=device)
     rows, hidden = payload.shape
     multiple = FP8.block
     require(hidden > 0 and hidden % multiple == 0, "x[0].shape[1] = {}: must be a multiple of {}", hidden, multiple)
-    check_given("x[1]", scales, shape=(rows, None), dtype=(torch.float32, torch.int32), device=device)
+    checks.given("x[1]", scales, shape=(rows, None), dtype=(torch.float32, torch.int32), device=device)
     columns, most = scales.shape[1], hidden // multiple
     require(columns <= most, "x[1].shape[1] = {}: must not exceed x[0].shape[1] / {} = {}", columns, multiple, most)
     return payload, scales
@@ -119,18 +126,15 @@ def check_stats(stats: torch.Tensor | None, experts: int, device: torch.device) 
     """EPInputError unless a dispatch can add numbers of rows of so many local experts to this, or it is None."""
     if stats is not None:
         name = "cumulative_local_expert_recv_stats"
-        check_given(name, stats, shape=(experts,), dtype=torch.int32, device=device)
+        checks.given(name, stats, shape=(experts,), dtype=torch.int32, device=device)
         check_written(name, stats)
 
 
-def check_biases(
-    bias: torch.Tensor | tuple[torch.Tensor, ...] | None, shape: tuple[int, int], device: torch.device
-) -> list[torch.Tensor]:
-    """A combine's biases. EPInputError unless they are up to two bfloat16 tensors of the output's shape."""
-    if bias is None:
-        return []
-    given = {f"bias[{place}]": one for place, one in enumerate(bias)} if isinstance(bias, tuple) else {"bias": bias}
-    require(len(given) <= 2, "len(bias) = {}: must be at most 2", len(given))
-    for name, one in given.items():
-        check_given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
-    return list(given.values())
+def paired(rows: torch.Tensor, factors: torch.Tensor | None) -> Rows:
+    """`Rows` to return."""
+    return rows if factors is None else (rows, factors)
+
+
+def finished(asked: bool) -> EventOverlap:
+    """The event to return, of what the current stream has been given."""
+    return EventOverlap(EventHandle() if asked else None)

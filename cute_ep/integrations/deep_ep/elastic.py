@@ -6,73 +6,36 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.config import memory_bytes
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.integrations.common.checks import (
-    as_rows,
-    check_given,
-    check_group,
-    check_integer,
-    check_kind,
-    check_seconds,
-    check_sms,
-    named_config,
-    require,
-)
-from cute_ep.integrations.deep_ep.calls import (
-    WORDS,
-    Pooled,
-    Rows,
-    absent,
-    check_biases,
-    check_event,
-    check_experts,
-    check_payload,
-    check_stats,
-    finished,
-    without_gradients,
-)
-from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle
+from cute_ep import EPConfigError, EPError, EPInputError, memory_bytes
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import as_rows, named_config, require
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import Pooled, Rows, absent, without_gradients
+from cute_ep.integrations.deep_ep.elastic_mode import NAMES, ElasticMode, EPHandle, Layout
 from cute_ep.integrations.deep_ep.events import EventHandle, EventOverlap
-from cute_ep.integrations.deep_ep.normal import Layout
+from cute_ep.integrations.deep_ep.normal import entries_of, first_rows
 from cute_ep.layouts.maps.record import align_up
-from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K, ROW_ALIGNMENTS
-from cute_ep.runtime.group_pool import GroupPool
+from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, MAX_TOP_K
 
 SIZE_UNIT = 2 << 20
 """Bytes that sizes of buffers are a multiple of."""
 OVERLAPPED_SMS, ALONE_SMS = 24, 64
 """SMs for kernels that leave room for others, and for those that need not."""
 HANDLE = "what dispatch returned"
-ALIGNMENTS = ", ".join(map(str, ROW_ALIGNMENTS))
 
 
 class ElasticBuffer(Pooled):
-    """One rank's end of DeepEP V2's dispatch and combine, a process per rank, all on one machine.
-
-    Communicators are connected when a call first needs one, so the first call of each kind is collective and waits on
-    the host: make it before capturing a CUDA graph. Later calls wait on the host with `do_cpu_sync` only. Calls compute
-    no gradients and drop those of their arguments. All results are deterministic.
-
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
-    that does not come is an EPTimeout. Arguments that a call does not describe are DeepEP's, and without effect.
+    """One rank's end of DeepEP V2's dispatch and combine, as `Buffer` is of V1's; the same holds of options, errors and
+    first calls. Later calls wait on the host with `do_cpu_sync` only. All results are deterministic.
 
     Args:
-        group: an initialised process group; each rank has a GPU of its own, or none has one.
-        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says of `hidden` and `num_topk`. Memory is
-            allocated when it is needed.
+        num_bytes: kept as an attribute; None: what `get_buffer_size_hint` says. Memory is allocated when it is needed.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: default of `dispatch`.
         allow_multiple_reduction: whether `combine` adds a token's expanded rows on their rank, and rounds the sum to
             bfloat16, before it sends it; otherwise it sends all rows.
         prefer_overlap_with_compute: whether kernels take few SMs where a call does not say how many.
         num_gpu_timeout_secs: how long a rank waits for another one.
-
-    Attributes:
-        rank_idx, num_ranks: this process's rank in the group, how many there are; all are in one NVLink domain.
-
-    Raises:
-        EPConfigError: an argument breaks its rule, or cannot be served.
     """
 
     def __init__(
@@ -97,12 +60,12 @@ class ElasticBuffer(Pooled):
         require(group is not None, "group: must be a torch.distributed process group", error=EPConfigError)
         rule = "num_cpu_bytes = {}: must be 0, buffers are on GPUs only"
         require(not num_cpu_bytes, rule, num_cpu_bytes, error=EPConfigError)
-        check_integer("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
-        check_seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
-        check_group("group", group)
-        pool = GroupPool(group, grows=True)
-        self.group, self.rank_idx, self.num_ranks = group, pool.rank, pool.size
-        self.num_max_tokens_per_rank, self.num_allocated_qps = num_max_tokens_per_rank, num_allocated_qps
+        most = num_max_tokens_per_rank
+        checks.integer("num_max_tokens_per_rank", most, 0, MAX_TOKENS_PER_RANK, error=EPConfigError)
+        checks.seconds("num_gpu_timeout_secs", num_gpu_timeout_secs)
+        super().__init__(group)
+        self.rank_idx, self.num_ranks = self._pool.rank, self._pool.size
+        self.num_max_tokens_per_rank, self.num_allocated_qps = most, num_allocated_qps
         self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
@@ -111,12 +74,10 @@ class ElasticBuffer(Pooled):
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         if num_bytes is None:
-            sizes = num_max_tokens_per_rank, hidden, num_topk
-            known = num_max_tokens_per_rank and hidden
-            num_bytes = _size_hint(group.size(), *sizes, error=EPConfigError) if known else 0
-        self.num_bytes = num_bytes
-        self._pool = pool
-        self._mode = ElasticMode(pool, OVERLAPPED_SMS, float(num_gpu_timeout_secs), reduce=allow_multiple_reduction)
+            known = most and hidden
+            num_bytes = _size_hint(self.num_ranks, most, hidden, num_topk, error=EPConfigError) if known else 0
+        self.num_bytes, timeout_s = num_bytes, float(num_gpu_timeout_secs)
+        self._mode = ElasticMode(self._pool, self._words, OVERLAPPED_SMS, timeout_s, reduce=allow_multiple_reduction)
 
     def destroy(self) -> None:
         """Give all memory back; collective. Handles from before cannot be combined then; later calls connect again."""
@@ -132,8 +93,7 @@ class ElasticBuffer(Pooled):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that a bfloat16 communicator takes with as many experts as entries, a multiple of 2 MiB; for
-        information. EPInputError: a size breaks its rule."""
+        """Bytes that a bfloat16 communicator takes with as many experts as entries; for information."""
         return _size_hint(group.size(), num_max_tokens_per_rank, hidden, num_topk)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -144,7 +104,7 @@ class ElasticBuffer(Pooled):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *others: float, **named: float) -> int:
         """SMs that kernels take by default: 24 with `prefer_overlap_with_compute`, else 64, and no more than there
-        are. Nothing is derived from the arguments."""
+        are."""
         wanted = OVERLAPPED_SMS if self.prefer_overlap_with_compute else ALONE_SMS
         device = self._pool.device
         if device.type == "cpu":
@@ -161,16 +121,13 @@ class ElasticBuffer(Pooled):
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say.
-
-        Raises:
-            EPError: a rank does not come within the group's timeout, or has ended; says which.
-            EPInputError: once all are here, an argument of an earlier call was wrong.
-        """
+        """Wait on the host for this rank's work, and then for all ranks to do so, whatever the arguments say. EPError:
+        a rank does not come within the group's timeout, or has ended; says which. EPInputError, once all are here: an
+        argument of an earlier call was wrong."""
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize()
         self._pool.barrier()
-        WORDS.raise_found(self._pool)
+        self._words.raise_found(self._pool)
 
     @without_gradients
     def dispatch(
@@ -198,27 +155,17 @@ class ElasticBuffer(Pooled):
         """Send each token once to every rank that has one of its experts.
 
         Args:
-            x: [T, hidden] bfloat16, or (float8_e4m3fn [T, hidden], scale factors [T, n] float32 or int32 of any
-                strides, n <= hidden / 128), which travel unchanged.
+            x: as of `Buffer.dispatch`.
             topk_idx: [T, K] int64 expert ids, -1 masks; None with a handle. One out of range masks too, and a later
                 call tells it.
-            topk_weights: [T, K] float32, or None.
-            cumulative_local_expert_recv_stats: [L] int32, to which the entries of each local expert are added.
-            num_experts: of all ranks; from the handle if there is one.
             num_max_tokens_per_rank: the most tokens of a rank, the same on all; None: the handle's, the buffer's.
             expert_alignment: multiple that each expert's rows are padded to with `do_expand`, and to which numbers of
                 entries are rounded up; None: the handle's, 1.
             num_sms: SMs for kernels of communicators that this call connects; 0: `get_theoretical_num_sms`.
-            previous_event, previous_event_before_epilogue: events that the current stream waits for first; the former
-                with `allocate_on_comm_stream`, as in DeepEP.
-            async_with_compute_stream: return an event.
             handle: what an earlier dispatch of as many tokens returned: they go the same ways again.
-            do_handle_copy: let the handle have a copy of `topk_idx`, not the tensor itself.
             do_cpu_sync: wait for the number of rows; None: without a handle.
             do_expand: a row for each (token, expert), by expert, source rank, token, in place of one for each (token,
-                rank), by source rank, token.
-            do_zero_padding: with `do_expand`; rows that pad an expert are always zero.
-            use_tma_aligned_col_major_sf: make scale factors neighbours along rows, their columns 16-byte aligned.
+                rank), by source rank, token. Rows that pad an expert are zero, with `do_zero_padding` or without.
 
         Returns:
             Rows as `x`, as many as came, or without `do_cpu_sync` as many as any routing can bring, of which those
@@ -226,26 +173,25 @@ class ElasticBuffer(Pooled):
             float32 weights, 0 elsewhere, with `do_expand` one a row, 0 for padding (None without `topk_weights`); the
             handle, which is the given one if there is one; the event.
         """
-        _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        pool, mode = self._pool, self._mode
-        WORDS.raise_found(pool)
-        payload, scales = check_payload(x, pool.device)
-        tokens = payload.shape[0]
+        self._begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        mode, ranks, device = self._mode, self.num_ranks, self._pool.device
+        payload, scales = calls.check_payload(x, device)
+        tokens, made, stats = payload.shape[0], handle, cumulative_local_expert_recv_stats
         require(do_expand or not do_zero_padding, "do_zero_padding = True: must come with do_expand")
-        check_integer("num_sms", num_sms, 0)
-        check_sms("num_sms", num_sms or None, error=EPInputError)
-        if handle is None:
+        checks.integer("num_sms", num_sms, 0)
+        checks.sms("num_sms", num_sms or None, error=EPInputError)
+        if made is None:
             if topk_idx is None or num_experts is None:
                 raise EPInputError("topk_idx, num_experts: must be given without a handle")
             most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
             layout = Layout(num_experts, most, 1 if expert_alignment is None else expert_alignment, do_expand)
-            _check_layout(layout, self.num_ranks)
-            check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=pool.device)
-            check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
+            layout.check(ranks)
+            checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=torch.int64, device=device)
+            checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K, num_experts))
             require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_tokens_per_rank = {}", tokens, most)
             shape = tuple(topk_idx.shape)
         else:
-            layout, shape = check_kind("handle", handle, EPHandle, HANDLE).layout, tuple(handle.topk_idx.shape)
+            layout, shape = checks.kind("handle", made, EPHandle, HANDLE).layout, tuple(made.topk_idx.shape)
             given = num_experts, num_max_tokens_per_rank, expert_alignment, do_expand
             for name, value, own in zip(Layout._fields, given, layout, strict=True):
                 require(value is None or value == own, "{} = {}: must be {}, as of the handle", name, value, own)
@@ -253,26 +199,29 @@ class ElasticBuffer(Pooled):
             require(not do_cpu_sync, "do_cpu_sync = True: must be False with a handle")
             require(tokens == shape[0], "x.shape[0] = {}: must be {}, as of the handle", tokens, shape[0])
         if topk_weights is not None:
-            check_given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=pool.device)
+            checks.given("topk_weights", topk_weights, shape=shape, dtype=torch.float32, device=device)
             topk_weights = topk_weights.contiguous()
-        check_stats(cumulative_local_expert_recv_stats, layout.num_experts // self.num_ranks, pool.device)
+        calls.check_stats(stats, layout.num_experts // ranks, device)
         mode.sms = num_sms or self.get_theoretical_num_sms(0, 0)
-        if handle is None:
+        if made is None:
             assert topk_idx is not None
             ids = topk_idx.clone(memory_format=torch.contiguous_format) if do_handle_copy else topk_idx
-            route = mode.route(ids, layout)
-            mode.check_route(payload, route, scaled=scales is not None)
-            made = mode.handle(ids, layout, route, wait=do_cpu_sync is None or do_cpu_sync)
+            made = mode.handle(ids, layout)
+        cfg = mode.config(payload.shape[1], made, scaled=scales is not None)
+        if handle is None and (do_cpu_sync is None or do_cpu_sync):
+            mode.wait_for_rows(made)
+        room, exact = made.room, do_expand or bool(made.num_recv_tokens_per_expert_list)
+        rows, factors, batch = mode.dispatch(cfg, (payload, scales), topk_weights, made, room, exact=exact)
+        if do_expand:
+            entries, weights = None, first_rows(batch.row_weights, room)
         else:
-            made = handle
-            mode.check_route(payload, made.route, scaled=scales is not None)
-        rows, factors, entries, weights = mode.send(made, payload, scales, topk_weights)
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats.add_(made.num_unaligned_recv_tokens_per_expert)
-        got: Rows = rows
-        if factors is not None:
-            got = rows, _column_major(factors) if use_tma_aligned_col_major_sf else factors
-        return got, entries, weights, made, finished(async_with_compute_stream)
+            entries, weights = entries_of(batch, room, shape[1])
+        if stats is not None:
+            stats.add_(made.num_unaligned_recv_tokens_per_expert)
+        if factors is not None and use_tma_aligned_col_major_sf:
+            factors = _column_major(factors)
+        weights = None if topk_weights is None else weights
+        return calls.paired(rows, factors), entries, weights, made, calls.finished(async_with_compute_stream)
 
     @without_gradients
     def combine(
@@ -289,30 +238,30 @@ class ElasticBuffer(Pooled):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Send rows home and add them up, without weights, in float32: biases first, then by ascending slot, a rank's
-        sum at the last of its slots; rounded once.
-
-        Args:
-            x: [rows, hidden] bfloat16, in the order of the dispatch's rows.
-            handle: what that dispatch returned.
-            topk_weights: float32 [rows, K], or one a row with `do_expand`, to bring home as well; None: there are none.
-            bias: up to two [T, hidden] bfloat16 to add.
-
-        Returns:
-            [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event.
-        """
-        _begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
-        WORDS.raise_found(self._pool)
-        own, device = check_kind("handle", handle, EPHandle, HANDLE), self._pool.device
-        rows = own.num_expanded_tokens if own.do_expand else own.num_recv_tokens
-        _, hidden = self._mode.check_returned(own.route)
-        check_given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
-        biases = check_biases(bias, (own.topk_idx.shape[0], hidden), device)
+        sum at the last of its slots; rounded once. `x` is [rows, hidden] bfloat16, in the order of the dispatch's rows,
+        `topk_weights` float32 [rows, K], or one a row with `do_expand`, to bring home as well, `bias` up to two [T,
+        hidden] bfloat16. Returns [T, hidden] bfloat16; [T, K] float32, 0 where masked, or None; the event."""
+        self._begin(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+        own, device = checks.kind("handle", handle, EPHandle, HANDLE), self._pool.device
+        rows, biases = own.room, self._mode.check_combine(x, own.room, bias, own)
         if topk_weights is not None:
             wanted = (rows,) if own.do_expand else (rows, own.topk_idx.shape[1])
-            check_given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
+            checks.given("topk_weights", topk_weights, shape=wanted, dtype=torch.float32, device=device)
         out = self._mode.combine_rows(own, as_rows(x), biases)
         weights = None if topk_weights is None else self._mode.combine_entries(own, topk_weights)
-        return out, weights, finished(async_with_compute_stream)
+        return out, weights, calls.finished(async_with_compute_stream)
+
+    def _begin(
+        self, event: EventHandle | EventOverlap | None, second: EventHandle | EventOverlap | None, on_comm_stream: bool
+    ) -> None:
+        """Have the current stream wait for previous events. EPInputError: as of `LowLatency._begin`."""
+        calls.check_event("previous_event", event, EventHandle, EventOverlap)
+        calls.check_event("previous_event_before_epilogue", second, EventHandle, EventOverlap)
+        require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
+        for one in (event, second):
+            if one is not None:
+                one.current_stream_wait()
+        self._words.raise_found(self._pool)
 
     engram_write, engram_fetch = absent("engram_write"), absent("engram_fetch")
     get_engram_storage_size_hint = staticmethod(absent("get_engram_storage_size_hint"))
@@ -325,32 +274,9 @@ class ElasticBuffer(Pooled):
     get_agrs_buffer_size_hint = staticmethod(absent("get_agrs_buffer_size_hint"))
 
 
-def _begin(
-    event: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None, on_comm_stream: bool
-) -> None:
-    """Have the current stream wait for the events. EPInputError: the options do not go together."""
-    given = {"previous_event": event, "previous_event_before_epilogue": before_epilogue}
-    for name, one in given.items():
-        check_event(name, one, EventHandle, EventOverlap)
-    require(event is None or on_comm_stream, "previous_event: must come with allocate_on_comm_stream")
-    for one in (event, before_epilogue):
-        if one is not None:
-            one.current_stream_wait()
-
-
-def _check_layout(layout: Layout, ranks: int) -> None:
-    check_experts(layout.num_experts, ranks)
-    most, alignment = layout.num_max_tokens_per_rank, layout.expert_alignment
-    require(most != 0, "num_max_tokens_per_rank = {}: must be positive, here or in the constructor", most)
-    check_integer("num_max_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
-    check_integer("expert_alignment", alignment)
-    ok = not layout.do_expand or alignment in ROW_ALIGNMENTS
-    require(ok, "expert_alignment = {}: must be one of {} with do_expand", alignment, ALIGNMENTS)
-
-
 def _size_hint(ranks: int, tokens: int, hidden: int, entries: int, *, error: type[EPError] = EPInputError) -> int:
     """`ElasticBuffer.get_buffer_size_hint`."""
-    check_integer("num_topk", entries, 0, MAX_TOP_K, error=error)
+    checks.integer("num_topk", entries, 0, MAX_TOP_K, error=error)
     entries = max(entries, 1)
     names = {**NAMES, "hidden": "hidden", "top_k": "num_topk"}
     cfg = named_config(names, (hidden, align_up(entries, ranks), entries, tokens, ranks), error=error)

@@ -11,8 +11,7 @@ import torch
 
 
 class EventHandle:
-    """What the current CUDA stream has been given so far; without a GPU nothing, since calls return finished
-    results."""
+    """What the current CUDA stream has been given so far; without a GPU, where results are finished, nothing."""
 
     def __init__(self) -> None:
         self._event = None
@@ -31,13 +30,11 @@ class EventOverlap:
     as long as it. As a context manager it makes the current stream wait at the end of the block."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None) -> None:
-        self.event, self.extra_tensors = event, extra_tensors
-        self._release = False
+        self.event, self.extra_tensors, self._release = event, extra_tensors, False
         self._hook: Callable[[], None] | None = None
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Make the current stream wait for the event, which must not be None, then call the registered hook; with
-        `release_handle` drop the event."""
+        """Make the current stream wait for the event, which must not be None, then call the registered hook."""
         assert self.event is not None, "there is no event: the call that returned this had async_finish=False"
         self.event.current_stream_wait()
         hook, self._hook = self._hook, None
@@ -69,8 +66,7 @@ class EventOverlap:
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning parameters. The adapter has no use for them: launch shapes come from `cute_ep.Tuning`, SMs from
-    `Buffer.set_num_sms`."""
+    """DeepEP's tuning parameters, which have no effect: `cute_ep.Tuning` has launch shapes, `set_num_sms` SMs."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
@@ -82,6 +78,4 @@ class Config:
         """0: communicators allocate their memory when a call needs it."""
         return 0
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: nothing leaves the machine."""
-        return 0
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import check_given, check_integer, require
-from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.deep_ep.calls import check_experts
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_EXPERTS, MAX_TOP_K
-from cute_ep.reference.routes import NO_EXPERT
 from cute_ep.runtime.routes import RouteCounts, count_routes
 from cute_ep.torch_internals import version_of
 
@@ -23,15 +20,10 @@ _GIVEN = WeakTensorKeyDictionary()
 
 
 class GivenLayout(NamedTuple):
-    """What `get_dispatch_layout` has returned, parts of `RouteCounts`, and the tensors that it is true of as long as
-    their `versions` are the same: the entries, the counts, and `goes`. It does not refer to `goes`, by which it is
-    found: then neither would ever be freed."""
+    """What `get_dispatch_layout` has returned, of which entries, and the `versions` of these, of the counts and of
+    `goes` with which it is true. It does not refer to `goes`, by which it is found: neither would ever be freed."""
 
-    counts: torch.Tensor
-    by_rank: torch.Tensor
-    by_expert: torch.Tensor
-    ids: torch.Tensor
-    last_ids: torch.Tensor
+    routes: RouteCounts
     topk_idx: torch.Tensor
     versions: tuple[int, int, int]
 
@@ -39,25 +31,24 @@ class GivenLayout(NamedTuple):
     def of(cls, topk_idx: torch.Tensor, num_experts: int, ranks: int) -> RouteCounts:
         """Count; `known` finds it again by `goes`."""
         routes = count_routes(topk_idx, num_experts, ranks)
+        versions = _version(topk_idx), _version(routes.counts), _version(routes.goes)
         counts, by_rank, by_expert, goes, ids, last_ids, _ = routes
-        versions = _version(topk_idx), _version(counts), _version(goes)
-        _GIVEN[goes] = cls(counts, by_rank, by_expert, ids, last_ids, topk_idx, versions)
+        _GIVEN[goes] = cls(RouteCounts(counts, by_rank, by_expert, None, ids, last_ids), topk_idx, versions)
         return routes
 
     @staticmethod
     def known(
         goes: torch.Tensor, by_rank: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
     ) -> RouteCounts | None:
-        """The counts, if all these are of one layout, unchanged; `topk_idx` may be missing. Of inference tensors torch
-        does not know that."""
+        """The counts, if these are of one layout, unchanged, which torch does not know of inference tensors."""
         made: GivenLayout | None = _GIVEN.get(goes)
         if made is None or (topk_idx is not None and made.topk_idx is not topk_idx):
             return None
-        if made.by_rank is not by_rank or made.by_expert is not by_expert:
+        routes, entries, versions = made
+        same = routes.by_rank is by_rank and routes.by_expert is by_expert
+        if not same or versions != (_version(entries), _version(routes.counts), _version(goes)):
             return None
-        if made.versions != (_version(made.topk_idx), _version(made.counts), _version(goes)):
-            return None
-        return RouteCounts(made.counts, by_rank, by_expert, goes, made.ids, made.last_ids)
+        return RouteCounts(routes.counts, by_rank, by_expert, goes, routes.ids, routes.last_ids)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -65,30 +56,34 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def check_layout(
-    layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    by_rank: torch.Tensor,
+    goes: torch.Tensor,
+    by_expert: torch.Tensor,
     topk_idx: torch.Tensor | None,
     ranks: int,
     device: torch.device,
 ) -> None:
-    """EPInputError unless `routes_of` can take these arguments of a dispatch, which `get_dispatch_layout` has not
-    made. `layout`: num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert."""
-    by_rank, goes, by_expert = layout
-    check_given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=ID_TYPES, device=device)
-    check_given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
-    check_given("num_tokens_per_expert", by_expert, shape=(None,), dtype=ID_TYPES, device=device)
+    """EPInputError unless `routes_of` takes these, which `get_dispatch_layout` has not made."""
+    checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=checks.ID_TYPES, device=device)
+    checks.given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
+    checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=checks.ID_TYPES, device=device)
     experts = by_expert.shape[0]
-    check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
+    calls.check_experts(experts, ranks, "num_tokens_per_expert.shape[0]")
     if topk_idx is not None:
         rule = "num_tokens_per_expert.shape[0] = {}: must not exceed {} with an is_token_in_rank of one's own"
         require(experts + ranks <= MAX_EXPERTS, rule, experts, MAX_EXPERTS - ranks)
-        check_given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=ID_TYPES, device=device)
-        check_integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
+        checks.given("topk_idx", topk_idx, shape=(goes.shape[0], None), dtype=checks.ID_TYPES, device=device)
+        checks.integer("topk_idx.shape[1]", topk_idx.shape[1], 1, min(MAX_TOP_K - ranks, experts))
 
 
-def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: int) -> tuple[RouteCounts, int]:
+def routes_of(
+    by_rank: torch.Tensor, goes: torch.Tensor, by_expert: torch.Tensor, topk_idx: torch.Tensor | None
+) -> tuple[RouteCounts, int]:
     """Entries that bring each token where `goes` [T, R] says, and out of how many experts they are: the [T, K] ones
-    that there are, but for those of other ranks, then one for each rank. Ids out of range stay so."""
-    ranks, local = goes.shape[1], 1 if topk_idx is None else num_experts // goes.shape[1] + 1
+    that there are, but for those of other ranks, then one for each rank. Ids out of range stay so. Their `counts` are
+    the caller's."""
+    (tokens, ranks), num_experts = goes.shape, by_expert.shape[0]
+    local = 1 if topk_idx is None else num_experts // ranks + 1
     own = torch.arange(local - 1, local * ranks, local, dtype=torch.int32, device=goes.device)
     entries = torch.where(goes, own, -1)
     if topk_idx is not None:
@@ -98,17 +93,11 @@ def routes_of(goes: torch.Tensor, topk_idx: torch.Tensor | None, num_experts: in
         gone = known & ~goes.gather(1, server)
         shifted = torch.where(known, ids + server, torch.where(ids < 0, ids, ids + ranks))
         entries = torch.cat([torch.where(gone, -1, shifted), entries], dim=1)
-    return count_routes(entries, local * ranks, ranks), local * ranks
+    sent = torch.full((1,), tokens, dtype=torch.int32, device=goes.device)
+    counts = whole_vectors(torch.cat([by_rank.int(), by_expert.int(), sent])[None])[0]
+    return count_routes(entries, local * ranks, ranks)._replace(counts=counts), local * ranks
 
 
-@dataclass(frozen=True)
-class LayoutWords(Words):
-    """Words of entries that `routes_of` may have put others behind. `own`: communicators whose latest dispatch had
-    such entries."""
-
-    own: set[EPCommunicator] = field(default_factory=set)
-
-    def entry(self, communicator: EPCommunicator, index: int, experts: int, seen: int) -> str:
-        more = communicator.cfg.world_size if communicator in self.own else 0
-        beyond = seen == NO_EXPERT or seen < 0
-        return super().entry(communicator, index, experts - more, seen if beyond else seen - more)
+def whole_vectors(words: torch.Tensor) -> torch.Tensor:
+    """[n, words] of 32 bits with zeros up to whole vectors."""
+    return torch.nn.functional.pad(words, (0, -words.shape[1] % (VECTOR_BYTES // 4))).contiguous()

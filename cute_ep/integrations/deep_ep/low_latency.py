@@ -6,49 +6,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.api.tensors import check_apart
+from cute_ep import Dispatched, EPInputError
 from cute_ep.api.types import FormatName
+from cute_ep.integrations.common import checks
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import (
-    Names,
-    Sizes,
-    as_rows,
-    check_absent,
-    check_given,
-    check_integer,
-    check_kind,
-    check_output,
-    require,
-    room_for,
-)
+from cute_ep.integrations.common.checks import Names, as_rows, require, roomy_config
 from cute_ep.integrations.common.halves import Halves, Hook
-from cute_ep.integrations.deep_ep.calls import (
-    WORDS,
-    Pooled,
-    Rows,
-    begin,
-    check_experts,
-    check_open,
-    check_stats,
-    finished,
-    without_gradients,
-)
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.calls import Pooled, Rows, without_gradients
 from cute_ep.integrations.deep_ep.events import EventOverlap
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK
-from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold
 
 NAMES: Names = {
-    "hidden": "x.shape[1]",
-    "top_k": "topk_idx.shape[1]",
+    **calls.NAMES,
     "max_tokens_per_rank": "num_max_dispatch_tokens_per_rank",
-    "world_size": "group.size()",
     "block_rows": "group.size() * num_max_dispatch_tokens_per_rank",
 }
 HOOK = "return_recv_hook = True: must be False with async_finish"
@@ -66,17 +40,11 @@ class _Fields(NamedTuple):
 
 
 class LowLatencyHandle(_Fields):
-    """What a low-latency dispatch returns for its combine: DeepEP's five fields, and the batch once it is received.
+    """What a low-latency dispatch returns for its combine: DeepEP's five fields, of which `src_info` is [L, S] int32,
+    the row's token index on its source rank, and `layout_range` [L, R] int64, rows of each source in a block: first <<
+    32 | number. `hold` keeps the communicator open until the rows were combined; `batch` is None before the hook was
+    called."""
 
-    Attributes:
-        src_info: [L, S] int32, the row's token index on its source rank.
-        layout_range: [L, R] int64, rows of each source in a block: first << 32 | number.
-        communicator: that of the dispatch.
-        hold: keeps it open until the rows were combined.
-        batch: which combine returns rows of; None before the hook was called.
-    """
-
-    communicator: EPCommunicator
     hold: Hold
     batch: Dispatched | None = None
 
@@ -84,12 +52,23 @@ class LowLatencyHandle(_Fields):
 class LowLatency(Pooled):
     """The calls of low-latency mode, over the communicators of a group. All runs on the current stream."""
 
-    def __init__(self, pool: GroupPool) -> None:
-        self._pool = pool
-        self._halves = Halves(pool.capturing, "give them up with clean_low_latency_buffer(...)")
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._halves = Halves(self._pool, "give them up with clean_low_latency_buffer(...)")
         self._combine_memory: torch.Tensor | None = None
         self._combine_views: dict[tuple[int, ...], torch.Tensor] = {}
         self._captured_memory: list[torch.Tensor] = []  # which graphs use
+
+    def _begin(self, previous_event: EventOverlap | None, async_finish: bool, on_comm_stream: bool) -> None:
+        """Have the current stream wait for the event. EPInputError: options do not go together, or an earlier call was
+        wrong."""
+        calls.check_event("previous_event", previous_event, EventOverlap)
+        event = None if previous_event is None else previous_event.event
+        ok = not on_comm_stream or (event is not None and async_finish)
+        require(ok, "allocate_on_comm_stream = True: must come with previous_event and async_finish")
+        if event is not None:
+            event.current_stream_wait()
+        self._words.raise_found(self._pool)
 
     @without_gradients
     def low_latency_dispatch(
@@ -111,74 +90,58 @@ class LowLatency(Pooled):
         `num_max_dispatch_tokens_per_rank` exceeds what was seen before.
 
         Args:
-            x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements.
-            topk_idx: [T, K] int64 expert ids, -1 masks. One out of range masks too, and a later call tells it.
+            x: [T, hidden] bfloat16; with `use_fp8` it is quantised while sent, a scale factor per 128 elements, with
+                `round_scale` a power of two, with `use_ue8m0` too packed as exponents.
+            topk_idx: [T, K], -1 masks. One out of range masks too, and a later call tells it.
             num_max_dispatch_tokens_per_rank: at least T, the same on all ranks.
-            cumulative_local_expert_recv_stats: [L] int32, to which the numbers of rows are added.
             dispatch_wait_recv_cost_stats: must be None.
-            round_scale: make scale factors powers of two.
-            use_ue8m0: pack their exponents, four in an int32; with `round_scale`.
             return_recv_hook: send only. The caller calls the hook before using results, in the order of dispatches; at
-                most two may be outstanding. The next call receives and drops what a hook was for that nobody has any
-                more. Not with `async_finish`.
+                most two may be outstanding. The next call drops what a hook was for that nobody has any more. Not with
+                `async_finish`.
 
         Returns:
             Rows [L, S, hidden] bfloat16, or float8_e4m3fn and scale factors [L, S, hidden / 128] float32 (packed: [L,
             S, hidden / 512] int32), neighbours along S; [L] int32 rows of each block, which come first, by source rank,
             then token; the handle; the event; the hook, or None.
-
         """
-        begin(None, async_finish, False)
-        pool, ranks = self._pool, self._pool.size
-        WORDS.raise_found(pool)
+        self._begin(None, async_finish, False)
+        pool, ranks, device = self._pool, self._pool.size, self._pool.device
         require(not (async_finish and return_recv_hook), HOOK)
-        check_absent(UNMEASURED, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        checks.absent(UNMEASURED, dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         require(not use_ue8m0 or (use_fp8 and round_scale), "use_ue8m0 = True: must come with use_fp8, round_scale")
         most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
-        check_integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
-        check_experts(num_experts, ranks)
-        check_given("x", x, shape=(None, None), dtype=torch.bfloat16, device=pool.device)
+        checks.integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS_PER_RANK)
+        calls.check_experts(num_experts, ranks)
+        checks.given("x", x, shape=(None, None), dtype=torch.bfloat16, device=device)
         tokens, hidden = x.shape
         require(tokens <= most, "x.shape[0] = {}: must not exceed num_max_dispatch_tokens_per_rank = {}", tokens, most)
-        check_given("topk_idx", topk_idx, shape=(tokens, None), dtype=ID_TYPES, device=pool.device)
+        checks.given("topk_idx", topk_idx, shape=(tokens, None), dtype=checks.ID_TYPES, device=device)
         whole = not use_ue8m0 or hidden % PACKED_COLUMNS == 0
         require(whole, "x.shape[1] = {}: must be a multiple of {}", hidden, PACKED_COLUMNS)
-        check_stats(stats, num_experts // ranks, pool.device)
-        fp8: FormatName = "fp8_pow2" if round_scale else "fp8"
-        cfg = _config((hidden, num_experts, topk_idx.shape[1], most, ranks), fp8 if use_fp8 else "bf16")
+        calls.check_stats(stats, num_experts // ranks, device)
+        kind: FormatName = "bf16" if not use_fp8 else "fp8_pow2" if round_scale else "fp8"
+        sizes = hidden, num_experts, topk_idx.shape[1], most, ranks
+        cfg = roomy_config(NAMES, sizes, block_config, dispatch_format=kind)
         self._halves.drop_lost()
         communicator = pool.get(cfg, names=NAMES)
         self._halves.make_way(communicator, DISPATCH, whole=not return_recv_hook)
-        captured = pool.note_capture(communicator)
         blocks, experts = Blocks(communicator, ranks * most, packed=use_ue8m0), cfg.local_experts
         out = blocks.out
         assert out.source_ranges is not None
         layout_range = out.source_ranges.view(torch.int64).view(experts, ranks)  # rows are the lower halves
-        source_tokens = out.src_info[:, 0].view(experts, -1)
-        handle = LowLatencyHandle(source_tokens, layout_range, most, hidden, num_experts)
-        handle.communicator, handle.hold = communicator, pool.hold(communicator)
+        handle = LowLatencyHandle(out.src_info[:, 0].view(experts, -1), layout_range, most, hidden, num_experts)
+        handle.hold = pool.hold(communicator)
 
-        def receive(batch: Dispatched) -> None:
+        def received(batch: Dispatched) -> None:
             handle.batch = batch
             blocks.received()
             if stats is not None:
                 stats.add_(out.row_counts)
 
         # a copy, since combine reads them again; not narrowed, since the kernel checks them
-        ids, hook = topk_idx.clone(memory_format=torch.contiguous_format), None
-        if return_recv_hook:
-            pending = communicator.dispatch_async(as_rows(x), ids)
-            hook = self._halves.sent(
-                communicator,
-                DISPATCH,
-                lambda: receive(communicator.dispatch_wait(pending, out)),
-                lambda: communicator.dispatch_wait(pending, out),
-                captured=captured,
-            )
-        else:
-            receive(communicator.dispatch(as_rows(x), ids, out=out))
-        rows = blocks.rows if blocks.scales is None else (blocks.rows, blocks.scales)
-        return rows, out.row_counts, handle, finished(async_finish), hook
+        sent = as_rows(x), topk_idx.clone(memory_format=torch.contiguous_format), None
+        hook = self._halves.dispatch(communicator, DISPATCH, sent, out, received, hooked=return_recv_hook)
+        return calls.paired(blocks.rows, blocks.scales), out.row_counts, handle, calls.finished(async_finish), hook
 
     @without_gradients
     def low_latency_combine(
@@ -194,69 +157,52 @@ class LowLatency(Pooled):
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
-        """Send rows home and add them up with weights at the source, in float32, rounded once.
+        """Send rows home and add them up with weights at the source, in float32, rounded once, to [T, hidden] bfloat16.
 
         Args:
-            x: [L, S, hidden] bfloat16, in the order of the dispatch's rows. Not read with `zero_copy`.
+            x: [L, S, hidden] bfloat16, in the order of the dispatch's rows. Not read with `zero_copy`: then rows are
+                what `get_next_low_latency_combine_buffer` gave.
             topk_idx: as in the dispatch. An entry may have become -1 since: its row, which must be finite, then has
                 weight 0.
-            topk_weights: [T, K] float32.
             handle: what the dispatch returned, once its hook was called.
-            zero_copy: take the rows from `get_next_low_latency_combine_buffer`.
             return_recv_hook: as in `low_latency_dispatch`.
-            out: [T, hidden] bfloat16, overwritten; None allocates it.
+            out: overwritten; None allocates it.
             combine_wait_recv_cost_stats: must be None.
-
-        Returns:
-            [T, hidden] bfloat16; the event; the hook, or None.
         """
-        begin(None, async_finish, False)
-        pool = self._pool
-        WORDS.raise_found(pool)
+        self._begin(None, async_finish, False)
         require(not (async_finish and return_recv_hook), HOOK)
-        check_absent(UNMEASURED, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
-        own = check_kind("handle", handle, LowLatencyHandle, MADE)
-        batch, communicator, hold = own.batch, own.communicator, own.hold
-        check_open("handle", hold)
+        checks.absent(UNMEASURED, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        own, place = checks.kind("handle", handle, LowLatencyHandle, MADE), self._pool.device
+        batch, hold = own.batch, own.hold
+        calls.check_open(hold)
         if batch is None:
             rule = "must be called before its rows are combined; dispatch again if it was lost"
             raise EPInputError(f"handle: the dispatch's hook {rule}")
-        place, entries, extents = pool.device, tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
-        check_given("topk_idx", topk_idx, shape=entries, dtype=ID_TYPES, device=place)
-        check_given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
+        entries, extents = tuple(batch.topk_ids.shape), (*own.src_info.shape, own.hidden)
+        checks.given("topk_idx", topk_idx, shape=entries, dtype=checks.ID_TYPES, device=place)
+        checks.given("topk_weights", topk_weights, shape=entries, dtype=torch.float32, device=place)
         if zero_copy:
             rows = self.get_next_low_latency_combine_buffer(own)
         else:
-            check_given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
+            checks.given("x", x, shape=extents, dtype=torch.bfloat16, device=place)
             rows = as_rows(x)
         if out is not None:
-            check_output("out", out, (entries[0], own.hidden), place, torch.bfloat16)
-            check_apart("out", out, x=rows, topk_idx=topk_idx, topk_weights=topk_weights)
+            read = {"x": rows, "topk_idx": topk_idx, "topk_weights": topk_weights}
+            checks.output("out", out, (entries[0], own.hidden), place, torch.bfloat16, **read)
+        communicator = hold.communicator
         self._halves.make_way(communicator, COMBINE, whole=not return_recv_hook)
-        captured = pool.note_capture(communicator)
         weights = torch.where(topk_idx >= 0, topk_weights, 0)
         if out is None:
             out = torch.empty((entries[0], own.hidden), dtype=torch.bfloat16, device=place)
-        rows, hook = rows.view(-1, own.hidden), None
-        if return_recv_hook:
-            pending = communicator.combine_async(rows, batch.derived(router_weights=weights), mode="exact")
-
-            def receive() -> None:
-                communicator.combine_wait(pending, out=out)
-                hold.end()
-
-            hook = self._halves.sent(
-                communicator, COMBINE, receive, lambda: communicator.combine_wait(pending), captured=captured
-            )
-        else:
-            communicator.combine(rows, batch, weights, mode="exact", out=out)
-            hold.end()
-        return out, finished(async_finish), hook
+        rows, hooked = rows.view(-1, own.hidden), return_recv_hook
+        hook = self._halves.combine(
+            communicator, COMBINE, rows, batch, out, hold.end, hooked=hooked, mode="exact", weights=weights
+        )
+        return out, calls.finished(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple) -> torch.Tensor:
-        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`; all handles share it, so it is for the
-        most rows seen. EPInputError: the handle is none."""
-        own = check_kind("handle", handle, LowLatencyHandle, MADE)
+        """[L, S, hidden] bfloat16 memory to fill for a combine with `zero_copy`, which all handles share."""
+        own = checks.kind("handle", handle, LowLatencyHandle, MADE)
         extents = *own.src_info.shape, own.hidden
         if extents not in self._combine_views:
             elements, memory = own.src_info.numel() * own.hidden, self._combine_memory
@@ -270,17 +216,7 @@ class LowLatency(Pooled):
         return self._combine_views[extents]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Give up every round whose hook was not called: it is received and dropped, and its hook raises EPError. So a
-        request may be aborted between the halves of a call, on the ranks that all have sent it. Otherwise nothing: both
+        """Give up every round whose hook was not called, on the ranks that all have sent it, as where a request is
+        aborted between the halves: it is received and dropped, and its hook raises EPError. Otherwise nothing: both
         modes may be mixed, whatever the arguments say."""
         self._halves.give_up()
-
-
-def _config(sizes: Sizes, fmt: FormatName) -> EPConfig:
-    """That of a communicator with room for these tokens of a rank, rounded up if the rules allow it. EPInputError: an
-    argument breaks its rule."""
-    hidden, experts, top_k, most, ranks = sizes
-    try:
-        return block_config(NAMES, (hidden, experts, top_k, room_for(most), ranks), fmt, error=EPConfigError)
-    except EPConfigError:
-        return block_config(NAMES, sizes, fmt)

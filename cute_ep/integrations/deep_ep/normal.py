@@ -13,34 +13,29 @@ numbers, and a token has an entry more for each rank that it goes to. Three comm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.interface import EPCommunicator
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig
 from cute_ep.api.row_tensors import with_plain_strides
-from cute_ep.integrations.common.checks import Names, Sizes, as_rows, roomy_config
-from cute_ep.integrations.deep_ep.calls import WORDS, check_open
-from cute_ep.integrations.deep_ep.layout import LayoutWords
-from cute_ep.layouts.maps.formats import FP8, VECTOR_BYTES
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, as_rows, roomy_config
+from cute_ep.integrations.deep_ep import calls
+from cute_ep.integrations.deep_ep.layout import whole_vectors
+from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 from cute_ep.runtime.counts import Counting
 from cute_ep.runtime.group_pool import GroupPool
 from cute_ep.runtime.pool import Hold, Opening
 from cute_ep.runtime.routes import RouteCounts
 
-VECTOR_WORDS = VECTOR_BYTES // 4
-"""32-bit words that rows of words are a multiple of."""
 NAMES: Names = {
-    "hidden": "x.shape[1]",
+    **calls.NAMES,
     "num_experts": "num_tokens_per_expert.shape[0]",
-    "top_k": "topk_idx.shape[1]",
     "max_tokens_per_rank": "x.shape[0], of the rank with the most tokens,",
-    "world_size": "group.size()",
 }
 FORMATS: dict[bool, dict[str, Any]] = {
     False: {"dispatch_format": "bf16", "scale_layout": None},
@@ -48,6 +43,8 @@ FORMATS: dict[bool, dict[str, Any]] = {
 }
 """Of rows without and with scale factors: the format that has as many bytes of these, and whose rows need no
 padding."""
+BY_RANK: dict[str, Any] = {"row_alignment": 1, "row_order": RANK_MAJOR}
+"""Of one row per (token, rank)."""
 
 
 class _Fields(NamedTuple):
@@ -61,47 +58,27 @@ class _Fields(NamedTuple):
 
 class Handle(_Fields):
     """What dispatch returns for later calls: DeepEP's six fields, of which three are None, and the route.
-
-    Attributes:
-        rank_prefix_matrix: [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d].
-        recv_src_idx: [rows] int32, token index on its source of each row received.
-        is_token_in_rank: [T, R] bool, as given.
-        route: where tokens go, and the batch that combine returns rows of.
-    """
+    `rank_prefix_matrix` is [R, R] int32; rows that rank d has of sources 0 .. s are element [s, d]. `recv_src_idx` is
+    [rows] int32, the token index on its source of each row received."""
 
     route: Route
 
 
-class Layout(NamedTuple):
-    """Sizes of a dispatch that its handle keeps; as the arguments of `ElasticBuffer.dispatch`."""
-
-    num_experts: int
-    num_max_tokens_per_rank: int
-    expert_alignment: int
-    do_expand: bool
-
-
 class Returned(NamedTuple):
-    """A communicator, and a batch of it whose rows combine can return; it holds no rows itself. `hold`: keeps the
-    communicator open."""
+    """A batch, without its rows, whose rows combine can return, and what keeps its communicator open."""
 
-    communicator: EPCommunicator
-    batch: Dispatched
     hold: Hold
+    batch: Dispatched
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Route:
-    """Where the tokens of one dispatch go.
+    """Where the tokens of one dispatch go: by `routes` of the entries that it is given, out of so many `experts`.
 
     Attributes:
-        routes: of the entries that dispatch is given.
-        experts: how many experts these are out of.
         tokens: what no rank has more tokens than.
-        rows: rows received, or that there is room for.
+        rows: rows per (token, rank) received, or that there is room for.
         own: whether a token has an entry of each rank behind those that it was given.
-        layout: of an `ElasticBuffer`.
-        cfg: of the rows that are sent next.
         of_rows: for sums of rows, once they were sent.
         of_words: for sums of top-k weights, once there was need; by the number of words of a row.
     """
@@ -111,48 +88,64 @@ class Route:
     tokens: int
     rows: int
     own: bool = False
-    layout: Layout | None = None
-    cfg: EPConfig | None = None
     of_rows: Returned | None = None
     of_words: dict[int, Returned] = field(default_factory=dict)
 
+    @property
+    def sent(self) -> Returned:
+        """`of_rows`, behind the dispatch."""
+        assert self.of_rows is not None
+        return self.of_rows
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """Options of a configuration: in which order rows are, and how they are padded."""
+        return BY_RANK
+
 
 class NormalMode:
-    """Normal mode over the communicators of a group, on the current stream. `words`: of what kernels found wrong."""
+    """Normal mode over the communicators of a group, on the current stream."""
 
     names: Names = NAMES
-    _made = staticmethod(roomy_config)
+    _made: Callable[..., EPConfig] = staticmethod(roomy_config)
 
-    def __init__(self, pool: GroupPool, opening: Opening) -> None:
-        self._pool, self._opening = pool, opening
-        self._rank, self._ranks, self._timeout_s = pool.rank, pool.size, EPConfig.timeout_s
-        self.words = LayoutWords(WORDS.ids, WORDS.room)
+    def __init__(
+        self, pool: GroupPool, opening: Opening, words: calls.LayoutWords, timeout_s: float = EPConfig.timeout_s
+    ) -> None:
+        self._pool, self._opening, self._words, self._timeout_s = pool, opening, words, timeout_s
 
-    def counting(self, words: int) -> Counting:
-        """`GroupPool.counting` for this mode."""
-        return self._pool.counting(words, opening=self._opening, timeout_s=self._timeout_s)
+    def exchange(self, counts: torch.Tensor) -> Counting:
+        """Have all ranks know this one's `RouteCounts.counts`; the host does not wait yet."""
+        counting = self._pool.counting(counts.size(0), opening=self._opening, timeout_s=self._timeout_s)
+        counting.exchange(counts)
+        return counting
 
     def config(self, hidden: int, route: Route, *, scaled: bool) -> EPConfig:
         """Of rows of `hidden` elements, FP8 if `scaled`, along a route. EPInputError: a size breaks its rule."""
-        return self._rank_major((hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._ranks), scaled)
+        sizes = hidden, route.experts, route.routes.ids.shape[1], route.tokens, self._pool.size
+        return self._made(self.names, sizes, timeout_s=self._timeout_s, **route.order, **FORMATS[scaled])
 
-    def _rank_major(self, sizes: Sizes, scaled: bool) -> EPConfig:
-        options = {"timeout_s": self._timeout_s, **FORMATS[scaled]}
-        return self._made(self.names, sizes, row_alignment=1, row_order=RANK_MAJOR, **options)
-
-    def check_route(self, x: torch.Tensor, route: Route, *, scaled: bool) -> None:
-        """Set `Route.cfg` for rows like these. EPInputError: they cannot be sent along the route."""
-        route.cfg = self.config(x.shape[1], route, scaled=scaled)
-
-    @staticmethod
-    def check_returned(route: Route) -> tuple[int, int]:
-        """The shape of rows that go home by a route. EPInputError: its communicator was closed."""
-        assert route.of_rows is not None
-        check_open("handle", route.of_rows.hold)
-        return route.rows, route.of_rows.communicator.cfg.hidden
+    def check_combine(
+        self, x: torch.Tensor, rows: int, bias: torch.Tensor | tuple[torch.Tensor, ...] | None, route: Route
+    ) -> list[torch.Tensor]:
+        """The biases. EPInputError unless these are as many rows as a route brings home, in bfloat16, and up to two
+        biases of the output's shape, or the route's communicator was closed."""
+        hold, device = route.sent.hold, self._pool.device
+        calls.check_open(hold)
+        hidden = hold.communicator.cfg.hidden
+        checks.given("x", x, shape=(rows, hidden), dtype=torch.bfloat16, device=device)
+        if bias is None:
+            return []
+        given = {f"bias[{place}]": one for place, one in enumerate(bias)} if isinstance(bias, tuple) else {"bias": bias}
+        checks.require(len(given) <= 2, "len(bias) = {}: must be at most 2", len(given))
+        shape = route.routes.ids.shape[0], hidden
+        for name, one in given.items():
+            checks.given(name, one, shape=shape, dtype=torch.bfloat16, device=device)
+        return list(given.values())
 
     def dispatch(
         self,
+        cfg: EPConfig,
         sent: tuple[torch.Tensor, torch.Tensor | None],
         weights: torch.Tensor | None,
         route: Route,
@@ -160,16 +153,15 @@ class NormalMode:
         *,
         exact: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
-        """Send tokens along a route that was checked for them, which keeps the batch for combine if it has none.
+        """Send tokens along a route, by a `config` of both; the route keeps the batch for combine if it has none.
 
         `sent` is [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32
         weights travel along. Unless each of the `rows` has a token (`exact`), weights behind the last are made 0.
         Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
-        assert route.cfg is not None
         x, scales = sent
-        wire = None if scales is None else as_wide(scales, x.shape[1]).view(torch.uint8)
-        communicator = self._connect(route.cfg)
-        (self.words.own.add if route.own else self.words.own.discard)(communicator)
+        wire = None if scales is None else _as_wide(scales, x.shape[1]).view(torch.uint8)
+        communicator = self._connect(cfg)
+        (self._words.own.add if route.own else self._words.own.discard)(communicator)
         out = buffers_for(communicator, rows)
         if weights is not None and not exact:
             out.row_weights.zero_()
@@ -177,13 +169,13 @@ class NormalMode:
         factors = None
         if scales is not None and batch.scales is not None:
             factors = batch.scales[:rows].contiguous().view(scales.dtype)[:, : scales.shape[1]].contiguous()
-        if route.of_rows is None or route.of_rows.communicator.closed:
-            route.of_rows = self.returned(communicator, batch.without_rows())
+        if route.of_rows is None or route.of_rows.hold.communicator.closed:
+            route.of_rows = self._returned(communicator, batch)
         return first_rows(batch.tokens, rows), factors, batch
 
     def combine(self, rows: torch.Tensor, route: Route, biases: list[torch.Tensor]) -> torch.Tensor:
         """[T, hidden] bfloat16: for each token the sum of its rows over ranks, and of the biases, in float32."""
-        communicator, batch = self._home(route)
+        communicator, batch = self._home(route.sent)
         if not biases:
             return communicator.combine(rows, batch, mode="partial")
         total = communicator.combine(rows, batch, mode="partial", dtype=torch.float32)
@@ -191,43 +183,20 @@ class NormalMode:
             total += bias.float()
         return total.bfloat16()
 
-    def _home(self, route: Route) -> tuple[EPCommunicator, Dispatched]:
-        """What rows of a route go home by."""
-        assert route.of_rows is not None
-        communicator, batch, _ = route.of_rows
-        self._pool.note_capture(communicator)
-        return communicator, batch
-
-    def returned(self, communicator: EPCommunicator, batch: Dispatched) -> Returned:
-        """What a route keeps of a batch, without its rows, for calls to come."""
-        return Returned(communicator, batch, self._pool.hold(communicator))
-
-    @staticmethod
-    def entries(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
-        assert batch.row_expert_ids is not None
-        local, weights = first_rows(batch.row_expert_ids, rows), first_rows(batch.row_weights, rows)
-        if slots != weights.size(1):
-            local, weights = local[:, :slots], weights[:, :slots].contiguous()
-        return local.long(), weights
-
     def combine_weights(self, weights: torch.Tensor, route: Route) -> torch.Tensor:
         """[T, K] float32: sums of [rows, K] weights over ranks, in their order."""
-        slots = weights.shape[1]
-        words = padded(weights)
+        words, ranks = whole_vectors(weights), self._pool.size
         width, goes, of_words = words.shape[1], route.routes.goes, route.of_words
-        if width not in of_words or of_words[width].communicator.closed:
-            communicator = self._connect(
-                self._rank_major((width * 2, self._ranks, self._ranks, route.tokens, self._ranks), False)
-            )
+        if width not in of_words or of_words[width].hold.communicator.closed:
+            sizes, options = (width * 2, ranks, ranks, route.tokens, ranks), BY_RANK | FORMATS[False]
+            communicator = self._connect(self._made(self.names, sizes, timeout_s=self._timeout_s, **options))
             nothing = torch.zeros((len(goes), width * 2), dtype=torch.bfloat16, device=weights.device)
-            ranks = torch.where(goes, torch.arange(self._ranks, dtype=torch.int32, device=goes.device), -1)
-            batch = communicator.dispatch(nothing, ranks, out=buffers_for(communicator, route.rows))
-            of_words[width] = self.returned(communicator, batch.without_rows().derived(topk_ids=ranks))
-        communicator, batch, _ = of_words[width]
-        self._pool.note_capture(communicator)
+            ids = torch.where(goes, torch.arange(ranks, dtype=torch.int32, device=goes.device), -1)
+            batch = communicator.dispatch(nothing, ids, out=buffers_for(communicator, route.rows))
+            of_words[width] = self._returned(communicator, batch, topk_ids=ids)
+        communicator, batch = self._home(of_words[width])
         home = communicator.combine(words.view(torch.bfloat16), batch, mode="unweighted")
-        home = home.view(torch.float32)[:, :, :slots]
+        home = home.view(torch.float32)[:, :, : weights.shape[1]]
         total = home[:, 0]
         for column in range(1, home.shape[1]):
             total = total + home[:, column]
@@ -239,16 +208,24 @@ class NormalMode:
         self._pool.note_capture(communicator)
         return communicator
 
+    def _returned(self, communicator: EPCommunicator, batch: Dispatched, **changes: torch.Tensor) -> Returned:
+        """What a route keeps of a batch for calls to come, with `Dispatched.derived` tensors."""
+        kept = batch.without_rows()
+        return Returned(self._pool.hold(communicator), kept.derived(**changes) if changes else kept)
 
-def prefix_matrix(table: torch.Tensor) -> torch.Tensor:
-    """`Handle.rank_prefix_matrix` of `Counting.table`."""
-    return table.narrow(1, 0, table.size(0)).cumsum(0, dtype=torch.int32)
+    def _home(self, returned: Returned) -> tuple[EPCommunicator, Dispatched]:
+        """What rows go home by."""
+        self._pool.note_capture(returned.hold.communicator)
+        return returned.hold.communicator, returned.batch
 
 
-def joined(by_rank: torch.Tensor, by_expert: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`RouteCounts.counts` from its parts, [R] and [E] of any integer type."""
-    own = torch.full((1,), tokens, dtype=torch.int32, device=by_rank.device)
-    return padded(torch.cat([by_rank.int(), by_expert.int(), own])[None])[0]
+def entries_of(batch: Dispatched, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """([rows, slots] int64 local experts, -1 where there are none; float32 weights, 0 there)."""
+    assert batch.row_expert_ids is not None
+    local, weights = first_rows(batch.row_expert_ids, rows), first_rows(batch.row_weights, rows)
+    if slots != weights.size(1):
+        local, weights = local[:, :slots], weights[:, :slots].contiguous()
+    return local.long(), weights
 
 
 def buffers_for(communicator: EPCommunicator, rows: int) -> DispatchBuffers:
@@ -261,16 +238,8 @@ def first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor if tensor.size(0) == rows else tensor.narrow(0, 0, rows)
 
 
-def padded(words: torch.Tensor) -> torch.Tensor:
-    """[n, words] of 32 bits with zeros up to whole vectors."""
-    return torch.nn.functional.pad(words, (0, -words.shape[1] % VECTOR_WORDS)).contiguous()
-
-
-def as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
+def _as_wide(scales: torch.Tensor, hidden: int) -> torch.Tensor:
     """[T, hidden / 128] float32 that has the words of `scales` first."""
-    words, columns = with_plain_strides(scales.contiguous()).view(torch.float32), hidden // FP8.block
-    if words.shape[1] == columns:
-        return words
-    wide = torch.zeros((words.shape[0], columns), dtype=torch.float32, device=words.device)
-    wide[:, : words.shape[1]] = words
-    return wide
+    words = with_plain_strides(scales.contiguous()).view(torch.float32)
+    more = hidden // FP8.block - words.shape[1]
+    return torch.nn.functional.pad(words, (0, more)) if more else words

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_ep.api.dispatched import Dispatched
+from cute_ep import Dispatched
 from cute_ep.layouts.maps.arena import HeaderWord
 from cute_ep.layouts.maps.routing import NO_ROW
 

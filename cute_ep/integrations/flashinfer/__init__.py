@@ -1,8 +1,6 @@
 """FlashInfer over cute_ep (docs/flashinfer.md): a communication backend of `flashinfer.moe_ep`, which `register` makes
 known, and `MoeAlltoAll` in place of the deprecated class of `flashinfer.comm`."""
 
-from __future__ import annotations
-
 from cute_ep.integrations.common.versions import require
 
 require("flashinfer", (0, 7, 2), (0, 7, 3), package="flashinfer-python")

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams
 
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer
-from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import Names, check_absent, check_given, named_config, own_device, require
-from cute_ep.integrations.flashinfer.arguments import Arguments, Given, group_of
-from cute_ep.integrations.flashinfer.communication import CuteEPCommunication, CuteEPConfig
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, named_config, require
+from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
+from cute_ep.integrations.flashinfer.communication import CuteEPCommunication
 from cute_ep.layouts.maps.routing import RANK_MAJOR
+from cute_ep.runtime.group_pool import own_device
 
 SIZES: Names = {
     "hidden": "hidden_size",
@@ -22,7 +23,6 @@ SIZES: Names = {
     "world_size": "mapping.moe_ep_size",
     "block_rows": "max_num_tokens",
 }
-"""What this interface calls the fields of EPConfig that it names otherwise."""
 ARGUMENTS = Arguments(
     "input_payloads[0]",
     "the scale factors of input_payloads",
@@ -30,38 +30,25 @@ ARGUMENTS = Arguments(
     "the router weights of input_payloads",
     "runtime_max_tokens_per_rank",
     "payload",
+    SIZES,
 )
 ORDER = "hidden states, their scale factors if any, token_selected_experts, router weights if any"
 """What `input_payloads` are."""
 
 
-class _Payloads(NamedTuple):
-    """Places in `input_payloads` of all but hidden states, which are the first."""
-
-    scales: int | None
-    ids: int | None
-    weights: int | None
-
-
 class MoeAlltoAll:
     """One rank's dispatch and combine, in place of FlashInfer's class of this name.
 
-    Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
-    is the first dispatch of rows of another size or format: make both before capturing a CUDA graph. Objects of a
-    process group share communicators. Calls compute no gradients, and raise what `CuteEPCommunication`'s raise.
-    Arguments that a call does not describe are not read.
+    As of `CuteEPCommunication` everything runs on the caller's current stream, nothing waits on the host, and objects
+    of a process group share communicators; the constructor is collective, and so is the first dispatch of rows of
+    another size or format. Calls raise what its calls raise. Arguments that are not named here have no effect.
 
     Args:
         mapping: FlashInfer's Mapping, of which `moe_ep_rank` and `moe_ep_size` are read.
         max_num_tokens: most tokens of a rank in a call.
-        top_k, num_experts: of the layer; rank r has experts [r * E/R, (r + 1) * E/R).
         hidden_size: elements of a row; None: those of the first dispatch, which then connects.
         mnnvl_config: its `comm_backend` has the process group of the ranks; None: the default group.
-        eplb_stats_num_experts, enable_rank_mask: must be 0, False.
-
-    Raises:
-        EPConfigError: an argument breaks its rule, or the group is not that of `mapping`.
-        EPError: as of `cute_ep.connect`.
+        eplb_stats_num_experts, enable_rank_mask: must be 0, False (EPConfigError).
     """
 
     eplb_gathered_stats = None
@@ -92,8 +79,7 @@ class MoeAlltoAll:
         sizes = 128 if hidden_size is None else hidden_size, num_experts, top_k, max_num_tokens, self.ep_size
         named_config(SIZES, sizes, error=EPConfigError, block_rows=max_num_tokens, row_order=RANK_MAJOR)
         backend_group = getattr(getattr(mnnvl_config, "comm_backend", None), "_group", None)
-        names = "mapping.moe_ep_rank, mapping.moe_ep_size"
-        self._group = group_of(backend_group, self.ep_rank, self.ep_size, names)
+        self._group = group_of(backend_group, self.ep_rank, self.ep_size, "mapping.moe_ep_rank, mapping.moe_ep_size")
         self._made: dict[int, CuteEPCommunication] = {}
         self._round: tuple[CuteEPCommunication, int] | None = None
         if hidden_size is not None:
@@ -115,9 +101,8 @@ class MoeAlltoAll:
         Args:
             token_selected_experts: [T, top_k] int32 or int64. -1 masks an entry, and so does `invalid_token_expert_id`
                 if no expert has that id. Copied.
-            input_payloads: hidden states and scale factors as of `CuteEPCommunication.dispatch`,
-                `token_selected_experts` itself, and [T, top_k] router weights of a floating type, which travel as
-                float32. In this order; only hidden states are needed.
+            input_payloads: hidden states, scale factors, `token_selected_experts` itself, and router weights, in this
+                order, as of `CuteEPCommunication.dispatch`; only hidden states are needed.
             runtime_max_tokens_per_rank: rows for each source, the same on all ranks, at least T.
             invalid_token_expert_id: what ids become where this rank has not the expert or no token has the row; None:
                 -1.
@@ -125,35 +110,32 @@ class MoeAlltoAll:
             eplb_local_stats, active_rank_mask: must be None.
 
         Returns:
-            A new tensor for each payload, [ep_size, runtime_max_tokens_per_rank, columns] of its type. Row [s, i] is of
-            the i-th token of source s that comes here, in the order of its tokens. Ids are of the whole model; weights
-            are 0 where ids are invalid. In rows that no token has hidden states and scale factors may be anything.
+            A new tensor for each payload, [ep_size, runtime_max_tokens_per_rank, columns] of its type, rows as of
+            `CuteEPCommunication.dispatch`. Ids are of the whole model; weights are 0 where ids are invalid.
         """
         for one in self._made.values():
             one.raise_found()
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
-        check_absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
-        check_given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=ID_TYPES)
-        places = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
-        rows = input_payloads[0]
-        scales = None if places.scales is None else input_payloads[places.scales]
-        weights = None if places.weights is None else input_payloads[places.weights]
+        checks.absent(eplb_local_stats=eplb_local_stats, active_rank_mask=active_rank_mask)
+        checks.given("token_selected_experts", token_selected_experts, shape=(None, self.top_k), dtype=checks.ID_TYPES)
+        scales_at, ids_at, weights_at = self._places(token_selected_experts, input_payloads, expert_id_payload_index)
+        rows, most = input_payloads[0], runtime_max_tokens_per_rank
+        scales = None if scales_at is None else input_payloads[scales_at]
+        weights = None if weights_at is None else input_payloads[weights_at]
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
         require(is_integer(invalid), "invalid_token_expert_id = {!r}: must be an integer or None", invalid)
-        given = Given(rows, scales, token_selected_experts, weights)
-        ARGUMENTS.check(given, runtime_max_tokens_per_rank, self.max_num_tokens, self.top_k, own_device())
+        limits = self.max_num_tokens, self.top_k
+        ARGUMENTS.check(rows, scales, token_selected_experts, weights, most, limits, own_device())
         communication = self._communication(_elements(rows, scales), "elements of a row of input_payloads[0]")
         ids = token_selected_experts
         if not -1 <= invalid < self.num_experts:
             ids = ids.masked_fill(ids == invalid, -1)
-        most = runtime_max_tokens_per_rank
         got = communication.dispatch(rows, ids, weights, hidden_states_scale=scales, max_tokens_per_rank=most)
         self._round = communication, most
-        came = {0: got.hidden_states, places.scales: got.hidden_states_scale}
-        came |= {places.ids: got.topk_ids.masked_fill(got.topk_ids < 0, invalid), places.weights: got.topk_weights}
-        shape = self.ep_size, most, -1
-        return [came[place].to(sent.dtype).view(shape) for place, sent in enumerate(input_payloads)]
+        ids = got.topk_ids.masked_fill(got.topk_ids < 0, invalid)
+        came = {0: got.hidden_states, scales_at: got.hidden_states_scale, ids_at: ids, weights_at: got.topk_weights}
+        return [came[place].to(sent.dtype).view(self.ep_size, most, -1) for place, sent in enumerate(input_payloads)]
 
     @torch.no_grad()
     def combine(
@@ -170,27 +152,16 @@ class MoeAlltoAll:
         use_low_precision: bool = False,
         active_rank_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bring each row home and add a token's rows up: in float32, by ascending rank, rounded once.
-
-        Args:
-            payload: [ep_size, runtime_max_tokens_per_rank, hidden] bfloat16, each row weighted and reduced over this
-                rank's experts. Rows that no token has are not read.
-            runtime_max_tokens_per_rank: that of the dispatch.
-            output_dtype: must be torch.bfloat16 or None.
-            output: [T, hidden] bfloat16, overwritten; None allocates it.
-            output_scales, active_rank_mask: must be None. use_low_precision: must be False.
-
-        Returns:
-            [T, hidden]; zero where all of a token's entries are masked.
-        """
-        good = output_dtype in (None, torch.bfloat16)
-        require(good, "output_dtype = {}: must be torch.bfloat16", output_dtype)
+        """As `CuteEPCommunication.combine`, of `payload`, [ep_size, runtime_max_tokens_per_rank, hidden], to `output`,
+        in bfloat16 only. `runtime_max_tokens_per_rank` must be that of the dispatch, `output_scales` and
+        `active_rank_mask` None, `use_low_precision` False."""
+        require(output_dtype in (None, torch.bfloat16), "output_dtype = {}: must be torch.bfloat16", output_dtype)
         require(not use_low_precision, "use_low_precision = True: must be False, rows come home in bfloat16")
-        check_absent(output_scales=output_scales, active_rank_mask=active_rank_mask)
+        checks.absent(output_scales=output_scales, active_rank_mask=active_rank_mask)
         communication, shape = self._outstanding("combine", runtime_max_tokens_per_rank)
-        check_given("payload", payload, shape=shape)
+        checks.given("payload", payload, shape=shape)
         if output is not None:
-            check_given("output", output, dtype=torch.bfloat16)
+            checks.given("output", output, dtype=torch.bfloat16)
         total = communication.combine(payload, output=output)
         self._round = None
         return total
@@ -198,12 +169,10 @@ class MoeAlltoAll:
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size]. Combine copies no
-        payload, so any other memory does as well. EPInputError unless `dtype` is torch.bfloat16, and the sizes are
-        those of the dispatch."""
+        """New memory for experts to write to, [ep_size, runtime_max_tokens_per_rank, hidden_size] bfloat16, sizes as in
+        the dispatch. Combine copies no payload, so any other memory does as well."""
         communication, shape = self._outstanding("get_combine_payload_tensor", runtime_max_tokens_per_rank)
-        same = hidden_size == shape[2]
-        require(same, "hidden_size = {}: must be {}, as in the dispatch", hidden_size, shape[2])
+        require(hidden_size == shape[2], "hidden_size = {}: must be {}, as in the dispatch", hidden_size, shape[2])
         require(dtype == torch.bfloat16, "dtype = {}: must be torch.bfloat16, rows come home in it", dtype)
         return torch.empty(shape, dtype=dtype, device=communication.device)
 
@@ -226,13 +195,12 @@ class MoeAlltoAll:
             one.destroy()
 
     def _communication(self, hidden: int, name: str) -> CuteEPCommunication:
-        """That for rows of so many elements, which a caller calls `name`; connects where the group has none, then
-        collective."""
+        """That for rows of so many elements, called `name`; connects where the group has none, then collective."""
         if hidden not in self._made:
             bootstrap = BootstrapConfig(world_size=self.ep_size, rank=self.ep_rank, process_group=self._group)
             params = MoEEpCommParams(self.num_experts, self.top_k, self.max_num_tokens, hidden)
-            names = ARGUMENTS, {**SIZES, "hidden": name}
-            self._made[hidden] = CuteEPCommunication(bootstrap, params, CuteEPConfig(), names=names)
+            names = ARGUMENTS._replace(sizes={**SIZES, "hidden": name})
+            self._made[hidden] = CuteEPCommunication(bootstrap, params, names=names)
         return self._made[hidden]
 
     def _outstanding(self, call: str, tokens: int) -> tuple[CuteEPCommunication, tuple[int, int, int]]:
@@ -240,17 +208,18 @@ class MoeAlltoAll:
         if self._round is None:
             raise EPError(f"{call}: there must be a dispatch first")
         communication, most = self._round
-        rule = "runtime_max_tokens_per_rank = {}: must be {}, as in the dispatch"
-        require(tokens == most, rule, tokens, most)
+        require(tokens == most, "runtime_max_tokens_per_rank = {}: must be {}, as in the dispatch", tokens, most)
         return communication, (self.ep_size, most, communication.params.hidden_size)
 
-    def _places(self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None) -> _Payloads:
-        """Where `payloads` has what, by ORDER."""
+    def _places(
+        self, ids: torch.Tensor, payloads: list[torch.Tensor], index: int | None
+    ) -> tuple[int | None, int | None, int | None]:
+        """Where `payloads` has scale factors, ids and weights, by ORDER."""
         given = isinstance(payloads, list | tuple)
         require(given, "input_payloads = {}: must be a list of {}", type(payloads).__name__, ORDER)
         require(len(payloads) > 0, "input_payloads = []: must be {}", ORDER)
         for place, one in enumerate(payloads):
-            check_given(f"input_payloads[{place}]", one)
+            checks.given(f"input_payloads[{place}]", one)
         same = [place for place, one in enumerate(payloads) if place and _is_same(one, ids)]
         rule = "expert_id_payload_index = {}: must be that of token_selected_experts"
         require(index is None or index in same, rule, index)
@@ -263,7 +232,7 @@ class MoeAlltoAll:
             good = one.is_floating_point() and one.shape == ids.shape
             rule = "input_payloads[{}]: is {} {}: must be router weights {} of a floating type"
             require(good, rule, place, one.dtype, tuple(one.shape), tuple(ids.shape))
-        return _Payloads(before[0] if before else None, at if same else None, after[0] if after else None)
+        return before[0] if before else None, at if same else None, after[0] if after else None
 
 
 def _elements(rows: torch.Tensor, scales: torch.Tensor | None) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.errors import EPConfigError, EPInputError
-from cute_ep.api.row_tensors import ID_TYPES, with_plain_strides
+from cute_ep import EPConfigError, EPInputError
+from cute_ep.api.row_tensors import with_plain_strides
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, check_given, check_group, check_integer, require
-from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import FLOATS, Names, as_rows, require
 
 PARAMS: Names = {
     "hidden": "params.hidden_size",
@@ -23,21 +22,10 @@ PARAMS: Names = {
     "timeout_s": "config.timeout_s",
     "block_rows": "params.max_tokens_per_rank",
 }
-"""What `CuteEPCommunication` calls sizes and options."""
 
 
-class Given(NamedTuple):
-    """What a dispatch is to send: rows and their scale factors, ids, weights."""
-
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-    ids: torch.Tensor
-    weights: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What the interface that was called names the arguments of dispatch and combine."""
+class Arguments(NamedTuple):
+    """What the interface that was called names the arguments of dispatch and combine, and sizes and options."""
 
     rows: str = "hidden_states"
     scales: str = "hidden_states_scale"
@@ -45,25 +33,31 @@ class Arguments:
     weights: str = "topk_weights"
     most: str = "max_tokens_per_rank"
     output: str = "expert_output"
+    sizes: Names = PARAMS
 
-    @property
-    def words(self) -> Words:
-        """Of what kernels have found wrong."""
-        return Words(self.ids, self.most)
-
-    def check(self, given: Given, stride: int, most: int, top_k: int, device: torch.device) -> None:
-        """EPInputError unless a dispatch can send these, `top_k` entries a token; `stride`, `most`: rows for each
-        source, and how many there may be."""
-        rows, scales, ids, weights = given
-        check_integer(self.most, stride, 1, most)
-        check_given(self.rows, rows, shape=(None, None), device=device)
+    def check(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor | None,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        stride: int,
+        limits: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        """EPInputError unless these can be sent, `stride` rows a source; `limits`: the most rows, and entries of a
+        token."""
+        most, top_k = limits
+        checks.integer(self.most, stride, 1, most)
+        checks.given(self.rows, rows, shape=(None, None), device=device)
         tokens = rows.shape[0]
         require(tokens <= stride, "{}.shape[0] = {}: must not exceed {} = {}", self.rows, tokens, self.most, stride)
-        check_given(self.ids, ids, shape=(tokens, top_k), dtype=ID_TYPES, device=device)
+        entries = tokens, top_k
+        checks.given(self.ids, ids, shape=entries, dtype=checks.ID_TYPES, device=device)
         if weights is not None:
-            check_given(self.weights, weights, shape=(tokens, top_k), dtype=FLOATS, device=device)
+            checks.given(self.weights, weights, shape=entries, dtype=FLOATS, device=device)
         if scales is not None:
-            check_given(self.scales, scales, shape=(tokens, None), device=device)
+            checks.given(self.scales, scales, shape=(tokens, None), device=device)
 
     def as_sent(
         self, payload: torch.Tensor, scale: torch.Tensor | None, hidden: int
@@ -100,7 +94,7 @@ def group_of(group: dist.ProcessGroup | None, rank: int, size: int, names: str) 
         rule = "process_group = None: needs a default group, call torch.distributed.init_process_group first"
         require(dist.is_initialized(), rule, error=EPConfigError)
         group = dist.group.WORLD
-    check_group("process_group", group)
+    checks.group("process_group", group)
     found, rule = (group.rank(), group.size()), "{} = {}, {}: must be those of the process group, {}, {}"
     require(found == (rank, size), rule, names, rank, size, *found, error=EPConfigError)
     return group

@@ -1,15 +1,11 @@
-"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md).
-
-| here | does |
-| --- | --- |
-| `dispatch` | a `dispatch` of rank-major rows in blocks, `[source rank, position]` |
-| `combine` | a `combine` in partial mode, which adds a token's rows over ranks |
-"""
+"""A communication backend of `flashinfer.moe_ep` over cute_ep, for ranks of one machine (docs/flashinfer.md). Dispatch
+is one of rank-major rows in blocks, `[source rank, position]`; combine is in partial mode, and adds a token's rows over
+ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from flashinfer.moe_ep import (
@@ -20,25 +16,11 @@ from flashinfer.moe_ep import (
     register_communication,
 )
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.tensors import check_apart
+from cute_ep import Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common.checks import (
-    Names,
-    as_rows,
-    check_absent,
-    check_given,
-    check_output,
-    check_sms,
-    in_words,
-    named_config,
-    require,
-)
-from cute_ep.integrations.common.pools import pool_of, release
-from cute_ep.integrations.flashinfer.arguments import PARAMS, Arguments, Given, group_of
+from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common.checks import as_rows, named_config, require
+from cute_ep.integrations.flashinfer.arguments import Arguments, group_of
 from cute_ep.layouts.maps.routing import RANK_MAJOR
 
 NAME = "cute_ep"
@@ -56,24 +38,12 @@ FORMATS: dict[str | None, FormatName] = {
 
 @dataclass(frozen=True)
 class CuteEPConfig:
-    """Options of `CuteEPCommunication`: give it to `create_communication`, or to `SplitConfig(comm=...)`.
-
-    Attributes:
-        sms: SMs that kernels may take from others; None: all.
-        timeout_s: seconds that a rank waits for another one.
-    """
+    """Options of `CuteEPCommunication`: give it to `create_communication`, or to `SplitConfig(comm=...)`. `sms`: SMs
+    that kernels may take from others; None: all. `timeout_s`: seconds that a rank waits for another one."""
 
     sms: int | None = None
     timeout_s: float = 60.0
     backend_name: str = NAME
-
-
-class _Round(NamedTuple):
-    """A dispatch that waits for its combine."""
-
-    communicator: EPCommunicator
-    batch: Dispatched
-    rows: int
 
 
 class CuteEPCommunication(MoEEpCommunication):
@@ -81,21 +51,14 @@ class CuteEPCommunication(MoEEpCommunication):
 
     Everything runs on the caller's current stream, and nothing waits on the host. The constructor is collective, and so
     is the first dispatch in another format than `params.dispatch_format`: make both before capturing a CUDA graph. All
-    objects of a process group in a process share communicators. Calls compute no gradients.
+    objects of a process group in a process share communicators. Calls compute no gradients. docs/adapters.md says how
+    wrong arguments and ids are told; a rank that does not come is an EPTimeout. After one calls raise it, too. EPError:
+    a call has not the one before that it needs, or the object was destroyed.
 
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
-    call can be made again. After a wait that timed out calls raise EPTimeout. EPError: a call has not the one before
-    that it needs, or the object was destroyed.
-
-    Args:
-        bootstrap: rank, world size and process group (None: the default group, which must be initialised).
-        params: sizes; `dtype` must be bfloat16 or None.
-        config: options, the same on all ranks.
-        names: what the interface that was called names arguments and sizes.
-
-    Raises:
-        EPConfigError: a size or option breaks a rule of `cute_ep.EPConfig`, or the group is not that of `bootstrap`.
-        ValueError, EPError: as of FlashInfer's base class and of `cute_ep.connect`.
+    `bootstrap.process_group` None is the default group; `params.dtype` must be bfloat16 or None; `config` must be the
+    same on all ranks; `names` is what the interface that was called names arguments. EPConfigError: a size or option
+    breaks a rule, or the group is not that of `bootstrap`. ValueError, EPError: as of FlashInfer's base class and of
+    `cute_ep.connect`.
     """
 
     supports_cuda_graph = True
@@ -106,14 +69,12 @@ class CuteEPCommunication(MoEEpCommunication):
         params: MoEEpCommParams,
         config: CuteEPConfig | None = None,
         *,
-        names: tuple[Arguments, Names] = (Arguments(), PARAMS),
+        names: Arguments = Arguments(),  # noqa: B008, it is immutable
     ) -> None:
         super().__init__(bootstrap, params)
         self.config = CuteEPConfig() if config is None else config
-        self._arguments, self._params = names
-        self._words = self._arguments.words
-        self._round: _Round | None = None
-        self._destroyed = False
+        self._names, self._words, self._destroyed = names, reports.Words(names.ids, names.most), False
+        self._round: tuple[EPCommunicator, Dispatched] | None = None  # which waits for its combine
         given = "bootstrap.rank, bootstrap.world_size"
         self._group = group_of(bootstrap.process_group, bootstrap.rank, bootstrap.world_size, given)
         rule = "params.dtype = {}: must be torch.bfloat16 or None, experts return it"
@@ -121,14 +82,10 @@ class CuteEPCommunication(MoEEpCommunication):
         wanted = getattr(params.dispatch_format, "name", None)
         rule, known = "params.dispatch_format = {}: must be None or one of {}", ", ".join(map(str, FORMATS))
         require(wanted in FORMATS, rule, wanted, known, error=EPConfigError)
-        sizes = params.hidden_size, params.num_experts, params.top_k, params.max_tokens_per_rank, bootstrap.world_size
-        options: dict[str, Any] = {"timeout_s": self.config.timeout_s, "row_order": RANK_MAJOR}
-        most = params.max_tokens_per_rank
-        cfg = named_config(self._params, sizes, error=EPConfigError, block_rows=most, **options)
-        self._cfgs: dict[FormatName, EPConfig] = {"bf16": cfg}
+        self._config("bf16")
         self._config(FORMATS[wanted])
-        check_sms("config.sms", self.config.sms)
-        self._pool = pool_of(self._group, self)
+        checks.sms("config.sms", self.config.sms)
+        self._pool = pools.pool_of(self._group, self)
         try:
             self._connect(FORMATS[wanted])
         except BaseException:
@@ -137,8 +94,7 @@ class CuteEPCommunication(MoEEpCommunication):
 
     @classmethod
     def is_platform_supported(cls) -> bool:
-        """True: without a GPU the reference backend computes the same bytes. Whether the GPUs of the group reach each
-        other, and have kernels, the constructor finds out."""
+        """True: without a GPU the reference backend computes the same. The constructor finds out what GPUs lack."""
         return True
 
     @torch.no_grad()
@@ -174,14 +130,14 @@ class CuteEPCommunication(MoEEpCommunication):
         self.raise_found()
         if self._round is not None:
             raise EPError("dispatch: the one before must have its combine first, or be given up with give_up()")
-        check_absent(", statistics are not gathered", eplb_local_stats=eplb_local_stats)
-        names, most = self._arguments, self.params.max_tokens_per_rank
-        stride = most if max_tokens_per_rank is None else max_tokens_per_rank
-        given = Given(hidden_states, hidden_states_scale, topk_ids, topk_weights)
-        names.check(given, stride, most, self.params.top_k, self.device)
-        kind, payload, scales = names.as_sent(hidden_states, hidden_states_scale, self.params.hidden_size)
+        checks.absent(", statistics are not gathered", eplb_local_stats=eplb_local_stats)
+        names, params, scale = self._names, self.params, hidden_states_scale
+        limits = params.max_tokens_per_rank, params.top_k
+        stride = params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
+        names.check(hidden_states, scale, topk_ids, topk_weights, stride, limits, self.device)
+        kind, payload, scales = names.as_sent(hidden_states, scale, params.hidden_size)
         ids = topk_ids.clone(memory_format=torch.contiguous_format)  # not narrowed, since the kernel checks them
-        invalid = self.params.invalid_expert_id
+        invalid = params.invalid_expert_id
         if invalid != -1:
             ids.masked_fill_(ids == invalid, -1)
         weights = None if topk_weights is None else topk_weights.float().contiguous()
@@ -190,11 +146,10 @@ class CuteEPCommunication(MoEEpCommunication):
         batch = communicator.dispatch(payload, ids, weights, scales=scales, out=out)
         here = batch.row_expert_ids
         assert here is not None
-        self._round = _Round(communicator, batch.without_rows(), stride * self.ep_size)
-        factors = None
-        if hidden_states_scale is not None and batch.scales is not None:
-            width = hidden_states_scale.shape[1] * hidden_states_scale.itemsize
-            factors = batch.scales[:, :width].contiguous().view(hidden_states_scale.dtype)
+        self._round, factors = (communicator, batch.without_rows()), None
+        if scale is not None and batch.scales is not None:
+            width = scale.shape[1] * scale.itemsize
+            factors = batch.scales[:, :width].contiguous().view(scale.dtype)
         first = self.ep_rank * communicator.cfg.local_experts
         return MoEEpDispatchResult(
             hidden_states=batch.tokens.view(hidden_states.dtype)[:, : hidden_states.shape[1]].contiguous(),
@@ -211,24 +166,21 @@ class CuteEPCommunication(MoEEpCommunication):
         Args:
             expert_output: [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden] bfloat16, each row
                 weighted and reduced over this rank's experts. Rows that no token has are not read.
-            output: [T, hidden] bfloat16, float16 or float32, overwritten; None allocates it in bfloat16.
-
-        Returns:
-            [T, hidden]; zero where all of a token's entries are masked.
+            output: [T, hidden] bfloat16, float16 or float32, overwritten; None allocates it in bfloat16. Zero where all
+                of a token's entries are masked.
         """
         self.raise_found()
         if self._round is None:
             raise EPError("combine: there must be a dispatch first")
-        communicator, batch, count = self._round
-        name, hidden = self._arguments.output, self.params.hidden_size
-        check_given(name, expert_output, dtype=torch.bfloat16, device=self.device)
+        communicator, batch = self._round
+        name, hidden, count = self._names.output, self.params.hidden_size, batch.tokens.shape[0]
+        checks.given(name, expert_output, dtype=torch.bfloat16, device=self.device)
         shapes = (count, hidden), (self.ep_size, count // self.ep_size, hidden)
         if expert_output.shape not in shapes:
             raise EPInputError(f"{name}.shape = {tuple(expert_output.shape)}: must be {shapes[0]} or {shapes[1]}")
         rows = as_rows(expert_output).view(count, hidden)
         if output is not None:
-            check_output("output", output, (batch.topk_ids.shape[0], hidden), self.device)
-            check_apart("output", output, **{name: rows})
+            checks.output("output", output, (batch.topk_ids.shape[0], hidden), self.device, **{name: rows})
         total = communicator.combine(rows, batch, mode="partial", out=output)
         self._round = None
         return total
@@ -255,20 +207,21 @@ class CuteEPCommunication(MoEEpCommunication):
     def destroy(self) -> None:
         """Give up the communicators, which close with the last object of the process group; then collective."""
         self._round, self._destroyed = None, True
-        release(self._group, self)
+        pools.release(self._group, self)
 
     def _connect(self, kind: FormatName) -> EPCommunicator:
         if self._destroyed:
             raise EPError("the communication was destroyed: make another one, on all ranks")
-        return self._pool.get(self._config(kind), self.config.sms, names=self._params)
+        return self._pool.get(self._config(kind), self.config.sms, names=self._names.sizes)
 
     def _config(self, kind: FormatName) -> EPConfig:
-        if kind not in self._cfgs:
-            try:
-                self._cfgs[kind] = replace(self._cfgs["bf16"], dispatch_format=kind, scale_layout="linear")
-            except EPConfigError as error:
-                raise EPConfigError(in_words(str(error), self._params)) from None
-        return self._cfgs[kind]
+        params, layout = self.params, None if kind == "bf16" else "linear"
+        most, timeout_s = params.max_tokens_per_rank, self.config.timeout_s
+        sizes = params.hidden_size, params.num_experts, params.top_k, most, self.ep_size
+        options: dict[str, Any] = {"dispatch_format": kind, "scale_layout": layout, "timeout_s": timeout_s}
+        return named_config(
+            self._names.sizes, sizes, error=EPConfigError, block_rows=most, row_order=RANK_MAJOR, **options
+        )
 
 
 def register() -> None:

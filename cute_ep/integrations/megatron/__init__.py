@@ -1,8 +1,6 @@
 """Megatron-core's flex token dispatcher over cute_ep (docs/training.md). `install()` makes cute_ep what the backend
 "deepep" means."""
 
-from __future__ import annotations
-
 from cute_ep.integrations.common.versions import require
 
 require("megatron.core", (0, 16), below=(0, 17), package="megatron-core")

@@ -12,22 +12,10 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from torch import Tensor
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
-from cute_ep.integrations.common.checks import (
-    FLOATS,
-    Names,
-    alignment_for,
-    check_given,
-    check_group,
-    check_mode,
-    check_most,
-    check_sms,
-    named_config,
-    require,
-)
-from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
-from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require
 from cute_ep.ops.row_weights import SCALAR_HIDDEN, dispatch_weighted
 from cute_ep.runtime.routes import count_routes
 
@@ -40,66 +28,53 @@ NAMES: Names = {
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
     "world_size": "group.size()",
 }
-"""What Megatron calls the fields of EPConfig that it names otherwise."""
-WORDS = Words("token_indices", "hidden_states")
-"""Of what kernels have found wrong."""
+WORDS = reports.Words("token_indices", "hidden_states")
 
 
 class CuteEPManager(token_dispatcher._DispatchManager):
-    """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer.
+    """How `MoEFlexTokenDispatcher` sends tokens to experts and back. Made by Megatron, one a layer, for a `group` of TP
+    x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them.
 
     Rows come by expert, in one block each, so there is no permutation. The host waits once a dispatch for the numbers
     of rows, which Megatron's experts take as a CPU tensor. Experts multiply by the probabilities; combine adds up.
     Tokens, the experts' outputs and the gradients of both travel as bfloat16, probabilities and their gradients as
-    float32. All kernels run on the current stream: `async_finish` and `allocate_on_comm_stream` have no effect.
+    float32. Kernels run on the current stream, whatever `async_finish` and `allocate_on_comm_stream` say, and take
+    `moe_deepep_num_sms` SMs. EPConfigError: an option cannot be served. docs/adapters.md says how wrong arguments and
+    ids are told; a rank that does not come is an EPTimeout.
 
-    Wrong arguments, also of earlier calls, are an EPInputError: nothing was sent then, and the call can be made again.
-    A call without the one before that it needs is an EPError, and a rank that does not come an EPTimeout.
-
-    `group` has TP x EP ranks, all on one machine; `num_experts` and `router_topk` are of all of them. Of Megatron's
-    `config` `moe_deepep_num_sms` is how many SMs a kernel may take.
-
-    Attributes:
-        mode: of combine; `install` sets it.
-        token_indices: [T, K] int64 expert ids, -1 where an entry was dropped.
-        token_probs: [T, K] probabilities.
-        dispatched_probs: [rows] float32, float64 with `moe_router_dtype` fp64.
-        tokens_per_expert: [num_local_experts] int64 on the CPU, padding included.
-
-    Raises:
-        EPConfigError: an option of `config` cannot be served.
+    `mode` is of combine; `install` sets it. `token_indices` and `token_probs` are [T, K] int64 expert ids, -1 where an
+    entry was dropped, and probabilities; `dispatched_probs` [rows] float32, float64 with `moe_router_dtype` fp64;
+    `tokens_per_expert` [num_local_experts] int64 on the CPU, padding included.
     """
 
     mode: CombineMode = "partial"
+    token_indices: Tensor | None = None
+    token_probs: Tensor | None = None
+    dispatched_probs: Tensor | None = None
+    tokens_per_expert: Tensor | None = None
+    _batch: tuple[cute_ep.ops.Batch, tuple[int, ...]] | None = None  # and the shape of its rows
 
     def __init__(
         self, group: dist.ProcessGroup, num_local_experts: int, router_topk: int, num_experts: int, config: Any
     ) -> None:
-        rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
-        alone = not config.overlap_moe_expert_parallel_comm
-        require(alone, f"overlap_moe_expert_parallel_comm = True: {rule}", error=EPConfigError)
-        check_group("group", group)
-        sizes = SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()
-        named_config(NAMES, sizes, error=EPConfigError)
-        check_sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
+        if config.overlap_moe_expert_parallel_comm:
+            rule = "must be False with cute_ep, whose kernels of two streams may wait for each other's SMs"
+            raise EPConfigError(f"overlap_moe_expert_parallel_comm = True: {rule}")
+        checks.group("group", group)
+        named_config(NAMES, (SCALAR_HIDDEN, num_experts, router_topk, 1, group.size()), error=EPConfigError)
+        checks.sms("moe_deepep_num_sms", config.moe_deepep_num_sms)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts, self.router_topk = num_local_experts, num_experts, router_topk
         self.row_alignment = 1
         if config.moe_router_padding_for_quantization:
             padding = get_align_size_for_quantization(config)
             self.row_alignment = alignment_for(padding, "moe_router_padding_for_quantization")
-        self.token_indices: Tensor | None = None
-        self.token_probs: Tensor | None = None
-        self.dispatched_probs: Tensor | None = None
-        self.tokens_per_expert: Tensor | None = None
-        self._batch: cute_ep.ops.Batch | None = None
-        self._received: tuple[int, ...] = ()  # shape of the rows of the batch
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Take the routing of a batch: [T, ranks, num_local_experts] bool, and probabilities of that shape."""
         shape = None, self.group.size(), self.num_local_experts
-        check_given("routing_map", routing_map, shape=shape, dtype=torch.bool)
-        check_given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
+        checks.given("routing_map", routing_map, shape=shape, dtype=torch.bool)
+        checks.given("probs", probs, shape=tuple(routing_map.shape), dtype=FLOATS, device=routing_map.device)
         chosen = torch.where(routing_map, probs, -torch.inf).flatten(1)
         values, ids = chosen.topk(self.router_topk, dim=-1)
         dropped = values == -torch.inf
@@ -109,51 +84,47 @@ class CuteEPManager(token_dispatcher._DispatchManager):
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
-        """[T, hidden] bfloat16 to this rank's rows, [rows, hidden], which come by expert, source rank, token.
-
-        Collective over the group, as its backward pass is. The first call and one with more tokens connect. Sets
-        `dispatched_probs` and `tokens_per_expert`. Raises what `cute_ep.connect` raises, too."""
+        """[T, hidden] bfloat16 to this rank's rows, [rows, hidden], which come by expert, source rank, token. Sets
+        `dispatched_probs` and `tokens_per_expert`. Collective over the group, as its backward pass is. The first call
+        and one with more tokens connect, and raise what `cute_ep.connect` raises, too."""
         if self.token_indices is None or self.token_probs is None:
             raise EPError("dispatch: setup_metadata must be called first")
-        ranks, sms = pool_of(self.group), self.config.moe_deepep_num_sms
+        ranks, sms = pools.pool_of(self.group), self.config.moe_deepep_num_sms
         WORDS.raise_found(ranks)
-        check_given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
-        kind, rule = hidden_states.dtype, "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
-        require(kind == torch.bfloat16, rule, kind)
+        checks.given("hidden_states", hidden_states, shape=(None, None), device=ranks.device)
+        rule = "hidden_states.dtype = {}: must be torch.bfloat16; train with bf16=True"
+        require(hidden_states.dtype == torch.bfloat16, rule, hidden_states.dtype)
         (tokens, hidden), routed = hidden_states.shape, self.token_indices.shape[0]
-        check_most("hidden_states.shape[0]", tokens, FEWER)
+        checks.most("hidden_states.shape[0]", tokens, FEWER)
         require(tokens == routed, "hidden_states.shape[0] = {}: must be {}, as of routing_map", tokens, routed)
-        check_given("routing_map", self.token_indices, device=ranks.device)
-        config_for(ranks, NAMES, (hidden, self.num_experts, self.router_topk), tokens, self.row_alignment)
+        checks.given("routing_map", self.token_indices, device=ranks.device)
+        sizes, alignment = (self.num_experts, self.router_topk), self.row_alignment
+        pools.config_for(ranks, NAMES, (hidden, *sizes, tokens), alignment)
         routes = count_routes(self.token_indices, self.num_experts, self.group.size())
         counts = ranks.exchange_counts(routes, self.num_experts, sms=sms)
-        every = counts.padded(self.row_alignment)
+        every = counts.padded(alignment)
         self.tokens_per_expert = torch.tensor(every, device="cpu")
-        comm, scalars = (self._connected(columns, counts.tokens) for columns in (hidden, SCALAR_HIDDEN))
+        comm, scalars = (
+            cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (columns, *sizes, counts.tokens), alignment, sms))
+            for columns in (hidden, SCALAR_HIDDEN)
+        )
         received = dispatch_weighted(
             hidden_states, self.token_indices, self.token_probs.float(), comm, scalars, capacity=sum(every)
         )
-        self._batch, self._received = received.batch, tuple(received.tokens.shape)
-        probs = received.weights
+        self._batch, probs = (received.batch, tuple(received.tokens.shape)), received.weights
         self.dispatched_probs = probs.double() if self.config.moe_router_dtype == "fp64" else probs
         return received.tokens
-
-    def _connected(self, hidden: int, tokens: int) -> str:
-        """Name of the communicator for rows of `hidden` elements."""
-        pool, sizes = pool_of(self.group), (hidden, self.num_experts, self.router_topk)
-        cfg = config_for(pool, NAMES, sizes, tokens, self.row_alignment)
-        return cute_ep.ops.register(communicator_for(pool, cfg, NAMES, self.config.moe_deepep_num_sms))
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
         """The experts' rows, [rows, hidden] bfloat16, to sums over each token's experts, [T, hidden]."""
-        ranks, batch = pool_of(self.group), self._batch
+        ranks = pools.pool_of(self.group)
         WORDS.raise_found(ranks)
-        if batch is None:
+        if self._batch is None:
             raise EPError("combine: there was no dispatch")
-        shape = self._received
-        check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=ranks.device)
+        batch, shape = self._batch
+        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=ranks.device)
         out = cute_ep.ops.combine(hidden_states, batch, mode=self.mode)
         self._batch = None
         return out
@@ -175,14 +146,10 @@ def install(mode: CombineMode = "partial") -> None:
     """From now on models with `moe_token_dispatcher_type="flex"` and `moe_flex_dispatcher_backend="deepep"` are built
     with cute_ep. Call it on all ranks, before the model is built. DeepEP need not be installed.
 
-    Args:
-        mode: how rows of a token are added up. "partial" adds those of each rank first, which rounds once more a rank.
-            "exact" adds all in float32 and rounds once, wherever experts are, and sends more.
-
-    Raises:
-        EPConfigError: `mode` is neither.
+    `mode` is how rows of a token are added up. "partial" adds those of each rank first, which rounds once more a rank.
+    "exact" adds all in float32 and rounds once, wherever experts are, and sends more. EPConfigError: it is neither.
     """
-    check_mode("mode", mode)
+    checks.mode("mode", mode)
     CuteEPManager.mode = mode
     token_dispatcher._DeepepManager = CuteEPManager
     LOG.info("Megatron's flex dispatcher uses cute_ep where its backend is deepep")

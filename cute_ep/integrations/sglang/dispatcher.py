@@ -10,27 +10,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfigError, EPError
 from cute_ep.api.types import FormatName
-from cute_ep.integrations.common import versions
+from cute_ep.integrations.common import checks, pools, reports, versions
 from cute_ep.integrations.common.blocks import PACKED, packed_exponents
-from cute_ep.integrations.common.checks import (
-    FLOATS,
-    as_rows,
-    check_given,
-    check_group,
-    check_integer,
-    check_kind,
-    check_sms,
-    named_config,
-    require,
-)
-from cute_ep.integrations.common.pools import pool_of
-from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common.checks import FLOATS, as_rows, named_config, require
 from cute_ep.layouts.maps.formats import FORMATS
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_TOKENS_PER_RANK, max_rows
@@ -55,27 +39,18 @@ TIMEOUT_S = 300.0
 """How long a rank waits for others: in a first pass they may be compiling."""
 LIMIT = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 NAMES = {"hidden": "hidden_size", "top_k": "router_topk", "max_tokens_per_rank": LIMIT, "world_size": "group.size()"}
-"""What SGLang calls the fields of EPConfig that it names otherwise."""
-WORDS = Words("topk_output.topk_ids", LIMIT)
-"""Of what kernels have found wrong."""
+WORDS = reports.Words("topk_output.topk_ids", LIMIT)
 
 
 class CuteEPDispatcher(BaseDispatcher):
-    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher.
+    """Moves a layer's tokens to their experts and back, in place of SGLang's DeepEPv2Dispatcher, over ranks of one
+    machine.
 
     Layers of equal sizes share a communicator. All work runs on the current stream. One dispatch may await its combine.
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
-    call can be made again. A rank that does not come is an EPTimeout. Arguments are those that SGLang gives; SMs and
-    most tokens of a rank come from its variables, which all ranks must have set alike.
-
-    Args:
-        group: one rank per GPU, all of one machine; experts are distributed over it.
-        params_dtype: must be bfloat16.
-        use_fp8_dispatch: quantise rows as they are sent, for experts in FP8.
-        activation_scale_block_size: elements that share a scale factor then, 128 or 32.
-
-    Raises:
-        EPConfigError: an argument or a variable cannot be served.
+    docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout. SMs and most
+    tokens of a rank come from SGLang's variables, which all ranks must have set alike. With `use_fp8_dispatch` rows are
+    quantised as they are sent, `activation_scale_block_size` elements, 128 or 32, with a scale factor. EPConfigError:
+    an argument or a variable cannot be served.
     """
 
     def __init__(
@@ -90,16 +65,17 @@ class CuteEPDispatcher(BaseDispatcher):
         activation_scale_block_size: int = 128,
     ) -> None:
         super().__init__()
-        check_group("group", group)
+        checks.group("group", group)
         ranks, tokens = group.size(), envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
-        good = params_dtype == torch.bfloat16
-        require(good, "--dtype = {}: must be bfloat16", params_dtype, error=EPConfigError)
-        rule = "num_experts = {}: must be {} on each of {} ranks; choose --ep-num-redundant-experts so that all ranks "
-        each = num_local_experts * ranks == num_experts
-        require(each, rule + "have as many", num_experts, num_local_experts, ranks, error=EPConfigError)
-        check_integer("num_local_experts", num_local_experts, error=EPConfigError)
-        check_integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
-        check_sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
+        if params_dtype != torch.bfloat16:
+            raise EPConfigError(f"--dtype = {params_dtype}: must be bfloat16")
+        if num_local_experts * ranks != num_experts:
+            rule = "choose --ep-num-redundant-experts so that all ranks have as many"
+            each = f"num_experts = {num_experts}: must be {num_local_experts} on each of {ranks} ranks"
+            raise EPConfigError(f"{each}; {rule}")
+        checks.integer("num_local_experts", num_local_experts, error=EPConfigError)
+        checks.integer(LIMIT, tokens, 1, MAX_TOKENS_PER_RANK, error=EPConfigError)
+        checks.sms("SGLANG_DEEPEP_V2_NUM_SMS", _sms())
         fmt = _format(use_fp8_dispatch, activation_scale_block_size, hidden_size)
         self.cfg = named_config(
             NAMES, (hidden_size, num_experts, router_topk, tokens, ranks), error=EPConfigError,
@@ -116,10 +92,9 @@ class CuteEPDispatcher(BaseDispatcher):
         self._connected()
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput) -> DeepEPv2DispatchOutput:
-        """Send tokens to their experts, and receive those of this rank's experts.
-
-        In an extend batch the host waits for the ranks' numbers of rows: no graph can capture it. A decode batch has
-        room for all rows that may come, and waits for nothing.
+        """Send tokens to their experts, and receive those of this rank's experts. In an extend batch the host waits for
+        the ranks' numbers of rows: no graph can capture it. A decode batch has room for all rows that may come, and
+        waits for nothing. EPError: the dispatch before has had no combine (`give_up`).
 
         Args:
             hidden_states: [T, hidden_size] bfloat16.
@@ -127,35 +102,39 @@ class CuteEPDispatcher(BaseDispatcher):
                 unchanged until the combine has run. An id out of range masks too, and a later call tells it.
 
         Returns:
-            hidden_states: [N, hidden_size] rows, bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
-            hidden_states_scale: None, or scale factors: [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0
-            [N, hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
-            psum_num_recv_tokens_per_expert: [local experts] int32, where each expert's rows end, without padding; zeros
-            if more rows came than there was room for.
-            topk_weights: [N] float32 ones. topk_ids: None.
-
-        Raises:
-            EPError: the dispatch before has had no combine (`give_up`).
+            `hidden_states` [N, hidden_size], bfloat16 or float8_e4m3fn; rows behind the last one hold anything.
+            `hidden_states_scale`: None, or [N, hidden_size / 128] float32, and where DeepGEMM reads UE8M0 [N,
+            hidden_size / (4 * block)] int32, four exponents each, neighbours along N.
+            `psum_num_recv_tokens_per_expert`: [local experts] int32, where each expert's rows end, without padding;
+            zeros if more rows came than there was room for. `topk_weights`: [N] float32 ones. `topk_ids`: None.
         """
-        ranks = pool_of(self._group)
+        ranks, cfg = pools.pool_of(self._group), self.cfg
         WORDS.raise_found(ranks)
         if self._batch is not None:
             raise EPError("dispatch: the batch of the dispatch before has not been combined; or drop it with give_up()")
-        tokens = self._check_dispatch(hidden_states, topk_output, ranks.device)
+        shape, most, device = (None, cfg.hidden), cfg.max_tokens_per_rank, ranks.device
+        checks.given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
+        tokens = hidden_states.shape[0]
+        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
+        for name, types in (("topk_ids", checks.ID_TYPES), ("topk_weights", FLOATS)):
+            given, rule = getattr(topk_output, name, None), "topk_output = {}: must be StandardTopKOutput"
+            require(given is not None, rule, type(topk_output).__name__)
+            checks.given(f"topk_output.{name}", given, shape=(tokens, cfg.top_k), dtype=types, device=device)
         communicator = self._connected()
         ids = topk_output.topk_ids.contiguous()  # not narrowed, since the kernel checks them
         weights = topk_output.topk_weights.to(torch.float32).contiguous()
         masked, together = not get_is_extend_in_batch(), 0
         if masked:
             together = self._tokens_of_all(tokens)
-            room = max_rows(1, self.cfg.top_k, together, self.cfg.local_experts, ALIGNMENT, 0)
+            room = max_rows(1, cfg.top_k, together, cfg.local_experts, ALIGNMENT, 0)
         else:
-            room, ids = self._wait_for_rows(ids)
+            routes = count_routes(ids, cfg.num_experts, cfg.world_size)
+            counts = ranks.exchange_counts(routes, cfg.num_experts, sms=_sms(), timeout_s=TIMEOUT_S)
+            room, ids = sum(counts.padded(ALIGNMENT)), routes.ids
         out = DispatchBuffers.carve(communicator.cfg, communicator.device, room)
         batch = communicator.dispatch(as_rows(hidden_states), ids, weights, out=out)
         self._batch = batch.without_rows()  # the runner may free rows and scale factors
-        rows = batch.tokens.shape[0]
-        sent = tokens * self.cfg.world_size * self.cfg.top_k
+        rows, sent = batch.tokens.shape[0], tokens * cfg.world_size * cfg.top_k
         return DeepEPv2DispatchOutput(
             hidden_states=batch.tokens,
             hidden_states_scale=packed_columns(batch.scales) if self._packed else batch.scales,
@@ -164,8 +143,8 @@ class CuteEPDispatcher(BaseDispatcher):
             psum_num_recv_tokens_per_expert=batch.row_offsets[:-1] + batch.row_counts,
             is_expanded=True,
             use_masked_gemm=masked,
-            expected_m=sent // self.cfg.num_experts + 1 if masked else 0,
-            masked_max_m=min(align_up(together, ALIGNMENT), self.cfg.world_size * self.cfg.max_tokens_per_rank),
+            expected_m=sent // cfg.num_experts + 1 if masked else 0,
+            masked_max_m=min(align_up(together, ALIGNMENT), cfg.world_size * cfg.max_tokens_per_rank),
             total_expanded=rows if masked else 0,
             expert_alignment=ALIGNMENT,
             activation_scale_block_size=self._block,
@@ -177,50 +156,33 @@ class CuteEPDispatcher(BaseDispatcher):
 
         Takes `hidden_states` [N, hidden_size] bfloat16, in the order of the dispatch's rows, and no `routewise_layout`;
         weights are not read. Returns [T, hidden_size] bfloat16: NaN for every token with a row on a rank that had no
-        room for all its rows. EPError: there was no dispatch."""
-        WORDS.raise_found(pool_of(self._group))
+        room for all its rows.
+        """
+        WORDS.raise_found(pools.pool_of(self._group))
         batch = self._batch
         if batch is None:
             raise EPError("combine: there was no dispatch")
-        check_kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
+        checks.kind("combine_input", combine_input, DeepEPv2CombineInput, "DeepEPv2CombineInput")
         rule = "combine_input.routewise_layout: must be None, the model has to finish its rows first"
         require(combine_input.routewise_layout is None, rule)
         communicator, rows, room = self._communicator, combine_input.hidden_states, batch.tokens.shape[0]
         if communicator is None or communicator.closed:
             raise EPError("combine: the ranks were closed after the dispatch; drop its batch with give_up()")
-        check_given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
-        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the "
-        require(rows.shape == own, rule + "dispatch", tuple(rows.shape), own)
+        checks.given("combine_input.hidden_states", rows, dtype=torch.bfloat16, device=communicator.device)
+        own, rule = (room, self.cfg.hidden), "combine_input.hidden_states.shape = {}: must be {}, as the rows of the {}"
+        require(rows.shape == own, rule, tuple(rows.shape), own, "dispatch")
         total = communicator.combine(as_rows(rows), batch, mode="partial")
         self._batch = None
         return total
 
     def give_up(self) -> None:
-        """Forget a dispatch that gets no combine, as where a request was aborted in between; on all ranks, since a
-        combine waits for all. Sends nothing; without such a dispatch it does nothing."""
+        """Forget a dispatch that gets no combine, on all ranks, as where a request was aborted in between."""
         self._batch = None
-
-    def _check_dispatch(
-        self, hidden_states: torch.Tensor, topk_output: StandardTopKOutput, device: torch.device
-    ) -> int:
-        """The number of tokens. EPInputError: an argument of dispatch breaks its rule."""
-        most = self.cfg.max_tokens_per_rank
-        shape = None, self.cfg.hidden
-        check_given("hidden_states", hidden_states, shape=shape, dtype=torch.bfloat16, device=device)
-        tokens = hidden_states.shape[0]
-        require(tokens <= most, "hidden_states.shape[0] = {}: must not exceed {} = {}; raise it", tokens, LIMIT, most)
-        for name, types in (("topk_ids", ID_TYPES), ("topk_weights", FLOATS)):
-            given = getattr(topk_output, name, None)
-            if given is None:
-                raise EPInputError(f"topk_output = {type(topk_output).__name__}: must be StandardTopKOutput")
-            entries = tokens, self.cfg.top_k
-            check_given(f"topk_output.{name}", given, shape=entries, dtype=types, device=device)
-        return tokens
 
     def _connected(self) -> EPCommunicator:
         """The communicator; the first call is collective."""
         if self._communicator is None or self._communicator.closed:
-            self._communicator = pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
+            self._communicator = pools.pool_of(self._group).get(self.cfg, _sms(), names=NAMES)
         return self._communicator
 
     def _tokens_of_all(self, tokens: int) -> int:
@@ -233,14 +195,6 @@ class CuteEPDispatcher(BaseDispatcher):
             return most
         return min(most, max(1, tokens * ranks + ranks - 1))
 
-    def _wait_for_rows(self, ids: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Rows that come to this rank, padding included, and the ids as they were counted; collective, and the host
-        waits."""
-        routes = count_routes(ids, self.cfg.num_experts, self.cfg.world_size)
-        ranks, experts = pool_of(self._group), self.cfg.num_experts
-        counts = ranks.exchange_counts(routes, experts, sms=_sms(), timeout_s=TIMEOUT_S)
-        return sum(counts.padded(ALIGNMENT)), routes.ids
-
 
 def _sms() -> int | None:
     """SMs that kernels may take; None: SGLang sets no limit."""
@@ -250,8 +204,7 @@ def _sms() -> int | None:
 def packed_columns(scales: torch.Tensor) -> torch.Tensor:
     """[N, n] scale factors as [N, n / 4] int32 exponents, neighbours along N."""
     packed = packed_exponents(scales)
-    out = torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t()
-    return out.copy_(packed)
+    return torch.empty(packed.shape[::-1], dtype=packed.dtype, device=packed.device).t().copy_(packed)
 
 
 def _format(fp8: bool, block: int, hidden: int) -> FormatName:
@@ -263,6 +216,5 @@ def _format(fp8: bool, block: int, hidden: int) -> FormatName:
     rule, known = "activation_scale_block_size = {}: must be {} on this GPU", " or ".join(map(str, formats))
     require(block in formats, rule, block, known, error=EPConfigError)
     multiple = FORMATS[formats[block]].block * (PACKED if packed else 1)
-    whole = hidden % multiple == 0
-    require(whole, "hidden_size = {}: must be a multiple of {}", hidden, multiple, error=EPConfigError)
+    require(hidden % multiple == 0, "hidden_size = {}: must be a multiple of {}", hidden, multiple, error=EPConfigError)
     return formats[block]

@@ -29,8 +29,7 @@ __all__ = ["CuteEPSelectiveAC", "CuteEPTokenDispatcher", "close", "cute_ep_dispa
 
 @override(target=BaseEPTokenDispatcher.Config, description="MoE token dispatch by cute_ep.")
 def cute_ep_dispatcher(cfg: BaseEPTokenDispatcher.Config, **options: Any) -> CuteEPTokenDispatcher.Config:
-    """Any expert parallel dispatcher's configuration as cute_ep's. `options` are fields of
-    `CuteEPTokenDispatcher.Config` to set."""
+    """Any expert parallel dispatcher's configuration as cute_ep's; `options` are fields of that to set."""
     return derive(cfg, CuteEPTokenDispatcher.Config, **options)
 
 

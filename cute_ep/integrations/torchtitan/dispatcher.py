@@ -12,26 +12,12 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, HybridEPTokenDispatcher
 
 import cute_ep.ops
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.config import is_integer, is_number
-from cute_ep.api.errors import EPConfigError, EPError
-from cute_ep.api.row_tensors import ID_TYPES
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common.checks import (
-    FLOATS,
-    Names,
-    alignment_for,
-    check_given,
-    check_kind,
-    check_mode,
-    check_most,
-    check_sms,
-    named_config,
-    require,
-    room_for,
-)
-from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
-from cute_ep.integrations.common.reports import Words
+from cute_ep.integrations.common import checks, pools, reports
+from cute_ep.integrations.common.checks import FLOATS, Names, alignment_for, named_config, require, room_for
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.ops.library import FORWARD_OPS
 from cute_ep.ops.registry import is_open
@@ -41,11 +27,9 @@ from cute_ep.torch_internals import AsyncCollectiveTensor, all_to_all_single
 FEWER = "lower training.local_batch_size, or raise parallelism.context_parallel_degree"
 """What to do about too many tokens."""
 NAMES: Names = {"hidden": "x_TD.shape[1]", "max_tokens_per_rank": "x_TD.shape[0]", "world_size": "ep_mesh.size()"}
-"""What dispatch calls the fields of EPConfig that it names otherwise."""
 CONFIGURED: Names = {**NAMES, "hidden": "hidden_dim", "max_tokens_per_rank": "num_max_tokens_per_rank"}
-"""The same of the configuration."""
-WORDS = Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
-"""Of what kernels have found wrong."""
+"""What the configuration calls them."""
+WORDS = reports.Words("topk_expert_ids_TK", "non_blocking_capacity_factor")
 
 
 class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
@@ -53,30 +37,24 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     on one machine. Differentiable in tokens, scores and the experts' parameters.
 
     Ranks have equal numbers of tokens, as torchtitan promises. Tokens, the experts' outputs and the gradients of both
-    travel as bfloat16. Scores are applied in combine, in float32.
+    travel as bfloat16. Scores are applied in combine, in float32. `communicator` is its name in `cute_ep.ops`, None
+    until it is connected. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an
+    EPTimeout.
 
     Without `non_blocking_capacity_factor` the host waits once a dispatch for the number of rows. With it nothing waits:
     there is room for that part of the rows that any routing can bring; if more come to a rank, every token with a row
     there becomes NaN.
-
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then. A rank
-    that does not come is an EPTimeout.
-
-    Attributes:
-        communicator: name of the communicator in `cute_ep.ops`; None until it is connected.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(HybridEPTokenDispatcher.Config):
-        """HybridEP's, so that torchtitan takes it where it takes HybridEP's.
+        """HybridEP's, so that torchtitan takes it where it takes HybridEP's. `non_blocking_capacity_factor` is in (0,
+        1]; `pad_multiple`: each expert's rows are padded with zeros to a multiple of it.
 
-        Args:
-            non_blocking_capacity_factor: as described above, in (0, 1].
-            pad_multiple: each expert's rows are padded with zeros to a multiple of it.
-            hidden_dim, num_max_tokens_per_rank: with both the ranks connect when the model is parallelised; otherwise
-                in the first call, and again when more tokens come.
-            mode: of combine. "partial" adds rows of each rank first, which rounds once more a rank; "exact" sends more.
-            sms: SMs that one kernel may take; None: all but 8, which are left to FSDP's NCCL kernels.
+        With `hidden_dim` and `num_max_tokens_per_rank` the ranks connect when the model is parallelised; otherwise in
+        the first call, and again when more tokens come. `mode` is of combine: "partial" adds rows of each rank first,
+        which rounds once more a rank; "exact" sends more. `sms`: SMs that one kernel may take; None: all but 8, which
+        are left to FSDP's NCCL kernels.
         """
 
         mode: CombineMode = "partial"
@@ -86,10 +64,9 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         super().__init__(config)
         factor = config.non_blocking_capacity_factor
         good = factor is None or (is_number(factor) and 0 < factor <= 1)
-        rule = "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None"
-        require(good, rule, factor, error=EPConfigError)
-        check_mode("mode", config.mode)
-        check_sms("sms", config.sms)
+        require(good, "non_blocking_capacity_factor = {!r}: must be in (0, 1], or None", factor, error=EPConfigError)
+        checks.mode("mode", config.mode)
+        checks.sms("sms", config.sms)
         self.config, self.alignment = config, alignment_for(config.pad_multiple or 1, "pad_multiple")
         self.communicator: str | None = None
         self._room = 0
@@ -100,7 +77,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         require(ep_mesh is not None, rule, error=EPConfigError)
         tokens, hidden = self.config.num_max_tokens_per_rank, self.config.hidden_dim
         if is_integer(tokens):
-            check_most("num_max_tokens_per_rank", tokens, FEWER)
+            checks.most("num_max_tokens_per_rank", tokens, FEWER)
         tokens = 1 if tokens is None else tokens
         sizes = 8 if hidden is None else hidden, self.num_experts, self.top_k, tokens, ep_mesh.size()
         named_config(CONFIGURED, sizes, error=EPConfigError)
@@ -115,7 +92,7 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
     def _ranks(self) -> GroupPool:
         if self.ep_mesh is None:
             raise EPError("the dispatcher has no mesh: wire_meshes must be called first")
-        return pool_of(self.ep_mesh.get_group())
+        return pools.pool_of(self.ep_mesh.get_group())
 
     def _connect(self, hidden: int, tokens: int) -> None:
         if torch.compiler.is_compiling():
@@ -123,50 +100,40 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
                 "the dispatcher is not connected: make an eager forward pass first, or build the model with "
                 "moe_comm_backend='hybridep', whose configuration says how many tokens there are"
             )
-        pool, sizes = self._ranks(), (hidden, self.num_experts, self.top_k)
-        cfg = config_for(pool, NAMES, sizes, tokens, self.alignment)
-        made = communicator_for(pool, cfg, NAMES, self.config.sms)
+        sizes = hidden, self.num_experts, self.top_k, tokens
+        made = pools.communicator_for(self._ranks(), NAMES, sizes, self.alignment, self.config.sms)
         self.communicator, self._room = cute_ep.ops.register(made), room_for(tokens)
 
-    def _is_connected(self, tokens: int) -> bool:
-        """Whether there is a communicator for so many tokens; compiled code takes the one that it was compiled with."""
-        if self.communicator is None or tokens > self._room:
-            return False
-        return torch.compiler.is_compiling() or is_open(self.communicator)
-
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, cute_ep.ops.Batch]:
-        """Tokens to their experts' ranks.
-
-        Args:
-            x_TD: [T, D] of a floating type.
-            topk_scores_TK: [T, K] of a floating type.
-            topk_expert_ids_TK: [T, K] int32 or int64. One out of range brings its token to no expert, and a later call
-                tells it.
-            num_local_tokens_per_expert_E: [E] integers, how many entries of the ids name each expert.
+        """Tokens and scores of any floating type to their experts' ranks. An id out of range brings its token to no
+        expert, and a later call tells it. Raises what `cute_ep.connect` raises, too.
 
         Returns:
             [R, D] rows of the type of `x_TD` by expert; with a capacity factor zeros behind the last one. [e] int32
             rows of each local expert, padding included. What `combine` takes.
-
-        Raises:
-            EPConfigError, EPError: as of `cute_ep.connect`.
         """
-        if not torch.compiler.is_compiling():
-            self._check_dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
-        tokens, hidden = x_TD.shape
-        if not self._is_connected(tokens):
+        compiling, counts = torch.compiler.is_compiling(), num_local_tokens_per_expert_E
+        if not compiling:
+            pool, types = self._ranks(), checks.ID_TYPES
+            WORDS.raise_found(pool)
+            checks.given("x_TD", x_TD, shape=(None, None), dtype=FLOATS, device=pool.device)
+            checks.most("x_TD.shape[0]", x_TD.shape[0], FEWER)
+            shape = x_TD.shape[0], self.top_k
+            checks.given("topk_scores_TK", topk_scores_TK, shape=shape, dtype=FLOATS, device=pool.device)
+            checks.given("topk_expert_ids_TK", topk_expert_ids_TK, shape=shape, dtype=types, device=pool.device)
+            checks.given("num_local_tokens_per_expert_E", counts, shape=(self.num_experts,), device=pool.device)
+            sizes = x_TD.shape[1], self.num_experts, self.top_k, x_TD.shape[0]
+            pools.config_for(pool, NAMES, sizes, self.alignment)
+        (tokens, hidden), name = x_TD.shape, self.communicator
+        if name is None or tokens > self._room or not (compiling or is_open(name)):  # compiled code keeps its own
             self._connect(hidden, tokens)
         assert self.ep_mesh is not None and self.communicator is not None
         ranks, local = self.ep_mesh.size(), self.num_experts // self.ep_mesh.size()
         factor, unit = self.config.non_blocking_capacity_factor, self.alignment
         if factor is None:  # by ops that torchtitan's selective checkpointing saves
-            heard = all_to_all_single(num_local_tokens_per_expert_E, None, None, self.ep_mesh.get_group())
+            heard = all_to_all_single(counts, None, None, self.ep_mesh.get_group())
             if isinstance(heard, AsyncCollectiveTensor):  # whose ops take several times as long
                 heard = heard.wait()
             rows = int(align_up(heard.view(ranks, local).sum(0), unit).sum().to("cpu"))
@@ -183,27 +150,13 @@ class CuteEPTokenDispatcher(BaseEPTokenDispatcher):
         if not torch.compiler.is_compiling():
             ranks = self._ranks()
             WORDS.raise_found(ranks)
-            check_kind("metadata", metadata, cute_ep.ops.Batch, "what dispatch returned")
-            check_given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
+            checks.kind("metadata", metadata, cute_ep.ops.Batch, "what dispatch returned")
+            checks.given("x_TD", x_TD, shape=(metadata.topk_ids.shape[0], None), dtype=FLOATS, device=ranks.device)
             shape = metadata.tokens.shape[0], x_TD.shape[1]
-            check_given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
+            checks.given("routed_output_RD", routed_output_RD, shape=shape, dtype=FLOATS, device=ranks.device)
         dtype = x_TD.dtype if x_TD.dtype in OUTPUT_TYPES else torch.float32
         rows = routed_output_RD.to(torch.bfloat16)
         return cute_ep.ops.combine(rows, metadata, mode=self.config.mode, dtype=dtype).to(x_TD.dtype)
-
-    def _check_dispatch(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> None:
-        """EPInputError: an argument of dispatch breaks its rule, or one of an earlier call did."""
-        ranks = self._ranks()
-        WORDS.raise_found(ranks)
-        check_given("x_TD", x, shape=(None, None), dtype=FLOATS, device=ranks.device)
-        tokens, hidden = x.shape
-        check_most("x_TD.shape[0]", tokens, FEWER)
-        shape = tokens, self.top_k
-        check_given("topk_scores_TK", scores, shape=shape, dtype=FLOATS, device=ranks.device)
-        check_given("topk_expert_ids_TK", ids, shape=shape, dtype=ID_TYPES, device=ranks.device)
-        experts = (self.num_experts,)
-        check_given("num_local_tokens_per_expert_E", counts, shape=experts, device=ranks.device)
-        config_for(ranks, NAMES, (hidden, self.num_experts, self.top_k), tokens, self.alignment)
 
 
 class CuteEPSelectiveAC(SelectiveAC):

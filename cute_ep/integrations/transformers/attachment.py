@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import RLock
 from types import TracebackType
 from typing import Any, Self
@@ -14,23 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cute_ep.api.errors import EPConfigError, EPError
+from cute_ep import EPConfigError, EPError
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate import check_devices
-from cute_ep.integrations.common.checks import Names, check_integer, check_mode, named_config, require
-from cute_ep.integrations.transformers import exchange
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import Names, named_config, require
+from cute_ep.integrations.transformers import experts
 from cute_ep.integrations.transformers.exchange import Exchange, Round
-from cute_ep.integrations.transformers.experts import (
-    FoundGate,
-    Shards,
-    check_experts,
-    check_routed,
-    find_gate,
-    hidden_size,
-    is_experts,
-    run,
-    weight_names,
-)
 from cute_ep.layouts.maps.record import align_up
 from cute_ep.layouts.maps.routing import MAX_RANKS, MAX_TOKENS_PER_RANK
 from cute_ep.runtime.gpus import check_gpu
@@ -47,7 +37,6 @@ NAMES: Names = {
     "max_tokens_per_rank": "tokens of a rank",
     "world_size": "len(devices)",
 }
-"""What the experts interface calls the fields of EPConfig that it names otherwise."""
 DETACHED = (
     "the ranks of this forward pass are closed: make its backward pass before detach(), before the end of "
     "`with attach(...)`, and while there is the model"
@@ -55,16 +44,9 @@ DETACHED = (
 
 
 class Attachment:
-    """What `attach` returned: the ranks on which the experts of one model run. A context manager, which detaches.
-
-    Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of another
-    one closes the ranks.
-
-    Attributes:
-        devices: one a rank.
-        max_tokens: tokens of a pass for which ranks make room when a layer runs first.
-        mode: of combine.
-    """
+    """What `attach` returned: the ranks on which the experts of one model run, a device each. A context manager, which
+    detaches. Holds neither the model nor its modules: when nobody has the model any more, the next pass or `attach` of
+    another one closes the ranks."""
 
     def __init__(
         self, model: nn.Module, devices: Sequence[str | torch.device], max_tokens: int, mode: CombineMode
@@ -73,27 +55,34 @@ class Attachment:
         ranks = len(self.devices)
         rule = "len(devices) = {}: must be in [1, {}], one a rank"
         require(1 <= ranks <= MAX_RANKS, rule, ranks, MAX_RANKS, error=EPConfigError)
-        _check_kinds(self.devices)
-        check_integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
-        check_mode("mode", mode)
+        alike, given = {device.type for device in self.devices}, [str(device) for device in self.devices]
+        require(alike in ({"cpu"}, {"cuda"}), "devices = {}: must be all CUDA or all cpu", given, error=EPConfigError)
+        for device in self.devices:
+            if device.index is not None and device.type == "cuda":
+                check_gpu("devices", device.index)
+        checks.integer("max_tokens", max_tokens, 1, ranks * MAX_TOKENS_PER_RANK, error=EPConfigError)
+        checks.mode("mode", mode)
         self.max_tokens, self.mode = int(max_tokens), mode
-        found = dict(_experts_of(model)) if isinstance(model, nn.Module) else {}
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        found = {name or "model": module for name, module in modules if experts.is_experts(module)}
         rule = "model = {}: has no experts that transformers' experts interface calls"
         require(found, rule, type(model).__name__, error=EPConfigError)
         for name, module in found.items():
-            check_experts(name, module)
+            experts.check_experts(name, module)
             require(module not in _LAYERS, "{}: is attached already, detach it first", name, error=EPConfigError)
             rule = "{}: is split over processes already, by the model's expert parallel plan"
             require(not _is_split(module), rule, name, error=EPConfigError)
             padded = f"{name}: experts, padded to equal parts of the ranks,"
             names = {**NAMES, "hidden": f"{name}: hidden size", "num_experts": padded}
-            sizes = hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
+            sizes = experts.hidden_size(module), align_up(module.num_experts, ranks), 1, self._room(), ranks
             named_config(names, sizes, error=EPConfigError)
         self._pool = LocalPool(self.devices, grows=True)
         self._pool.sweep()
         self._connecting = RLock()
         self._exchanges: dict[tuple[int, int, int], Exchange] = {}
-        self._before = [(config, _implementation_of(config, model)) for config in _configs_of(model)]
+        every: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+        configs = {id(one): one for one in every if hasattr(one, "_experts_implementation")}.values()
+        self._before = [(config, _implementation_of(config, model)) for config in configs]
         found_now = {id(config): before for config, before in self._before}
         for other in _attachments():  # what was chosen since is what a detach in any order gives back
             other._before = [(config, found_now.get(id(config), before)) for config, before in other._before]
@@ -137,12 +126,12 @@ class Attachment:
     ) -> None:
         self.detach()
 
-    def exchange(self, hidden: int, experts: int, top_k: int, tokens: int) -> Exchange:
-        """The ranks for layers of these shapes, with room for `tokens` tokens: connected when first needed, and again,
-        with twice the room or more, when more tokens come. One with less room closes when no graph needs it any more.
-        EPInputError: the shapes break a rule, or there are too many tokens for any communicator."""
+    def exchange(self, hidden: int, number: int, top_k: int, tokens: int) -> Exchange:
+        """The ranks for layers of so many experts, with room for `tokens` tokens: connected when first needed, and
+        again, with twice the room or more, when more tokens come. One with less room closes when no graph needs it any
+        more. EPInputError: the sizes break a rule, or there are too many tokens for any communicator."""
         ranks = len(self.devices)
-        key, need = (hidden, align_up(experts, ranks), top_k), -(-tokens // ranks)
+        key, need = (hidden, align_up(number, ranks), top_k), -(-tokens // ranks)
         with self._connecting:
             found = self._exchanges.get(key)
             if found is not None and need <= found.cfg.max_tokens_per_rank:
@@ -166,10 +155,8 @@ def attach(
 
     All experts modules in the model that transformers' experts interface serves get the implementation "cute_ep". The
     parameters stay where they are, and the model can be trained, saved and loaded as before. A copy of the model, or
-    one that was pickled, must be attached itself: its experts raise EPError until then.
-
-    Tokens travel as bfloat16, and so do the experts' outputs, or their sums, and the gradients of both; sums are made
-    in float32.
+    one that was pickled, must be attached itself: its experts raise EPError until then. Tokens travel as bfloat16, and
+    so do the experts' outputs, or their sums, and the gradients of both; sums are made in float32.
 
     Args:
         model: a model of transformers, or any module that contains one or its experts.
@@ -186,32 +173,11 @@ def attach(
     return Attachment(model, devices, max_tokens, mode)
 
 
-def _check_kinds(devices: Sequence[torch.device]) -> None:
-    """EPConfigError unless ranks can be on these devices together."""
-    alike, given = {device.type for device in devices} in ({"cpu"}, {"cuda"}), [str(device) for device in devices]
-    require(alike, "devices = {}: must be all CUDA or all cpu", given, error=EPConfigError)
-    for device in devices:
-        if device.index is not None and device.type == "cuda":
-            check_gpu("devices", device.index)
-
-
-def _experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if is_experts(module):
-            yield name or "model", module
-
-
 def _is_split(module: Any) -> bool:
     """Whether a process has only some of the experts. Before 5.23 transformers does not say so, but counts those."""
-    first = getattr(module, weight_names(module)[0])
+    first = getattr(module, experts.weight_names(module)[0])
     counted = isinstance(first, DTensor) and len(first) != module.num_experts
     return counted or getattr(module, "_is_expert_parallel", False)
-
-
-def _configs_of(model: nn.Module) -> list[Any]:
-    """Every configuration in the model that chooses an experts implementation, once."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(one): one for one in configs if hasattr(one, "_experts_implementation")}.values())
 
 
 def _implementation_of(config: Any, model: nn.Module) -> str | None:
@@ -238,50 +204,44 @@ class _Layer:
 
     def __init__(self, attachment: Attachment, module: Any) -> None:
         self.attachment = attachment
-        ranks, experts = len(attachment.devices), module.num_experts
-        each = align_up(experts, ranks) // ranks  # the last ranks may have fewer, or none
-        counts = [max(0, min(each, experts - rank * each)) for rank in range(ranks)]
-        self.shards = Shards(counts, attachment.devices)
-        self.gates: list[FoundGate | None] = []  # one, looked up when the layer runs first: before, weights may lack
-
-    def forward(self, module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        check_routed(hidden, ids, weights, hidden_size(module))
-        if not self.gates:
-            self.gates.append(find_gate(module))
-        names, experts = weight_names(module), module.num_experts
-        read = (hidden, weights, *module.parameters(), *(getattr(module, name) for name in names))
-        with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
-        ranks = self.attachment.exchange(hidden.shape[1], experts, ids.shape[1], len(hidden))
-        devices = self.attachment.devices  # masks: transformers does it with `num_experts`
-        routes = count_routes(ids, experts, len(devices), weights=weights.detach(), mask=True)
-        one = Round(ranks, routes, gradients=with_gradient, mode=self.attachment.mode)
-        shards = {name: self.shards.of(module, name) for name in names}
-        rows = []
-        for rank, tokens in enumerate(exchange.dispatch(one, hidden)):
-            own = {name: parts[rank] for name, parts in shards.items()}
-            rows.append(run(module, self.gates[0], own, tokens, one.batches[rank].row_offsets))
-        return exchange.combine(one, rows, weights, hidden)
+        ranks, number = len(attachment.devices), module.num_experts
+        each = align_up(number, ranks) // ranks  # the last ranks may have fewer, or none
+        counts = [max(0, min(each, number - rank * each)) for rank in range(ranks)]
+        self.shards = experts.Shards(counts, attachment.devices)
+        self.gates: list[experts.FoundGate | None] = []  # one, looked up by the first pass: before, weights may lack
 
 
 _LAYERS: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable
-def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts implementation "cute_ep", as transformers calls it. Differentiable in hidden states, weights and the
     module's parameters. Compiled code calls it as it is, behind a graph break.
 
     Takes [T, hidden] of any floating type, [T, K] int32 or int64 expert ids (one that is no expert's masks the entry,
     as transformers' own do with the number of experts), and [T, K] weights of any floating type. Returns [T, hidden] of
-    the type and on the device of `hidden_states`, in memory of its own.
-
-    Raises:
-        EPError: the module is not attached.
-        EPInputError, EPConfigError, EPTimeout: as the calls of the communicators.
+    the type and on the device of `hidden_states`, in memory of its own. EPError: the module is not attached; others as
+    the calls of the communicators.
     """
     layer = _LAYERS.get(module)
     if layer is None:
         why = "its model is a copy, was loaded, or shares its configuration with one that is attached"
         call = "call cute_ep.integrations.transformers.attach(model, ...)"
         raise EPError(f"{type(module).__name__}: is not attached to ranks ({why}); {call}")
-    return layer.forward(module, hidden_states, top_k_index, top_k_weights)
+    experts.check_routed(hidden_states, top_k_index, top_k_weights, experts.hidden_size(module))
+    if not layer.gates:
+        layer.gates.append(experts.find_gate(module))
+    names, number, attachment = experts.weight_names(module), module.num_experts, layer.attachment
+    read = (hidden_states, top_k_weights, *module.parameters(), *(getattr(module, name) for name in names))
+    with_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in read)
+    ranks = attachment.exchange(hidden_states.shape[1], number, top_k_index.shape[1], len(hidden_states))
+    # masks: transformers does it with `num_experts`
+    routes = count_routes(top_k_index, number, len(attachment.devices), weights=top_k_weights.detach(), mask=True)
+    one = Round(ranks, routes, gradients=with_gradient, mode=attachment.mode)
+    shards = {name: layer.shards.of(module, name) for name in names}
+    rows = []
+    for rank, tokens in enumerate(one.dispatch(hidden_states)):
+        own = {name: parts[rank] for name, parts in shards.items()}
+        rows.append(experts.run(module, layer.gates[0], own, tokens, one.batches[rank].row_offsets))
+    return one.combine(rows, top_k_weights, hidden_states)

@@ -6,17 +6,15 @@ autograd function makes a call for all ranks, forward and backward, so every ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cute_ep import Dispatched, EPConfig, EPError
 from cute_ep.adjoints import inner_products, ones_for, weighted
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError
 from cute_ep.api.host import host_list
 from cute_ep.api.types import CombineMode
 from cute_ep.api.validate_combine import OUTPUT_TYPES
@@ -28,20 +26,14 @@ from cute_ep.runtime.routes import RouteCounts
 UNCOUNTED_ENTRIES = 2048
 """Most entries (tokens times top-k) of a pass that may have room for all of them on each rank. Of hidden 7168 that many
 rows take 28 MiB."""
+Made = TypeVar("Made")
 
 
 class Exchange:
-    """The communicators of all ranks, which are in this process. Its calls may come from any thread.
-
-    Args:
-        pool: what they are opened in; it closes them, or when nobody has it any more the next call of another one.
-        cfg: the group's configuration, of bfloat16 rows. Raises what `connect_local` raises.
-        closed: what EPError says where a call comes afterwards.
-
-    Attributes:
-        communicators, devices: one a rank.
-        waits: whether calls wait for their results, as where ranks share a device.
-    """
+    """The communicators of all ranks, which are in this process: one a rank, opened in a pool, which closes them, for
+    bfloat16 rows of configuration `cfg`. Raises what `connect_local` raises. Calls may come from any thread; where
+    ranks share a device they wait for their results (`waits`). `closed`: what EPError says where a call comes too
+    late."""
 
     def __init__(self, pool: LocalPool, cfg: EPConfig, closed: str = "the exchange was closed") -> None:
         self.cfg, self._pool, self._closed = cfg, pool, closed
@@ -56,17 +48,16 @@ class Exchange:
         self, xs: Sequence[Tensor], ids: Sequence[Tensor], weights: Sequence[Tensor] | None, capacities: Sequence[int]
     ) -> list[Dispatched]:
         """A dispatch by all ranks, of one of each argument a rank, as of `EPCommunicator.dispatch`, with room for
-        `capacities` rows: batches in memory of their own, whose `row_map` is -1 for tokens that do not exist. Where
-        ranks share a device it waits for the results."""
-        with CALLING:
-            self._check_open()
+        `capacities` rows: batches in memory of their own, whose `row_map` is -1 for tokens that do not exist."""
+
+        def call() -> list[Dispatched]:
             pairs = zip(self.communicators, capacities, strict=True)
             buffers = [communicator.allocate(capacity) for communicator, capacity in pairs]
             for one in buffers:
                 one.row_map.fill_(-1)
-            batches = self._dispatch(xs, ids, weights, outs=buffers)
-            self._wait()
-        return batches
+            return self._dispatch(xs, ids, weights, outs=buffers)
+
+        return self._together(call)
 
     def combine(
         self,
@@ -76,32 +67,30 @@ class Exchange:
         mode: CombineMode,
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`; waits as `dispatch`."""
-        with CALLING:
-            self._check_open()
-            sums = self._combine(rows, batches, weights, mode=mode, dtype=dtype)
-            self._wait()
-        return sums
+        """A combine by all ranks, one list entry a rank, as of `EPCommunicator.combine`."""
+        return self._together(lambda: self._combine(rows, batches, weights, mode=mode, dtype=dtype))
 
     def note_capture(self) -> None:
         """To be called by a pass that may go into a CUDA graph."""
         self._pool.note_capture(self.communicators[0])
 
-    def _check_open(self) -> None:
-        self._pool.sweep()
-        if self.communicators[0].closed:
-            raise EPError(self._closed)
-
-    def _wait(self) -> None:
-        if self.waits:
-            for communicator in self.communicators:
-                communicator.synchronize()
+    def _together(self, call: Callable[[], Made]) -> Made:
+        """What a call of all ranks makes, with no other call between their launches."""
+        with CALLING:
+            self._pool.sweep()
+            if self.communicators[0].closed:
+                raise EPError(self._closed)
+            made = call()
+            if self.waits:
+                for communicator in self.communicators:
+                    communicator.synchronize()
+        return made
 
 
 class Round:
     """One pass of T tokens, at most what an exchange has room for, through its experts: they are shared out over the
-    ranks, in their order. `routes` have router weights, and -1 where an entry is masked; `gradients`: whether
-    `backward` may come; `mode`: of combine and of what the backward pass adds up.
+    ranks, in their order. `routes` have router weights, and -1 where an entry is masked; `gradients`: whether a
+    backward pass may come; `mode`: of combine and of what the backward pass adds up.
 
     Attributes:
         rows: that there is room for on each rank: exactly those that come. The host waits for the ids to count them.
@@ -111,57 +100,39 @@ class Round:
     """
 
     def __init__(self, exchange: Exchange, routes: RouteCounts, *, gradients: bool, mode: CombineMode) -> None:
-        ids, weights = routes.ids, routes.weights
+        ids, weights, cfg = routes.ids, routes.weights, exchange.cfg
         assert weights is not None
-        self.exchange, self.tokens, self.mode = exchange, len(ids), mode
-        ranks = exchange.cfg.world_size
-        shares = [shared_slice(self.tokens, rank, ranks) for rank in range(ranks)]
-        self.slices = [slice(first, first + count) for first, count in shares]
-        self.ids = self.share(ids)
-        self.weights = self.share(weights)
-        counted = gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES
-        if not counted:
+        self.exchange, self.mode, ranks = exchange, mode, cfg.world_size
+        shares = [shared_slice(len(ids), rank, ranks) for rank in range(ranks)]
+        self._slices = [slice(first, first + count) for first, count in shares]
+        self.ids, self.weights = self.share(ids), self.share(weights)
+        if gradients or exchange.waits or ids.numel() > UNCOUNTED_ENTRIES:
+            entries = routes.by_expert.new_zeros(cfg.num_experts)  # the last ranks may have fewer experts
+            entries[: len(routes.by_expert)] = routes.by_expert
+            self.rows = host_list(entries.view(ranks, cfg.local_experts).sum(1))
+        else:
             exchange.note_capture()
-        self.rows = self._count(routes.by_expert) if counted else [ids.numel()] * ranks
+            self.rows = [ids.numel()] * ranks
         self.batches: list[Dispatched] = []
 
-    def _count(self, by_expert: Tensor) -> list[int]:
-        """Rows that come to each rank; the last ranks may have fewer experts than the others."""
-        cfg = self.exchange.cfg
-        entries = by_expert.new_zeros(cfg.num_experts)
-        entries[: len(by_expert)] = by_expert
-        return host_list(entries.view(cfg.world_size, cfg.local_experts).sum(1))
+    def dispatch(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Tokens, [T, hidden] of any floating type, rounded to bfloat16, to the ranks of their experts, differentiable.
+        One tensor a rank, [N, hidden] bfloat16 on its device, rows in the order of experts as `Dispatched` says. N is
+        `rows`, rows behind the last one hold anything, and `batches`, which this sets, has the offsets."""
+        return _Dispatch.apply(self, hidden)
+
+    def combine(self, rows: Sequence[Tensor], weights: Tensor, like: Tensor) -> Tensor:
+        """The experts' outputs for the rows, [N, hidden] bfloat16 a rank, to [T, hidden] weighted sums on the device
+        and of the type of `like`, as of `EPCommunicator.combine`. Differentiable in rows and weights: [T, K] of any
+        floating type, whose float32 values the round was made with."""
+        return _Combine.apply(self, like, weights, *rows)
 
     def share(self, whole: Tensor) -> list[Tensor]:
         """Each rank's part of the [T, ...] tensor of all tokens, on its device, contiguous."""
         devices = self.exchange.devices
-        return [whole[part].to(device).contiguous() for part, device in zip(self.slices, devices, strict=True)]
+        return [whole[part].to(device).contiguous() for part, device in zip(self._slices, devices, strict=True)]
 
-    def whole(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The [T, ...] tensor of all ranks' parts, in memory of its own."""
-        return torch.cat([part.to(device) for part in parts])
-
-    def dispatch(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """[T, hidden] to each rank's rows, [N, hidden] bfloat16."""
-        parts = self.share(hidden.to(torch.bfloat16))
-        batches = self.exchange.dispatch(parts, self.ids, self.weights, self.rows)
-        self.batches = [batch.without_rows() for batch in batches]
-        return tuple(batch.tokens for batch in batches)
-
-    def combine(self, rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Each rank's rows, [N, hidden] bfloat16, to the weighted sums of the tokens, [T, hidden] of a type."""
-        return self._sums(rows, self.batches, self.weights, dtype, device)
-
-    def gradient_of_tokens(self, grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Each token gets the sum of its rows' gradients: a combine with weights of 1, which each rank has itself."""
-        batches = self.batches
-        if self.mode == "exact":
-            return self._sums(grads, batches, [torch.ones_like(own) for own in self.weights], dtype, device)
-        ones = [ones_for(batch.topk_ids, batch.weights) for batch in batches]
-        batches = [batch.derived(weights=own) for batch, (_, own) in zip(batches, ones, strict=True)]
-        return self._sums(grads, batches, [own for own, _ in ones], dtype, device)
-
-    def _sums(
+    def sums(
         self,
         rows: Sequence[Tensor],
         batches: Sequence[Dispatched],
@@ -172,34 +143,34 @@ class Round:
         """[T, hidden] of a type: each rank's rows, added up with the weights, which batches in partial mode have."""
         given, returned = weights if self.mode == "exact" else None, dtype if dtype in OUTPUT_TYPES else torch.float32
         rows = [one.contiguous() for one in rows]
-        sums = self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned)
-        return self.whole(sums, device).to(dtype)
+        return _whole(self.exchange.combine(rows, batches, given, mode=self.mode, dtype=returned), device).to(dtype)
 
-    def gradient_of_rows(self, grad: Tensor) -> list[Tensor]:
-        """weight * gradient of each row's token, in bfloat16: a dispatch of the output's gradient, which travels as
-        bfloat16."""
-        parts = self.share(grad.to(torch.bfloat16))
-        back = self.exchange.dispatch(parts, self.ids, None, self.rows)
-        pairs = zip(back, self.batches, strict=True)
-        return [weighted(batch.tokens, own.row_weights) for batch, own in pairs]
 
-    def gradient_of_weights(self, grad: Tensor, rows: Sequence[Tensor]) -> Tensor:
-        """[T, K] float32, the inner product of a token's gradient and each of its rows; 0 where masked."""
-        returned = self.exchange.combine(rows, self.batches, None, mode="unweighted", dtype=torch.bfloat16)
-        pairs = zip(returned, self.share(grad), strict=True)
-        return self.whole([inner_products(one, part) for one, part in pairs], grad.device)
+def _whole(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The [T, ...] tensor of all ranks' parts, in memory of its own."""
+    return torch.cat([part.to(device) for part in parts])
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
         ctx.round, ctx.dtype, ctx.device = one, hidden.dtype, hidden.device
-        return one.dispatch(hidden)
+        batches = one.exchange.dispatch(one.share(hidden.to(torch.bfloat16)), one.ids, one.weights, one.rows)
+        one.batches = [batch.without_rows() for batch in batches]
+        return tuple(batch.tokens for batch in batches)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.round.gradient_of_tokens(grads, ctx.dtype, ctx.device)
+        """Each token gets the sum of its rows' gradients: a combine with weights of 1, which each rank has itself."""
+        one, batches = ctx.round, ctx.round.batches
+        if one.mode == "exact":
+            weights = [torch.ones_like(own) for own in one.weights]
+        else:
+            ones = [ones_for(batch.topk_ids, batch.weights) for batch in batches]
+            weights = [own for own, _ in ones]
+            batches = [batch.derived(weights=own) for batch, (_, own) in zip(batches, ones, strict=True)]
+        return None, one.sums(grads, batches, weights, ctx.dtype, ctx.device)
 
 
 class _Combine(torch.autograd.Function):
@@ -209,26 +180,21 @@ class _Combine(torch.autograd.Function):
         rows = tuple(row.contiguous() for row in rows)
         if ctx.needs_input_grad[2]:
             ctx.save_for_backward(*rows)
-        return one.combine(rows, like.dtype, like.device)
+        return one.sums(rows, one.batches, one.weights, like.dtype, like.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _, _, for_weights, *for_rows = ctx.needs_input_grad
-        of_rows = ctx.round.gradient_of_rows(grad) if any(for_rows) else [None] * len(for_rows)
-        of_weights = ctx.round.gradient_of_weights(grad, ctx.saved_tensors).to(ctx.kind) if for_weights else None
+        """Rows get weight * gradient of their token, by a dispatch of the output's gradient in bfloat16; weights the
+        inner product of the token's gradient and the row, 0 where masked."""
+        one, (_, _, for_weights, *for_rows) = ctx.round, ctx.needs_input_grad
+        of_rows: list[Tensor | None] = [None] * len(for_rows)
+        if any(for_rows):
+            back = one.exchange.dispatch(one.share(grad.to(torch.bfloat16)), one.ids, None, one.rows)
+            of_rows = [weighted(batch.tokens, own.row_weights) for batch, own in zip(back, one.batches, strict=True)]
+        of_weights = None
+        if for_weights:
+            home = one.exchange.combine(ctx.saved_tensors, one.batches, None, mode="unweighted", dtype=torch.bfloat16)
+            products = [inner_products(own, part) for own, part in zip(home, one.share(grad), strict=True)]
+            of_weights = _whole(products, grad.device).to(ctx.kind)
         return None, None, of_weights, *of_rows
-
-
-def dispatch(one: Round, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Tokens, [T, hidden] of any floating type, rounded to bfloat16, to the ranks of their experts, differentiable. One
-    tensor a rank, [N, hidden] bfloat16 on its device, rows in the order of experts as `Dispatched` says. N is
-    `Round.rows`, rows behind the last one hold anything, and `Round.batches`, which this adds, has the offsets."""
-    return _Dispatch.apply(one, hidden)
-
-
-def combine(one: Round, rows: Sequence[Tensor], weights: Tensor, like: Tensor) -> Tensor:
-    """The experts' outputs for a round's rows, [N, hidden] bfloat16 a rank, to [T, hidden] weighted sums on the device
-    and of the type of `like`, as of `EPCommunicator.combine` in the round's mode. Differentiable in rows and weights:
-    [T, K] of any floating type, whose float32 values the round was made with."""
-    return _Combine.apply(one, like, weights, *rows)

@@ -10,19 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 import cute_ep.ops
-from cute_ep.api.errors import EPConfigError
+from cute_ep import EPConfigError
 from cute_ep.api.validate_combine import OUTPUT_TYPES
-from cute_ep.integrations.common.checks import Names, check_given, check_most, named_config
-from cute_ep.integrations.common.pools import communicator_for, config_for, pool_of
-from cute_ep.integrations.transformers.experts import (
-    FoundGate,
-    check_experts,
-    check_routed,
-    find_gate,
-    is_experts,
-    run,
-    weight_names,
-)
+from cute_ep.integrations.common import checks, pools
+from cute_ep.integrations.common.checks import Names, named_config
+from cute_ep.integrations.transformers import experts
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.runtime.routes import count_routes
 
@@ -33,7 +25,6 @@ NAMES: Names = {
     "max_tokens_per_rank": "hidden_states.shape[0], of the rank with the most tokens,",
     "world_size": "ep_size",
 }
-"""What the plan calls the fields of EPConfig."""
 FEWER = "use shorter or fewer sequences a pass"
 """What to do about too many tokens."""
 
@@ -48,36 +39,25 @@ class CuteEP(EPImplementation):
 
     Rows come in the order of experts, so these are computed as of `attach`, without sorting rows again. Experts that
     this version does not know, quantised ones for one, compute themselves.
-
-    Args:
-        experts: the experts module.
-        ep_mesh, tp_mesh: of the ranks that share out the experts, and of those that hold one batch.
     """
+
+    _known: bool | None = None  # whether `experts.run` computes what they do; None before the first call
+    _gate: experts.FoundGate | None = None
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.num_experts = self.num_local_experts * ep_mesh.size()
-        sizes = VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()
-        named_config(NAMES, sizes, error=EPConfigError)
+        named_config(NAMES, (VECTOR_BYTES // 2, self.num_experts, 1, 1, ep_mesh.size()), error=EPConfigError)
         self._experts: Any = experts
-        self._known: bool | None = None  # whether `run` computes what they do; None before the first call
-        self._gate: FoundGate | None = None
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted outputs of the experts for this rank's tokens: [T, hidden], of the type of `hidden_states`.
-
-        Takes [T, hidden] of any floating type, [T, K] int32 or int64 ids of all ranks' experts (one of no expert masks
-        the entry, as transformers' own do with the number of experts), and [T, K] weights of any floating type.
-
-        Raises:
-            EPInputError: an argument breaks its rule. Nothing was sent.
-            EPConfigError, VariantMissing: as `connect`. EPTimeout: a rank does not come.
-        """
-        check_routed(hidden_states, top_k_index, top_k_weights)
-        check_most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
-        own = (self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights))
-        out = self._exchange(*own)
+        """The weighted outputs of the experts for this rank's tokens: arguments and result as of `experts_forward`, ids
+        of all ranks' experts. EPInputError: an argument breaks its rule; nothing was sent. EPConfigError,
+        VariantMissing: as `connect`. EPTimeout: a rank does not come."""
+        experts.check_routed(hidden_states, top_k_index, top_k_weights)
+        checks.most("hidden_states.shape[0]", -(-hidden_states.shape[0] // self.tp_mesh.size()), FEWER)
+        out = self._exchange(*(self._own_part(one) for one in (hidden_states, top_k_index, top_k_weights)))
         if self.tp_mesh.size() == 1:
             return out
         shape = hidden_states.shape
@@ -92,47 +72,45 @@ class CuteEP(EPImplementation):
 
     def _exchange(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         group = self.ep_mesh.get_group()
-        ranks, sizes = pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
-        check_given("hidden_states", x, device=ranks.device)
-        config_for(ranks, NAMES, sizes, len(x))
-        with_gradient = torch.is_grad_enabled() and weights.requires_grad
-        given = None if with_gradient else weights.detach()
+        ranks, sizes = pools.pool_of(group), (x.shape[1], self.num_experts, ids.shape[1])
+        checks.given("hidden_states", x, device=ranks.device)
+        pools.config_for(ranks, NAMES, (*sizes, len(x)))
+        given = None if torch.is_grad_enabled() and weights.requires_grad else weights.detach()
         routes = count_routes(ids, self.num_experts, group.size(), weights=given, mask=True)
         counts = ranks.exchange_counts(routes, self.num_experts)
-        rows = sum(counts.entries)
-        communicator = communicator_for(ranks, config_for(ranks, NAMES, sizes, counts.tokens), NAMES)
-        comm = cute_ep.ops.register(communicator)
+        comm = cute_ep.ops.register(pools.communicator_for(ranks, NAMES, (*sizes, counts.tokens)))
         wide = weights.float() if routes.weights is None else routes.weights
-        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=rows)
-        out = self._run(batch.tokens[:rows], batch, x.dtype)
+        batch = cute_ep.ops.dispatch(x.to(torch.bfloat16), routes.ids, wide, comm, capacity=sum(counts.entries))
+        out = self._run(batch.tokens[: sum(counts.entries)], batch, x.dtype)
         returned = x.dtype if x.dtype in OUTPUT_TYPES else torch.float32
         return cute_ep.ops.combine(out.to(torch.bfloat16), batch, mode="partial", dtype=returned).to(x.dtype)
 
     def _run(self, tokens: Tensor, batch: cute_ep.ops.Batch, dtype: torch.dtype) -> Tensor:
         """The outputs of this rank's experts for all rows. `dtype`: of the model's hidden states. Without rows they run
         on one of zeros, so that what hangs on their parameters (gradients, FSDP) takes part in the backward pass."""
+        module = self._experts
         if self._known is None:
-            self._known = _is_known(self._experts)
-            self._gate = find_gate(self._experts) if self._known else None
+            self._known = _is_known(module)
+            self._gate = experts.find_gate(module) if self._known else None
         rows, offsets = tokens, batch.row_offsets
         if not len(tokens):
             rows, offsets = tokens.sum(dim=0, keepdim=True), torch.ones_like(offsets)
             offsets[0] = 0
         if self._known:
-            weights = {name: getattr(self._experts, name) for name in weight_names(self._experts)}
-            return run(self._experts, self._gate, weights, rows, offsets)[: len(tokens)]
+            weights = {name: getattr(module, name) for name in experts.weight_names(module)}
+            return experts.run(module, self._gate, weights, rows, offsets)[: len(tokens)]
         own = torch.arange(self.num_local_experts, device=tokens.device)
-        experts = own.repeat_interleave(offsets.diff(), output_size=len(rows))
+        ids = own.repeat_interleave(offsets.diff(), output_size=len(rows))
         ones = tokens.new_ones((len(rows), 1), dtype=dtype)
-        return self.experts_forward(rows.to(dtype), experts[:, None], ones)[: len(tokens)]
+        return self.experts_forward(rows.to(dtype), ids[:, None], ones)[: len(tokens)]
 
 
-def _is_known(experts: nn.Module) -> bool:
-    """Whether `run` computes what an experts module does."""
-    if not is_experts(experts):
+def _is_known(module: nn.Module) -> bool:
+    """Whether `experts.run` computes what an experts module does."""
+    if not experts.is_experts(module):
         return False
     try:
-        check_experts("experts", experts)
+        experts.check_experts("experts", module)
     except EPConfigError:
         return False
     return True

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cute_ep import EPConfigError, Gate, fused_silu
 from cute_ep.api.config import is_number
-from cute_ep.api.errors import EPConfigError
-from cute_ep.api.gates import Gate
 from cute_ep.api.host import host_list
-from cute_ep.api.row_tensors import ID_TYPES
-from cute_ep.integrations.common.checks import check_given, check_integer, require
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import require
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.routing import MAX_TOP_K
-from cute_ep.nn.gates import plain
-from cute_ep.runtime.local_ops import fused_silu
+from cute_ep.nn.gates import add_bias, plain
 from cute_ep.torch_internals import version_of
 
 KNOWN_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm"}
@@ -54,15 +52,14 @@ def check_experts(name: str, module: nn.Module) -> None:
 
 
 def check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, hidden: int | None = None) -> None:
-    """EPInputError unless they are of the same tokens, [T, hidden], [T, K] and [T, K], on one device. `hidden`: None
-    for any."""
-    check_given("hidden_states", hidden_states, shape=(None, hidden))
+    """EPInputError unless they are [T, hidden], [T, K] and [T, K] on one device. `hidden`: None for any."""
+    checks.given("hidden_states", hidden_states, shape=(None, hidden))
     tokens, place = hidden_states.shape[0], hidden_states.device
     rule = "{}.dtype = {}: must be a floating type"
     require(hidden_states.is_floating_point(), rule, "hidden_states", hidden_states.dtype)
-    check_given("top_k_index", top_k_index, shape=(tokens, None), dtype=ID_TYPES, device=place)
-    check_integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
-    check_given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
+    checks.given("top_k_index", top_k_index, shape=(tokens, None), dtype=checks.ID_TYPES, device=place)
+    checks.integer("top_k_index.shape[1]", top_k_index.shape[1], 1, MAX_TOP_K)
+    checks.given("top_k_weights", top_k_weights, shape=tuple(top_k_index.shape), device=place)
     require(top_k_weights.is_floating_point(), rule, "top_k_weights", top_k_weights.dtype)
 
 
@@ -121,15 +118,12 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class Shards:
-    """The weights of each rank's experts, from a module that has those of all.
+    """The weights of each rank's experts, from a module that has those of all: `counts` of them on each of the
+    `devices`.
 
     A rank on the module's device gets views. One on another device gets copies: with gradients at every call, without
     them once, as long as the parameter stays the same tensor, at the same address, of the same version. (Writes through
     `.data` do not change its version.)
-
-    Args:
-        counts: experts of each rank; the sum is the module's number.
-        devices: where they should be.
     """
 
     def __init__(self, counts: Sequence[int], devices: Sequence[torch.device]) -> None:
@@ -159,29 +153,17 @@ class Shards:
         return [part.to(device, non_blocking=True) for part, device in zip(parts, self.devices, strict=True)]
 
 
-def _by_group(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """[N, in] rows by [G, in, out] weights to [N, out], group by group; the host reads the offsets."""
-    bounds = host_list(offsets)
-    groups = zip(bounds, bounds[1:], weight, strict=False)
-    done = [x[start:end] @ one for start, end, one in groups]
-    return torch.cat([*done, x.new_zeros(len(x) - bounds[-1], weight.shape[2])])
-
-
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """A linear layer with weights of each group of rows: [N, in], of the weights' type, to [N, out], whose rows behind
     the last group hold anything. Weights are [G, out, in], `transposed` [G, in, out], `offsets` [G + 1] int32 ascending
-    from 0, on the device."""
+    from 0, on the device. Without a grouped matmul for them the host reads the offsets."""
     weight = weight if transposed else weight.mT
     aligned = not any(extent * weight.element_size() % VECTOR_BYTES for extent in weight.shape[1:])
     if aligned and hasattr(nn.functional, "grouped_mm"):  # torch 2.10 or newer
         return nn.functional.grouped_mm(x, weight, offs=offsets[1:])
-    return _by_group(x, weight, offsets)
-
-
-def _moved(module: nn.Module, x: Tensor) -> Tensor:
-    """`module(x)` where x is, which may be another device than the module's."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return functional_call(module, {name: one.to(x.device) for name, one in tensors.items()}, (x,))
+    bounds = host_list(offsets)
+    done = [x[start:end] @ one for start, end, one in zip(bounds, bounds[1:], weight, strict=False)]
+    return torch.cat([*done, x.new_zeros(len(x) - bounds[-1], weight.shape[2])])
 
 
 def _fits(gate: Gate, rows: Tensor, bias: Tensor | None) -> bool:
@@ -196,39 +178,31 @@ def run(
     module: Any, found: FoundGate | None, weights: dict[str, Tensor], tokens: Tensor, row_offsets: Tensor
 ) -> Tensor:
     """The outputs of a rank's experts for its rows, [N, hidden] bfloat16, from tokens of that kind in the order of
-    experts.
-
-    Args:
-        module: the experts module, for its flags, gate and activation.
-        found: what `find_gate` returned for it. Without gradients bfloat16 experts use `fused_silu`.
-        weights: the rank's part of each of `weight_names`, G experts.
-        row_offsets: [groups + 1] int32, of the tokens' batch; groups beyond G have no rows.
-    """
-    up_name, down_name, *_ = weight_names(module)
-    up, down = weights[up_name], weights[down_name]
-    groups = len(up)
+    experts. `weights` has the rank's part of each of `weight_names`, G experts; `row_offsets` is [groups + 1] int32,
+    groups beyond G have no rows. Where `find_gate` has found a gate, bfloat16 experts without gradients use
+    `fused_silu`."""
+    up, down, *_ = weight_names(module)
+    groups = len(weights[up])
     if not groups or not len(tokens):
         return tokens
     offsets = row_offsets[: groups + 1]
-    group_of_row = None
-    if module.has_bias:
-        rows = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
-        group_of_row = torch.searchsorted(offsets[1:], rows, right=True).clamp_(max=groups - 1)
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return grouped_linear(x.to(weight.dtype), weight, offsets, module.is_transposed)
+    def product(x: Tensor, name: str) -> Tensor:
+        return grouped_linear(x.to(weights[name].dtype), weights[name], offsets, module.is_transposed)
 
     def biased(out: Tensor, name: str) -> Tensor:
-        return out if group_of_row is None else out + weights[f"{name}_bias"][group_of_row]
+        return add_bias(out, offsets, weights[f"{name}_bias"]) if module.has_bias else out
 
-    inner, bias = product(tokens, up), weights.get(f"{up_name}_bias")
+    inner, bias = product(tokens, up), weights.get(f"{up}_bias")
     if found is not None and _fits(found.gate, inner, bias):
         bias = None if bias is None else bias.contiguous()
         inner = fused_silu(inner, offsets, gate=found.gate, bias=bias, interleaved=found.interleaved)
     else:
-        inner = biased(inner, up_name)
+        inner = biased(inner, up)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = biased(product(inner, down), down_name)
+    out = biased(product(inner, down), down)
     if getattr(module, "has_post_expert_norm", False):
-        out = _moved(module.post_expert_norm, out)
+        norm = module.post_expert_norm
+        tensors = dict(norm.named_parameters()) | dict(norm.named_buffers())  # on the module's device, maybe another
+        out = functional_call(norm, {name: one.to(out.device) for name, one in tensors.items()}, (out,))
     return out.to(torch.bfloat16)

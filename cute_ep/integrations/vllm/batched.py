@@ -12,16 +12,12 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError
+from cute_ep import Dispatched, EPConfig, EPConfigError
 from cute_ep.api.types import FormatName
 from cute_ep.integrations.common.blocks import PACKED_COLUMNS, Blocks, block_config
-from cute_ep.integrations.common.checks import Sizes, check_kind, require
-from cute_ep.integrations.vllm.layer import DEFERRED, CuteEPLayer, LayerSizes, PrepareInput, Sending
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
-from cute_ep.integrations.vllm.options import Options
-from cute_ep.integrations.vllm.quantization import one_scale_for_all, quantize, travels_as_fp8
+from cute_ep.integrations.common.checks import Sizes, require
+from cute_ep.integrations.vllm.layer import CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import BF16
 
 SLOTS = 4
@@ -32,11 +28,17 @@ bytes."""
 class CuteEPBatched(CuteEPLayer):
     """A block of S = R * max_tokens rows for each of L local experts. Nothing waits on the host.
 
+    Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
+    (UE8M0) scale factors are powers of two. All other rows travel in bfloat16, and vLLM quantises them, except to
+    NVFP4. A format that it does not quantise in blocks is refused.
+
     `prepare` returns rows [L, S, hidden], by source rank, then token; behind the last row a block holds anything. Their
     scale factors: None, of blocks of 128 [L, S, hidden / 128] float32 or [L, S, hidden / 512] int32 with four exponents
     each, neighbours along S, of other formats [L, n, m] as vLLM makes them. [L] int32 rows of each expert. None, None:
-    experts read no ids and weights. What dispatch has not quantised, vLLM does, except NVFP4.
+    experts read no ids and weights.
     """
+
+    _reducer = TopKWeightAndReduceDelegate
 
     def __init__(
         self,
@@ -56,56 +58,36 @@ class CuteEPBatched(CuteEPLayer):
         """`max_tokens`: experts have memory for blocks of R times as many rows."""
         return self._cfg.max_tokens_per_rank
 
-    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Connect for rows as the experts take them; collective.
-
-        Rows for experts that take blocks of 128 in FP8 are quantised while they are sent; where experts read exponents
-        (UE8M0) scale factors are powers of two. All other rows travel in bfloat16. EPConfigError: experts read
-        exponents of rows or blocks whose sizes break their rules, take a format that vLLM does not quantise in blocks,
-        or return other rows than they take."""
-        self._check_experts(fused_experts)
+    def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
         quant, cfg = fused_experts.quant_config, self._cfg
-        if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
-            self._packed = fused_experts.supports_packed_ue8m0_act_scales()
-            if self._packed:
-                rule, tokens = "{} = {}: must be a multiple of {} on this GPU", cfg.max_tokens_per_rank
-                whole = cfg.hidden % PACKED_COLUMNS == 0
-                require(whole, rule, "hidden", cfg.hidden, PACKED_COLUMNS, error=EPConfigError)
-                made, slots = f"{cfg.world_size} ranks x {tokens} tokens", cfg.world_size * tokens
-                rule += "; change --max-num-batched-tokens"
-                require(slots % SLOTS == 0, rule, made, slots, SLOTS, error=EPConfigError)
-            kind: FormatName = "fp8_pow2" if self._packed else "fp8"
-            sizes = cfg.hidden, cfg.num_experts, cfg.top_k, cfg.max_tokens_per_rank, cfg.world_size
-            self._cfg = _config(sizes, kind, cfg.timeout_s)
-        elif isinstance(quant.quant_dtype, str) and not (fused_experts.expects_unquantized_inputs or _is_nvfp4(quant)):
-            raise EPConfigError(
-                f"quant_dtype = {quant.quant_dtype!r}: has no batched format; use --all2all-backend cute_ep"
-            )
-        self._connect()
+        if not fp8:
+            named = isinstance(quant.quant_dtype, str) and not _is_nvfp4(quant)
+            rule = "quant_dtype = {!r}: has no batched format; use --all2all-backend cute_ep"
+            require(fused_experts.expects_unquantized_inputs or not named, rule, quant.quant_dtype, error=EPConfigError)
+            return cfg
+        ranks, tokens = cfg.world_size, cfg.max_tokens_per_rank
+        self._packed = fused_experts.supports_packed_ue8m0_act_scales()
+        if self._packed:
+            rule, columns = "{} = {}: must be a multiple of {} on this GPU", PACKED_COLUMNS
+            require(cfg.hidden % columns == 0, rule, "hidden", cfg.hidden, columns, error=EPConfigError)
+            made, slots = f"{ranks} ranks x {tokens} tokens", ranks * tokens
+            rule += "; change --max-num-batched-tokens"
+            require(slots % SLOTS == 0, rule, made, slots, SLOTS, error=EPConfigError)
+        sizes = cfg.hidden, cfg.num_experts, cfg.top_k, tokens, ranks
+        return _config(sizes, "fp8_pow2" if self._packed else "fp8", cfg.timeout_s)
 
-    def _sending(self, given: PrepareInput) -> Sending:
-        communicator, cfg = self._connected(), self._cfg
-        quant, deferred, quantized = given.quant_config, given.defer_input_quant, cfg.format is not BF16
-        require(not (quantized and deferred), DEFERRED)
-        a1, weights = self._inputs(given)
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+        cfg, quant = self._cfg, given.quant_config
         assert cfg.block_rows is not None
-        blocks = Blocks(communicator, cfg.block_rows, packed=self._packed)
+        blocks = Blocks(self._connected(), cfg.block_rows, packed=self._packed)
+        as_it_is = cfg.format is not BF16 or given.defer_input_quant or quant.quant_dtype is None or _is_nvfp4(quant)
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
             blocks.received()
-            rows, scales = blocks.rows, blocks.scales
-            if not (quantized or deferred or quant.quant_dtype is None or _is_nvfp4(quant)):
-                rows, scales = _quantized(blocks, quant)
-            return rows, scales, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
+            made = (blocks.rows, blocks.scales) if as_it_is else _quantized(blocks, quant)
+            return *made, mk.ExpertTokensMetadata(batch.row_counts, None), None, None
 
-        return Sending(a1, given.topk_ids.contiguous(), weights, None, blocks.out, result)
-
-    def _returned(
-        self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
-    ) -> tuple[Tensor, Dispatched]:
-        delegate = TopKWeightAndReduceDelegate
-        check_kind("weight_and_reduce_impl", weight_and_reduce_impl, delegate, f"{delegate.__name__}, combine sums")
-        return super()._returned(output, fused_expert_output, weight_and_reduce_impl)
+        return Sending((rows, given.topk_ids.contiguous(), weights), None, blocks.out, result)
 
 
 def _config(sizes: Sizes, dispatch_format: FormatName, timeout_s: float) -> EPConfig:
@@ -122,7 +104,8 @@ def _is_nvfp4(quant: FusedMoEQuantConfig) -> bool:
 def _quantized(blocks: Blocks, quant: FusedMoEQuantConfig) -> tuple[Tensor, Tensor | None]:
     """Blocks of bfloat16 as the experts take them: [L, S, hidden], and [L, n, m] scale factors."""
     experts, slots, hidden = blocks.rows.shape
-    if one_scale_for_all(quant):  # what is behind the last row must not take part in it
+    if quant.a1_scale is None and not quant.per_act_token_quant and quant.block_shape is None:
+        # one scale factor for all, in which what is behind the last row must not take part
         place = torch.arange(slots, device=blocks.rows.device)
         blocks.rows.masked_fill_((place >= blocks.out.row_counts[:, None])[:, :, None], 0)
     rows, scales = quantize(blocks.rows.view(-1, hidden), quant, quant.a1_scale)

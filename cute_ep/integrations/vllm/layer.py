@@ -1,27 +1,25 @@
-"""What the two formats of a layer in vLLM have in common: all but how rows are prepared."""
+"""What the two formats of a layer in vLLM have in common: all but how rows are prepared. And vLLM's quantisation."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.config import EPConfig
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPError, EPInputError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.api.row_tensors import ID_TYPES
+from cute_ep import DispatchBuffers, Dispatched, EPCommunicator, EPConfig, EPConfigError, EPError, EPInputError
 from cute_ep.api.tensors import overlap
-from cute_ep.integrations.common.checks import FLOATS, as_rows, check_given, check_output, require
-from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager
-from cute_ep.integrations.vllm.options import Options
+from cute_ep.integrations.common import checks
+from cute_ep.integrations.common.checks import FLOATS, as_rows, require
+from cute_ep.integrations.common.halves import Hook
+from cute_ep.integrations.vllm.manager import WORDS, CuteEPAll2AllManager, Options
+from cute_ep.layouts.maps.formats import BF16, FP8
 
 MOST = "a1.shape[0] = {}: must not exceed {}, {}"
 """Rule for the tokens of a call, the most, and what those come from."""
@@ -30,8 +28,7 @@ PREPARE, FINALIZE = "prepare", "finalize"
 
 
 class LayerSizes(NamedTuple):
-    """Of a layer; `num_experts` with redundant ones, `max_tokens` the most of a call on a rank
-    (`--max-num-batched-tokens`)."""
+    """Of a layer; redundant experts count, and `max_tokens` of a rank are `--max-num-batched-tokens`."""
 
     hidden: int
     num_experts: int
@@ -40,55 +37,44 @@ class LayerSizes(NamedTuple):
 
 
 class PrepareInput(NamedTuple):
-    """The arguments of `CuteEPLayer.prepare`, which describes them."""
+    """The arguments of `CuteEPLayer.prepare` that are read."""
 
     a1: Tensor
     topk_weights: Tensor
     topk_ids: Tensor
     num_experts: int
-    expert_map: Tensor | None
-    apply_router_weight_on_input: bool
+    weighted: bool
     quant_config: FusedMoEQuantConfig
     defer_input_quant: bool
 
 
 class Sending(NamedTuple):
-    """What a dispatch is given, and what makes of its batch what vLLM gets: `result`, to be called behind the dispatch,
-    once, in the thread of the batch. `scales` are of rows that are quantised already."""
+    """What a dispatch is given: rows, ids, weights; scale factors of rows that are quantised already; memory. `result`
+    makes of its batch what vLLM gets, and is called once, behind it and in the thread of the batch."""
 
-    x: Tensor
-    topk_ids: Tensor
-    weights: Tensor
+    sent: tuple[Tensor, Tensor, Tensor]
     scales: Tensor | None
     out: DispatchBuffers
     result: Callable[[Dispatched], mk.PrepareResultType]
 
 
-class Prepared(NamedTuple):
-    """A batch that waits for its finalize, and how many rows prepare has returned of it."""
-
-    batch: Dispatched
-    rows: int
-
-
 class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
     """Prepares the inputs of one layer's experts and finalizes their outputs. Prepare and finalize alternate.
 
-    All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts
-    [r * E/R, (r + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread,
-    take turns: prepare and finalize alternate in each, and between two turns each phase has at most one round that was
-    sent and not received.
-
-    Wrong arguments, and wrong ids of earlier calls, are told as docs/adapters.md says: nothing was sent then, and the
-    call can be made again. A rank that does not come is an EPTimeout.
+    All ranks of the manager, an expert parallel group of R ranks, make the same calls; rank r has experts [r * E/R, (r
+    + 1) * E/R). Everything runs on the current stream. With `--enable-dbo` two batches, each in a thread, take turns:
+    prepare and finalize alternate in each, and between two turns each phase has at most one round that was sent and not
+    received. docs/adapters.md says how wrong arguments and ids are told; a rank that does not come is an EPTimeout.
     """
+
+    _reducer: type | None = None  # of `weight_and_reduce_impl`, where finalize asks for one
 
     def __init__(self, manager: CuteEPAll2AllManager, cfg: EPConfig, options: Options) -> None:
         """`cfg`: of rows in bfloat16; `max_tokens_per_rank` is `--max-num-batched-tokens`."""
         super().__init__()
         self._manager, self._options, self._cfg, self._mode = manager, options, cfg, options.mode
         self._communicator: EPCommunicator | None = None
-        self._batches: dict[int, Prepared] = {}  # by vLLM's number of the micro-batch
+        self._batches: dict[int, tuple[Dispatched, int]] = {}  # and rows returned, by vLLM's number of the micro-batch
 
     def topk_indices_dtype(self) -> torch.dtype | None:
         """Any of int32 and int64."""
@@ -106,6 +92,23 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """Yes: shared experts run while rows travel home."""
         return True
 
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        """Connect for rows as the experts take them, which the layer's class says; collective. EPConfigError: experts
+        return other rows than they take, or take rows that cannot travel."""
+        hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
+        rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
+        given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
+        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
+        blocks, quant = fused_experts.quant_config.block_shape, fused_experts.quant_config
+        square = blocks is not None and list(blocks) == [FP8.block, FP8.block]
+        fp8 = square and quant.quant_dtype == torch.float8_e4m3fn and not quant.is_scale_transposed
+        self._cfg = self._config_for(fused_experts, fp8 and not fused_experts.expects_unquantized_inputs)
+        self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
+
+    @abstractmethod
+    def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
+        """How rows for these experts travel. `fp8`: whether they take rows in cute_ep's format fp8, row-major."""
+
     def prepare(
         self,
         a1: Tensor,
@@ -117,25 +120,20 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool,
     ) -> mk.PrepareResultType:
-        """Send tokens to their experts' ranks, and receive those for this rank's experts.
+        """Send tokens to their experts' ranks, and receive those for this rank's experts. Returns what the layer's
+        class says.
 
         Args:
             a1: [T, hidden] bfloat16.
             topk_weights: [T, K] of any floating type, applied in finalize; K must be 1 to have them applied here.
             topk_ids: [T, K] int32 or int64 expert ids of the whole model, -1 masks an entry; unchanged until finalize.
                 One out of range masks too, and a later call tells it.
-            num_experts: of the whole model.
             expert_map: not read; placement is linear.
-            apply_router_weight_on_input: apply weights here.
-            quant_config: of the experts.
             defer_input_quant: leave rows in bfloat16.
-
-        Returns:
-            What the layer's class says.
         """
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
-        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
-        return self._prepare(given)
+        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
+        return self._prepare(given, hooked=False)[1]()
 
     def prepare_async(
         self,
@@ -152,45 +150,36 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         micro-batch's thread, and what then returns the result. Otherwise all of `prepare`: vLLM has nothing to compute
         in between."""
         weighted, quant, deferred = apply_router_weight_on_input, quant_config, defer_input_quant
-        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, expert_map, weighted, quant, deferred)
-        if not dbo_enabled():
-            made = self._prepare(given)
-            return lambda: made
+        given = PrepareInput(a1, topk_weights, topk_ids, num_experts, weighted, quant, deferred)
+        hook, receiver = self._prepare(given, hooked=dbo_enabled())
+        if hook is not None:
+            return hook, receiver
+        made = receiver()
+        return lambda: made
+
+    def _prepare(self, given: PrepareInput, *, hooked: bool) -> tuple[Hook | None, mk.ReceiverType]:
+        """Send, and receive, unless it is `hooked`: then a hook receives. What returns the result, once received. Rows
+        that are multiplied by their weights here, combine multiplies by 1."""
         self._check_prepare(given)
-        communicator, number = self._connected(), dbo_current_ubatch_id()
-        self._manager.halves.make_way(communicator, PREPARE, whole=False)
-        x, ids, weights, scales, out, result = self._sending(given)
-        pending = communicator.dispatch_async(x, ids, weights, scales=scales)
+        communicator, halves, number = self._connected(), self._manager.halves, dbo_current_ubatch_id()
+        halves.make_way(communicator, PREPARE, whole=not hooked)
+        rows, weights = given.a1, given.topk_weights.float().contiguous()
+        if given.weighted:
+            rows, weights = rows * given.topk_weights.to(rows.dtype), torch.ones_like(weights)
+        sent, scales, out, result = self._sending(given, as_rows(rows), weights)
         received: list[Dispatched] = []
-        hook = self._manager.halves.sent(
-            communicator,
-            PREPARE,
-            lambda: received.append(communicator.dispatch_wait(pending, out)),
-            lambda: communicator.dispatch_wait(pending, out),
-            captured=self._manager.pool.capturing(),
-        )
-        return hook, lambda: self._prepared(number, received[0], result)
+        hook = halves.dispatch(communicator, PREPARE, sent, out, received.append, hooked=hooked, scales=scales)
 
-    def _prepare(self, given: PrepareInput) -> mk.PrepareResultType:
-        """`prepare`, in one call."""
-        self._check_prepare(given)
-        communicator = self._connected()
-        self._manager.halves.make_way(communicator, PREPARE, whole=True)
-        x, ids, weights, scales, out, result = self._sending(given)
-        batch = communicator.dispatch(x, ids, weights, out=out, scales=scales)
-        return self._prepared(dbo_current_ubatch_id(), batch, result)
+        def receiver() -> mk.PrepareResultType:
+            made = result(received[0])
+            self._batches[number] = received[0], made[0].numel() // max(1, made[0].shape[-1])
+            return made
 
-    def _prepared(
-        self, number: int, batch: Dispatched, result: Callable[[Dispatched], mk.PrepareResultType]
-    ) -> mk.PrepareResultType:
-        """What prepare returns of a batch, which waits for its finalize from now on."""
-        made = result(batch)
-        self._batches[number] = Prepared(batch, made[0].numel() // max(1, made[0].shape[-1]))
-        return made
+        return hook, receiver
 
     @abstractmethod
-    def _sending(self, given: PrepareInput) -> Sending:
-        """The dispatch for arguments of which `_check_prepare` has checked the tensors."""
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+        """The dispatch of [T, hidden] bfloat16 rows with [T, K] float32 weights; arguments were checked."""
 
     def finalize(
         self,
@@ -201,20 +190,11 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:
-        """Bring rows home, and sum them with the router's weights of prepare into `output`.
-
-        Args:
-            output: [T, hidden] bfloat16, float16 or float32, overwritten.
-            fused_expert_output: bfloat16, in the order of prepare's rows, not weighted: [N, hidden], [N, 1, hidden], or
-                in blocks [L, S, hidden].
-            topk_weights, topk_ids, apply_router_weight_on_input: not read; prepare was given them.
-            weight_and_reduce_impl: checked in blocks only, where it must leave weights and sums to this call.
-        """
-        communicator = self._connected()
-        rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
-        self._manager.halves.make_way(communicator, FINALIZE, whole=True)
-        communicator.combine(rows, batch, mode=self._mode, out=output)
-        del self._batches[dbo_current_ubatch_id()]
+        """Bring rows home, and sum them with the router's weights of prepare into `output`, [T, hidden] bfloat16,
+        float16 or float32. `fused_expert_output` is bfloat16, in the order of prepare's rows, not weighted: [N,
+        hidden], [N, 1, hidden], or in blocks [L, S, hidden], where `weight_and_reduce_impl` must leave weights and sums
+        to this call. Other arguments are not read; prepare was given them."""
+        self._finalize(output, fused_expert_output, weight_and_reduce_impl, hooked=False)
 
     def finalize_async(
         self,
@@ -225,32 +205,32 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """The sending half of `finalize`: a hook that receives into `output`, in whatever thread, and nothing more to
-        do. Receives first what another micro-batch has sent."""
+        """The sending half of `finalize`: a hook that receives, in whatever thread, after another micro-batch has."""
         dbo_maybe_run_recv_hook()
-        communicator = self._connected()
-        rows, batch = self._returned(output, fused_expert_output, weight_and_reduce_impl)
-        self._manager.halves.make_way(communicator, FINALIZE, whole=False)
-        pending = communicator.combine_async(rows, batch, mode=self._mode)
-        del self._batches[dbo_current_ubatch_id()]
-        hook = self._manager.halves.sent(
-            communicator,
-            FINALIZE,
-            lambda: communicator.combine_wait(pending, out=output),
-            lambda: communicator.combine_wait(pending),
-            captured=self._manager.pool.capturing(),
-        )
+        hook = self._finalize(output, fused_expert_output, weight_and_reduce_impl, hooked=True)
+        assert hook is not None
         return hook, lambda: None
 
-    def _connect(self) -> None:
-        self._communicator = self._manager.get_handle({"cfg": self._cfg, "options": self._options})
-
-    def _check_experts(self, fused_experts: Any) -> None:
-        """EPConfigError: they return other rows than they take."""
-        hidden, own = self._cfg.hidden, fused_experts.output_hidden_dim(self._cfg.hidden)
-        rule = "must be {}, rows are not padded here; choose other experts, such as --moe-backend marlin"
-        given = f"{type(fused_experts).__name__}.output_hidden_dim({hidden}) = {own}"
-        require(own == hidden, f"{given}: {rule}", hidden, error=EPConfigError)
+    def _finalize(self, output: Tensor, rows: Tensor, reducer: mk.TopKWeightAndReduce, *, hooked: bool) -> Hook | None:
+        communicator, halves, pool = self._connected(), self._manager.halves, self._manager.pool
+        if self._reducer is not None:
+            checks.kind("weight_and_reduce_impl", reducer, self._reducer, f"{self._reducer.__name__}, combine sums")
+        WORDS.raise_found(pool)
+        batch, count = self._batches.get(dbo_current_ubatch_id(), (None, 0))
+        if batch is None:
+            raise EPInputError("finalize must follow a prepare of the same layer")
+        hidden = self._cfg.hidden
+        checks.given("fused_expert_output", rows, dtype=torch.bfloat16, device=pool.device)
+        if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
+            rule = f"must be {count} rows of {hidden} elements, as prepare returned"
+            raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
+        checks.output("output", output, (batch.topk_ids.shape[0], hidden), pool.device)
+        rows = as_rows(rows.reshape(-1, hidden))
+        rows = rows.clone() if overlap(rows, output) else rows  # vLLM may have experts write to the output
+        halves.make_way(communicator, FINALIZE, whole=not hooked)
+        hook = halves.combine(communicator, FINALIZE, rows, batch, output, hooked=hooked, mode=self._mode)
+        del self._batches[dbo_current_ubatch_id()]
+        return hook
 
     def _connected(self) -> EPCommunicator:
         if self._communicator is None:
@@ -263,42 +243,28 @@ class CuteEPLayer(mk.FusedMoEPrepareAndFinalizeModular):
         """EPInputError: an argument of prepare breaks its rule, or one of an earlier call did."""
         WORDS.raise_found(self._manager.pool)
         cfg, device, a1, num_experts = self._cfg, self._manager.pool.device, given.a1, given.num_experts
-        check_given("a1", a1, shape=(None, cfg.hidden), device=device)
-        if a1.dtype != torch.bfloat16:
-            raise EPInputError(f"a1.dtype = {a1.dtype}: must be torch.bfloat16, start vLLM with --dtype bfloat16")
+        checks.given("a1", a1, shape=(None, cfg.hidden), device=device)
+        rule = "a1.dtype = {}: must be torch.bfloat16, start vLLM with --dtype bfloat16"
+        require(a1.dtype == torch.bfloat16, rule, a1.dtype)
         same = num_experts == cfg.num_experts
         require(same, "num_experts = {}: must be {}, as the layer's", num_experts, cfg.num_experts)
         shape, most = (a1.shape[0], cfg.top_k), cfg.max_tokens_per_rank
         require(shape[0] <= most, MOST, shape[0], most, "--max-num-batched-tokens of the server")
-        check_given("topk_ids", given.topk_ids, shape=shape, dtype=ID_TYPES, device=device)
-        check_given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
-        if given.apply_router_weight_on_input and cfg.top_k != 1:
-            raise EPInputError(f"topk_ids.shape[1] = {cfg.top_k}: must be 1 to weight inputs")
+        checks.given("topk_ids", given.topk_ids, shape=shape, dtype=checks.ID_TYPES, device=device)
+        checks.given("topk_weights", given.topk_weights, shape=shape, dtype=FLOATS, device=device)
+        require(not given.weighted or cfg.top_k == 1, "topk_ids.shape[1] = {}: must be 1 to weight inputs", cfg.top_k)
+        require(cfg.format is BF16 or not given.defer_input_quant, DEFERRED)
 
-    @staticmethod
-    def _inputs(given: PrepareInput) -> tuple[Tensor, Tensor]:
-        """[T, hidden] rows and [T, K] float32 weights to dispatch. With `apply_router_weight_on_input` rows are
-        multiplied by their weights here, and by 1 in combine."""
-        a1, weights = given.a1, given.topk_weights.float().contiguous()
-        if given.apply_router_weight_on_input:
-            a1, weights = a1 * given.topk_weights.to(a1.dtype), torch.ones_like(weights)
-        return as_rows(a1), weights
 
-    def _returned(
-        self, output: Tensor, fused_expert_output: Tensor, weight_and_reduce_impl: mk.TopKWeightAndReduce
-    ) -> tuple[Tensor, Dispatched]:
-        """The experts' rows, and the batch that they are of. EPInputError: an argument of finalize breaks its rule, or
-        one of an earlier call did."""
-        WORDS.raise_found(self._manager.pool)
-        prepared = self._batches.get(dbo_current_ubatch_id())
-        if prepared is None:
-            raise EPInputError("finalize must follow a prepare of the same layer")
-        batch, count = prepared
-        hidden, device, rows = self._cfg.hidden, self._manager.pool.device, fused_expert_output
-        check_given("fused_expert_output", rows, dtype=torch.bfloat16, device=device)
-        if rows.dim() < 2 or rows.shape[-1] != hidden or rows.numel() < count * hidden:
-            rule = f"must be {count} rows of {hidden} elements, as prepare returned"
-            raise EPInputError(f"fused_expert_output.shape = {tuple(rows.shape)}: {rule}")
-        check_output("output", output, (batch.topk_ids.shape[0], hidden), device)
-        rows = as_rows(rows.reshape(-1, hidden))
-        return rows.clone() if overlap(rows, output) else rows, batch  # vLLM may have experts write to the output
+def quantize(rows: Tensor, quant: FusedMoEQuantConfig, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows and scale factors as the experts take them, by vLLM's own kernels."""
+    return moe_kernel_quantize_input(
+        rows,
+        scale,
+        quant_dtype=quant.quant_dtype,
+        per_act_token_quant=quant.per_act_token_quant,
+        block_shape=quant.block_shape,
+        is_scale_swizzled=quant.is_scale_swizzled,
+        is_scale_transposed=quant.is_scale_transposed,
+        mx_alignment=quant.mx_alignment,
+    )

@@ -2,50 +2,82 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from cute_ep.api.config import EPConfig
-from cute_ep.api.errors import EPConfigError
-from cute_ep.api.interface import EPCommunicator
-from cute_ep.integrations.common.checks import check_group, check_sms, require
-from cute_ep.integrations.common.halves import Halves
-from cute_ep.integrations.common.reports import Words
-from cute_ep.integrations.vllm.options import Options
+from cute_ep import EPCommunicator, EPConfig, EPConfigError
+from cute_ep.api.config import is_integer
+from cute_ep.api.types import CombineMode
+from cute_ep.integrations.common import checks, halves, reports
+from cute_ep.integrations.common.checks import require
 from cute_ep.runtime.group_pool import GroupPool
 
+KEY = "cute_ep"
+"""Of options in vLLM's `--additional-config`."""
 NAMES = {"max_tokens_per_rank": "--max-num-batched-tokens", "world_size": "expert parallel ranks"}
-"""What vLLM calls the fields of EPConfig that it names otherwise."""
-WORDS = Words("topk_ids", "--max-num-batched-tokens")
-"""Of what kernels have found wrong."""
+WORDS = reports.Words("topk_ids", "--max-num-batched-tokens")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can choose, the same on all ranks: `--additional-config '{"cute_ep": {"mode": "exact"}}'`.
+
+    Attributes:
+        mode: of combine, "partial" or "exact".
+        static_rows: a call for which no routing can bring more rows to a rank gets memory for all of them, and the host
+            does not wait. Otherwise, except while a CUDA graph is captured, the host asks for the number of rows.
+        timeout_s: of the communicator.
+        sms: SMs that its kernels may take; None: all.
+    """
+
+    mode: CombineMode = "partial"
+    static_rows: int = 32768
+    timeout_s: float = 60.0
+    sms: int | None = None
+
+    def __post_init__(self) -> None:
+        mode, rows, timeout, sms = (f"additional_config[{KEY!r}][{field.name!r}]" for field in fields(self))
+        checks.mode(mode, self.mode)
+        checks.integer(rows, self.static_rows, 0, error=EPConfigError)
+        checks.seconds(timeout, self.timeout_s)
+        good = self.sms is None or (is_integer(self.sms) and self.sms > 0)
+        require(good, "{} = {!r}: must be a positive integer or None", sms, self.sms, error=EPConfigError)
+
+    @classmethod
+    def of(cls, additional: Any) -> Self:
+        """Those in vLLM's `additional_config`. EPConfigError: one is unknown, or breaks its rule."""
+        given = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
+        if not isinstance(given, Mapping):
+            raise EPConfigError(f"additional_config[{KEY!r}] = {given!r}: must be a mapping of options")
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise EPConfigError(f"additional_config[{KEY!r}][{name!r}]: must be one of {', '.join(known)}")
+        return cls(**given)
 
 
 class CuteEPAll2AllManager(All2AllManagerBase):
-    """Layers of equal sizes share a communicator, which receives in the order of sending.
-
-    Attributes:
-        pool: of the expert parallel group.
-        halves: rounds that wait for their hooks, of all layers.
-    """
+    """The communicators of vLLM's expert parallel group, and `halves`: the rounds that wait for their hooks."""
 
     def __init__(self, cpu_group: dist.ProcessGroup) -> None:
         """Collective over the group. EPConfigError: it is of several machines."""
         super().__init__(cpu_group)
         rule = "all expert parallel ranks must be on one machine; use another --all2all-backend, or fewer ranks"
         require(not self.internode, f"all2all_backend: {rule}", error=EPConfigError)
-        check_group("cpu_group", cpu_group)
+        checks.group("cpu_group", cpu_group)
         self.pool = GroupPool(cpu_group)
-        self.halves = Halves(self.pool.capturing, "let go of them, and the next call drops their rounds")
+        self.halves = halves.Halves(self.pool, "let go of them, and the next call drops their rounds")
 
     def get_handle(self, kwargs: dict) -> EPCommunicator:
-        """The communicator for `cfg`, an EPConfig, and `options`, an Options; connects where there is none, then
-        collective."""
+        """The communicator for a `cfg` and `options`; connects where there is none, then collective."""
         cfg, options = kwargs["cfg"], kwargs["options"]
         assert isinstance(cfg, EPConfig) and isinstance(options, Options)
-        check_sms("additional_config['cute_ep']['sms']", options.sms)
+        checks.sms("additional_config['cute_ep']['sms']", options.sms)
         return self.pool.get(cfg, options.sms, names=NAMES)
 
     def max_sms_used(self) -> int | None:

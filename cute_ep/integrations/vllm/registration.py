@@ -18,6 +18,7 @@ backend the wrapped parts do what they did.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -25,7 +26,7 @@ from typing import Any, Literal, get_args
 from vllm.config import parallel, vllm
 from vllm.distributed.device_communicators import base_device_communicator
 
-from cute_ep.api.errors import EPConfigError
+from cute_ep import EPConfigError
 
 BACKEND = "cute_ep"
 BATCHED = "cute_ep_batched"
@@ -39,7 +40,8 @@ def register() -> None:
     if BACKEND in get_args(parallel.All2AllBackend):
         return
     _accept_name()
-    _answer_for_backends()
+    _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", _shares_out_tokens)
+    _extend(parallel.ParallelConfig, "use_batched_dp_moe", _is_batched)
     _allow_ubatches()
     _make_manager()
 
@@ -66,16 +68,12 @@ def _extend(config: Any, name: str, answer: Callable[[Any], bool]) -> None:
     setattr(config, name, property(extended, doc=before.__doc__))
 
 
-def _answer_for_backends() -> None:
-    def shares_out_tokens(self: Any) -> bool:
-        sizes = self.tensor_parallel_size, self.data_parallel_size
-        return self.enable_expert_parallel and min(sizes) > 1
+def _shares_out_tokens(config: Any) -> bool:
+    return config.enable_expert_parallel and min(config.tensor_parallel_size, config.data_parallel_size) > 1
 
-    def is_batched(self: Any) -> bool:
-        return self.all2all_backend == BATCHED and self.enable_expert_parallel and self.data_parallel_size > 1
 
-    _extend(parallel.ParallelConfig, "use_sequence_parallel_moe", shares_out_tokens)
-    _extend(parallel.ParallelConfig, "use_batched_dp_moe", is_batched)
+def _is_batched(config: Any) -> bool:
+    return config.all2all_backend == BATCHED and config.enable_expert_parallel and config.data_parallel_size > 1
 
 
 def _allow_ubatches() -> None:
@@ -99,31 +97,23 @@ def _allow_ubatches() -> None:
 
 
 def _make_manager() -> None:
+    """Have a device communicator's base make our manager; subclasses then choose none."""
     base = base_device_communicator.DeviceCommunicatorBase
-    before = base.__init__
+    before, signature = base.__init__, inspect.signature(base.__init__)
 
     @functools.wraps(before)
-    def init(
-        self: Any,
-        cpu_group: Any,
-        device: Any = None,
-        device_group: Any = None,
-        unique_name: str = "",
-        global_ranks: list[int] | None = None,
-        global_world_size: int | None = None,
-        use_all2all: bool = False,
-    ) -> None:
-        before(self, cpu_group, device, device_group, unique_name, global_ranks, global_world_size, use_all2all)
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        before(self, *arguments, **named)
         if not (self.use_all2all and self.all2all_backend in BACKENDS):
             return
-        if global_ranks is not None:  # of groups that torch.distributed does not know
-            name = self.all2all_backend
-            raise EPConfigError(f"all2all_backend = {name!r}: must be used without --enable-elastic-ep")
+        given = signature.bind(self, *arguments, **named).arguments
+        if given.get("global_ranks") is not None:  # of groups that torch.distributed does not know
+            raise EPConfigError(f"all2all_backend = {self.all2all_backend!r}: must be used without --enable-elastic-ep")
         from cute_ep.integrations.vllm.manager import CuteEPAll2AllManager
 
         _make_layers()
-        self.use_all2all = False  # subclasses then choose no manager
-        self.all2all_manager = CuteEPAll2AllManager(cpu_group)
+        self.use_all2all = False
+        self.all2all_manager = CuteEPAll2AllManager(given["cpu_group"])
 
     base.__init__ = init
 
@@ -132,42 +122,34 @@ def _make_layers() -> None:
     """Have vLLM make our layers. The modules that it concerns import what only workers need."""
     from vllm.model_executor.layers.fused_moe import all2all_utils, config
 
-    before = all2all_utils.maybe_make_prepare_finalize
+    name = "maybe_make_prepare_finalize"
+    before = getattr(all2all_utils, name)
     if before.__module__ == __name__:
         return
+    signature = inspect.signature(before)
 
-    def is_batched(self: Any) -> bool:
-        return self.all2all_backend == BATCHED and self.use_all2all_kernels
+    batched = "use_batched_activation_format"
+    _extend(
+        config.FusedMoEParallelConfig, batched, lambda own: own.all2all_backend == BATCHED and own.use_all2all_kernels
+    )
 
-    _extend(config.FusedMoEParallelConfig, "use_batched_activation_format", is_batched)
-
-    def maybe_make_prepare_finalize(
-        moe: Any,
-        quant_config: Any,
-        routing_tables: Any = None,
-        allow_new_interface: bool = False,
-        use_monolithic: bool = False,
-        all2all_manager: Any = None,
-        input_dtype: Any = None,
-    ) -> Any:
+    def make(*arguments: Any, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named).arguments
+        moe, manager = given["moe"], given.get("all2all_manager")
         own = moe.moe_parallel_config
         if own.all2all_backend not in BACKENDS or not (own.use_all2all_kernels or own.dp_size > 1):
-            made = moe, quant_config, routing_tables, allow_new_interface, use_monolithic, all2all_manager, input_dtype
-            return before(*made)
+            return before(*arguments, **named)
         rule = f"all2all_backend = {own.all2all_backend!r}: "
         if not own.use_all2all_kernels:
             raise EPConfigError(rule + "start vLLM with --enable-expert-parallel")
-        if use_monolithic:
-            raise EPConfigError(
-                rule + "these experts route tokens themselves; choose others, such as --moe-backend triton"
-            )
-        manager = all2all_utils.get_ep_all2all_manager() if all2all_manager is None else all2all_manager
-        return _layer(moe, manager)
+        if given.get("use_monolithic"):
+            remedy = "choose others, such as --moe-backend triton"
+            raise EPConfigError(f"{rule}these experts route tokens themselves; {remedy}")
+        return _layer(moe, all2all_utils.get_ep_all2all_manager() if manager is None else manager)
 
-    name = maybe_make_prepare_finalize.__name__
     for module in [one for key, one in sys.modules.items() if key.startswith("vllm.")]:
         if vars(module).get(name) is before:
-            setattr(module, name, maybe_make_prepare_finalize)
+            setattr(module, name, make)
 
 
 def _layer(moe: Any, manager: Any) -> Any:
@@ -177,7 +159,7 @@ def _layer(moe: Any, manager: Any) -> Any:
 
     from cute_ep.integrations.vllm.batched import CuteEPBatched
     from cute_ep.integrations.vllm.layer import LayerSizes
-    from cute_ep.integrations.vllm.options import Options
+    from cute_ep.integrations.vllm.manager import Options
     from cute_ep.integrations.vllm.standard import CuteEPStandard
 
     if moe.num_experts % manager.world_size:

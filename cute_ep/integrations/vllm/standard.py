@@ -7,7 +7,6 @@ left to weight or reduce. Combine applies the router's weights.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -16,30 +15,19 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.worker import workspace
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from cute_ep.api.buffers import DispatchBuffers
-from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPConfigError, EPInputError
+from cute_ep import DispatchBuffers, Dispatched, EPConfig, EPConfigError, EPInputError
 from cute_ep.integrations.common.checks import as_rows, named_config, require
-from cute_ep.integrations.vllm.layer import DEFERRED, MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending
-from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager
-from cute_ep.integrations.vllm.options import Options
-from cute_ep.integrations.vllm.quantization import quantize, travels_as_fp8
+from cute_ep.integrations.vllm.layer import MOST, CuteEPLayer, LayerSizes, PrepareInput, Sending, quantize
+from cute_ep.integrations.vllm.manager import NAMES, CuteEPAll2AllManager, Options
 from cute_ep.layouts.maps.formats import FP8
 from cute_ep.layouts.maps.routing import max_rows
 from cute_ep.runtime.routes import count_routes
 
 
-class Room(NamedTuple):
-    """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L] int32
-    rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were counted."""
-
-    rows: int
-    counts: Tensor | None
-    ids: Tensor
-
-
 class CuteEPStandard(CuteEPLayer):
     """Rows one after the other, of one expert each.
+
+    Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
 
     `prepare` returns rows [N, hidden] by expert, source rank, token; their scale factors, or None; rows of each local
     expert; [N, 1] expert ids of the whole model, that of another rank where there is no token; [N, 1] ones. Each
@@ -62,7 +50,7 @@ class CuteEPStandard(CuteEPLayer):
         sp_size: int = 1,
         graphs: bool = False,
     ) -> None:
-        """`sp_size`: ranks that share out the tokens of one data parallel rank. `graphs`: whether vLLM captures CUDA
+        """`sp_size`: ranks that share out a data parallel rank's tokens. `graphs`: whether vLLM captures CUDA
         graphs."""
         cfg = named_config(NAMES, (*sizes, manager.world_size), error=EPConfigError, timeout_s=options.timeout_s)
         super().__init__(manager, cfg, options)
@@ -78,73 +66,59 @@ class CuteEPStandard(CuteEPLayer):
         """Nothing depends on it in this format."""
         return None
 
-    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        """Connect for rows as the experts take them; collective.
+    def _config_for(self, fused_experts: mk.FusedMoEExperts, fp8: bool) -> EPConfig:
+        return replace(self._cfg, dispatch_format="fp8", scale_layout="linear") if fp8 else self._cfg
 
-        Blocks of 128 in FP8 travel as such. All other rows travel in bfloat16, and are quantised when they have come.
-        """
-        self._check_experts(fused_experts)
-        quant = fused_experts.quant_config
-        if not fused_experts.expects_unquantized_inputs and travels_as_fp8(quant):
-            self._cfg = replace(self._cfg, dispatch_format="fp8", scale_layout="linear")
-        self._connect()
-
-    def _sending(self, given: PrepareInput) -> Sending:
-        quant, deferred, quantized = given.quant_config, given.defer_input_quant, self._cfg.format is FP8
-        require(not (quantized and deferred), DEFERRED)
-        a1, weights = self._inputs(given)
-        scales = None
+    def _sending(self, given: PrepareInput, rows: Tensor, weights: Tensor) -> Sending:
+        quant, scales, quantized = given.quant_config, None, self._cfg.format is FP8
+        as_it_is = quantized or given.defer_input_quant or quant.quant_dtype is None
         if quantized:
-            a1, scales = quantize(a1, quant, quant.a1_scale)
+            rows, scales = quantize(rows, quant, quant.a1_scale)
             if scales is None or scales.dtype != torch.float32:
                 kind = None if scales is None else scales.dtype
                 raise EPInputError(f"vLLM's scale factors are {kind}: must be torch.float32, one for 128 elements")
-            scales = scales.contiguous()
-        room = self._room(given.topk_ids)
+            rows, scales = as_rows(rows), scales.contiguous()
+        room, counted, ids = self._room(given.topk_ids)
         communicator = self._connected()
-        out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room.rows, 1))
+        out = DispatchBuffers.carve(communicator.cfg, communicator.device, max(room, 1))
 
         def result(batch: Dispatched) -> mk.PrepareResultType:
             numbers = self._row_ids(batch, room, given.topk_ids.dtype)
-            rows = batch.tokens[: room.rows]
-            factors = None if batch.scales is None else batch.scales[: room.rows]
-            if not quantized and not deferred and quant.quant_dtype is not None and room.rows:
-                if room.counts is None:  # what is behind the last row must not take part in a scale factor of all rows
-                    place = torch.arange(room.rows, device=batch.num_rows.device)
+            rows, factors = batch.tokens[:room], None if batch.scales is None else batch.scales[:room]
+            if room and not as_it_is:
+                if counted is None:  # what is behind the last row must not take part in a scale factor of all rows
+                    place = torch.arange(room, device=batch.num_rows.device)
                     rows.masked_fill_((place >= batch.num_rows)[:, None], 0)
                 nvfp4 = quant.quant_dtype == "nvfp4"
                 rows, factors = quantize(rows, quant, quant.a1_gscale if nvfp4 else quant.a1_scale)
-            meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=room.counts)
+            meta = mk.ExpertTokensMetadata(expert_num_tokens=batch.row_counts, expert_num_tokens_cpu=counted)
             ones = torch.ones(numbers.shape, dtype=torch.float32, device=numbers.device)
             return rows, factors, meta, numbers, ones
 
-        return Sending(as_rows(a1), room.ids, weights, scales, out, result)
+        return Sending((rows, ids, weights), scales, out, result)
 
-    def _most_tokens(self, tokens: int) -> int:
-        """What no rank has more tokens than in this call, the same number on all ranks. EPInputError: this one has."""
+    def _room(self, topk_ids: Tensor) -> tuple[int, Tensor | None, Tensor]:
+        """What a dispatch makes room for: rows that come, or at most can come, with those that pad an expert's; [L]
+        int32 rows of each local expert on the CPU, None if not known there; [T, K] ids to send, as they were
+        counted."""
+        cfg, tokens = self._cfg, self._cfg.max_tokens_per_rank  # what no rank has more than, the same on all ranks
         context = get_forward_context() if is_forward_context_available() else None
-        if context is None or context.dp_metadata is None:
-            return self._cfg.max_tokens_per_rank
-        most = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max()))
-        require(tokens <= most, MOST, tokens, most, "the most that vLLM says a rank has")
-        return most
-
-    def _room(self, topk_ids: Tensor) -> Room:
-        cfg = self._cfg
-        most, first = self._most_rows(self._most_tokens(topk_ids.shape[0]), cfg.top_k), self._is_first()
-        if most > self._options.static_rows and not _capturing(topk_ids.device):
+        if context is not None and context.dp_metadata is not None:
+            tokens, own = self._share(int(context.dp_metadata.num_tokens_across_dp_cpu.max())), topk_ids.shape[0]
+            require(own <= tokens, MOST, own, tokens, "the most that vLLM says a rank has")
+        most, first = self._most_rows(tokens, cfg.top_k), self._is_first()
+        if most > self._options.static_rows and not self._manager.pool.capturing():
             routes = count_routes(topk_ids, cfg.num_experts, cfg.world_size)
             asked = {"sms": self._options.sms, "timeout_s": self._options.timeout_s}
             counts = self._manager.pool.exchange_counts(routes, cfg.num_experts, **asked)
             if first:
-                return Room(self._reserved_rows(), None, routes.ids)
+                return self._reserved_rows(), None, routes.ids
             entries = torch.tensor(counts.entries, dtype=torch.int32, device="cpu")
-            return Room(sum(counts.padded(cfg.alignment)), entries, routes.ids)
-        return Room(self._reserved_rows() if first else most, None, topk_ids.contiguous())
+            return sum(counts.padded(cfg.alignment)), entries, routes.ids
+        return self._reserved_rows() if first else most, None, topk_ids.contiguous()
 
     def _reserved_rows(self) -> int:
-        """What later calls can need: those that do not count rows, and those that do, whose tokens name an expert
-        once."""
+        """What later calls can need: uncounted ones, and counted ones, whose tokens name an expert once."""
         cfg = self._cfg
         tokens = self._share(cfg.max_tokens_per_rank)
         uncounted = min(self._most_rows(tokens, cfg.top_k), self._options.static_rows)
@@ -167,17 +141,12 @@ class CuteEPStandard(CuteEPLayer):
         self._called.add(number)
         return workspace.is_workspace_manager_initialized() and not workspace.current_workspace_manager().is_locked()
 
-    def _row_ids(self, batch: Dispatched, room: Room, dtype: torch.dtype) -> Tensor:
+    def _row_ids(self, batch: Dispatched, rows: int, dtype: torch.dtype) -> Tensor:
         """[rows, 1] each row's expert, of another rank where there is no token: vLLM's experts skip such rows. They
         take -1 for the last expert."""
         cfg, rank = self._cfg, self._manager.rank
         first, elsewhere = rank * cfg.local_experts, 0 if rank else cfg.num_experts - 1
-        row = torch.arange(room.rows, dtype=torch.int32, device=batch.row_offsets.device)
+        row = torch.arange(rows, dtype=torch.int32, device=batch.row_offsets.device)
         local = torch.searchsorted(batch.row_offsets[1:], row, right=True).clamp(max=cfg.local_experts - 1)
         inside = row - batch.row_offsets[local] < batch.row_counts[local]
         return torch.where(inside, local + first, elsewhere).to(dtype)[:, None]
-
-
-def _capturing(device: torch.device) -> bool:
-    """Whether work for a device goes into a CUDA graph, which no host can wait for."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,8 +1,6 @@
 """`deep_ep.utils`. With DEEPEP_SOURCE, folders as PATH has them, each of which holds a package `deep_ep`, modules that
 are not here come from there: DeepEP's tests import `envs`, `math` and `testing`."""
 
-from __future__ import annotations
-
 import os
 
 from cute_ep.integrations.deep_ep import EventHandle, EventOverlap

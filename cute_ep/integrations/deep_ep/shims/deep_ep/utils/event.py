@@ -1,7 +1,5 @@
 """`deep_ep.utils.event`."""
 
-from __future__ import annotations
-
 from cute_ep.integrations.deep_ep import EventHandle, EventOverlap
 
 __all__ = ["EventHandle", "EventOverlap"]
