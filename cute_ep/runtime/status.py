@@ -30,15 +30,15 @@ MISSING = {
     "{seen}): it did not call it, its launch waits on its stream, or its device failed",
     Phase.RETURN_WORDS: "it has not returned all words of slice {slice} of this rank's token {token} in combine round "
     "{round}: it did not call it, its launch waits on its stream, or its device failed",
-    Phase.FRAME_READ: "it has not read this rank's frame of dispatch round {round}, so the next cannot be sent: its "
+    Phase.FRAME_READ: "it has not read this rank's frame of dispatch round {round}, so no other can be sent: its "
     "dispatch waits on its stream or for ranks of its node, or its device failed",
-    Phase.FRAME: "its frame of dispatch round {round} has not come whole (of piece {index}: {seen}): it did not call it, "
-    "its launch waits on its stream, it has given up, or the network failed",
-    Phase.SUMS_READ: "it has not read this rank's sums of round {round} of slot {slot}, so the next cannot be sent: its "
+    Phase.FRAME: "its frame of dispatch round {round} has not come (piece {index}: {seen}): it did not call it, its "
+    "launch waits on its stream, it has given up, or the network failed",
+    Phase.SUMS_READ: "it has not read this rank's sums of round {round} in slot {slot}, so no others can be sent: its "
     "combine waits on its stream or for ranks of its node, or its device failed",
-    Phase.SUMS: "its sums of round {round} of their slot have not come whole (of piece {index}: {seen}): it did not call "
+    Phase.SUMS: "its sums of round {round} in their slot have not come (piece {index}: {seen}): it did not call "
     "combine, its launch waits on its stream, it has given up, or the network failed",
-    Phase.FRAME_SIZE: "its frame of dispatch round {index} has {seen} rows, here it has {round}: give dispatch the same "
+    Phase.FRAME_SIZE: "its frame of dispatch round {index} has {seen} rows, and here {round}: give dispatch the same "
     "`frame` on all ranks",
 }
 """What a peer has not done, by the wait that it ended. Rounds of an operation are counted from 1."""

@@ -58,6 +58,11 @@ def test_a_timeout_is_raised_by_every_later_call(rank: Communicator, launches: L
         (Phase.RETURN_ROUND, 0, 0, "it has not begun combine round 9: it did not call it, or its launch"),
         (Phase.RETURN, 32767, 65535, "returned slice 1 of this rank's token 32767 in combine round 9 (the flag: 8)"),
         (Phase.RETURN_WORDS, 0, 3, "not returned all words of slice 3 of this rank's token 0 in combine round 9"),
+        (Phase.FRAME_READ, 0, 0, "it has not read this rank's frame of dispatch round 9, so no other can be sent"),
+        (Phase.FRAME, 0, 2, "its frame of dispatch round 9 has not come (piece 2: 8)"),
+        (Phase.SUMS_READ, 0, 2, "it has not read this rank's sums of round 9 in slot 1, so no others can be sent"),
+        (Phase.SUMS, 0, 2, "its sums of round 9 in their slot have not come (piece 2: 8)"),
+        (Phase.FRAME_SIZE, 0, 5, "its frame of dispatch round 5 has 8 rows, and here 9: give dispatch the same"),
     ],
     ids=lambda value: value.name if isinstance(value, Phase) else "",
 )
