@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ from cute_ep.kernels.mail.unpack_frames import UnpackFrames
 from cute_ep.kernels.sum_rows import SumRows
 from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.parameters import arguments_of, parameters_of
+from cute_ep.layouts.maps.parameters import Arguments, arguments_of, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
@@ -76,7 +76,15 @@ def resolve(name: str | None) -> Callable | None:
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-OTHERS: dict[str, Callable[[], Any]] = {
+class KernelObject(Protocol):
+    """What is compiled: it has a `kernel` with a launch, and takes so much dynamic shared memory."""
+
+    shared_bytes: int
+
+    def kernel(self, args: Arguments) -> None: ...
+
+
+OTHERS: dict[str, Callable[[], KernelObject]] = {
     COPY_KERNEL: Copy,
     COUNT_KERNEL: CountRoutes,
     SUM_KERNEL: SumRows,
@@ -91,7 +99,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 """Kernels of which there is one variant a target."""
 
 
-def kernel_of(variant: Variant) -> Any:
+def kernel_of(variant: Variant) -> KernelObject:
     """The kernel object that `variant` names."""
     name, hooks = variant.kernel, variant.hooks
     codec = codec_for(FORMATS[variant.format], variant.arch) if variant.format else None
