@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ from cute_ep.kernels.mail.unpack_frames import UnpackFrames
 from cute_ep.kernels.sum_rows import SumRows
 from cute_ep.kernels.swiglu import Rows
 from cute_ep.layouts.maps.formats import FORMATS
-from cute_ep.layouts.maps.parameters import Arguments, arguments_of, parameters_of
+from cute_ep.layouts.maps.parameters import arguments_of, parameters_of
 from cute_ep.layouts.maps.routing import Phase
 from cute_ep.layouts.maps.variants import (
     COMBINE_KERNELS,
@@ -76,12 +76,18 @@ def resolve(name: str | None) -> Callable | None:
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
+class KernelFunction(Protocol):
+    """What `cute.kernel` makes of a method."""
+
+    def set_name_prefix(self, name: str, *, remove_cutlass_symbol: bool, keep_mangled_name: bool) -> None:
+        """Name the kernel."""
+
+
 class KernelObject(Protocol):
-    """What is compiled: it has a `kernel` with a launch, and takes so much dynamic shared memory."""
+    """What is compiled, and how much dynamic shared memory it takes."""
 
+    kernel: ClassVar[KernelFunction]
     shared_bytes: int
-
-    def kernel(self, args: Arguments) -> None: ...
 
 
 OTHERS: dict[str, Callable[[], KernelObject]] = {
