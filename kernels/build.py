@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -76,19 +76,8 @@ def resolve(name: str | None) -> Callable | None:
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-class KernelFunction(Protocol):
-    """What `cute.kernel` makes of a method."""
-
-    def set_name_prefix(self, name: str, *, remove_cutlass_symbol: bool, keep_mangled_name: bool) -> None:
-        """Name the kernel."""
-
-
-class KernelObject(Protocol):
-    """What is compiled, and how much dynamic shared memory it takes."""
-
-    kernel: ClassVar[KernelFunction]
-    shared_bytes: int
-
+MailKernel: TypeAlias = PackFrame | AwaitMail | UnpackFrames | PackSums | SumNodes | SignalMail
+KernelObject: TypeAlias = Dispatch | Combine | Rows | Copy | CountRoutes | SumRows | MailKernel
 
 OTHERS: dict[str, Callable[[], KernelObject]] = {
     COPY_KERNEL: Copy,
