@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
-from perf.model import GOOD, PREDICTED_TOKENS, elsewhere_table, fit_for, short_summary
+from perf.model import GOOD, PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
 from perf.peers import CHAINED, PEERS
 from perf.tables import (
     CONDITIONS,
@@ -28,7 +28,6 @@ from perf.tables import (
     orders_table,
     partial_name,
     peers_table,
-    provenance_text,
     taken_text,
     time_cell,
     versions_text,
@@ -46,8 +45,8 @@ HEADLINE_TOKENS = (1, 128, 4096)
 TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
 STANDING_TEXT = (
     "Rounds in a graph follow each other without a gap, so with few tokens a launch takes its SMs while the one "
-    "before ends; a layer has matmuls in between. Four input sets alternate (all libraries), and L2 holds small ones. "
-    "Our output buffers have room for exactly the rows that arrive."
+    "before ends. Four input sets alternate, and L2 holds small ones. Our output buffers have room for exactly the "
+    "rows that arrive."
 )
 
 
@@ -126,7 +125,7 @@ def conditions_text(run: dict) -> str:
 def orders_text(run: dict) -> str:
     """Dispatch by the order of rows; "" where it was not measured."""
     dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
-    table = orders_table(dispatches)
+    table = orders_table(dispatches, named=False)
     return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
 
 
@@ -231,14 +230,9 @@ def loss_lines(found: Iterable[Loss]) -> list[str]:
 
 
 def losses_text(run: dict) -> str:
-    """Where other libraries are faster, with all times; "" where none is."""
-    lines = []
-    for loss in losses(run):
-        sizes, theirs, ours = zip(*loss.points, strict=True)
-        lines.append(
-            f"- {loss.case}: {loss.other} at {', '.join(map(str, sizes))}: {commas(theirs)}; ours {commas(ours)}"
-        )
-    return "\n".join(["Others were faster:\n", *lines]) if lines else ""
+    """Where other libraries are faster; "" where none is."""
+    lines = [f"- {line}" for line in loss_lines(losses(run))]
+    return "\n".join(["Others were faster at these sizes (times at the last):\n", *lines]) if lines else ""
 
 
 def section(runs: Mapping[str, dict], places: Places) -> str:
@@ -274,9 +268,9 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
     data = f"[Data]({link(places.results / f'{name}.json', page)})"
     return [
         f"## {name}: {machine_text(run)}",
-        f"{data}. {exact_text(run)}. {versions_text(run)} {provenance_text(run)}",
+        f"{data}. {exact_text(run)}. {versions_text(run)} {taken_text(run)}",
         plots_text(name, places.results, page, plots_of(name, runs)),
-        peers_table(run, "pair", sizes=README_TOKENS),
+        peers_table(run, "pair", sizes=README_TOKENS) if name == next(iter(runs)) else fastest_table(run),
         conditions_text(run),
         orders_text(run),
         host_text(run, link(places.catalogue, page)),
@@ -295,15 +289,13 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     far = [
         (name, *cells.values(), *(farthest_text(runs[name], one) for one in floors)) for name, cells in ceilings.items()
     ]
-    explained = {name: short_summary(run, fits[name]) for name, run in runs.items()}
-    groups = list(dict.fromkeys(group for own in explained.values() for group in own))
     file = link(places.results / f"{next(iter(runs))}.json", places.readme)
     parts = [
         "# Speed in detail",
         f"`python -m perf.report` writes this page from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; "
         f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
-        f"`python -m perf.tables {file}` prints more sizes, tails, other shapes, Zipf routing, SM budgets and SwiGLU. "
-        "Losses are by tokens per rank, of SwiGLU by rows.",
+        f"`python -m perf.tables {file}` prints more sizes, tails, other shapes, Zipf routing, SM budgets, SwiGLU, and "
+        "all libraries, of which only the first run's table here has more than the fastest.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
     ]
     for name in runs:
@@ -311,9 +303,7 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     parts += [
         f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on.",
         markdown(("run", *next(iter(ceilings.values())), "farthest, uniform", "farthest, Zipf"), far),
-        f"## The model\n\nCases within {GOOD:.0%} of `python -m perf.model`, by routing, without those that its "
-        "constants are fitted to (dispatch and combines, main shape, uniform routing):",
-        markdown(("run", *groups), [(name, *(own.get(one, "") for one in groups)) for name, own in explained.items()]),
+        f"## The model\n\n{summary_text((run, fits[name]) for name, run in runs.items())}",
         predictions_text(main, fits[next(iter(runs))]),
     ]
     return f"{paragraphs(parts)}\n"

@@ -160,8 +160,8 @@ def sweep_table(sweep: Sequence[dict]) -> str:
     return markdown(("operation", "format", "tokens per rank", *(f"{sms} SMs" for sms in budgets)), rows)
 
 
-def orders_table(orders: Sequence[dict]) -> str:
-    """Medians, over the floor in brackets, by the order of rows."""
+def orders_table(orders: Sequence[dict], named: bool = True) -> str:
+    """Medians, over the floor in brackets, by the order of rows; `named` has a column with the operation."""
     found = {(one["operation"], one["format"], one["tokens"], one["order"]): one for one in orders}
     columns = list(dict.fromkeys(key[3] for key in found))
 
@@ -172,7 +172,8 @@ def orders_table(orders: Sequence[dict]) -> str:
         (name.replace("_", " "), fmt, str(tokens), *(cell(found.get((name, fmt, tokens, order))) for order in columns))
         for name, fmt, tokens in dict.fromkeys(key[:3] for key in found)
     ]
-    return markdown(("operation", "format", "tokens per rank", *(name.replace("_", " ") for name in columns)), rows)
+    head = ("operation", "format", "tokens per rank", *(name.replace("_", " ") for name in columns))
+    return markdown(head[not named :], [row[not named :] for row in rows])
 
 
 def swiglu_table(results: Sequence[dict], compiled: Sequence[dict] = ()) -> str:
