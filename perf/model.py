@@ -187,8 +187,8 @@ def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
 
 
 def summary_text(runs: Iterable[tuple[dict, dict[Key, Fit]]]) -> str:
-    """How well runs are explained, each with its constants: the cases that those are not fitted to, in a sentence; "" where
-    there are none."""
+    """How well runs are explained, each with its constants: the cases that those are not fitted to, in a sentence; ""
+    without any."""
     found = [error for run, fits in runs for case, error in errors(run, fits) if not is_fitted(case)]
     if not found:
         return ""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
-from perf.model import GOOD, PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
+from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
 from perf.peers import CHAINED, PEERS
 from perf.tables import (
     CONDITIONS,
