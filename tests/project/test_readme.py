@@ -55,7 +55,7 @@ def test_files_that_the_lessons_name_are_there() -> None:
 
 def test_lessons_that_others_name_are_there() -> None:
     """Code and documents point at a lesson by its heading."""
-    headings = re.findall(r"^### (.*)$", (DOCS / "lessons.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", (DOCS / "lessons.md").read_text(), re.MULTILINE)
     pages = [
         *DOCS.glob("*.md"),
         *(path for folder in ("layouts", "kernels", "cute_ep") for path in (ROOT / folder).rglob("*.py")),
