@@ -57,14 +57,13 @@ class Places(NamedTuple):
     catalogue: Path
     readme: Path
     more: Path
-    lessons: Path
     adapters: Path
 
     @classmethod
     def of(cls, root: Path) -> Places:
         """Those of the project in a folder."""
         results, docs = root / "perf" / "results", root / "docs"
-        pages = (docs / f"{name}.md" for name in ("performance", "lessons", "adapters"))
+        pages = (docs / f"{name}.md" for name in ("performance", "adapters"))
         return cls(results, results / "README.md", root / "README.md", *pages)
 
 
@@ -255,8 +254,7 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
         f"Another library was faster at these numbers of tokens per rank (times: at the last{left_out}):\n\n{known}"
         if known
         else "",
-        f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and the model, [perf/results]"
-        f"({link(places.catalogue, page)}) the data, [docs/lessons.md]({link(places.lessons, page)}) what was tried. "
+        f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and a model of the times. "
         "`make perf` measures your machine.",
     ]
     return paragraphs(parts)
@@ -275,7 +273,9 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
         orders_text(run),
         host_text(run, link(places.catalogue, page)),
         mirror_line(run),
-        losses_text(run),
+        f"[The README]({link(places.readme, page)}#speed) says where others were faster."
+        if name == next(iter(runs))
+        else losses_text(run),
     ]
 
 
