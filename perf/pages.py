@@ -18,10 +18,8 @@ from perf.tables import (
     PEERS_TEXT,
     ceilings_row,
     exact_text,
-    gpus_text,
     machine_text,
     markdown,
-    measured_text,
     mirror_pairs,
     mirror_text,
     mirror_title,
@@ -310,14 +308,6 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
 
 
 def catalogue_table(runs: Mapping[str, dict]) -> str:
-    """What the kept runs are."""
-    rows = [
-        (
-            f"[{name}.json]({name}.json)",
-            f"{gpus_text(run)}, {measured_text(run)}",
-            f"`{run['machine']['command']}`",
-            taken_text(run),
-        )
-        for name, run in runs.items()
-    ]
-    return markdown(("run", "GPUs, date and commit", "command", "from another run"), rows)
+    """The commands that the kept runs were made by."""
+    rows = [(f"[{name}.json]({name}.json)", f"`{run['machine']['command']}`") for name, run in runs.items()]
+    return markdown(("run", "command"), rows)
