@@ -69,17 +69,11 @@ def test_lessons_that_others_name_are_there() -> None:
 @pytest.mark.slow
 def test_the_first_example_runs(tmp_path: Path) -> None:
     """As printed, on two ranks."""
-    assert len(BLOCKS) == 2
-    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 22
-    (tmp_path / "script.py").write_text(BLOCKS[0])
+    (example,) = BLOCKS
+    assert len([line for line in example.splitlines() if line.strip()]) <= 22
+    (tmp_path / "script.py").write_text(example)
     said = run_torchrun(["--standalone", "--nproc-per-node", "2", "script.py"], tmp_path)
     assert sorted(said.splitlines()) == [f"rank {rank}: every token came home" for rank in range(2)]
-
-
-def test_the_example_with_a_model_runs(tmp_path: Path) -> None:
-    wanted = "assert model.config._experts_implementation == 'cute_ep'"
-    done = run_code(f"{BLOCKS[1]}\n{wanted}", tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
