@@ -20,9 +20,6 @@ from perf.tables import (
     exact_text,
     machine_text,
     markdown,
-    mirror_pairs,
-    mirror_text,
-    mirror_title,
     orders_table,
     partial_name,
     peers_table,
@@ -42,9 +39,8 @@ README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
 TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
 STANDING_TEXT = (
-    "Rounds in a graph follow each other without a gap, so with few tokens a launch takes its SMs while the one "
-    "before ends. Four input sets alternate, and L2 holds small ones. Our output buffers have room for exactly the "
-    "rows that arrive."
+    "Rounds in a graph follow each other without a gap. Four input sets alternate, and L2 holds small ones. Our output "
+    "buffers have room for exactly the rows that arrive."
 )
 
 
@@ -143,25 +139,8 @@ def host_text(run: dict, catalogue: str) -> str:
     theirs = {name: [row["host_us"] for row in rows if row["peer"] == name] for name in PEERS}
     beside = (f"{name.replace('_', ' ')} {min(all_):.0f} to {max(all_):.0f}" for name, all_ in theirs.items() if all_)
     return (
-        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, mostly the CPU's spread "
-        f"([remarks]({catalogue})); {', '.join(beside)}."
-    )
-
-
-def mirror_line(run: dict) -> str:
-    """What `perf.mirror` found on the run's machine, and what that is worth; "" where it was not run."""
-    pairs = {
-        case["tokens"]: (case["p50_us"], corrected)
-        for case, corrected in mirror_pairs(run)
-        if (case["operation"], case["format"]) == ("pair", "bf16") and case["tokens"] in HEADLINE_TOKENS
-    }
-    if not pairs:
-        return ""
-    known = [corrected for _, corrected in pairs.values() if corrected is not None]
-    corrected = f", corrected {commas(known)}" if len(known) == len(pairs) else ""
-    return (
-        f"{mirror_title(run)} BF16 partial pairs of {', '.join(map(str, pairs))} tokens take "
-        f"{commas(time for time, _ in pairs.values())} us{corrected}. {mirror_text(run)}."
+        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us ([spread]({catalogue})); "
+        f"{', '.join(beside)}."
     )
 
 
@@ -270,7 +249,6 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
         conditions_text(run),
         orders_text(run),
         host_text(run, link(places.catalogue, page)),
-        mirror_line(run),
         f"[The README]({link(places.readme, page)}#speed) says where others were faster."
         if name == next(iter(runs))
         else losses_text(run),
@@ -292,8 +270,8 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
         "# Speed in detail",
         f"`python -m perf.report` writes this page from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; "
         f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
-        f"`python -m perf.tables {file}` prints more sizes, tails, other shapes, Zipf routing, SM budgets, SwiGLU, and "
-        "all libraries, of which only the first run's table here has more than the fastest.",
+        f"`python -m perf.tables {file}` prints other sizes, shapes and routings, tails, SM budgets, SwiGLU, and all "
+        "libraries, of which only the first table here has more than the fastest.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
     ]
     for name in runs:
