@@ -20,9 +20,12 @@ from perf.tables import (
     exact_text,
     machine_text,
     markdown,
+    measured_text,
     orders_table,
     partial_name,
     peers_table,
+    ranks_text,
+    software_text,
     taken_text,
     time_cell,
     versions_text,
@@ -241,9 +244,11 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
     """What the page says of one run."""
     run, page = runs[name], places.more
     data = f"[Data]({link(places.results / f'{name}.json', page)})"
+    main = next(iter(runs.values()))
+    software = "" if software_text(run) == software_text(main) else f", {software_text(run)}"
     return [
-        f"## {name}: {machine_text(run)}",
-        f"{data}. {exact_text(run)}. {versions_text(run)} {taken_text(run)}",
+        f"## {name}: {ranks_text(run)}, {measured_text(run)}",
+        f"{data}{software}. {exact_text(run)}. {versions_text(run)} {taken_text(run)}",
         plots_text(name, places.results, page, plots_of(name, runs)),
         peers_table(run, "pair", sizes=README_TOKENS) if name == next(iter(runs)) else fastest_table(run),
         conditions_text(run),
@@ -261,15 +266,13 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     fits = {name: fit_for(run, every) for name, run in runs.items()}
     main = every[0]
     ceilings = {name: ceilings_row(run["ceilings"]) for name, run in runs.items()}
-    floors = ("uniform", "zipf")
-    far = [
-        (name, *cells.values(), *(farthest_text(runs[name], one) for one in floors)) for name, cells in ceilings.items()
-    ]
+    far = [(name, *cells.values(), farthest_text(runs[name], "uniform")) for name, cells in ceilings.items()]
     file = link(places.results / f"{next(iter(runs))}.json", places.readme)
     parts = [
         "# Speed in detail",
         f"`python -m perf.report` writes this page from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; "
-        f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
+        f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT} "
+        f"Unless a run says otherwise: {software_text(main)}.",
         f"`python -m perf.tables {file}` prints other sizes, shapes and routings, tails, SM budgets, SwiGLU, and all "
         "libraries, of which only the first table here has more than the fastest.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
@@ -277,8 +280,9 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     for name in runs:
         parts += run_text(name, runs, places)
     parts += [
-        f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on.",
-        markdown(("run", *next(iter(ceilings.values())), "farthest, uniform", "farthest, Zipf"), far),
+        f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on, "
+        "uniform routing.",
+        markdown(("run", *next(iter(ceilings.values())), "farthest"), far),
         f"## The model\n\n{summary_text((run, fits[name]) for name, run in runs.items())}",
         predictions_text(main, fits[next(iter(runs))]),
     ]

@@ -277,15 +277,23 @@ def measured_text(run: dict) -> str:
     return f"{run['machine']['date'][:10]}, commit {short_commit(run['machine']['commit'])}"
 
 
-def machine_text(run: dict) -> str:
-    """GPUs, versions, date and commit in one line."""
+def ranks_text(run: dict) -> str:
+    """GPUs, what is between them, and ranks."""
     machine = run["machine"]
     ranks, links = len(machine["devices"]), machine.get("links")
     link = f", {links[0][1]} between GPUs" if links and len(links) > 1 else ""
-    return (
-        f"{gpus_text(run)}{link}, {ranks} rank{'s' if ranks > 1 else ''}, driver {machine['driver']}, CUDA "
-        f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, {measured_text(run)}"
-    )
+    return f"{gpus_text(run)}{link}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def software_text(run: dict) -> str:
+    """Versions of what a run was made with."""
+    machine = run["machine"]
+    return f"driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, Python {machine['python']}"
+
+
+def machine_text(run: dict) -> str:
+    """GPUs, versions, date and commit in one line."""
+    return f"{ranks_text(run)}, {software_text(run)}, {measured_text(run)}"
 
 
 def short_commit(commit: str | None) -> str:
