@@ -58,6 +58,9 @@ TABLE_TEXT = (
     "the host's, from the call to the end of its work; others are of CUDA graphs. *host*: us until the call returns, "
     "without a graph, with the fewest tokens. *DeepEP*: its own call in the same run"
 )
+SAME = 0.05
+"""Combines of an adapter whose times differ by less are shown once: its formats and options change dispatch only."""
+SAME_TEXT = f"A combine within {SAME:.0%} of one of the same adapter above is not listed"
 NOTHING_TEXT = "Not measured yet; `python -m perf.adapters` does."
 
 
@@ -176,6 +179,29 @@ def table(run: Mapping) -> str:
     return markdown(("adapter", "operation", "format", "how", *map(str, sizes), "host / native"), lines)
 
 
+def without_repetition(run: Mapping) -> dict:
+    """A run without the combines that take as long, at every size, as one of the same adapter before them."""
+    times: dict[str, dict[tuple, dict[int, float]]] = {}
+    for row in run["rows"]:
+        if row["operation"] == "combine":
+            every = times.setdefault(row["adapter"], {})
+            every.setdefault((row.get("about"), row["format"], row["how"]), {})[row["tokens"]] = row["p50_us"]
+    left_out = set()
+    for name, every in times.items():
+        shown: list[dict[int, float]] = []
+        for key, own in every.items():
+            if any(own.keys() == one.keys() and all(abs(own[at] / one[at] - 1) < SAME for at in own) for one in shown):
+                left_out.add((name, *key))
+            else:
+                shown.append(own)
+
+    def kept_row(row: Mapping) -> bool:
+        key = (row["adapter"], row.get("about"), row["format"], row["how"])
+        return row["operation"] != "combine" or key not in left_out
+
+    return {**run, "rows": [row for row in run["rows"] if kept_row(row)]}
+
+
 def text_of(run: Mapping) -> str:
     """A run as JSON, a line for each field and each result."""
     lists = ("rows", "peers")
@@ -197,8 +223,8 @@ def section(runs: Mapping[str, Mapping]) -> str:
         sizes = f"hidden, experts, top-k {run['shape'].replace('/', ', ')}"
         elsewhere = measured - {row["adapter"] for row in run["rows"]}
         notes = (f"- {note}\n" for note in run["notes"] if note.split(":")[0] not in elsewhere)
-        parts += [f"{data}: {machine_text(run)}; {sizes}.", table(run), "".join(notes)]
-    return "\n\n".join([f"{TABLE_TEXT}.", *(part.strip() for part in parts if part)])
+        parts += [f"{data}: {machine_text(run)}; {sizes}.", table(without_repetition(run)), "".join(notes)]
+    return "\n\n".join([f"{TABLE_TEXT}. {SAME_TEXT}.", *(part.strip() for part in parts if part)])
 
 
 def kept(results: Path) -> dict[str, dict]:

@@ -186,16 +186,17 @@ def summary_table(run: dict, fits: dict[Key, Fit]) -> str:
     return markdown(("shape", "routing", "constants", "cases", f"within {GOOD:.0%}", "mean error", "largest"), rows)
 
 
-def short_summary(run: dict, fits: dict[Key, Fit]) -> dict[str, str]:
-    """Of cases that were not fitted, by routing "58 of 60, mean 4%, largest 18%"."""
-    found: dict[str, list[float]] = {}
-    for case, error in errors(run, fits):
-        if not is_fitted(case):
-            found.setdefault(case["routing"], []).append(error)
-    return {
-        name: f"{sum(error <= GOOD for error in own)} of {len(own)}, mean {mean(own):.0%}, largest {max(own):.0%}"
-        for name, own in found.items()
-    }
+def summary_text(runs: Iterable[tuple[dict, dict[Key, Fit]]]) -> str:
+    """How well runs are explained, each with its constants: the cases that those are not fitted to, in a sentence; ""
+    without any."""
+    found = [error for run, fits in runs for case, error in errors(run, fits) if not is_fitted(case)]
+    if not found:
+        return ""
+    near = sum(error <= GOOD for error in found)
+    return (
+        f"`python -m perf.model` is within {GOOD:.0%} for {near} of {len(found)} cases of these runs, without those "
+        f"that its constants are fitted to; the mean error is {mean(found):.0%}, the largest {max(found):.0%}."
+    )
 
 
 def errors_table(cases: Iterable[dict], fits: dict[Key, Fit], ceilings: Ceilings) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cute_ep.bench.ceilings import Ceilings
 from perf.cases import MAIN, QUICK_FORMATS
 from perf.losses import BYTES_TOKENS, PARTIAL, Loss, farthest_text, losses
-from perf.model import GOOD, PREDICTED_TOKENS, elsewhere_table, fit_for, short_summary
+from perf.model import PREDICTED_TOKENS, elsewhere_table, fit_for, summary_text
 from perf.peers import CHAINED, PEERS
 from perf.tables import (
     CONDITIONS,
@@ -18,17 +18,14 @@ from perf.tables import (
     PEERS_TEXT,
     ceilings_row,
     exact_text,
-    gpus_text,
     machine_text,
     markdown,
     measured_text,
-    mirror_pairs,
-    mirror_text,
-    mirror_title,
     orders_table,
     partial_name,
     peers_table,
-    provenance_text,
+    ranks_text,
+    software_text,
     taken_text,
     time_cell,
     versions_text,
@@ -45,9 +42,8 @@ README_TOKENS = (1, 16, 128, 1024, 4096)
 HEADLINE_TOKENS = (1, 128, 4096)
 TIMES_TEXT = "Dispatch and then combine: p50 in us of CUDA-graph replay with warm caches, slowest GPU, all SMs"
 STANDING_TEXT = (
-    "Rounds in a graph follow each other without a gap, so with few tokens a launch takes its SMs while the one "
-    "before ends; a layer has matmuls in between. Four input sets alternate (all libraries), and L2 holds small ones. "
-    "Our output buffers have room for exactly the rows that arrive."
+    "Rounds in a graph follow each other without a gap. Four input sets alternate, and L2 holds small ones. Our output "
+    "buffers have room for exactly the rows that arrive."
 )
 
 
@@ -58,14 +54,13 @@ class Places(NamedTuple):
     catalogue: Path
     readme: Path
     more: Path
-    lessons: Path
     adapters: Path
 
     @classmethod
     def of(cls, root: Path) -> Places:
         """Those of the project in a folder."""
         results, docs = root / "perf" / "results", root / "docs"
-        pages = (docs / f"{name}.md" for name in ("performance", "lessons", "adapters"))
+        pages = (docs / f"{name}.md" for name in ("performance", "adapters"))
         return cls(results, results / "README.md", root / "README.md", *pages)
 
 
@@ -126,7 +121,7 @@ def conditions_text(run: dict) -> str:
 def orders_text(run: dict) -> str:
     """Dispatch by the order of rows; "" where it was not measured."""
     dispatches = [case for case in run["orders"] if case["operation"] == "dispatch"]
-    table = orders_table(dispatches)
+    table = orders_table(dispatches, named=False)
     return f"Dispatch by the order of rows, over the floor in brackets:\n\n{table}" if table else ""
 
 
@@ -147,25 +142,8 @@ def host_text(run: dict, catalogue: str) -> str:
     theirs = {name: [row["host_us"] for row in rows if row["peer"] == name] for name in PEERS}
     beside = (f"{name.replace('_', ' ')} {min(all_):.0f} to {max(all_):.0f}" for name, all_ in theirs.items() if all_)
     return (
-        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us, mostly the CPU's spread "
-        f"([remarks]({catalogue})); {', '.join(beside)}."
-    )
-
-
-def mirror_line(run: dict) -> str:
-    """What `perf.mirror` found on the run's machine, and what that is worth; "" where it was not run."""
-    pairs = {
-        case["tokens"]: (case["p50_us"], corrected)
-        for case, corrected in mirror_pairs(run)
-        if (case["operation"], case["format"]) == ("pair", "bf16") and case["tokens"] in HEADLINE_TOKENS
-    }
-    if not pairs:
-        return ""
-    known = [corrected for _, corrected in pairs.values() if corrected is not None]
-    corrected = f", corrected {commas(known)}" if len(known) == len(pairs) else ""
-    return (
-        f"{mirror_title(run)} BF16 partial pairs of {', '.join(map(str, pairs))} tokens take "
-        f"{commas(time for time, _ in pairs.values())} us{corrected}. {mirror_text(run)}."
+        f"Host time to queue a pair without a graph: {min(own):.0f} to {max(own):.0f} us ([spread]({catalogue})); "
+        f"{', '.join(beside)}."
     )
 
 
@@ -231,14 +209,9 @@ def loss_lines(found: Iterable[Loss]) -> list[str]:
 
 
 def losses_text(run: dict) -> str:
-    """Where other libraries are faster, with all times; "" where none is."""
-    lines = []
-    for loss in losses(run):
-        sizes, theirs, ours = zip(*loss.points, strict=True)
-        lines.append(
-            f"- {loss.case}: {loss.other} at {', '.join(map(str, sizes))}: {commas(theirs)}; ours {commas(ours)}"
-        )
-    return "\n".join(["Others were faster:\n", *lines]) if lines else ""
+    """Where other libraries are faster; "" where none is."""
+    lines = [f"- {line}" for line in loss_lines(losses(run))]
+    return "\n".join(["Others were faster at these sizes (times at the last):\n", *lines]) if lines else ""
 
 
 def section(runs: Mapping[str, dict], places: Places) -> str:
@@ -261,8 +234,7 @@ def section(runs: Mapping[str, dict], places: Places) -> str:
         f"Another library was faster at these numbers of tokens per rank (times: at the last{left_out}):\n\n{known}"
         if known
         else "",
-        f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and the model, [perf/results]"
-        f"({link(places.catalogue, page)}) the data, [docs/lessons.md]({link(places.lessons, page)}) what was tried. "
+        f"[{more}]({more}) has the conditions, all libraries, other numbers of GPUs and a model of the times. "
         "`make perf` measures your machine.",
     ]
     return paragraphs(parts)
@@ -272,16 +244,19 @@ def run_text(name: str, runs: Mapping[str, dict], places: Places) -> list[str]:
     """What the page says of one run."""
     run, page = runs[name], places.more
     data = f"[Data]({link(places.results / f'{name}.json', page)})"
+    main = next(iter(runs.values()))
+    software = "" if software_text(run) == software_text(main) else f", {software_text(run)}"
     return [
-        f"## {name}: {machine_text(run)}",
-        f"{data}. {exact_text(run)}. {versions_text(run)} {provenance_text(run)}",
+        f"## {name}: {ranks_text(run)}, {measured_text(run)}",
+        f"{data}{software}. {exact_text(run)}. {versions_text(run)} {taken_text(run)}",
         plots_text(name, places.results, page, plots_of(name, runs)),
-        peers_table(run, "pair", sizes=README_TOKENS),
+        peers_table(run, "pair", sizes=README_TOKENS) if name == next(iter(runs)) else fastest_table(run),
         conditions_text(run),
         orders_text(run),
         host_text(run, link(places.catalogue, page)),
-        mirror_line(run),
-        losses_text(run),
+        f"[The README]({link(places.readme, page)}#speed) says where others were faster."
+        if name == next(iter(runs))
+        else losses_text(run),
     ]
 
 
@@ -291,43 +266,30 @@ def more_page(runs: Mapping[str, dict], places: Places) -> str:
     fits = {name: fit_for(run, every) for name, run in runs.items()}
     main = every[0]
     ceilings = {name: ceilings_row(run["ceilings"]) for name, run in runs.items()}
-    floors = ("uniform", "zipf")
-    far = [
-        (name, *cells.values(), *(farthest_text(runs[name], one) for one in floors)) for name, cells in ceilings.items()
-    ]
-    explained = {name: short_summary(run, fits[name]) for name, run in runs.items()}
-    groups = list(dict.fromkeys(group for own in explained.values() for group in own))
+    far = [(name, *cells.values(), farthest_text(runs[name], "uniform")) for name, cells in ceilings.items()]
     file = link(places.results / f"{next(iter(runs))}.json", places.readme)
     parts = [
         "# Speed in detail",
         f"`python -m perf.report` writes this page from [perf/results]({link(places.catalogue, page)}). {TIMES_TEXT}; "
-        f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT}",
-        f"`python -m perf.tables {file}` prints more sizes, tails, other shapes, Zipf routing, SM budgets and SwiGLU. "
-        "Losses are by tokens per rank, of SwiGLU by rows.",
+        f"hidden {MAIN.hidden}, {MAIN.num_experts} experts, top-{MAIN.top_k}, uniform routing. {STANDING_TEXT} "
+        f"Unless a run says otherwise: {software_text(main)}.",
+        f"`python -m perf.tables {file}` prints other sizes, shapes and routings, tails, SM budgets, SwiGLU, and all "
+        "libraries, of which only the first table here has more than the fastest.",
         f"The times of other libraries: {PEERS_TEXT}." if main["peers"] else "",
     ]
     for name in runs:
         parts += run_text(name, runs, places)
     parts += [
-        f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on.",
-        markdown(("run", *next(iter(ceilings.values())), "farthest, uniform", "farthest, Zipf"), far),
-        f"## The model\n\nCases within {GOOD:.0%} of `python -m perf.model`, by routing, without those that its "
-        "constants are fitted to (dispatch and combines, main shape, uniform routing):",
-        markdown(("run", *groups), [(name, *(own.get(one, "") for one in groups)) for name, own in explained.items()]),
+        f"## Ceilings and floors\n\n{FLOOR_TEXT}. Farthest: time over floor from {BYTES_TOKENS} tokens on, "
+        "uniform routing.",
+        markdown(("run", *next(iter(ceilings.values())), "farthest"), far),
+        f"## The model\n\n{summary_text((run, fits[name]) for name, run in runs.items())}",
         predictions_text(main, fits[next(iter(runs))]),
     ]
     return f"{paragraphs(parts)}\n"
 
 
 def catalogue_table(runs: Mapping[str, dict]) -> str:
-    """What the kept runs are."""
-    rows = [
-        (
-            f"[{name}.json]({name}.json)",
-            f"{gpus_text(run)}, {measured_text(run)}",
-            f"`{run['machine']['command']}`",
-            taken_text(run),
-        )
-        for name, run in runs.items()
-    ]
-    return markdown(("run", "GPUs, date and commit", "command", "from another run"), rows)
+    """The commands that the kept runs were made by."""
+    rows = [(f"[{name}.json]({name}.json)", f"`{run['machine']['command']}`") for name, run in runs.items()]
+    return markdown(("run", "command"), rows)

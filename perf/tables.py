@@ -160,8 +160,8 @@ def sweep_table(sweep: Sequence[dict]) -> str:
     return markdown(("operation", "format", "tokens per rank", *(f"{sms} SMs" for sms in budgets)), rows)
 
 
-def orders_table(orders: Sequence[dict]) -> str:
-    """Medians, over the floor in brackets, by the order of rows."""
+def orders_table(orders: Sequence[dict], named: bool = True) -> str:
+    """Medians, over the floor in brackets, by the order of rows; `named` has a column with the operation."""
     found = {(one["operation"], one["format"], one["tokens"], one["order"]): one for one in orders}
     columns = list(dict.fromkeys(key[3] for key in found))
 
@@ -172,7 +172,8 @@ def orders_table(orders: Sequence[dict]) -> str:
         (name.replace("_", " "), fmt, str(tokens), *(cell(found.get((name, fmt, tokens, order))) for order in columns))
         for name, fmt, tokens in dict.fromkeys(key[:3] for key in found)
     ]
-    return markdown(("operation", "format", "tokens per rank", *(name.replace("_", " ") for name in columns)), rows)
+    head = ("operation", "format", "tokens per rank", *(name.replace("_", " ") for name in columns))
+    return markdown(head[not named :], [row[not named :] for row in rows])
 
 
 def swiglu_table(results: Sequence[dict], compiled: Sequence[dict] = ()) -> str:
@@ -276,15 +277,23 @@ def measured_text(run: dict) -> str:
     return f"{run['machine']['date'][:10]}, commit {short_commit(run['machine']['commit'])}"
 
 
-def machine_text(run: dict) -> str:
-    """GPUs, versions, date and commit in one line."""
+def ranks_text(run: dict) -> str:
+    """GPUs, what is between them, and ranks."""
     machine = run["machine"]
     ranks, links = len(machine["devices"]), machine.get("links")
     link = f", {links[0][1]} between GPUs" if links and len(links) > 1 else ""
-    return (
-        f"{gpus_text(run)}{link}, {ranks} rank{'s' if ranks > 1 else ''}, driver {machine['driver']}, CUDA "
-        f"{machine['cuda']}, torch {machine['torch']}, Python {machine['python']}, {measured_text(run)}"
-    )
+    return f"{gpus_text(run)}{link}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def software_text(run: dict) -> str:
+    """Versions of what a run was made with."""
+    machine = run["machine"]
+    return f"driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}, Python {machine['python']}"
+
+
+def machine_text(run: dict) -> str:
+    """GPUs, versions, date and commit in one line."""
+    return f"{ranks_text(run)}, {software_text(run)}, {measured_text(run)}"
 
 
 def short_commit(commit: str | None) -> str:

@@ -1,7 +1,7 @@
 """Schedules: what every rank enqueues, and in which order; `runs` runs them.
 
 A schedule is data: calls of one rank, the same on all. D, A, W are dispatch, dispatch_async and dispatch_wait of a
-batch, c, a, w combine, combine_async and combine_wait (`docs/memory_model.md` has the same letters).
+batch, c, a, w combine, combine_async and combine_wait.
 """
 
 from __future__ import annotations

@@ -265,6 +265,25 @@ def test_deepep_is_beside_an_adapter_that_waits_as_it_does() -> None:
     assert lines[-1] == waits
 
 
+def test_combines_that_take_as_long_at_every_size_are_shown_once() -> None:
+    run = example()
+    about = {"format": "bf16", "operation": "combine", "how": "graph", "host_us": 4.0, "native_host_us": 1.0}
+
+    def combines(times: tuple[float, float], **other: str) -> list[dict]:
+        sizes = zip((16, 4096), times, strict=True)
+        every = [about | {"tokens": tokens, "p50_us": time, "native_p50_us": 8.0} for tokens, time in sizes]
+        return [{"adapter": "deepep_normal"} | one | other for one in every]
+
+    first, same, slower = (10.0, 600.0), (10.4, 580.0), (10.4, 640.0)
+    run["rows"] += combines(first) + combines(same, format="fp8") + combines(slower, about="num_worst_tokens")
+    run["rows"] += combines(first, adapter="deepep_elastic")
+    left = [row for row in adapters.without_repetition(run)["rows"] if row["operation"] == "combine"]
+    assert [row["p50_us"] for row in left] == [*first, *slower, *first]
+    text = adapters.section({"h200x1-adapters": run})
+    assert "| combine | fp8 |" not in text and f"{adapters.SAME_TEXT}." in text
+    assert len(adapters.without_repetition(run)["rows"]) == len(run["rows"]) - 2
+
+
 def test_a_kept_run_is_a_section_of_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert adapters.section(adapters.kept(tmp_path)) == adapters.NOTHING_TEXT
     (tmp_path / "h200x1-adapters.json").write_text(adapters.text_of(example()))

@@ -6,6 +6,7 @@ import pytest
 
 from cute_ep.bench.measure import CONDITIONS
 from perf import model
+from perf.runs import read_kept
 from tests.perf.example import CEILINGS, example_run, synthetic
 
 
@@ -55,3 +56,18 @@ def test_other_machines_scale_with_their_nominal_rates() -> None:
     assert eight["parts"][0][0] / (64 * 14336) == pytest.approx(4.63, rel=0.1)  # remote ranks of a token, top-8 of 256
     text = model.page(example_run(), [example_run()])
     assert "NVL72" in text and "8 x H200" in text
+
+
+def test_a_sentence_says_how_well_runs_are_explained() -> None:
+    """Of the cases that constants are not fitted to; nothing where there are none."""
+    every = list(read_kept().values())
+    text = model.summary_text((run, model.fit_for(run, every)) for run in every)
+    found = [
+        error
+        for run in every
+        for case, error in model.errors(run, model.fit_for(run, every))
+        if not model.is_fitted(case)
+    ]
+    near = sum(error <= model.GOOD for error in found)
+    assert f"within 15% for {near} of {len(found)} cases" in text and f"largest {max(found):.0%}" in text
+    assert model.summary_text([]) == ""
