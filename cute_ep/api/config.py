@@ -57,7 +57,7 @@ class EPConfig:
             fp8_pow2), 64 (mxfp6_e2m3, mxfp6_e3m2) or 32 (the others).
         num_experts: experts of all ranks together, at most 1024, a multiple of `world_size`; rank r owns [r * E/R,
             (r + 1) * E/R).
-        top_k: experts a token chooses (entries of one row of `topk_ids`), at most 32.
+        top_k: experts a token chooses (entries of one row of `topk_ids`), at most 32 and those of one node.
         max_tokens_per_rank: most tokens of one rank in one call; times `nodes` at most 32768. Memory grows with it
             (`memory_bytes`).
         world_size: number of ranks, at most 32 on a node.
@@ -117,8 +117,9 @@ class EPConfig:
         fmt, ranks = self.format, self.world_size
         most, why = MAX_EXPERTS // ranks * ranks, "" if ranks == 1 else f" (world_size = {ranks})"
         self._check_integer("num_experts", most, ranks, why)
-        why = f" (num_experts = {self.num_experts})" if self.num_experts < MAX_TOP_K else ""
-        self._check_integer("top_k", min(MAX_TOP_K, self.num_experts), why=why)
+        experts = self.num_experts // self.nodes
+        why = f" (num_experts = {self.num_experts}{over})" if experts < MAX_TOP_K else ""
+        self._check_integer("top_k", min(MAX_TOP_K, experts), why=why)
         self._check_integer("hidden", MAX_HIDDEN, fmt.multiple, f" for {fmt.name}")
         in_time = is_number(self.timeout_s) and 1e-9 <= self.timeout_s <= LONGEST_S
         self._require("timeout_s", in_time, f"a number in [1e-9, {LONGEST_S}] seconds")

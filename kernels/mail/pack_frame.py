@@ -56,7 +56,8 @@ class PackFrame:
     @cute.jit
     def _copy_rows(self, args: PackFrameArgs, place: Place) -> None:
         ctas = cute.arch.grid_dim()[0]
-        gScale, gScaleOut = (array(at, Uint8, args.tokens, args.scale_bytes) for at in (args.scales, args.scales_out))
+        gScale = array(args.scales, Uint8, args.tokens, args.scales_pitch)
+        gScaleOut = array(args.scales_out, Uint8, args.tokens, args.scale_bytes)
         gOwn, gOwnOut = (array(at, Uint16, args.tokens) for at in (args.row_scales, args.routes + args.row_scales_at))
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for token in cutlass.range(first, args.tokens, item_stride(ctas), unroll=1):

@@ -35,8 +35,8 @@ class PackFrameArgs(NamedTuple):
     """Parameters of pack_frame, of T tokens in a frame of F.
 
     Attributes:
-        x: [T, 16 * vectors] bytes, rows x_vectors vectors apart; scales: [T, scale_bytes]; row_scales: [T] bfloat16;
-            weights: [T, top_k] float32. 0 where there are none.
+        x: [T, 16 * vectors] bytes, rows x_vectors vectors apart; scales: [T, scale_bytes] bytes, rows scales_pitch
+            bytes apart; row_scales: [T] bfloat16; weights: [T, top_k] float32. 0 where there are none.
         ids: [T, top_k].
         payload, scales_out: [F, 16 * vectors] and [F, scale_bytes] of the own frame.
         routes: the last piece of the own frame, in which weights and row scales begin weights_at and row_scales_at.
@@ -48,6 +48,7 @@ class PackFrameArgs(NamedTuple):
     x: Address
     x_vectors: Size
     scales: Address
+    scales_pitch: Size
     row_scales: Address
     weights: Address
     payload: Address

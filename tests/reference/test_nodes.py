@@ -168,6 +168,7 @@ def test_sums_are_within_their_bound_and_near_it(nodes: int, ranks: int, dtype: 
 
 
 MISTAKES = {
+    "top_k = 3: must be an integer in [1, 2] (num_experts = 16 over 8 nodes)": {"top_k": 3, "ranks_per_node": 1},
     "ranks_per_node = 3: must divide world_size = 8": {"ranks_per_node": 3},
     "ranks_per_node = 0: must be an integer in [1, 32]": {"ranks_per_node": 0},
     "ranks_per_node = 2.0: must be an integer in [1, 32]": {"ranks_per_node": 2.0},
@@ -194,7 +195,7 @@ MISTAKES = {
 @pytest.mark.parametrize("message", MISTAKES)
 def test_what_nodes_cannot_have_is_refused_by_its_rule(message: str) -> None:
     with pytest.raises(EPConfigError) as caught:
-        replace(EPConfig(256, 8, 2, 8, 8), **MISTAKES[message])
+        replace(EPConfig(256, 16, 2, 8, 8), **MISTAKES[message])
     assert str(caught.value) == message
 
 

@@ -1,0 +1,283 @@
+"""One rank's mail: its memory, and the kernels around an exchange that the rail's engine makes.
+
+A round of a channel is, in the order of one stream (`docs/protocol.md`, Mail): pack, put, await, read, free. Every
+method enqueues its part on the current stream, in which the caller's device is current, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cute_ep.api.config import EPConfig
+from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
+from cute_ep.layouts.maps.launch import WARPS
+from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Mail, Piece, Routes, SumsMail
+from cute_ep.layouts.maps.mail_arguments import (
+    AwaitMailArgs,
+    MailGroup,
+    PackFrameArgs,
+    PackSumsArgs,
+    SignalMailArgs,
+    SumNodesArgs,
+    UnpackFramesArgs,
+)
+from cute_ep.layouts.maps.parameters import Fields, numbers
+from cute_ep.layouts.maps.routing import OutputType
+from cute_ep.runtime.arguments import address, ids_record, row_vectors
+from cute_ep.runtime.driver import Kernel
+from cute_ep.runtime.sums import slices_log2
+from cute_ep.torch_internals import current_stream
+
+ENTRIES_OF_CTA = 2048
+"""Entries of a frame for which a further CTA is worth its launch."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The frames of all nodes as one dispatch's tokens: views of the mail, and copies of the routes.
+
+    Attributes:
+        rows: [nodes * F] rows in the dispatch format.
+        topk_ids: [nodes * F, top_k] int32, of the own node's experts from 0 on, else -1.
+        router_weights: [nodes * F, top_k] float32.
+    """
+
+    rows: QuantizedRows
+    topk_ids: torch.Tensor
+    router_weights: torch.Tensor
+
+
+class Put(NamedTuple):
+    """A piece on its way, by offsets in maps.
+
+    Attributes:
+        source: of what goes to node 0's rank.
+        step: from there to what goes to the next node's; 0 where all get the same.
+        to: where it goes in the map of each.
+    """
+
+    piece: Piece
+    source: int
+    step: int
+    to: int
+    nbytes: int
+
+
+class Engine(Protocol):
+    """What brings pieces of mail to the other ranks of a rail, in stream order."""
+
+    def put(self, mail: RankMail, channel: int, pieces: Sequence[Put]) -> None:
+        """Bring each piece of this rank's mail to every other node's rank, and then add 1 to the piece's word of
+        `arrived` there. What comes behind on the stream may write to the sources."""
+
+
+@dataclass(frozen=True)
+class MailParts:
+    """What a rank's mail is made of.
+
+    Attributes:
+        memory: [bytes] uint8, a rank's map; zeros before the first round.
+        kernels: by name, MAIL_KERNELS.
+        status: address of host-visible records, one a node and one each of INPUT_ERRORS.
+        abort: address of the abort word of the rank's arena.
+        max_ctas: CTAs of one launch at most.
+    """
+
+    cfg: EPConfig
+    rank: int
+    memory: torch.Tensor
+    kernels: Mapping[str, Kernel]
+    status: int
+    abort: int
+    max_ctas: int
+
+
+class RankMail:
+    """One rank's part of the exchanges of its rail."""
+
+    def __init__(self, parts: MailParts, engine: Engine) -> None:
+        self.parts, self.cfg, self.engine = parts, parts.cfg, engine
+        self.map = mail_of(parts.cfg)
+        self.node, self.memory = parts.cfg.node(parts.rank), parts.memory
+        self.base = parts.memory.data_ptr()
+        self._first_expert = self.node * parts.cfg.peers * parts.cfg.local_experts
+
+    def introduce(self, mails: Sequence[int]) -> None:
+        """Tell the kernels where the map of each node's rank is, as mapped here."""
+        at = self.map.mails
+        self._view(at.at(), 8 * len(mails), torch.int64).copy_(torch.tensor(mails))
+
+    # ---- frames
+
+    def send_frame(
+        self, rows: QuantizedRows, topk_ids: torch.Tensor, router_weights: torch.Tensor | None, frame: int
+    ) -> None:
+        """Pack this rank's tokens, put them, and wait for those of the other nodes' ranks."""
+        cfg, at, routes = self.cfg, self.map, self._routes(frame)
+        tokens = topk_ids.shape[0]
+        pieces = at.pieces(frame, routes)
+        begins = {piece: self.base + begin + self.node * step for piece, begin, step, _ in pieces}
+        self._launch(
+            "pack_frame",
+            PackFrameArgs(
+                group=self._group(Channel.FRAMES),
+                ids=ids_record(topk_ids),
+                x=rows.payload.data_ptr(),
+                x_vectors=row_vectors(rows.payload),
+                scales=address(rows.scales),
+                scales_pitch=0 if rows.scales is None else rows.scales.stride(0) * rows.scales.itemsize,
+                row_scales=address(rows.row_scales),
+                weights=address(router_weights),
+                payload=begins[Piece.PAYLOAD],
+                scales_out=begins.get(Piece.SCALES, 0),
+                routes=begins[Piece.ROUTES],
+                weights_at=routes.weights,
+                row_scales_at=routes.row_scales,
+                tokens=tokens,
+                frame=frame,
+                top_k=cfg.top_k,
+                experts=cfg.num_experts,
+                vectors=at.payload_bytes // 16,
+                scale_bytes=at.scale_bytes,
+            ),
+            max(-(-tokens // WARPS), -(-frame * cfg.top_k // ENTRIES_OF_CTA)),
+        )
+        own = [
+            Put(piece, begin + self.node * step, 0, begin + self.node * step, nbytes)
+            for piece, begin, step, nbytes in pieces
+        ]
+        self.engine.put(self, Channel.FRAMES, own)
+        words = words_of(own)
+        headers = self.base + at.routes.at()
+        self._await("await_frames", Channel.FRAMES, words, headers, at.routes.stride[0], frame)
+
+    def frames(self, frame: int) -> Frame:
+        """The frames that have come, until `free` of their channel."""
+        cfg, at, routes, count = self.cfg, self.map, self._routes(frame), self.cfg.nodes * frame
+        fmt, device = cfg.format, self.memory.device
+        topk_ids = torch.empty(count, cfg.top_k, dtype=torch.int32, device=device)
+        weights = torch.empty(count, cfg.top_k, dtype=torch.float32, device=device)
+        row_scales = torch.empty(count, dtype=torch.bfloat16, device=device) if fmt.row_scale else None
+        self._launch(
+            "unpack_frames",
+            UnpackFramesArgs(
+                group=self._group(Channel.FRAMES),
+                routes=self.base + at.routes.at(),
+                pitch=at.routes.stride[0],
+                weights_at=routes.weights,
+                row_scales_at=routes.row_scales,
+                ids=topk_ids.data_ptr(),
+                weights=weights.data_ptr(),
+                row_scales=address(row_scales),
+                frame=frame,
+                top_k=cfg.top_k,
+                first_expert=self._first_expert,
+                experts=cfg.peers * cfg.local_experts,
+            ),
+            -(-frame * cfg.top_k // ENTRIES_OF_CTA),
+        )
+        columns = payload_columns(fmt, cfg.hidden)
+        payload = self._view(at.payload.at(), count * at.payload_bytes, payload_dtype(fmt)).view(count, columns)
+        scales = None
+        if at.scale_bytes:
+            scales = self._view(at.scales.at(), count * at.scale_bytes, scale_dtype(fmt)).view(count, -1)
+        return Frame(QuantizedRows(payload, scales, row_scales), topk_ids, weights)
+
+    # ---- sums
+
+    def send_sums(self, slot: int, sums: torch.Tensor, tokens: int, frame: int) -> None:
+        """Pack the own node's [nodes * F, hidden] sums, and put each node's."""
+        at, mail = self.map, SumsMail.of(frame, self.cfg.hidden)
+        begin, step = at.sent_sums.at(slot), at.sent_sums.stride[1]
+        self._launch(
+            "pack_sums",
+            PackSumsArgs(
+                group=self._group(Channel.SUMS + slot),
+                sums=sums.data_ptr(),
+                out=self.base + begin,
+                pitch=step,
+                tokens=tokens,
+                frame=frame,
+                vectors=self.cfg.hidden // 8,
+            ),
+            -(-frame // WARPS),
+        )
+        piece = Put(Piece.ROUTES, begin, step, at.sums.at(slot, self.node), mail.nbytes)
+        self.engine.put(self, Channel.SUMS + slot, [piece])
+
+    def add_sums(self, slot: int, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int) -> None:
+        """Wait for the other nodes' sums, write all nodes' sum into `out` [T, hidden], and free the slot. `own`:
+        [T, hidden] of the own node."""
+        at, channel = self.map, Channel.SUMS + slot
+        headers, tokens = self.base + at.sums.at(slot), out.shape[0]
+        self._await("await_sums", channel, 1 << Piece.ROUTES, headers, at.sums.stride[1], frame)
+        slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
+        self._launch(
+            "sum_nodes",
+            SumNodesArgs(
+                group=self._group(channel),
+                own=own.data_ptr(),
+                landed=headers + HEADER_BYTES,
+                pitch=at.sums.stride[1],
+                out=out.data_ptr(),
+                out_type=out_type,
+                tokens=tokens,
+                vectors=self.cfg.hidden // 8,
+                slices_log2=slices,
+            ),
+            -(-(tokens << slices) // WARPS),
+        )
+        self.free(channel)
+
+    def free(self, channel: int) -> None:
+        """Tell the other nodes' ranks that this rank has read what came, once it has."""
+        self.signal(channel, self.map.free.at(channel, self.node), 1, healthy=True)
+
+    def signal(self, channel: int, word: int, words: int, *, healthy: bool) -> None:
+        """Add 1 to words of the other nodes' ranks, the first of which is `word` bytes into their maps."""
+        mails = self.base + self.map.mails.at()
+        self._launch("signal_mail", SignalMailArgs(self._group(channel), mails, word, words, int(healthy)), 1)
+
+    # ---- what all have in common
+
+    def _await(self, kernel: str, channel: int, words: int, headers: int, pitch: int, frame: int) -> None:
+        self._launch(kernel, AwaitMailArgs(self._group(channel), words, headers, pitch, frame), 1)
+
+    def _routes(self, frame: int) -> Routes:
+        return Routes.of(frame, self.cfg.top_k, self.cfg.format.row_scale_bytes)
+
+    def _view(self, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[begin : begin + nbytes].view(dtype)
+
+    def _group(self, channel: int) -> MailGroup:
+        at, parts = self.map, self.parts
+        return MailGroup(
+            status=parts.status,
+            abort=parts.abort,
+            timeout_ns=int(self.cfg.timeout_s * 1e9),
+            node=self.node,
+            nodes=self.cfg.nodes,
+            channel=channel,
+            rounds=self.base + at.rounds.at(channel),
+            arrived=self.base + at.arrived.at(channel),
+            free=self.base + at.free.at(channel),
+        )
+
+    def _launch(self, kernel: str, arguments: Fields, ctas: int) -> None:
+        grid = max(1, min(ctas, self.parts.max_ctas))
+        stream = current_stream(self.memory.device.index) if self.memory.is_cuda else 0
+        self.parts.kernels[kernel].launch(grid, numbers(arguments), stream)
+
+
+def words_of(pieces: Sequence[Put]) -> int:
+    """The words of some pieces, a bit each."""
+    return sum(1 << one.piece for one in pieces)
+
+
+def mail_of(cfg: EPConfig) -> Mail:
+    """The map of each rank's mail."""
+    return Mail(nodes=cfg.nodes, max_tokens=cfg.max_tokens_per_rank, top_k=cfg.top_k, fmt=cfg.format, hidden=cfg.hidden)

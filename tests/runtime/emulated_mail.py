@@ -1,0 +1,215 @@
+"""The kernels between nodes without a GPU: Python that does what they do, on the addresses that they are given.
+
+A launch runs at once, in the thread that launches, and waits as a kernel would. So each rank needs a thread of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+import torch
+
+from cute_ep.layouts.maps.arena import LL_BYTES
+from cute_ep.layouts.maps.mail import HEADER_BYTES, MailHeader, Piece, RoundWord
+from cute_ep.layouts.maps.parameters import parameters_of
+from cute_ep.layouts.maps.routing import INPUT_ERRORS, OutputType, Phase, StatusWord, pack_phase
+
+TYPES = {OutputType.BF16: torch.bfloat16, OutputType.FP16: torch.float16, OutputType.F32: torch.float32}
+
+
+def at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """The memory at an address as a row-major tensor."""
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    return (
+        torch.frombuffer((ctypes.c_uint8 * max(count, 1)).from_address(address), dtype=torch.uint8)[:count]
+        .view(dtype)
+        .view(shape)
+    )
+
+
+def word(address: int) -> torch.Tensor:
+    return at(address, torch.int64, 1)
+
+
+class Emulated:
+    """A kernel by name, as `driver.Kernel` is launched."""
+
+    def __init__(self, name: str) -> None:
+        self.names = [parameter for parameter, _ in parameters_of(name)]
+        self.run = getattr(self, name)
+
+    def launch(self, grid: int, given: Sequence[int], stream: int) -> None:
+        self.given = dict(zip(self.names, given, strict=True))
+        self.run(**{name: value for name, value in self.given.items() if not name.startswith(("group.", "ids."))})
+
+    def group(self, name: str) -> int:
+        return self.given[f"group.{name}"]
+
+    @property
+    def others(self) -> list[int]:
+        return [node for node in range(self.group("nodes")) if node != self.group("node")]
+
+    @property
+    def healthy(self) -> bool:
+        return not int(word(self.group("abort")))
+
+    def rounds(self, which: RoundWord) -> torch.Tensor:
+        return word(self.group("rounds") + LL_BYTES * which)
+
+    def report(self, record: int, phase: Phase, index: int, expected: int, seen: int) -> None:
+        words = at(self.group("status") + record * 4 * len(StatusWord), torch.int32, len(StatusWord))
+        if phase in INPUT_ERRORS or not int(words[StatusWord.PHASE]):
+            words.copy_(torch.tensor([pack_phase(phase, 0), index, expected, seen]))
+        if phase not in INPUT_ERRORS:
+            word(self.group("abort")).fill_(1)
+
+    def wait(self, address: int, epoch: int, node: int, phase: Phase, index: int) -> None:
+        until = time.monotonic() + self.group("timeout_ns") / 1e9
+        while self.healthy and int(word(address)) < epoch:
+            if time.monotonic() > until:
+                self.report(node, phase, index, epoch, int(word(address)))
+            time.sleep(1e-4)
+
+    def wait_free(self, epoch: int, phase: Phase) -> None:
+        for node in self.others:
+            self.wait(self.group("free") + 8 * node, epoch - 1, node, phase, self.group("channel"))
+
+    def finish(self, epoch: int, headers: Sequence[int], tokens: int, frame: int) -> None:
+        for address in headers:
+            header = at(address, torch.int32, len(MailHeader))
+            header[MailHeader.TOKENS], header[MailHeader.FRAME], header[MailHeader.ROUND] = tokens, frame, epoch
+        self.rounds(RoundWord.SENT).fill_(epoch)
+
+    # ---- the kernels
+
+    def pack_frame(
+        self,
+        x: int,
+        x_vectors: int,
+        scales: int,
+        scales_pitch: int,
+        row_scales: int,
+        weights: int,
+        payload: int,
+        scales_out: int,
+        routes: int,
+        weights_at: int,
+        row_scales_at: int,
+        tokens: int,
+        frame: int,
+        top_k: int,
+        experts: int,
+        vectors: int,
+        scale_bytes: int,
+    ) -> None:
+        epoch = int(self.rounds(RoundWord.SENT)) + 1
+        self.wait_free(epoch, Phase.FRAME_READ)
+        if not self.healthy:
+            return
+        if tokens:
+            rows = [at(x + token * x_vectors * 16, torch.uint8, vectors * 16) for token in range(tokens)]
+            at(payload, torch.uint8, tokens, vectors * 16).copy_(torch.stack(rows))
+            if scale_bytes:
+                rows = [at(scales + token * scales_pitch, torch.uint8, scale_bytes) for token in range(tokens)]
+                at(scales_out, torch.uint8, tokens, scale_bytes).copy_(torch.stack(rows))
+            if row_scales:
+                at(routes + row_scales_at, torch.int16, tokens).copy_(at(row_scales, torch.int16, tokens))
+        ids, out = (
+            at(routes + HEADER_BYTES, torch.int32, frame, top_k),
+            at(routes + weights_at, torch.float32, frame, top_k),
+        )
+        ids.fill_(-1)
+        out.fill_(1)
+        if tokens:
+            given = at(self.given["ids.data"], torch.int64 if self.given["ids.wide"] else torch.int32, tokens, top_k)
+            wrong = (given < -1) | (given >= experts)
+            for index in wrong.flatten().nonzero().flatten().tolist():
+                record = self.group("nodes") + INPUT_ERRORS.index(Phase.EXPERT_ID)
+                self.report(record, Phase.EXPERT_ID, index, experts, int(given.flatten()[index]))
+            ids[:tokens] = torch.where(wrong, -1, given).int()
+            if weights:
+                out[:tokens] = at(weights, torch.float32, tokens, top_k)
+        self.finish(epoch, [routes], tokens, frame)
+
+    def pack_sums(self, sums: int, out: int, pitch: int, tokens: int, frame: int, vectors: int) -> None:
+        epoch = int(self.rounds(RoundWord.SENT)) + 1
+        self.wait_free(epoch, Phase.SUMS_READ)
+        if not self.healthy:
+            return
+        rows = at(sums, torch.int16, self.group("nodes"), frame, vectors * 8)
+        for node in self.others:
+            at(out + node * pitch + HEADER_BYTES, torch.int16, frame, vectors * 8).copy_(rows[node])
+        self.finish(epoch, [out + node * pitch for node in self.others], tokens, frame)
+
+    def await_frames(self, pieces: int, headers: int, pitch: int, frame: int) -> None:
+        self._await(Phase.FRAME, pieces, headers, pitch, frame)
+
+    def await_sums(self, pieces: int, headers: int, pitch: int, frame: int) -> None:
+        self._await(Phase.SUMS, pieces, headers, pitch, frame)
+
+    def _await(self, phase: Phase, pieces: int, headers: int, pitch: int, frame: int) -> None:
+        epoch = int(self.rounds(RoundWord.RECEIVED)) + 1
+        for node in self.others:
+            for piece in Piece:
+                if pieces >> piece & 1:
+                    self.wait(self.group("arrived") + 8 * (node * len(Piece) + piece), epoch, node, phase, piece)
+        if not self.healthy:
+            return
+        for node in self.others:
+            header = at(headers + node * pitch, torch.int32, len(MailHeader)).tolist()
+            if header[MailHeader.ROUND] != epoch:
+                self.report(node, phase, len(Piece), epoch, header[MailHeader.ROUND])
+            elif header[MailHeader.FRAME] != frame:
+                self.report(node, Phase.FRAME_SIZE, epoch, frame, header[MailHeader.FRAME])
+        if self.healthy:
+            self.rounds(RoundWord.RECEIVED).fill_(epoch)
+
+    def unpack_frames(
+        self,
+        routes: int,
+        pitch: int,
+        weights_at: int,
+        row_scales_at: int,
+        ids: int,
+        weights: int,
+        row_scales: int,
+        frame: int,
+        top_k: int,
+        first_expert: int,
+        experts: int,
+    ) -> None:
+        for node in range(self.group("nodes")):
+            mail = routes + node * pitch
+            local = at(mail + HEADER_BYTES, torch.int32, frame, top_k) - first_expert
+            inside = (local >= 0) & (local < experts)
+            at(ids, torch.int32, self.group("nodes"), frame, top_k)[node] = torch.where(inside, local, -1)
+            given = at(mail + weights_at, torch.float32, frame, top_k)
+            at(weights, torch.float32, self.group("nodes"), frame, top_k)[node] = given
+            if row_scales:
+                given = at(mail + row_scales_at, torch.int16, frame)
+                at(row_scales, torch.int16, self.group("nodes"), frame)[node] = given
+
+    def sum_nodes(
+        self, own: int, landed: int, pitch: int, out: int, out_type: int, tokens: int, vectors: int, slices_log2: int
+    ) -> None:
+        if not tokens:
+            return
+        total = torch.zeros(tokens, vectors * 8)
+        for node in range(self.group("nodes")):
+            rows = own if node == self.group("node") else landed + node * pitch
+            total = total + at(rows, torch.bfloat16, tokens, vectors * 8).float()
+        dtype = TYPES[OutputType(out_type)]
+        at(out, dtype, tokens, vectors * 8).copy_(total.to(dtype))
+
+    def signal_mail(self, mails: int, word: int, words: int, healthy: int) -> None:
+        if healthy and not self.healthy:
+            return
+        for node in self.others:
+            there = int(at(mails, torch.int64, self.group("nodes"))[node]) + word
+            for number in range(4):
+                if words >> number & 1:
+                    at(there + 8 * number, torch.int64, 1).add_(1)

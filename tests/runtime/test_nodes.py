@@ -1,0 +1,262 @@
+"""The communicator over nodes, its mail and its rail of copies, with emulated kernels and nodes on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from cute_ep import reference
+from cute_ep.api.config import EPConfig
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
+from cute_ep.layouts.maps.mail import Channel
+from cute_ep.layouts.maps.variants import MAIL_KERNELS
+from cute_ep.runtime import driver_calls, status
+from cute_ep.runtime.mail import MailParts, RankMail, mail_of
+from cute_ep.runtime.nodes import NodesCommunicator, node_config
+from cute_ep.runtime.rails.peers import PeerCopies
+from cute_ep.runtime.status import Status
+from cute_ep.testing.compare import assert_bits
+from cute_ep.testing.verify import check_dispatched, poisoned_buffers
+from cute_ep.testing.workloads import make_inputs
+from tests.fake_gpu import PlainHostMemory
+from tests.reference.ranks import at_once, check_filled, poisoned, processes, rows_for
+
+from .emulated_mail import Emulated
+
+SHAPES = [(2, 1), (2, 2), (3, 1)]
+TOKENS = 5
+
+
+def config(nodes: int, ranks: int, **changes: object) -> EPConfig:
+    given = {"hidden": 128, "num_experts": 3 * nodes * ranks, "top_k": 3, "max_tokens_per_rank": TOKENS + 2}
+    return EPConfig(**(given | changes), world_size=nodes * ranks, ranks_per_node=ranks)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "HostMemory", PlainHostMemory)
+    monkeypatch.setattr(driver_calls, "copy", lambda to, source, nbytes, stream: ctypes.memmove(to, source, nbytes))
+
+
+@contextmanager
+def connected(cfg: EPConfig) -> Iterator[list[NodesCommunicator]]:
+    """All ranks of `cfg`: each node's communicators would be those of processes, so their calls wait."""
+    with ExitStack() as undo:
+        nodes = [undo.enter_context(processes(node_config(cfg))) for _ in range(cfg.nodes)]
+        rails: list[list[RankMail]] = [[] for _ in range(cfg.peers)]
+        made, held = [], []
+        for rank in range(cfg.world_size):
+            peer, _ = cfg.place(rank)
+            records = Status(rank, tuple(range(peer, cfg.world_size, cfg.peers)))
+            abort = torch.zeros(1, dtype=torch.int64)
+            parts = MailParts(
+                cfg=cfg,
+                rank=rank,
+                memory=torch.zeros(mail_of(cfg).nbytes, dtype=torch.uint8),
+                kernels={name: Emulated(name) for name in MAIL_KERNELS},
+                status=records.address,
+                abort=abort.data_ptr(),
+                max_ctas=4,
+            )
+            mail = RankMail(parts, PeerCopies(rails[peer]))
+            rails[peer].append(mail)
+            held.append(abort)
+            node = nodes[cfg.node(rank)][peer]
+            made.append(NodesCommunicator(cfg, rank, node, mail, records, group=rails, release=lambda _: None))
+        for rail in rails:
+            for mail in rail:
+                mail.introduce([one.base for one in rail])
+        yield made
+
+
+def on_all(made: list[NodesCommunicator], call) -> list:
+    done = at_once(range(len(made)), call)
+    for one in done:
+        if isinstance(one, EPError):
+            raise one
+    return done
+
+
+def batch_of(cfg: EPConfig, seed: int, frame: int | None) -> tuple[list, list]:
+    tokens = [(3 * rank + seed) % (TOKENS + 1) for rank in range(cfg.world_size)]
+    given = make_inputs(cfg, tokens, ("uniform", "repeated", "masked", "one_expert")[seed % 4], seed)
+    columns = [[getattr(one, name) for one in given] for name in ("x", "topk_ids", "router_weights")]
+    return given, reference.dispatch(cfg, columns[0], columns[1], None, columns[2], frame=frame)
+
+
+def fused_round(cfg: EPConfig, made: list[NodesCommunicator], number: int) -> None:
+    """A dispatch and a combine, by turns planned or not, with frames of several lengths, in poisoned memory."""
+    frame = (None, TOKENS, TOKENS + 1)[number % 3]
+    given, want = batch_of(cfg, number, frame)
+    rows = rows_for(want, cfg, number)
+    sums = reference.combine(cfg, rows, want)
+
+    def work(rank: int) -> torch.Tensor:
+        out = poisoned_buffers(made[rank], int(want[rank].num_rows))  # type: ignore[arg-type]
+        arguments = vars(given[rank]) | {"frame": frame, "out": out}
+        ep = made[rank]
+        batch = ep.plan_dispatch(**arguments).launch() if number % 2 else ep.dispatch(**arguments)
+        check_dispatched(batch, want[rank], cfg, rank)
+        if number % 2:
+            return ep.plan_combine(rows[rank], batch).launch()
+        return ep.combine(rows[rank], batch, out=torch.empty_like(sums[rank]))
+
+    for rank, one in enumerate(on_all(made, work)):
+        assert_bits(one, sums[rank], f"round {number}, sums of rank {rank}")
+
+
+CHANGES = {
+    "bf16": {},
+    "fp8": {"dispatch_format": "fp8"},
+    "padded": {"dispatch_format": "nvfp4_row", "row_alignment": 64},
+    "blocks": {"dispatch_format": "mxfp6_e2m3", "block_rows": 128},
+    "rank_major": {"row_order": "rank_major"},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_rounds_are_those_of_the_reference(nodes: int, ranks: int, changes: str) -> None:
+    cfg = config(nodes, ranks, **CHANGES[changes])
+    with connected(cfg) as made:
+        for number in range(6):
+            fused_round(cfg, made, number)
+        on_all(made, lambda rank: made[rank].synchronize())
+
+
+def two_halves(cfg: EPConfig, made: list[NodesCommunicator], turn: int) -> None:
+    """Two dispatches and then two combines outstanding, and a third one once the first has been received."""
+    rounds = [batch_of(cfg, 2 * turn + number, TOKENS + number) for number in range(2)]
+    rows = [rows_for(want, cfg, turn) for _, want in rounds]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        ep = made[rank]
+        sent = [
+            ep.dispatch_async(**vars(given[rank]), frame=TOKENS + number) for number, (given, _) in enumerate(rounds)
+        ]
+        batches = [ep.dispatch_wait(pending, poisoned(ep)) for pending in sent]
+        for number, batch in enumerate(batches):
+            check_filled(cfg, batch, rounds[number][1][rank], f"round {number}, rank {rank}")
+        back = [ep.combine_async(rows[number][rank], batch) for number, batch in enumerate(batches)]
+        first = ep.combine_wait(back[0], dtype=torch.float32)
+        back.append(ep.combine_async(rows[0][rank], batches[0]))
+        return [first, ep.combine_wait(back[1]), ep.combine_wait()]
+
+    done = on_all(made, work)
+    types = (torch.float32, torch.bfloat16, torch.bfloat16)
+    for which, (number, dtype) in enumerate(zip((0, 1, 0), types, strict=True)):
+        sums = reference.combine(cfg, rows[number], rounds[number][1], dtype=dtype)
+        for rank, one in enumerate(done):
+            assert_bits(one[which], sums[rank], f"turn {turn}, {which}, rank {rank}")
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), SHAPES)
+def test_halves_of_two_rounds_may_be_outstanding(nodes: int, ranks: int) -> None:
+    cfg = config(nodes, ranks, dispatch_format="mxfp8")
+    with connected(cfg) as made:
+        for turn in range(3):
+            two_halves(cfg, made, turn)
+
+
+def test_the_first_frame_waits_for_who_has_not_read_the_one_before() -> None:
+    """A rank that is a round ahead does not write its frame while another one reads."""
+    cfg = config(2, 1)
+    with connected(cfg) as made:
+        given, _ = batch_of(cfg, 1, None)
+        first = at_once(range(2), lambda rank: made[rank].dispatch_async(**vars(given[rank])))
+        assert not any(isinstance(one, Exception) for one in first)
+        mail = made[0].mail
+        free = mail.memory[mail.map.free.at(Channel.FRAMES) :][:16].view(torch.int64)
+        assert free.tolist() == [0, 1]
+        free[1] = 0
+        late = threading.Timer(0.2, lambda: free.__setitem__(1, 1))
+        late.start()
+        done = at_once(range(2), lambda rank: made[rank].dispatch_async(**vars(given[rank])))
+        late.join()
+        assert not any(isinstance(one, Exception) for one in done), done
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["own node first", "other node first"])
+def test_who_does_not_come_is_named(late: int) -> None:
+    cfg = config(2, 1, timeout_s=0.2)
+    with connected(cfg) as made:
+        given, _ = batch_of(cfg, 2, None)
+        ep = made[1 - late]
+        ep.dispatch_async(**vars(given[1 - late]))
+        said = rf"FRAME of rank {late}: its frame of dispatch round 1 has not come"
+        with pytest.raises(EPTimeout, match=said):
+            ep.synchronize()
+        assert ep.failed
+        with pytest.raises(EPTimeout, match=said):
+            ep.dispatch(**vars(given[1 - late]))
+
+
+def test_old_mail_of_a_rank_that_has_given_up_is_no_new_mail() -> None:
+    """Its engine goes on: the frame comes again, with the header of its round."""
+    cfg = config(2, 1, timeout_s=0.5)
+    with connected(cfg) as made:
+        given, _ = batch_of(cfg, 3, None)
+        at_once(range(2), lambda rank: made[rank].dispatch(**vars(given[rank])))
+        torch.frombuffer((ctypes.c_int64 * 1).from_address(made[0].mail.parts.abort), dtype=torch.int64).fill_(1)
+
+        def again(rank: int) -> None:
+            mail, one = made[rank].mail, given[rank]
+            mail.send_frame(reference.quantize(one.x, "bf16"), one.topk_ids, one.router_weights, TOKENS + 2)
+
+        at_once(range(2), again)
+        with pytest.raises(
+            EPTimeout, match=r"FRAME of rank 0: its frame of dispatch round 2 has not come \(piece 3: 1\)"
+        ):
+            made[1].synchronize()
+
+
+def test_frames_that_differ_are_told() -> None:
+    cfg = config(2, 1, timeout_s=5)
+    with connected(cfg) as made:
+        given, _ = batch_of(cfg, 3, None)
+
+        def send(rank: int) -> None:
+            mail, one = made[rank].mail, given[rank]
+            mail.send_frame(reference.quantize(one.x, "bf16"), one.topk_ids, one.router_weights, TOKENS + rank)
+
+        at_once(range(2), send)
+        for rank in range(2):
+            with pytest.raises(EPTimeout, match=f"has {TOKENS + 1 - rank} rows, and here {TOKENS + rank}"):
+                made[rank].synchronize()
+
+
+def test_an_id_out_of_range_is_told_by_its_own_rank_alone() -> None:
+    cfg = config(2, 1)
+    with connected(cfg) as made:
+        x = torch.ones(2, cfg.hidden).bfloat16()
+        ids = [torch.zeros(2, cfg.top_k, dtype=torch.int32) for _ in range(2)]
+        ids[1][1, 2] = cfg.num_experts
+        on_all(made, lambda rank: made[rank].dispatch(x, ids[rank]))
+        made[0].synchronize()
+        with pytest.raises(EPInputError, match=r"rank 1: topk_ids.flatten\(\)\[5\] = 6: must be -1 or in \[0, 6\)"):
+            made[1].synchronize()
+
+
+def test_what_nodes_do_not_bring_is_refused_before_anything_is_sent() -> None:
+    cfg = config(2, 1)
+    with connected(cfg) as made:
+        given, _ = batch_of(cfg, 1, None)
+        batches = on_all(made, lambda rank: made[rank].dispatch(**vars(given[rank])))
+        rows = torch.zeros(batches[0].tokens.shape[0], cfg.hidden).bfloat16()
+        for mode in ("exact", "unweighted"):
+            with pytest.raises(EPInputError, match=f"^mode = '{mode}': must be 'partial' over 2 nodes$"):
+                made[0].combine(rows, batches[0], mode=mode)
+            with pytest.raises(EPInputError, match=f"^mode = '{mode}': must be 'partial' over 2 nodes$"):
+                made[0].combine_async(rows, batches[0], mode)
+        with pytest.raises(EPInputError, match=r"^frame = 1: "):
+            made[0].dispatch(torch.ones(2, cfg.hidden).bfloat16(), torch.zeros(2, 3, dtype=torch.int32), frame=1)
+        with pytest.raises(EPInputError, match=r"^topk_ids = tensor: must be None over nodes"):
+            batches[0].derived(topk_ids=batches[0].topk_ids)
+        plain = on_all(made, lambda rank: made[rank].dispatch(given[rank].x, given[rank].topk_ids))
+        with pytest.raises(EPInputError, match="give router_weights to dispatch, ones"):
+            made[0].combine(rows, plain[0])
