@@ -108,7 +108,9 @@ class Communicator(EPCommunicator):
         self._pdl = False  # whether the last launch lets the next one start early
         self._streams: set[int] = set()  # raw handles of the streams that were given work since `synchronize`
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        self._status = Status(rank, (rank,) if cfg.skip_a2a else tuple(range(cfg.peers)))
+        named = parts.first_rank
+        peers_named = (rank,) if cfg.skip_a2a else tuple(range(named, named + cfg.peers))
+        self._status = Status(named + rank, peers_named)
         layout = cfg.arena
         arena.store(int(layout.peers.offset), peers)
         group_arguments, wire = group_record(cfg, rank, arena.address, self._status.address), wire_record(cfg)

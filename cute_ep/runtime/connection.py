@@ -28,8 +28,10 @@ from cute_ep.reference.processes import connect_processes
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import close_handle, enable_all_peers, has_clusters, open_handle, resident_ctas
 from cute_ep.runtime.gpus import FEW_FREE_SMS, check_gpu, sm_budget
+from cute_ep.runtime.join_nodes import join_nodes
 from cute_ep.runtime.local_kernels import load_local_kernels
 from cute_ep.runtime.meeting import Meeting
+from cute_ep.runtime.nodes import node_config
 from cute_ep.runtime.parts import RankParts, load_kernels, make_arena, unload_kernels
 from cute_ep.runtime.places import Place, check_initialised, check_member, check_one_node, check_places
 from cute_ep.tuning.file import find_tuning
@@ -79,7 +81,7 @@ def connect_local(
     if all(device.type == "cpu" for device in chosen):
         options.check_reference()
         return list(connect_reference(cfg))
-    found = Library(library)
+    Library(library)
     if any(device.type != "cuda" for device in chosen):
         raise EPConfigError(f"devices = {[str(device) for device in chosen]}: must be all CUDA or all cpu")
     check_one_node(cfg)
@@ -87,16 +89,22 @@ def connect_local(
     chosen = [torch.device("cuda", here if device.index is None else device.index) for device in chosen]
     for device in chosen:
         check_gpu("devices", device.index)
-    sharing = Counter(chosen)
-    ctas = {device: _max_ctas(device, sms, ranks) for device, ranks in sharing.items()}  # before anything is allocated
+    return connect_gpus(cfg, chosen, options)
+
+
+def connect_gpus(cfg: EPConfig, devices: Sequence[torch.device], options: _Options) -> list[EPCommunicator]:
+    """`connect_local` on GPUs, of arguments that were checked; nodes are then parts of this process."""
+    found, node = Library(options.library), node_config(cfg) if cfg.nodes > 1 else cfg
+    sharing = Counter(devices)
+    ctas = {device: _max_ctas(device, options.sms, ranks) for device, ranks in sharing.items()}  # nothing allocated yet
     enable_all_peers(sharing)
-    name = torch.cuda.get_device_name(chosen[0])
-    tunings = {count: tuning or find_tuning(cfg, name, len(sharing), count) for count in set(ctas.values())}
+    name = torch.cuda.get_device_name(devices[0])
+    tunings = {count: options.tuning or find_tuning(node, name, len(sharing), count) for count in set(ctas.values())}
     shares = {device: _Share(ctas[device], tunings[ctas[device]], ranks > 1) for device, ranks in sharing.items()}
-    open_ranks: list[Communicator] = []
+    open_ranks: list[EPCommunicator] = []
     one_at_a_time, joined = Lock(), object()
 
-    def release(communicator: Communicator) -> None:
+    def release(communicator: EPCommunicator) -> None:
         """Free everything once the last rank is closed and all kernels have ended, those that gave up a wait included:
         until then a peer's kernel may write to any arena."""
         with one_at_a_time:
@@ -110,17 +118,21 @@ def connect_local(
     with ExitStack() as undo:
         load_local_kernels([device.index for device in sharing], found)
         parts = []
-        for rank, device in enumerate(chosen):
-            parts.append(_prepare_rank(Origin(cfg, rank, device, hooks), shares[device], found, undo))
+        for rank, device in enumerate(devices):
+            who = Origin(node, cfg.place(rank)[0] if cfg.nodes > 1 else rank, device, options.hooks)
+            parts.append(_prepare_rank(who, shares[device], found, undo, first_rank=rank - who.rank))
         addresses = [one.arena.address for one in parts]
+        made = []
         for rank, own in enumerate(parts):
-            peers = [addresses[rank]] if cfg.skip_a2a else addresses
-            communicator = Communicator(own, peers, group=joined, release=release)
+            first = own.first_rank
+            peers = [addresses[rank]] if cfg.skip_a2a else addresses[first : first + node.peers]
+            freed = release if cfg.nodes == 1 else lambda _: None
+            communicator = Communicator(own, peers, group=joined, release=freed)
             undo.callback(communicator.free)
-            open_ranks.append(communicator)
+            made.append(communicator)
+        open_ranks += made if cfg.nodes == 1 else join_nodes(cfg, made, found, undo, group=joined, release=release)
         everything = undo.pop_all()
-    members = tuple(open_ranks)
-    return list(members)
+    return list(open_ranks)
 
 
 @contextmanager
@@ -300,8 +312,8 @@ class _Share:
     shared_device: bool = False
 
 
-def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack) -> RankParts:
-    """What one rank needs before it knows its peers, to be given back by `undo`."""
+def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack, *, first_rank: int = 0) -> RankParts:
+    """What one rank needs before it knows its peers, to be given back by `undo`. `first_rank`: of its node."""
     cfg, rank, device, hooks = who
     started = time.monotonic()
     kernels = load_kernels(cfg, device, library, hooks)
@@ -312,7 +324,7 @@ def _prepare_rank(who: Origin, share: _Share, library: Library, undo: ExitStack)
     free = resident_ctas(device.index) // CTAS_PER_SM - share.max_ctas
     pairs = 0 < free <= FEW_FREE_SMS and has_clusters(device)
     launches = share.max_ctas, share.tuning, share.shared_device
-    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs)
+    return RankParts(cfg, rank, device, arena, kernels, hooks, *launches, pairs, first_rank)
 
 
 def _max_ctas(device: torch.device, sms: int | None, ranks_on_device: int) -> int:
