@@ -7,7 +7,7 @@ rank's tokens. A combine is the node's partial combine, an exchange of its sums,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -256,10 +256,11 @@ class NodesCommunicator(EPCommunicator):
 
     @contextmanager
     def _work(self, *tensors: torch.Tensor | None) -> Iterator[None]:
-        """The stream of the node's calls, behind what the caller's has been given: where ranks share a GPU the node's
-        own, which then also uses the caller's tensors."""
+        """With the rank's device current, the stream of the node's calls, after what the caller's has been given: where
+        ranks share a GPU the node's own, which then also uses the caller's tensors."""
         if not (self.shares_device and self.stream is not None):
-            yield
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                yield
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
