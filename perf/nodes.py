@@ -102,7 +102,7 @@ def memory_cell(problem: Problem) -> str:
 
 def summary_table(case: Case, nodes: Sequence[int], network: Network) -> str:
     """Microseconds of dispatch in fp8 and of combine, as docs/nodes.md has them."""
-    shown = [(operation, route) for operation in OPERATIONS for route in ("frame", "rail", "rank")]
+    shown = [(operation, route) for operation in OPERATIONS for route in ("frame", "rank")]
     rows = []
     for count in nodes:
         for size in (128, 4096):

@@ -109,7 +109,7 @@ class RankMail:
     def introduce(self, mails: Sequence[int]) -> None:
         """Tell the kernels where the map of each node's rank is, as mapped here."""
         at = self.map.mails
-        self._view(at.at(), 8 * len(mails), torch.int64).copy_(torch.tensor(mails))
+        self._view(at.at(), 8 * len(mails), torch.int64).copy_(torch.tensor(mails, device="cpu"))
 
     # ---- frames
 

@@ -209,7 +209,7 @@ def test_the_command_prints_all_tables(capsys: pytest.CaptureFixture) -> None:
 
 def test_the_page_has_the_numbers_of_the_command() -> None:
     page = PAGE.read_text()
-    assert nodes.summary_table(nodes.Case(), [2, 4, 8, 16, 64], Network()) in page
+    assert nodes.summary_table(nodes.Case(), [2, 4, 8, 64], Network()) in page
     assert "python -m perf.nodes" in page and "2026-11-26" in page
 
 
