@@ -29,6 +29,7 @@ from cute_ep.layouts.maps.variants import (
     DISPATCH_KERNELS,
     GATE_KERNELS,
     HOOKED_KERNELS,
+    MAIL_KERNELS,
     NO_HOOKS,
     QUANTIZE_KERNEL,
     SEND_KERNELS,
@@ -150,8 +151,11 @@ def test_parameters_are_those_of_the_kernel(library: dict[Variant, LibraryEntry]
         assert len(set(names)) == len(names)
         assert {kind for _, kind in entry.params} <= {"i32", "i64"}
         operation = QUANTIZE_KERNEL if variant.kernel in GATE_KERNELS else variant.kernel.split("_")[0]
+        if variant.kernel in MAIL_KERNELS and not variant.kernel.startswith("await"):
+            operation = variant.kernel
         taken.setdefault(operation, set()).add(entry.params)
-    assert set(taken) == {"dispatch", "combine", "quantize", "count", "sum", "copy"}
+    mail = {name for name in MAIL_KERNELS if not name.startswith("await")}
+    assert set(taken) == {"dispatch", "combine", "quantize", "count", "sum", "copy", "await", *mail}
     assert {operation: len(params) for operation, params in taken.items()} == dict.fromkeys(taken, 1)
 
 

@@ -20,6 +20,7 @@ from cute_ep.layouts.maps.variants import (
     DISPATCH_KERNELS,
     GATE_KERNELS,
     LOCAL_KERNELS,
+    MAIL_KERNELS,
     QUANTIZE_KERNEL,
     RANK_MAJOR_SUFFIX,
     SEND_KERNELS,
@@ -349,6 +350,7 @@ def test_ptx_says_what_the_protocol_says(library: dict[Variant, LibraryEntry], a
 def test_kernel_names_are_covered() -> None:
     """And every kernel that has formats is one that encodes."""
     encoding = {*SEND_KERNELS, QUANTIZE_KERNEL, *GATE_KERNELS}
-    assert {v.kernel for v in variants()} == encoding | {*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS}
+    others = {*DISPATCH_KERNELS, *COMBINE_KERNELS, *LOCAL_KERNELS, *MAIL_KERNELS}
+    assert {v.kernel for v in variants()} == encoding | others
     assert {v.kernel for v in variants() if v.format} == encoding
     assert {v.format for v in variants()} == {None, *FORMATS}
