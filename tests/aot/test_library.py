@@ -150,12 +150,10 @@ def test_parameters_are_those_of_the_kernel(library: dict[Variant, LibraryEntry]
         names = [name for name, _ in entry.params]
         assert len(set(names)) == len(names)
         assert {kind for _, kind in entry.params} <= {"i32", "i64"}
-        operation = QUANTIZE_KERNEL if variant.kernel in GATE_KERNELS else variant.kernel.split("_")[0]
-        if variant.kernel in MAIL_KERNELS and not variant.kernel.startswith("await"):
-            operation = variant.kernel
+        operation = variant.kernel if variant.kernel in MAIL_KERNELS else variant.kernel.split("_")[0]
+        operation = QUANTIZE_KERNEL if variant.kernel in GATE_KERNELS else operation
         taken.setdefault(operation, set()).add(entry.params)
-    mail = {name for name in MAIL_KERNELS if not name.startswith("await")}
-    assert set(taken) == {"dispatch", "combine", "quantize", "count", "sum", "copy", "await", *mail}
+    assert set(taken) == {"dispatch", "combine", "quantize", "count", "sum", "copy", *MAIL_KERNELS}
     assert {operation: len(params) for operation, params in taken.items()} == dict.fromkeys(taken, 1)
 
 
