@@ -147,11 +147,10 @@ def test_parameters_are_those_of_the_kernel(library: dict[Variant, LibraryEntry]
     """Names are unique, and all kernels of one operation take the same arguments in every format."""
     taken: dict[str, set] = {}
     for variant, entry in library.items():
-        names = [name for name, _ in entry.params]
-        assert len(set(names)) == len(names)
+        assert len({name for name, _ in entry.params}) == len(entry.params)
         assert {kind for _, kind in entry.params} <= {"i32", "i64"}
-        operation = variant.kernel if variant.kernel in MAIL_KERNELS else variant.kernel.split("_")[0]
-        operation = QUANTIZE_KERNEL if variant.kernel in GATE_KERNELS else operation
+        alone = {name: name for name in MAIL_KERNELS} | dict.fromkeys(GATE_KERNELS, QUANTIZE_KERNEL)
+        operation = alone.get(variant.kernel, variant.kernel.split("_")[0])
         taken.setdefault(operation, set()).add(entry.params)
     assert set(taken) == {"dispatch", "combine", "quantize", "count", "sum", "copy", *MAIL_KERNELS}
     assert {operation: len(params) for operation, params in taken.items()} == dict.fromkeys(taken, 1)
