@@ -32,8 +32,6 @@ HEADER_BYTES = 16
 """Of a frame: its round and its number of tokens, in a vector."""
 ENTRY_BYTES = 4 + 4
 """Of a (token, slot) in a frame: the expert's number, int32, and its weight, float32."""
-FRAME_SLOTS, SUM_SLOTS = 2, 4
-"""A rank keeps two sets of frames of all nodes, and four of sums: three that arrive in turn and one that leaves."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +124,13 @@ class Problem:
         return self.tokens * self.rows(route).nvlink * self.row_bytes("rank", operation)
 
     def memory(self) -> int | None:
-        """Bytes of a rank: `cute_ep.memory_bytes` and what frames need beside; None beyond the package's limits."""
+        """Bytes of a rank, `cute_ep.memory_bytes`; None beyond the package's limits."""
         ranks, experts = self.nodes * self.gpus, self.choice.experts
         shape = self.hidden, experts, self.choice.top_k, self.tokens, ranks, self.format
         try:
-            cfg = EPConfig(*shape, ranks_per_node=self.gpus)
+            return memory_bytes(EPConfig(*shape, ranks_per_node=self.gpus))
         except EPConfigError:
             return None
-        sums = self.tokens * self.hidden * COMBINE_ITEMSIZE
-        return memory_bytes(cfg) + self.nodes * (FRAME_SLOTS * self.frame_bytes + SUM_SLOTS * sums)
 
 
 def transfer_us(nbytes: float, rate: float) -> float:

@@ -13,6 +13,7 @@ from cute_ep.api.errors import EPConfigError
 from cute_ep.api.types import FormatName, RowOrder, ScaleLayout
 from cute_ep.layouts.maps.arena import MAX_SCALED, MAX_STRIDE, Arena, message_of, return_slots
 from cute_ep.layouts.maps.formats import FORMATS, Format
+from cute_ep.layouts.maps.mail import Mail
 from cute_ep.layouts.maps.routing import (
     EXPERT_MAJOR,
     MAX_EXPERTS,
@@ -289,6 +290,17 @@ class EPConfig:
         """Byte map of one rank's symmetric memory."""
         return self._arena_of(self.max_tokens_per_peer)
 
+    @property
+    def mail(self) -> Mail:
+        """Byte map of what one rank exchanges with the ranks of other nodes."""
+        return Mail(
+            nodes=self.nodes,
+            max_tokens=self.max_tokens_per_rank,
+            top_k=self.top_k,
+            fmt=self.format,
+            hidden=self.hidden,
+        )
+
     def _arena_of(self, tokens: int) -> Arena:
         """For so many tokens of a peer."""
         return Arena(
@@ -329,13 +341,14 @@ def check_alike(cfgs: Sequence[EPConfig]) -> None:
 def memory_bytes(cfg: EPConfig) -> int:
     """Bytes of symmetric memory that one rank allocates for `cfg` (device memory, for the communicator's life).
 
-    The regions of `cute_ep.layouts.maps.arena.Arena`, rounded up to whole pages; docs/reference.md has the formula.
+    The regions of `cute_ep.layouts.maps.arena.Arena`, and over nodes those of `cute_ep.layouts.maps.mail.Mail`, each
+    rounded up to whole pages; docs/reference.md has the formula.
 
     Raises:
         EPConfigError: `cfg` is no EPConfig.
     """
     check_config(cfg)
-    return int(cfg.arena.allocation)
+    return int(cfg.arena.allocation) + (cfg.mail.allocation if cfg.nodes > 1 else 0)
 
 
 def tokens_per_rank(batch_tokens: int, world_size: int, *, skip_a2a: bool = False) -> int:

@@ -14,7 +14,7 @@ from cute_ep.layouts.maps.arena import StateWord
 from cute_ep.layouts.maps.variants import MAIL_KERNELS
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture, on_device
-from cute_ep.runtime.mail import MailParts, RankMail, mail_of
+from cute_ep.runtime.mail import MailParts, RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.parts import unload_kernels
 from cute_ep.runtime.rails.peers import PeerCopies
@@ -77,7 +77,7 @@ def _mail_parts(
     with on_device(device):
         kernels = {name: Kernel(entry) for name, entry in entries.items()}
     undo.callback(unload_kernels, kernels, device)
-    layout = mail_of(cfg)
+    layout = cfg.mail
     memory = DeviceMemory(device, layout.allocation)
     undo.callback(memory.free)
     view = torch.as_tensor(_Bytes(memory, layout.nbytes), device=device)

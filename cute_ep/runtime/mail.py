@@ -15,7 +15,7 @@ import torch
 from cute_ep.api.config import EPConfig
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
 from cute_ep.layouts.maps.launch import WARPS
-from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Mail, Piece, Routes, SumsMail
+from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Piece, Routes, SumsMail
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     MailGroup,
@@ -101,7 +101,7 @@ class RankMail:
 
     def __init__(self, parts: MailParts, engine: Engine) -> None:
         self.parts, self.cfg, self.engine = parts, parts.cfg, engine
-        self.map = mail_of(parts.cfg)
+        self.map = parts.cfg.mail
         self.node, self.memory = parts.cfg.node(parts.rank), parts.memory
         self.base = parts.memory.data_ptr()
         self._first_expert = self.node * parts.cfg.peers * parts.cfg.local_experts
@@ -276,8 +276,3 @@ class RankMail:
 def words_of(pieces: Sequence[Put]) -> int:
     """The words of some pieces, a bit each."""
     return sum(1 << one.piece for one in pieces)
-
-
-def mail_of(cfg: EPConfig) -> Mail:
-    """The map of each rank's mail."""
-    return Mail(nodes=cfg.nodes, max_tokens=cfg.max_tokens_per_rank, top_k=cfg.top_k, fmt=cfg.format, hidden=cfg.hidden)

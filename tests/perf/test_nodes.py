@@ -127,10 +127,9 @@ def test_times_are_sums_and_maxima_of_their_stages() -> None:
     assert slow.serial == pytest.approx(5 + row * 3.5 / 1e3)
 
 
-def test_memory_is_that_of_the_package_and_of_frames() -> None:
+def test_memory_is_that_of_the_package() -> None:
     problem = Problem(2, 8, 4096, "fp8", Choice(256))
-    package = memory_bytes(EPConfig(7168, 256, 8, 4096, 16, "fp8", ranks_per_node=8))
-    assert problem.memory() == package + 2 * 2 * problem.frame_bytes + 4 * 2 * 4096 * 14336
+    assert problem.memory() == memory_bytes(EPConfig(7168, 256, 8, 4096, 16, "fp8", ranks_per_node=8))
     assert Problem(8, 8, 4096, "fp8", Choice(256)).memory() is not None
     assert Problem(16, 8, 4096, "fp8", Choice(256)).memory() is None, "nodes * tokens beyond 32768"
 

@@ -16,7 +16,7 @@ from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.layouts.maps.mail import Channel
 from cute_ep.layouts.maps.variants import MAIL_KERNELS
 from cute_ep.runtime import driver_calls, status
-from cute_ep.runtime.mail import MailParts, RankMail, mail_of
+from cute_ep.runtime.mail import MailParts, RankMail
 from cute_ep.runtime.nodes import NodesCommunicator, node_config
 from cute_ep.runtime.rails.peers import PeerCopies
 from cute_ep.runtime.status import Status
@@ -57,7 +57,7 @@ def connected(cfg: EPConfig) -> Iterator[list[NodesCommunicator]]:
             parts = MailParts(
                 cfg=cfg,
                 rank=rank,
-                memory=torch.zeros(mail_of(cfg).nbytes, dtype=torch.uint8),
+                memory=torch.zeros(cfg.mail.nbytes, dtype=torch.uint8),
                 kernels={name: Emulated(name) for name in MAIL_KERNELS},
                 status=records.address,
                 abort=abort.data_ptr(),
