@@ -23,6 +23,7 @@ from cute_ep.kernels.hooks import HookFunctions
 from cute_ep.kernels.mail.await_mail import AwaitMail
 from cute_ep.kernels.mail.pack_frame import PackFrame
 from cute_ep.kernels.mail.pack_sums import PackSums
+from cute_ep.kernels.mail.put_mail import PutMail
 from cute_ep.kernels.mail.signal_mail import SignalMail
 from cute_ep.kernels.mail.sum_nodes import SumNodes
 from cute_ep.kernels.mail.unpack_frames import UnpackFrames
@@ -76,7 +77,7 @@ def resolve(name: str | None) -> Callable | None:
         raise ValueError(f"hook = {name!r}: must be module:function ({error})") from None
 
 
-MailKernel: TypeAlias = PackFrame | AwaitMail | UnpackFrames | PackSums | SumNodes | SignalMail
+MailKernel: TypeAlias = PackFrame | AwaitMail | UnpackFrames | PackSums | SumNodes | PutMail | SignalMail
 KernelObject: TypeAlias = Dispatch | Combine | Rows | Copy | CountRoutes | SumRows | MailKernel
 
 OTHERS: dict[str, Callable[[], KernelObject]] = {
@@ -89,6 +90,7 @@ OTHERS: dict[str, Callable[[], KernelObject]] = {
     "pack_sums": PackSums,
     "await_sums": partial(AwaitMail, Phase.SUMS),
     "sum_nodes": SumNodes,
+    "put_mail": PutMail,
     "signal_mail": SignalMail,
 }
 """Kernels of which there is one variant a target."""

@@ -22,6 +22,7 @@ from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.validate import check_devices
 from cute_ep.layouts.maps.launch import CTAS_PER_SM, FREE_SMS
+from cute_ep.layouts.maps.mail import MAX_NODES
 from cute_ep.layouts.maps.variants import NO_HOOKS, Hooks
 from cute_ep.reference.backend import connect_reference
 from cute_ep.reference.processes import connect_processes
@@ -94,6 +95,10 @@ def connect_local(
 
 def connect_gpus(cfg: EPConfig, devices: Sequence[torch.device], options: _Options) -> list[EPCommunicator]:
     """`connect_local` on GPUs, of arguments that were checked; nodes are then parts of this process."""
+    if cfg.nodes > 1 and options.hooks != NO_HOOKS:
+        raise EPConfigError(f"hooks = {options.hooks}: must be Hooks() over {cfg.nodes} nodes")
+    if cfg.nodes > MAX_NODES:
+        raise EPConfigError(f"ranks_per_node = {cfg.ranks_per_node}: must leave at most {MAX_NODES} nodes on GPUs")
     found, node = Library(options.library), node_config(cfg) if cfg.nodes > 1 else cfg
     sharing = Counter(devices)
     ctas = {device: _max_ctas(device, options.sms, ranks) for device, ranks in sharing.items()}  # nothing allocated yet

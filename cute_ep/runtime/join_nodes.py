@@ -11,13 +11,14 @@ from cute_ep.aot.library import Library
 from cute_ep.api.config import EPConfig
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.layouts.maps.arena import StateWord
-from cute_ep.layouts.maps.variants import MAIL_KERNELS
+from cute_ep.layouts.maps.variants import MAIL_KERNELS, QUANTIZE_KERNEL
 from cute_ep.runtime.communicator import Communicator
 from cute_ep.runtime.driver import DeviceMemory, Kernel, architecture, on_device
+from cute_ep.runtime.local_kernels import local_kernel
 from cute_ep.runtime.mail import MailParts, RankMail
 from cute_ep.runtime.nodes import NodesCommunicator
 from cute_ep.runtime.parts import unload_kernels
-from cute_ep.runtime.rails.peers import PeerCopies
+from cute_ep.runtime.rails.peers import PeerStores
 from cute_ep.runtime.status import Status
 
 
@@ -56,7 +57,7 @@ def join_nodes(
         peer, _ = cfg.place(rank)
         rail = tuple(range(peer, cfg.world_size, cfg.peers))
         parts, status = _mail_parts(cfg, rank, node, Status(rank, rail), library, undo)
-        mail = RankMail(parts, PeerCopies(rails[peer]))
+        mail = RankMail(parts, PeerStores())
         rails[peer].append(mail)
         made.append(NodesCommunicator(cfg, rank, node, mail, status, group=group, release=release))
     for rail_mails in rails:
@@ -74,9 +75,12 @@ def _mail_parts(
     undo.callback(status.free)
     device, arch = node.device, architecture(node.device)
     entries = {name: library.find(name, arch, None) for name in MAIL_KERNELS}
-    with on_device(device):
-        kernels = {name: Kernel(entry) for name, entry in entries.items()}
+    kernels: dict[str, Kernel] = {}
     undo.callback(unload_kernels, kernels, device)
+    with on_device(device):
+        kernels |= {name: Kernel(entry) for name, entry in entries.items()}
+    if cfg.format.scale:  # a load in the first call could wait for a kernel that waits for a rank
+        local_kernel(device.index, QUANTIZE_KERNEL, cfg.dispatch_format, None)
     layout = cfg.mail
     memory = DeviceMemory(device, layout.allocation)
     undo.callback(memory.free)

@@ -14,13 +14,15 @@ import torch
 
 from cute_ep.api.config import EPConfig
 from cute_ep.api.row_tensors import QuantizedRows, payload_columns, payload_dtype, scale_dtype
-from cute_ep.layouts.maps.launch import WARPS
-from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Piece, Routes, SumsMail
+from cute_ep.layouts.maps.launch import PIECE_BYTES, WARPS
+from cute_ep.layouts.maps.mail import HEADER_BYTES, Channel, Piece, RoundWord, Routes, SumsMail
 from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     MailGroup,
     PackFrameArgs,
     PackSumsArgs,
+    PutArgs,
+    PutMailArgs,
     SignalMailArgs,
     SumNodesArgs,
     UnpackFramesArgs,
@@ -38,7 +40,7 @@ ENTRIES_OF_CTA = 2048
 
 @dataclass(frozen=True)
 class Frame:
-    """The frames of all nodes as one dispatch's tokens: views of the mail, and copies of the routes.
+    """Frames of all nodes as one dispatch's tokens: views of the mail, and copies of the routes.
 
     Attributes:
         rows: [nodes * F] rows in the dispatch format.
@@ -55,9 +57,10 @@ class Put(NamedTuple):
     """A piece on its way, by offsets in maps.
 
     Attributes:
-        source: of what goes to node 0's rank.
+        source: of what goes to node 0's rank in rounds of parity 0.
         step: from there to what goes to the next node's; 0 where all get the same.
         to: where it goes in the map of each.
+        source_turn, to_turn: to those of rounds of parity 1.
     """
 
     piece: Piece
@@ -65,14 +68,16 @@ class Put(NamedTuple):
     step: int
     to: int
     nbytes: int
+    source_turn: int = 0
+    to_turn: int = 0
 
 
 class Engine(Protocol):
     """What brings pieces of mail to the other ranks of a rail, in stream order."""
 
-    def put(self, mail: RankMail, channel: int, pieces: Sequence[Put]) -> None:
-        """Bring each piece of this rank's mail to every other node's rank, and then add 1 to the piece's word of
-        `arrived` there. What comes behind on the stream may write to the sources."""
+    def put(self, mail: RankMail, channel: Channel, pieces: Sequence[Put]) -> None:
+        """Bring each piece of this rank's mail, of the round that was packed last, to every other node's rank, and then
+        the round to the piece's word of `arrived` there. What comes behind on the stream may write to the sources."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,22 @@ class RankMail:
         self._view(at.at(), 8 * len(mails), torch.int64).copy_(torch.tensor(mails, device="cpu"))
 
     # ---- frames
+
+    def empty_frame(self, frame: int) -> Frame:
+        """Memory for what `exchange` brings: views of the mail, and new tensors for copies of the routes."""
+        cfg, at, count = self.cfg, self.map, self.cfg.nodes * frame
+        fmt, device = cfg.format, self.memory.device
+        payload = self._view(at.payload.at(), count * at.payload_bytes, payload_dtype(fmt))
+        scales = row_scales = None
+        if at.scale_bytes:
+            scales = self._view(at.scales.at(), count * at.scale_bytes, scale_dtype(fmt)).view(count, -1)
+        if fmt.row_scale:
+            row_scales = torch.empty(count, dtype=torch.bfloat16, device=device)
+        return Frame(
+            QuantizedRows(payload.view(count, payload_columns(fmt, cfg.hidden)), scales, row_scales),
+            torch.empty(count, cfg.top_k, dtype=torch.int32, device=device),
+            torch.empty(count, cfg.top_k, dtype=torch.float32, device=device),
+        )
 
     def send_frame(
         self, rows: QuantizedRows, topk_ids: torch.Tensor, router_weights: torch.Tensor | None, frame: int
@@ -153,15 +174,11 @@ class RankMail:
         self.engine.put(self, Channel.FRAMES, own)
         words = words_of(own)
         headers = self.base + at.routes.at()
-        self._await("await_frames", Channel.FRAMES, words, headers, at.routes.stride[0], frame)
+        self._await("await_frames", Channel.FRAMES, words, headers, at.routes.stride[0], 0, frame)
 
-    def frames(self, frame: int) -> Frame:
-        """The frames that have come, until `free` of their channel."""
-        cfg, at, routes, count = self.cfg, self.map, self._routes(frame), self.cfg.nodes * frame
-        fmt, device = cfg.format, self.memory.device
-        topk_ids = torch.empty(count, cfg.top_k, dtype=torch.int32, device=device)
-        weights = torch.empty(count, cfg.top_k, dtype=torch.float32, device=device)
-        row_scales = torch.empty(count, dtype=torch.bfloat16, device=device) if fmt.row_scale else None
+    def unpack(self, into: Frame, frame: int) -> None:
+        """Fill what `empty_frame` made: the frames that have come, until they are freed."""
+        cfg, at, routes = self.cfg, self.map, self._routes(frame)
         self._launch(
             "unpack_frames",
             UnpackFramesArgs(
@@ -170,9 +187,9 @@ class RankMail:
                 pitch=at.routes.stride[0],
                 weights_at=routes.weights,
                 row_scales_at=routes.row_scales,
-                ids=topk_ids.data_ptr(),
-                weights=weights.data_ptr(),
-                row_scales=address(row_scales),
+                ids=into.topk_ids.data_ptr(),
+                weights=into.router_weights.data_ptr(),
+                row_scales=address(into.rows.row_scales),
                 frame=frame,
                 top_k=cfg.top_k,
                 first_expert=self._first_expert,
@@ -180,49 +197,46 @@ class RankMail:
             ),
             -(-frame * cfg.top_k // ENTRIES_OF_CTA),
         )
-        columns = payload_columns(fmt, cfg.hidden)
-        payload = self._view(at.payload.at(), count * at.payload_bytes, payload_dtype(fmt)).view(count, columns)
-        scales = None
-        if at.scale_bytes:
-            scales = self._view(at.scales.at(), count * at.scale_bytes, scale_dtype(fmt)).view(count, -1)
-        return Frame(QuantizedRows(payload, scales, row_scales), topk_ids, weights)
 
     # ---- sums
 
-    def send_sums(self, slot: int, sums: torch.Tensor, tokens: int, frame: int) -> None:
+    def send_sums(self, sums: torch.Tensor, frame: int) -> None:
         """Pack the own node's [nodes * F, hidden] sums, and put each node's."""
         at, mail = self.map, SumsMail.of(frame, self.cfg.hidden)
-        begin, step = at.sent_sums.at(slot), at.sent_sums.stride[1]
+        begin, turn, step = at.sent_sums.at(), at.sent_sums.stride[0], at.sent_sums.stride[1]
         self._launch(
             "pack_sums",
             PackSumsArgs(
-                group=self._group(Channel.SUMS + slot),
+                group=self._group(Channel.SUMS),
                 sums=sums.data_ptr(),
                 out=self.base + begin,
                 pitch=step,
-                tokens=tokens,
+                turn=turn,
                 frame=frame,
                 vectors=self.cfg.hidden // 8,
             ),
             -(-frame // WARPS),
         )
-        piece = Put(Piece.ROUTES, begin, step, at.sums.at(slot, self.node), mail.nbytes)
-        self.engine.put(self, Channel.SUMS + slot, [piece])
+        to = at.sums.at(0, self.node)
+        piece = Put(Piece.ROUTES, begin, step, to, mail.nbytes, source_turn=turn, to_turn=at.sums.stride[0])
+        self.engine.put(self, Channel.SUMS, [piece])
 
-    def add_sums(self, slot: int, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int) -> None:
-        """Wait for the other nodes' sums, write all nodes' sum into `out` [T, hidden], and free the slot. `own`:
-        [T, hidden] of the own node."""
-        at, channel = self.map, Channel.SUMS + slot
-        headers, tokens = self.base + at.sums.at(slot), out.shape[0]
-        self._await("await_sums", channel, 1 << Piece.ROUTES, headers, at.sums.stride[1], frame)
+    def add_sums(self, own: torch.Tensor, out: torch.Tensor, out_type: OutputType, frame: int) -> None:
+        """Wait for the other nodes' sums of the oldest round that was not received, write all nodes' sum into `out`
+        [T, hidden], and free them. `own`: [T, hidden] of the own node."""
+        at = self.map
+        headers, tokens = self.base + at.sums.at(), out.shape[0]
+        turn, pitch = at.sums.stride[0], at.sums.stride[1]
+        self._await("await_sums", Channel.SUMS, 1 << Piece.ROUTES, headers, pitch, turn, frame)
         slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
         self._launch(
             "sum_nodes",
             SumNodesArgs(
-                group=self._group(channel),
+                group=self._group(Channel.SUMS),
                 own=own.data_ptr(),
                 landed=headers + HEADER_BYTES,
-                pitch=at.sums.stride[1],
+                pitch=pitch,
+                turn=turn,
                 out=out.data_ptr(),
                 out_type=out_type,
                 tokens=tokens,
@@ -231,21 +245,34 @@ class RankMail:
             ),
             -(-(tokens << slices) // WARPS),
         )
-        self.free(channel)
+        self.free(Channel.SUMS)
 
-    def free(self, channel: int) -> None:
+    def free(self, channel: Channel) -> None:
         """Tell the other nodes' ranks that this rank has read what came, once it has."""
-        self.signal(channel, self.map.free.at(channel, self.node), 1, healthy=True)
+        self.signal(channel, self.map.free.at(channel, self.node), 1, RoundWord.RECEIVED)
 
-    def signal(self, channel: int, word: int, words: int, *, healthy: bool) -> None:
-        """Add 1 to words of the other nodes' ranks, the first of which is `word` bytes into their maps."""
-        mails = self.base + self.map.mails.at()
-        self._launch("signal_mail", SignalMailArgs(self._group(channel), mails, word, words, int(healthy)), 1)
+    def signal(self, channel: Channel, word: int, words: int, count: RoundWord) -> None:
+        """Store how many rounds there are in words of the other nodes' ranks, the first of which is `word` bytes into
+        their maps."""
+        mails, rounds = self.base + self.map.mails.at(), self.base + self.map.rounds.at(channel, count)
+        self._launch("signal_mail", SignalMailArgs(self._group(channel), mails, word, words, rounds), 1)
+
+    def put(self, channel: Channel, pieces: Sequence[Put]) -> None:
+        """Copy pieces to the other nodes' ranks, whose memory this GPU reaches."""
+        records = dict.fromkeys(Piece, PutArgs(0, 0, 0, 0, 0, 0))
+        for one in pieces:
+            source = self.base + one.source
+            records[one.piece] = PutArgs(source, one.step, one.source_turn, one.to, one.to_turn, one.nbytes)
+        mails, most = self.base + self.map.mails.at(), max(one.nbytes for one in pieces)
+        ctas = -(-most // PIECE_BYTES)
+        self._launch("put_mail", PutMailArgs(self._group(channel), mails, *(records[piece] for piece in Piece)), ctas)
 
     # ---- what all have in common
 
-    def _await(self, kernel: str, channel: int, words: int, headers: int, pitch: int, frame: int) -> None:
-        self._launch(kernel, AwaitMailArgs(self._group(channel), words, headers, pitch, frame), 1)
+    def _await(
+        self, kernel: str, channel: Channel, words: int, headers: int, pitch: int, turn: int, frame: int
+    ) -> None:
+        self._launch(kernel, AwaitMailArgs(self._group(channel), words, headers, pitch, turn, frame), 1)
 
     def _routes(self, frame: int) -> Routes:
         return Routes.of(frame, self.cfg.top_k, self.cfg.format.row_scale_bytes)
@@ -253,7 +280,7 @@ class RankMail:
     def _view(self, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return self.memory[begin : begin + nbytes].view(dtype)
 
-    def _group(self, channel: int) -> MailGroup:
+    def _group(self, channel: Channel) -> MailGroup:
         at, parts = self.map, self.parts
         return MailGroup(
             status=parts.status,

@@ -6,30 +6,30 @@ rank's tokens. A combine is the node's partial combine, an exchange of its sums,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
 
-from cute_ep.api.buffers import DispatchBuffers
+from cute_ep.api.buffers import DispatchBuffers, tensors_of
 from cute_ep.api.calls import DispatchInput, SumOptions
 from cute_ep.api.config import EPConfig
 from cute_ep.api.dispatched import Dispatched
-from cute_ep.api.errors import EPError, EPInputError
+from cute_ep.api.errors import EPError, EPInputError, EPTimeout
 from cute_ep.api.flags import Flags
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.api.provenance import Origin
 from cute_ep.api.rounds import PendingCombine, PendingDispatch, Plan, Rounds
 from cute_ep.api.row_tensors import QuantizedRows
 from cute_ep.api.types import CombineMode, ScaledFormat
-from cute_ep.api.validate import check_input
+from cute_ep.api.validate import check_buffers, check_input
 from cute_ep.api.validate_combine import OUTPUT_TYPES, check_batch, check_rows, check_sum
-from cute_ep.layouts.maps.mail import SUM_SLOTS, Channel
-from cute_ep.layouts.maps.routing import Phase
+from cute_ep.layouts.maps.mail import Channel
+from cute_ep.layouts.maps.routing import OutputType, Phase
 from cute_ep.runtime.local_ops import quantize
-from cute_ep.runtime.mail import RankMail
+from cute_ep.runtime.mail import Frame, RankMail
 from cute_ep.runtime.status import Status
 
 
@@ -57,6 +57,11 @@ class NodesDispatched(Dispatched):
         assert self.of_node is not None
         return replace(made, of_node=replace(self.of_node, buffers=made.buffers))
 
+    def without_rows(self) -> Self:
+        made = super().without_rows()
+        assert self.of_node is not None
+        return replace(made, of_node=self.of_node.without_rows())
+
 
 class NodesPending(PendingDispatch):
     """A dispatch over nodes that was sent: `of_node` is the node's."""
@@ -65,9 +70,8 @@ class NodesPending(PendingDispatch):
 
 
 class SentSums(PendingCombine):
-    """A combine over nodes that was sent: in which slot, and the own node's sums of all nodes."""
+    """A combine over nodes that was sent: the own node's sums of all nodes."""
 
-    slot: int
     sums: torch.Tensor
 
 
@@ -97,11 +101,12 @@ class NodesCommunicator(EPCommunicator):
         self.node, self.mail, self._status, self._release = node, mail, status, release
         self.origin, self.stream = Origin(cfg, rank, node.device), node.stream
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")
-        self._taken: list[int] = []  # slots of sums that were sent and not received
+        self._streams: set[torch.cuda.Stream] = set()  # that were given work since `synchronize`
+        self._interrupted = False
 
     @property
     def failed(self) -> bool:
-        return self._status.failed or self.node.failed
+        return self._interrupted or self._status.failed or self.node.failed
 
     @property
     def shares_device(self) -> bool:
@@ -117,61 +122,74 @@ class NodesCommunicator(EPCommunicator):
         return self._plan_dispatch(given, out).launch()
 
     def _plan_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> Plan[Dispatched]:
-        self._check_dispatch(given)
+        self._check_dispatch(given, out)
 
         def launch() -> Dispatched:
-            self._check_dispatch(given)
+            self._check_dispatch(given, out)
             self._look(given)
-            with self._work(*_tensors(given)):
-                frames, weights, rows = self._exchange(given)
-                scales, row_scales = rows.scales, rows.row_scales
-                batch = self.node.dispatch(rows.payload, frames, weights, out=out, scales=scales, row_scales=row_scales)
-                self.mail.free(Channel.FRAMES)
-            self._dispatches.count_fused()
+            with self._work(*_tensors(given), *_received(out)):
+                buffers = self.node.allocate() if out is None else out
+                rows, frame = self._prepare(given)
+                with self._sending():
+                    self._exchange(given, rows, frame)
+                    batch = self.node.dispatch(**_arguments(frame), out=buffers)
+                    self.mail.free(Channel.FRAMES)
+                    self._dispatches.count_fused()
             sent = PendingDispatch(given.topk_ids, given.router_weights, batch.return_slices_log2, (), given.frame)
             return NodesDispatched.received(batch.buffers, self.origin, sent, of_node=batch)
 
         return Plan(launch)
 
-    def _check_dispatch(self, given: DispatchInput) -> None:
+    def _check_dispatch(self, given: DispatchInput, out: DispatchBuffers | None) -> None:
         self._check_usable()
         self._dispatches.check_fused()
         check_input(self.origin, given)
+        self._check_buffers(out)
+
+    def _check_buffers(self, out: DispatchBuffers | None) -> None:
+        if out is not None:
+            check_buffers(self.node.cfg, out, self.device)
 
     def _send_dispatch(self, given: DispatchInput) -> PendingDispatch:
         self._look(given)
         with self._work(*_tensors(given)):
-            frames, weights, rows = self._exchange(given)
-            sent = self.node.dispatch_async(
-                rows.payload, frames, weights, scales=rows.scales, row_scales=rows.row_scales
-            )
-            self.mail.free(Channel.FRAMES)
-        slices = sent.return_slices_log2
-        pending = NodesPending(given.topk_ids, given.router_weights, slices, (frames, weights), given.frame)
-        pending.of_node = sent
-        self._dispatches.count_sent(pending)
+            rows, frame = self._prepare(given)
+            with self._sending():
+                self._exchange(given, rows, frame)
+                sent = self.node.dispatch_async(**_arguments(frame))
+                self.mail.free(Channel.FRAMES)
+                kept = (frame.topk_ids, frame.router_weights)
+                slices = sent.return_slices_log2
+                pending = NodesPending(given.topk_ids, given.router_weights, slices, kept, given.frame)
+                pending.of_node = sent
+                self._dispatches.count_sent(pending)
         return pending
 
     def _receive_dispatch(self, pending: PendingDispatch, out: DispatchBuffers | None) -> Dispatched:
         assert isinstance(pending, NodesPending)
-        with self._work():
-            batch = self.node.dispatch_wait(pending.of_node, out)
-        self._dispatches.count_received()
+        self._check_buffers(out)
+        with self._work(*_received(out), *pending.keep_alive):
+            buffers = self.node.allocate() if out is None else out
+            with self._sending():
+                batch = self.node.dispatch_wait(pending.of_node, buffers)
+                self._dispatches.count_received()
         return NodesDispatched.received(batch.buffers, self.origin, pending, of_node=batch)
 
-    def _exchange(self, given: DispatchInput) -> tuple[torch.Tensor, torch.Tensor, QuantizedRows]:
-        """Ids, weights and rows of all nodes' frames, once this rank's was sent."""
-        if given.scales is not None or not self.cfg.format.scale:
-            rows = QuantizedRows(given.x, given.scales, given.row_scales)
-        else:
+    def _prepare(self, given: DispatchInput) -> tuple[QuantizedRows, Frame]:
+        """This rank's rows in the dispatch format, and memory for all nodes' frames."""
+        rows = QuantizedRows(given.x, given.scales, given.row_scales)
+        if given.scales is None and self.cfg.format.scale:
             scale = given.input_scale
             if not (scale is None or isinstance(scale, torch.Tensor)):
                 scale = torch.full((1,), scale, dtype=torch.float32, device=self.device)
             rows = quantize(given.x.contiguous(), cast("ScaledFormat", self.cfg.dispatch_format), scale)
+        return rows, self.mail.empty_frame(self._frame(given.frame))
+
+    def _exchange(self, given: DispatchInput, rows: QuantizedRows, into: Frame) -> None:
+        """Send this rank's frame, and have all nodes'."""
         frame = self._frame(given.frame)
         self.mail.send_frame(rows, given.topk_ids, given.router_weights, frame)
-        frames = self.mail.frames(frame)
-        return frames.topk_ids, frames.router_weights, frames.rows
+        self.mail.unpack(into, frame)
 
     def _frame(self, given: int | None) -> int:
         return given or self.cfg.max_tokens_per_rank
@@ -187,14 +205,16 @@ class NodesCommunicator(EPCommunicator):
         self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode, options: SumOptions
     ) -> Plan[torch.Tensor]:
         self._check_combine(rows, dispatched, mode)
-        self._check_sum(rows, dispatched, mode, options)
+        check_sum(self.origin, rows, dispatched, mode, options)
 
         def launch() -> torch.Tensor:
             self._check_combine(rows, dispatched, mode)
-            with self._work(rows, options.out):
-                result = self._add(self._send_sums(rows, dispatched, mode), options)
-            self._combines.count_fused()
-            return result
+            with self._work(rows, options.out, *_returned(dispatched)):
+                out, out_type = self._output(rows, dispatched, mode, options)
+                with self._sending():
+                    self._add(self._send_sums(rows, dispatched, mode), out, out_type)
+                    self._combines.count_fused()
+            return out
 
         return Plan(launch)
 
@@ -202,55 +222,62 @@ class NodesCommunicator(EPCommunicator):
         self._check_usable()
         self._combines.check_fused()
         check_batch(self.origin, dispatched)
-        self._check_mode(rows, dispatched, mode)
+        self._check_return(rows, dispatched, mode)
 
-    def _check_mode(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
+    def _check_return(self, rows: torch.Tensor, dispatched: Dispatched, mode: str) -> None:
+        """EPInputError unless a combine over nodes can return these rows of this batch."""
         if mode != "partial":
             raise EPInputError(f"mode = {mode!r}: must be 'partial' over {self.cfg.nodes} nodes")
-        if not isinstance(dispatched, NodesDispatched):
-            raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what this communicator returned")
+        of_node = dispatched.of_node if isinstance(dispatched, NodesDispatched) else None
+        if of_node is None or dispatched.stamp is None:
+            raise EPInputError(f"dispatched = {type(dispatched).__name__}: must be what dispatch returned over nodes")
+        if dispatched.topk_ids is not dispatched.stamp.topk_ids:
+            raise EPInputError("dispatched.topk_ids: must be those of dispatch over nodes")
+        rows_of_frames = self.cfg.nodes * self._frame(dispatched.frame)
+        if of_node.topk_ids.shape[0] != rows_of_frames:
+            given = of_node.topk_ids.shape[0] // self.cfg.nodes
+            raise EPInputError(f"dispatched.frame = {dispatched.frame}: must be {given}, that of dispatch")
         check_rows(self.cfg, rows, self.device)
 
     def _send_combine(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> PendingCombine:
-        self._check_mode(rows, dispatched, mode)
-        with self._work(rows):
+        self._check_return(rows, dispatched, mode)
+        with self._work(rows, *_returned(dispatched)), self._sending():
             pending = self._send_sums(rows, dispatched, mode)
-        self._taken.append(pending.slot)
-        self._combines.count_sent(pending)
+            self._combines.count_sent(pending)
         return pending
 
     def _receive_combine(self, pending: PendingCombine, options: SumOptions) -> torch.Tensor:
         assert isinstance(pending, SentSums)
-        self._check_sum(pending.rows, pending.dispatched, pending.mode, options)
-        with self._work(options.out):
-            result = self._add(pending, options)
-        self._taken.remove(pending.slot)
-        self._combines.count_received()
-        return result
-
-    def _send_sums(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> SentSums:
-        """The node's combine, whose sums go to the other nodes' ranks. Of the slots, which all ranks choose alike, the
-        first that no outstanding combine has."""
-        assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
-        pending = SentSums(dispatched, mode, rows)
-        pending.slot = next(slot for slot in range(SUM_SLOTS) if slot not in self._taken)
-        pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
-        tokens = dispatched.topk_ids.shape[0]
-        self.mail.send_sums(pending.slot, pending.sums, tokens, self._frame(dispatched.frame))
-        return pending
-
-    def _add(self, pending: SentSums, options: SumOptions) -> torch.Tensor:
-        """The sums of all nodes for this rank's tokens."""
-        dispatched = pending.dispatched
-        _, shape, dtype = check_sum(self.origin, pending.rows, dispatched, pending.mode, options)
-        out = torch.empty(shape, dtype=dtype, device=self.device) if options.out is None else options.out
-        frame = self._frame(dispatched.frame)
-        own = pending.sums[self.cfg.node(self.rank) * frame :]
-        self.mail.add_sums(pending.slot, own, out, OUTPUT_TYPES[dtype], frame)
+        dispatched, mode, rows = pending
+        check_sum(self.origin, rows, dispatched, mode, options)
+        with self._work(options.out, pending.sums):
+            out, out_type = self._output(rows, dispatched, mode, options)
+            with self._sending():
+                self._add(pending, out, out_type)
+                self._combines.count_received()
         return out
 
-    def _check_sum(self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions) -> None:
-        check_sum(self.origin, rows, dispatched, mode, options)
+    def _output(
+        self, rows: torch.Tensor, dispatched: Dispatched, mode: str, options: SumOptions
+    ) -> tuple[torch.Tensor, OutputType]:
+        """Where the sums of all nodes go, and their type."""
+        _, shape, dtype = check_sum(self.origin, rows, dispatched, mode, options)
+        out = torch.empty(shape, dtype=dtype, device=self.device) if options.out is None else options.out
+        return out, OUTPUT_TYPES[dtype]
+
+    def _send_sums(self, rows: torch.Tensor, dispatched: Dispatched, mode: CombineMode) -> SentSums:
+        """The node's combine, whose sums go to the other nodes' ranks."""
+        assert isinstance(dispatched, NodesDispatched) and dispatched.of_node is not None
+        pending = SentSums(dispatched, mode, rows)
+        pending.sums = self.node.combine(rows, dispatched.of_node, mode=mode)
+        self.mail.send_sums(pending.sums, self._frame(dispatched.frame))
+        return pending
+
+    def _add(self, pending: SentSums, out: torch.Tensor, out_type: OutputType) -> None:
+        """The sums of all nodes for this rank's tokens."""
+        frame = self._frame(pending.dispatched.frame)
+        own = pending.sums[self.cfg.node(self.rank) * frame :]
+        self.mail.add_sums(own, out, out_type, frame)
 
     # ---- the rest
 
@@ -258,37 +285,70 @@ class NodesCommunicator(EPCommunicator):
     def _work(self, *tensors: torch.Tensor | None) -> Iterator[None]:
         """With the rank's device current, the stream of the node's calls, after what the caller's has been given: where
         ranks share a GPU the node's own, which then also uses the caller's tensors."""
-        if not (self.shares_device and self.stream is not None):
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                yield
+        if self.device.type != "cuda":
+            yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(self.stream)
-        with torch.cuda.stream(self.stream):
+        caller = torch.cuda.current_stream(self.device)
+        stream = self.stream if self.shares_device and self.stream is not None else caller
+        self._streams.add(stream)
+        if stream != caller:
+            stream.wait_stream(caller)
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(stream)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """What other ranks see, whole: after an error in it host and device may count different rounds, so no call is
+        taken."""
+        try:
+            yield
+        except BaseException:
+            self._interrupted = True
+            raise
+
     def _check_usable(self) -> None:
+        self._check_open()
+        self._raise_failure()
+        self.node._check_usable()
+        if self._interrupted:
+            raise EPError(f"rank {self.rank}: a call was interrupted while it was launched; close, and connect again")
+
+    def _check_open(self) -> None:
         if self._closed:
             raise EPError(f"rank {self.rank}: the communicator is closed")
-        self._status.raise_failure()
-        self.node._check_usable()
+
+    def _raise_failure(self) -> None:
+        """As `Status.raise_failure`, with the node's flags that are behind."""
+        try:
+            self._status.raise_failure()
+        except EPTimeout as timeout:
+            with suppress(EPError, RuntimeError):  # of a device that has failed
+                timeout.flags = self.flags()
+            raise
 
     def synchronize(self) -> None:
         """Wait for this rank's work and raise what its kernels reported, of the mail first."""
-        if self._closed:
-            raise EPError(f"rank {self.rank}: the communicator is closed")
+        self._check_open()
+        used, self._streams = self._streams, set()
+        for stream in used:
+            stream.synchronize()
+        others = self._looked()
         try:
             self.node.synchronize()
+        except EPInputError as error:
+            others.append(str(error).partition(": ")[2])
         finally:
-            self._status.raise_failure()
-        self._status.raise_input_error(self._looked())
+            self._raise_failure()
+        self._status.raise_input_error(others)
 
     def take_input_errors(self) -> dict[Phase, tuple[int, int, int]]:
         return {} if self._closed else self.node.take_input_errors() | self._status.take_input_errors()
 
     def flags(self) -> Flags:
+        self._check_open()
         return self.node.flags()
 
     def close(self) -> None:
@@ -302,3 +362,25 @@ def _tensors(given: DispatchInput) -> tuple[torch.Tensor | None, ...]:
     """Those that a dispatch reads."""
     scale = given.input_scale if isinstance(given.input_scale, torch.Tensor) else None
     return given.x, given.topk_ids, given.router_weights, scale, given.scales, given.row_scales
+
+
+def _received(out: DispatchBuffers | None) -> Iterable[torch.Tensor | None]:
+    """Those that a dispatch writes."""
+    return () if out is None else tensors_of(out).values()
+
+
+def _returned(dispatched: Dispatched) -> tuple[torch.Tensor | None, ...]:
+    """Those that a combine reads of a batch."""
+    return dispatched.row_map, dispatched.headers, dispatched.weights
+
+
+def _arguments(frame: Frame) -> dict[str, torch.Tensor | None]:
+    """Of the node's dispatch of all nodes' frames."""
+    rows = frame.rows
+    return {
+        "x": rows.payload,
+        "topk_ids": frame.topk_ids,
+        "router_weights": frame.router_weights,
+        "scales": rows.scales,
+        "row_scales": rows.row_scales,
+    }

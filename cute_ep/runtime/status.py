@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from cute_ep.api.errors import EPError, EPTimeout, raise_input_error
 from cute_ep.layouts.maps.arena import MAX_SLICES, StateWord
-from cute_ep.layouts.maps.mail import Channel
 from cute_ep.layouts.maps.routing import INPUT_ERRORS, Phase, StatusWord, unpack_phase
 from cute_ep.runtime.driver import HostMemory
 
@@ -34,10 +33,10 @@ MISSING = {
     "dispatch waits on its stream or for ranks of its node, or its device failed",
     Phase.FRAME: "its frame of dispatch round {round} has not come (piece {index}: {seen}): it did not call it, its "
     "launch waits on its stream, it has given up, or the network failed",
-    Phase.SUMS_READ: "it has not read this rank's sums of round {round} in slot {slot}, so no others can be sent: its "
+    Phase.SUMS_READ: "it has not read this rank's sums of combine round {round}, so no others can be sent: its "
     "combine waits on its stream or for ranks of its node, or its device failed",
-    Phase.SUMS: "its sums of round {round} in their slot have not come (piece {index}: {seen}): it did not call "
-    "combine, its launch waits on its stream, it has given up, or the network failed",
+    Phase.SUMS: "its sums of combine round {round} have not come (piece {index}: {seen}): it did not call it, its "
+    "launch waits on its stream, it has given up, or the network failed",
     Phase.FRAME_SIZE: "its frame of dispatch round {index} has {seen} rows, and here {round}: give dispatch the same "
     "`frame` on all ranks",
 }
@@ -140,7 +139,6 @@ def _missing(peer: int, record: Record) -> str:
         next=record.expected + 2,
         seen=record.seen,
         token=record.token,
-        slot=record.index - Channel.SUMS,
         slice=_slice_of_token(record.index, record.token),
         index=record.index,
     )

@@ -141,6 +141,7 @@ class RoundOptions:
         weights_at: "dispatch" or "combine", the call that is given the router weights; partial combine needs them at
             dispatch, but of rank-major rows.
         seed: of the made-up expert outputs.
+        frame: rows that ranks send to other nodes; None: as many as a rank may have tokens.
     """
 
     split: bool = False
@@ -150,6 +151,7 @@ class RoundOptions:
     prequantized: bool = False
     weights_at: str = "dispatch"
     seed: int = 0
+    frame: int | None = None
 
 
 def check_round(
@@ -179,7 +181,7 @@ def check_round(
         ready = [reference.quantize(x, cfg.format, 1.0 if scales is None else scales[r]) for r, x in enumerate(xs)]
     late = options.weights_at == "combine"
     early_weights: list[torch.Tensor | None] = [None] * len(weights) if late else weights
-    expected = reference.dispatch(cfg, xs, ids, None if ready else scales, early_weights, ready)
+    expected = reference.dispatch(cfg, xs, ids, None if ready else scales, early_weights, ready, frame=options.frame)
     rows = expert_rows(expected, cfg.hidden, options.seed)
     buffers = [poisoned_buffers(c, int(want.num_rows)) for c, want in zip(communicators, expected, strict=True)]
     arguments: list[dict] = []
@@ -190,6 +192,7 @@ def check_round(
         elif scales is not None:
             given["input_scale"] = torch.tensor([scales[rank]])
         arguments.append({name: t if t is None else t.to(communicator.device) for name, t in given.items()})
+        arguments[-1]["frame"] = options.frame
     returned = [
         poison(torch.empty(int(want.num_rows) + SPARE_ROWS, cfg.hidden, dtype=torch.bfloat16, device=c.device))
         for c, want in zip(communicators, expected, strict=True)

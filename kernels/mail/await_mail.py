@@ -1,7 +1,7 @@
 """Await mail: wait, by one CTA, until the mail of every other node's rank is here, and see that it is of this round.
 
-Each piece has a word, to which the engine adds 1 behind the piece. Of a rank that has given up the engine repeats old
-pieces, and counts them: so headers are compared, and a mail of another round is a failure that names its rank.
+Each piece has a word with the round that came last. An engine that does not look at ABORT brings old pieces again, as
+of the next round: so headers are compared, and a mail of another round is a failure that names its rank.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from cutlass import Boolean, Int32, Int64
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.memory import item_coord, pointer
 from cute_ep.kernels.device.sync import Awaited, block_all, report, wait_signal
-from cute_ep.kernels.mail.place import Place, place_of
-from cute_ep.layouts.maps.mail import MailHeader, Piece, RoundWord
+from cute_ep.kernels.mail.place import Place, open_channel
+from cute_ep.layouts.maps.mail import WORDS_OF_NODE, MailHeader, Piece, RoundWord
 from cute_ep.layouts.maps.mail_arguments import AwaitMailArgs
 from cute_ep.layouts.maps.routing import Phase
-
-WORDS_OF_NODE = 4
-"""Threads a node: one a piece, and one that has none."""
 
 
 class AwaitMail:
@@ -35,8 +32,8 @@ class AwaitMail:
 
     @cute.kernel
     def kernel(self, args: AwaitMailArgs) -> None:
-        place = place_of(args.group)
-        epoch = place.next_round(RoundWord.RECEIVED)
+        place = open_channel(args.group)
+        epoch = place.rounds(RoundWord.RECEIVED) + 1
         alive = place.not_aborted()
         piece, node = item_coord(place.tid, WORDS_OF_NODE)
         if (node < args.group.nodes) & (node != args.group.node) & (((args.pieces >> piece) & 1) != 0):
@@ -52,7 +49,7 @@ class AwaitMail:
         """Whether the mail of the thread's node is of this round and has frames of as many rows."""
         node = place.tid
         if alive & (node < args.group.nodes) & (node != args.group.node):
-            header = args.headers + Int64(node) * args.pitch
+            header = args.headers + Int64(node) * args.pitch + (epoch & 1) * args.turn
             seen, frame = (self._word(header, word) for word in (MailHeader.ROUND, MailHeader.FRAME))
             if seen != Int32(epoch):
                 report(place.wait_context, Awaited(node, self.phase, Int32(len(Piece))), epoch, seen)

@@ -11,22 +11,22 @@ V vectors of a row, B bytes of its scale factors:
     header       (MailHeader)      (4)     : (1)          int32 at `routes`
 
 The engine reads the frame whenever the host has told it to, so nothing is written before every other node's rank has
-read the frame of the round before (its word `free`), nor after a failure: the engine then repeats old bytes, whose
-header says of which round they are. An id out of range is reported here, and travels as -1.
+read the frame of the round before (its word `free`), and no header after a failure: a header says of which round the
+frame is. An id out of range is reported here, and travels as -1.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, Uint16
+from cutlass import Float32, Int32, Int64, Uint8, Uint16
 
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.context import given_id, is_beyond
 from cute_ep.kernels.device.memory import array, row_address
 from cute_ep.kernels.device.slices import first_item, item_stride
 from cute_ep.kernels.device.sync import Awaited, report
-from cute_ep.kernels.mail.place import Place, place_of, warp_copy
+from cute_ep.kernels.mail.place import Place, next_row, open_channel, warp_copy
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.mail import HEADER_BYTES, RoundWord
@@ -45,13 +45,13 @@ class PackFrame:
 
     @cute.kernel
     def kernel(self, args: PackFrameArgs) -> None:
-        place = place_of(args.group)
-        epoch = place.next_round(RoundWord.SENT)
-        alive = place.wait_free(epoch, Phase.FRAME_READ)
+        place = open_channel(args.group)
+        epoch = place.rounds(RoundWord.SENT) + 1
+        alive = place.wait_free(epoch - 1, Phase.FRAME_READ)
         if alive:
             self._copy_rows(args, place)
             self._write_entries(args, place)
-        place.finish(alive, epoch, args.routes, cutlass.Int64(0), args.tokens, args.frame)
+        place.finish(alive, epoch, args.routes, Int64(0), args.frame)
 
     @cute.jit
     def _copy_rows(self, args: PackFrameArgs, place: Place) -> None:
@@ -62,7 +62,7 @@ class PackFrame:
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for token in cutlass.range(first, args.tokens, item_stride(ctas), unroll=1):
             to = row_address(args.payload, token, args.vectors * VECTOR_BYTES)
-            warp_copy(to, row_address(args.x, token, args.x_vectors * VECTOR_BYTES), args.vectors, place.lane)
+            warp_copy(to, args.x + next_row(token, args.x_vectors), args.vectors, place.lane)
             for byte in cutlass.range(place.lane, args.scale_bytes, 32, unroll=1):
                 gScaleOut[token, byte] = gScale[token, byte]
             if (args.row_scales != 0) & (place.lane == 0):
@@ -85,13 +85,14 @@ class PackFrame:
 
     @cute.jit
     def _checked(self, args: PackFrameArgs, place: Place, index: Int32) -> Int32:
-        """An id that is an expert's, else MASKED_ENTRY; reported unless it was that."""
+        """An id that is an expert's, else MASKED_ENTRY; reported unless it was that. One that does not fit 32 bits is
+        reported and counts as its lower half."""
         given = given_id(args.ids, index)
+        wrong = (given < MASKED_ENTRY) | (given >= args.experts)
         seen = given
         if is_beyond(args.ids, index, given):
             seen = Int32(BEYOND)
-        wrong = (seen < MASKED_ENTRY) | (seen >= args.experts)
-        if wrong:
+        if wrong | (seen == BEYOND):
             record = args.group.nodes + INPUT_ERRORS.index(Phase.EXPERT_ID)
             report(place.wait_context, Awaited(record, Phase.EXPERT_ID, index), args.experts, seen)
         return cutlass.select_(wrong, Int32(MASKED_ENTRY), given)

@@ -5,7 +5,7 @@ As axes and shape : stride. N nodes, F rows of a frame, V vectors of a row:
     sums      (node, token, vector)   (N, F, V) : (F V, V, 1)       bfloat16, those of the own node are not packed
     out       (node, byte)            (N, ..)   : (pitch, 1)        of each a header, and 16 bytes on (token, vector)
 
-The rules of `pack_frame` hold: nothing is written before the mail of the round before was read, nor after a failure.
+The rules of `pack_frame` hold, for the mail of two rounds before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cutlass import Int32, Int64
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.memory import row_address
 from cute_ep.kernels.device.slices import first_item, item_stride
-from cute_ep.kernels.mail.place import place_of, warp_copy
+from cute_ep.kernels.mail.place import open_channel, warp_copy
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
-from cute_ep.layouts.maps.mail import HEADER_BYTES, RoundWord
+from cute_ep.layouts.maps.mail import HEADER_BYTES, PARITIES, RoundWord
 from cute_ep.layouts.maps.mail_arguments import PackSumsArgs
 from cute_ep.layouts.maps.routing import Phase
 
@@ -35,14 +35,15 @@ class PackSums:
 
     @cute.kernel
     def kernel(self, args: PackSumsArgs) -> None:
-        place = place_of(args.group)
-        epoch = place.next_round(RoundWord.SENT)
-        alive = place.wait_free(epoch, Phase.SUMS_READ)
+        place = open_channel(args.group)
+        epoch = place.rounds(RoundWord.SENT) + 1
+        alive = place.wait_free(epoch - PARITIES, Phase.SUMS_READ)
+        out = args.out + (epoch & 1) * args.turn
         ctas, row_bytes = cute.arch.grid_dim()[0], args.vectors * VECTOR_BYTES
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for node in cutlass.range(args.group.nodes, unroll=1):
             if alive & (node != args.group.node):
-                to = args.out + Int64(node) * args.pitch + HEADER_BYTES
+                to = out + Int64(node) * args.pitch + HEADER_BYTES
                 source = row_address(args.sums, node * args.frame, row_bytes)
                 for token in cutlass.range(first, args.frame, item_stride(ctas), unroll=1):
                     warp_copy(
@@ -51,4 +52,4 @@ class PackSums:
                         args.vectors,
                         place.lane,
                     )
-        place.finish(alive, epoch, args.out, args.pitch, args.tokens, args.frame)
+        place.finish(alive, epoch, out, args.pitch, args.frame)

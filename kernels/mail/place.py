@@ -14,6 +14,7 @@ from cute_ep.kernels.device.divide import quotient, remainder
 from cute_ep.kernels.device.memory import array, pointer, vector
 from cute_ep.kernels.device.slices import SEGMENT
 from cute_ep.kernels.device.sync import Awaited, WaitContext, block_all, count_exit, not_aborted, wait_signal
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.mail import MailHeader, RoundWord
 from cute_ep.layouts.maps.mail_arguments import MailGroup
 from cute_ep.layouts.maps.routing import Phase
@@ -49,13 +50,13 @@ class Place:
         """Address of one of the channel's round words."""
         return self.group.rounds + 8 * int(word)
 
-    def next_round(self, word: RoundWord) -> Int64:
-        """The round after those that are counted in a word: the launch before has ended."""
-        return cute.arch.load(pointer(self.round_word(word), Int64), Int64) + 1
+    def rounds(self, word: RoundWord) -> Int64:
+        """How many rounds are counted in a word: the launch before has ended."""
+        return cute.arch.load(pointer(self.round_word(word), Int64), Int64)
 
     @cute.jit
     def wait_free(self, epoch: Int64, phase: Phase) -> Boolean:
-        """CTA barrier: wait until every other node's rank has read this rank's mail of the round before `epoch`.
+        """CTA barrier: wait until every other node's rank has read this rank's mail of round `epoch`.
 
         False, in every thread, after a timeout here or anywhere else on this rank.
         """
@@ -63,11 +64,11 @@ class Place:
         tid, group = self.tid, self.group
         if (tid < group.nodes) & (tid != group.node):
             word = group.free + Int64(tid) * 8
-            alive = wait_signal(self.wait_context, word, epoch - 1, Awaited(tid, phase, group.channel))
+            alive = wait_signal(self.wait_context, word, epoch, Awaited(tid, phase, Int32(0)))
         return block_all(alive)
 
     @cute.jit
-    def finish(self, alive: Boolean, epoch: Int64, headers: Int64, pitch: Int64, tokens: Int32, frame: Int32) -> None:
+    def finish(self, alive: Boolean, epoch: Int64, headers: Int64, pitch: Int64, frame: Int32) -> None:
         """Count this CTA out; the last one, if all were alive and none has failed since, writes the headers and counts
         the round as sent. `headers`: of node 0's mail; `pitch`: 0 where there is one header."""
         cute.arch.sync_threads()
@@ -76,15 +77,19 @@ class Place:
         if last & complete & self.not_aborted():
             count = cutlass.select_(pitch == Int64(0), Int32(1), self.group.nodes)
             for node in cutlass.range(count, unroll=1):
-                gHeader = array(headers + Int64(node) * pitch, Int32, len(MailHeader) + 1)
-                gHeader[int(MailHeader.TOKENS)] = tokens
+                gHeader = array(headers + Int64(node) * pitch, Int32, len(MailHeader))
                 gHeader[int(MailHeader.FRAME)] = frame
                 gHeader[int(MailHeader.ROUND)] = Int32(epoch)
             cute.arch.store(pointer(self.round_word(RoundWord.SENT), Int64), epoch)
 
 
+def next_row(row: Int32, pitch: Int32) -> Int64:
+    """Bytes before a row, of rows that may be far apart."""
+    return Int64(row) * (Int64(pitch) * VECTOR_BYTES)
+
+
 @cute.jit
-def place_of(group: MailGroup) -> Place:
+def open_channel(group: MailGroup) -> Place:
     """The place of the CTA that calls, once the launch before has ended."""
     tid = cute.arch.thread_idx()[0]
     cute.arch.griddepcontrol_wait()

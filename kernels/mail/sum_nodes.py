@@ -3,7 +3,7 @@
 As axes and shape : stride. N nodes, T tokens, V vectors of a row:
 
     own      (token, vector)         (T, V)     : (V, 1)               bfloat16
-    landed   (node, token, vector)   (N, T, V)  : (pitch, V, 1)        bfloat16; the own node's are not read
+    landed   (node, token, vector)   (N, T, V)  : (pitch, V, 1)        bfloat16, of the round's parity
     out      (token, vector)         (T, V)     : (V, 1)               of out_type, rounded once
 
 A warp takes slices of tokens.
@@ -20,8 +20,9 @@ from cute_ep.kernels.device.atoms import weak
 from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
 from cute_ep.kernels.device.memory import row_address, vector
 from cute_ep.kernels.device.slices import SEGMENT, first_item, item_stride, slice_of
-from cute_ep.kernels.mail.place import place_of
+from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.mail import RoundWord
 from cute_ep.layouts.maps.mail_arguments import SumNodesArgs
 from cute_ep.layouts.maps.routing import OutputType
 
@@ -37,18 +38,19 @@ class SumNodes:
 
     @cute.kernel
     def kernel(self, args: SumNodesArgs) -> None:
-        place = place_of(args.group)
+        place = open_channel(args.group)
+        landed = args.landed + (place.rounds(RoundWord.RECEIVED) & 1) * args.turn
         items, ctas = args.tokens << args.slices_log2, cute.arch.grid_dim()[0]
         first = first_item(cute.arch.block_idx()[0], ctas, place.warp)
         for item in cutlass.range(first, items, item_stride(ctas), unroll=1):
             row_slice = slice_of(item, args.slices_log2, args.vectors)
             segment = row_slice.first
             while segment < row_slice.last:
-                self._sum(args, row_slice.token, segment * SEGMENT + place.lane)
+                self._sum(args, landed, row_slice.token, segment * SEGMENT + place.lane)
                 segment += 1
 
     @cute.jit
-    def _sum(self, args: SumNodesArgs, token: Int32, column: Int32) -> None:
+    def _sum(self, args: SumNodesArgs, landed: Int64, token: Int32, column: Int32) -> None:
         """One vector of a token's sum. LOADS_IN_FLIGHT loads go before the first use."""
         row_bytes, nodes = args.vectors * VECTOR_BYTES, args.group.nodes
         rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
@@ -58,8 +60,7 @@ class SumNodes:
             for first in cutlass.range(0, nodes, LOADS_IN_FLIGHT, unroll=1):
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
                     node = first + turn
-                    landed = args.landed + Int64(node) * args.pitch
-                    rows = cutlass.select_(node == args.group.node, args.own, landed)
+                    rows = cutlass.select_(node == args.group.node, args.own, landed + Int64(node) * args.pitch)
                     if node < nodes:
                         cute.copy(weak(), vector(row_address(rows, token, row_bytes), column), rX[None, turn])
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):

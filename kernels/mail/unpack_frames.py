@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint16
 
 from cute_ep.kernels.device.block import launch_config
 from cute_ep.kernels.device.memory import array
-from cute_ep.kernels.mail.place import place_of
+from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.mail import HEADER_BYTES
 from cute_ep.layouts.maps.mail_arguments import UnpackFramesArgs
@@ -36,7 +36,7 @@ class UnpackFrames:
 
     @cute.kernel
     def kernel(self, args: UnpackFramesArgs) -> None:
-        place = place_of(args.group)
+        place = open_channel(args.group)
         entries = args.frame * args.top_k
         gId, gWeight = array(args.ids, Int32, entries), array(args.weights, Float32, entries)
         start, step = cute.arch.block_idx()[0] * THREADS + place.tid, cute.arch.grid_dim()[0] * THREADS

@@ -1,22 +1,22 @@
 """The mail map: what the ranks of a rail, one on each node, leave in each other's memory (`docs/protocol.md`).
 
 One *mail* is what a rank gives to one other node in one round: of dispatch a frame, rows with their routes; of combine
-the sums that the own node has made for that node's rank. A mail travels in pieces. A *channel* is a landing that is
-used round after round: one for frames, two for sums, since two combines may be sent before the first is received.
+the sums that the own node has made for that node's rank. A mail travels in pieces. A *channel* has rounds of its own.
 
-Every rank has one map in memory that the rail's engine reaches. `slot` is that of the sums' channels.
+Every rank has one map in memory that the rail's engine reaches. `parity` is the round modulo 2: two combines may be
+sent before the first is received.
 
 | region       | axes                    | written by | meaning                                                   |
 | ------------ | ----------------------- | ---------- | --------------------------------------------------------- |
 | rounds       | (channel, RoundWord)    | owner      | mails sent and received; CTAs of a launch that have ended |
 | mails        | (node)                  | host       | address of the map of each node's rank, as mapped here    |
-| arrived      | (channel, node, piece)  | peer       | how often the piece of that node's rank has come          |
-| free         | (channel, node)         | peer       | rounds of this rank's mail that that node's rank has read |
+| arrived      | (channel, node, piece)  | peer       | last round of which that node's rank has brought a piece  |
+| free         | (channel, node)         | peer       | last round of this rank's mail that that rank has read    |
 | payload      | (node, token, byte)     | peer       | rows of a frame                                           |
 | scales       | (node, token, byte)     | peer       | their scale factors                                       |
 | routes       | (node, byte)            | peer       | `Routes` of a frame                                       |
-| sums         | (slot, node, byte)      | peer       | `SumsMail`: bfloat16 sums for tokens of this rank         |
-| sent_sums    | (slot, node, byte)      | owner      | `SumsMail` for that node's rank                           |
+| sums         | (parity, node, byte)    | peer       | `SumsMail`: bfloat16 sums for tokens of this rank         |
+| sent_sums    | (parity, node, byte)    | owner      | `SumsMail` for that node's rank                           |
 
 A rank's own frame stands in its own node's place, from where the engine takes it. Frames of F tokens are F rows apart,
 so rows of all nodes make one tensor; regions have room for `max_tokens` of each.
@@ -29,25 +29,26 @@ from enum import IntEnum
 
 from cute_ep.layouts.maps.arena import ARENA_ALIGNMENT, COMBINE_ITEMSIZE, PAGE_BYTES
 from cute_ep.layouts.maps.formats import VECTOR_BYTES, Format
+from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.record import RegionMap, align_up
 
 HEADER_BYTES = 16
 """Of a mail: four 32-bit `MailHeader` words."""
 WORD_BYTES = 8
 """Of a word that is awaited or counted."""
-SUM_SLOTS = 2
-"""Landings of sums: combines that may be outstanding."""
+PARITIES = 2
+"""Landings of sums."""
+WORDS_OF_NODE = 4
+"""Threads of one CTA for a node's words, one of which has none."""
+MAX_NODES = THREADS // WORDS_OF_NODE
+"""Most nodes on GPUs: one CTA waits for all of them."""
 
 
 class Channel(IntEnum):
-    """A landing that is used round after round."""
+    """What has rounds of its own."""
 
     FRAMES = 0
     SUMS = 1
-    """And the second slot of sums, SUMS + 1."""
-
-
-CHANNELS = Channel.SUMS + SUM_SLOTS
 
 
 class RoundWord(IntEnum):
@@ -71,13 +72,11 @@ class MailHeader(IntEnum):
 
     Attributes:
         ROUND: of the channel, its low 32 bits. Written after everything else.
-        TOKENS: of the rank that sends, in this call.
         FRAME: rows of a frame.
     """
 
     ROUND = 0
-    TOKENS = 1
-    FRAME = 2
+    FRAME = 1
 
 
 @dataclass(frozen=True)
@@ -131,15 +130,15 @@ class Mail:
         routes = Routes.of(max_tokens, top_k, fmt.row_scale_bytes)
         sums = align_up(SumsMail.of(max_tokens, hidden).nbytes, VECTOR_BYTES)
         regions = RegionMap(ARENA_ALIGNMENT)
-        self.rounds = regions.add("rounds", WORD_BYTES, CHANNELS, len(RoundWord))
+        self.rounds = regions.add("rounds", WORD_BYTES, len(Channel), len(RoundWord))
         self.mails = regions.add("mails", WORD_BYTES, nodes)
-        self.arrived = regions.add("arrived", WORD_BYTES, CHANNELS, nodes, len(Piece))
-        self.free = regions.add("free", WORD_BYTES, CHANNELS, nodes)
+        self.arrived = regions.add("arrived", WORD_BYTES, len(Channel), nodes, len(Piece))
+        self.free = regions.add("free", WORD_BYTES, len(Channel), nodes)
         self.payload = regions.add("payload", 1, nodes, max_tokens, self.payload_bytes)
         self.scales = regions.add("scales", 1, nodes, max_tokens, self.scale_bytes)
         self.routes = regions.add("routes", 1, nodes, align_up(routes.nbytes, VECTOR_BYTES))
-        self.sums = regions.add("sums", 1, SUM_SLOTS, nodes, sums)
-        self.sent_sums = regions.add("sent_sums", 1, SUM_SLOTS, nodes, sums)
+        self.sums = regions.add("sums", 1, PARITIES, nodes, sums)
+        self.sent_sums = regions.add("sent_sums", 1, PARITIES, nodes, sums)
         self.regions = regions.regions
         self.nbytes = regions.nbytes
         self.allocation = align_up(self.nbytes, PAGE_BYTES)
@@ -148,4 +147,5 @@ class Mail:
         """What travels of a frame: (piece, offset of node 0's, bytes to the next node's, bytes)."""
         rows = [(Piece.PAYLOAD, self.payload, self.payload_bytes), (Piece.SCALES, self.scales, self.scale_bytes)]
         found = [(piece, region.at(), frame * size, frame * size) for piece, region, size in rows if size]
-        return [*found, (Piece.ROUTES, self.routes.at(), self.routes.stride[0], routes.nbytes)]
+        nbytes = align_up(routes.nbytes, VECTOR_BYTES)  # the region's pitch is a multiple, too
+        return [*found, (Piece.ROUTES, self.routes.at(), self.routes.stride[0], nbytes)]

@@ -69,15 +69,14 @@ class PackSumsArgs(NamedTuple):
 
     Attributes:
         sums: [nodes, F, 8 * vectors] bfloat16.
-        out: `SumsMail` for each node, `pitch` bytes apart.
-        tokens: of the own rank.
+        out: `SumsMail` for each node in rounds of parity 0, `pitch` bytes apart; `turn` bytes to those of parity 1.
     """
 
     group: MailGroup
     sums: Address
     out: Address
     pitch: Address
-    tokens: Size
+    turn: Address
     frame: Size
     vectors: Size
 
@@ -87,7 +86,7 @@ class AwaitMailArgs(NamedTuple):
 
     Attributes:
         pieces: a bit for each `Piece` that a mail of the channel has.
-        headers: of node 0's mail, with `pitch` bytes to the next.
+        headers: of node 0's mail, with `pitch` bytes to the next, and `turn` to those of rounds of parity 1.
         frame: rows of a frame.
     """
 
@@ -95,24 +94,53 @@ class AwaitMailArgs(NamedTuple):
     pieces: Size
     headers: Address
     pitch: Address
+    turn: Address
     frame: Size
 
 
+class PutArgs(NamedTuple):
+    """A piece of put_mail.
+
+    Attributes:
+        source: address of what goes to node 0's rank in rounds of parity 0, with `step` bytes to the next node's.
+        to: offset in the map of each.
+        source_turn, to_turn: bytes to those of parity 1.
+        num_bytes: 0 where there is no such piece.
+    """
+
+    source: Address
+    step: Address
+    source_turn: Address
+    to: Address
+    to_turn: Address
+    num_bytes: Address
+
+
+class PutMailArgs(NamedTuple):
+    """Parameters of put_mail. `mails`: [nodes] addresses of the maps of each node's rank."""
+
+    group: MailGroup
+    mails: Address
+    payload: PutArgs
+    scales: PutArgs
+    routes: PutArgs
+
+
 class SignalMailArgs(NamedTuple):
-    """Parameters of signal_mail, which adds 1 to words of every other node's rank.
+    """Parameters of signal_mail, which stores a round in words of every other node's rank.
 
     Attributes:
         mails: [nodes] addresses of their maps.
         word: offset of the first word in a map.
-        words: a bit for each word from there on, of at most 32.
-        healthy: 1 where nothing is signaled after a failure.
+        words: a bit for each word from there on, of at most 4.
+        round_at: address of the round, one of `rounds`.
     """
 
     group: MailGroup
     mails: Address
     word: Address
     words: Size
-    healthy: Size
+    round_at: Address
 
 
 class UnpackFramesArgs(NamedTuple):
@@ -144,7 +172,8 @@ class SumNodesArgs(NamedTuple):
 
     Attributes:
         own: [T, 8 * vectors] bfloat16, the own node's sums.
-        landed: the same of node 0, with `pitch` bytes to the next node's; the own node's are not read.
+        landed: the same of node 0 in rounds of parity 0, with `pitch` bytes to the next node's, and `turn` to those of
+            parity 1; the own node's are not read.
         out: [T, 8 * vectors] of out_type (`OutputType`).
         slices_log2: a row has 2^slices_log2 slices.
     """
@@ -153,6 +182,7 @@ class SumNodesArgs(NamedTuple):
     own: Address
     landed: Address
     pitch: Address
+    turn: Address
     out: Address
     out_type: Size
     tokens: Size

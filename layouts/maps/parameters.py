@@ -12,6 +12,7 @@ from cute_ep.layouts.maps.mail_arguments import (
     AwaitMailArgs,
     PackFrameArgs,
     PackSumsArgs,
+    PutMailArgs,
     SignalMailArgs,
     SumNodesArgs,
     UnpackFramesArgs,
@@ -27,7 +28,7 @@ from cute_ep.layouts.maps.variants import (
 )
 
 MailArguments: TypeAlias = (
-    PackFrameArgs | PackSumsArgs | AwaitMailArgs | SignalMailArgs | UnpackFramesArgs | SumNodesArgs
+    PackFrameArgs | PackSumsArgs | AwaitMailArgs | PutMailArgs | SignalMailArgs | UnpackFramesArgs | SumNodesArgs
 )
 Arguments: TypeAlias = DispatchArgs | CombineArgs | CountArgs | SumArgs | CopyArgs | RowsArgs | MailArguments
 Fields: TypeAlias = "tuple[int | Fields, ...]"
@@ -45,6 +46,7 @@ RECORDS: dict[str, type[Arguments]] = {
     "pack_sums": PackSumsArgs,
     **dict.fromkeys(("await_frames", "await_sums"), AwaitMailArgs),
     "sum_nodes": SumNodesArgs,
+    "put_mail": PutMailArgs,
     "signal_mail": SignalMailArgs,
 }
 """By kernel, the record that it takes."""

@@ -46,6 +46,7 @@ MAIL_KERNELS = (
     "pack_sums",
     "await_sums",
     "sum_nodes",
+    "put_mail",
     "signal_mail",
 )
 """Kernels around the exchange between nodes."""

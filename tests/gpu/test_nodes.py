@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
@@ -16,7 +16,7 @@ from cute_ep.api.errors import EPInputError, EPTimeout
 from cute_ep.api.interface import EPCommunicator
 from cute_ep.runtime import connection
 from cute_ep.testing.compare import assert_bits
-from cute_ep.testing.verify import RoundOptions, check_dispatched, check_round, poison, poisoned_buffers
+from cute_ep.testing.verify import RoundOptions, check_round, expert_rows, poison, poisoned_buffers
 from cute_ep.testing.workloads import ROUTINGS, RankInputs, make_inputs
 
 from .conftest import connected as connected_ranks
@@ -25,6 +25,8 @@ SHAPES = [(2, 1), (2, 2), (3, 1), (2, 4), (4, 2)]
 """(nodes, ranks of each)."""
 FORMATS = ("bf16", "fp8", "mxfp6_e2m3", "nvfp4", "nvfp4_row")
 MOST = 37
+"""Tokens of a rank; a frame may have more rows."""
+FRAMES = (None, MOST, MOST + 3)
 HIDDEN = 1152
 
 
@@ -42,7 +44,7 @@ def connected(cfg: EPConfig) -> Iterator[list[EPCommunicator]]:
 
 
 def config(nodes: int, ranks: int, **changes: object) -> EPConfig:
-    made = EPConfig(HIDDEN, 6 * nodes * ranks, 4, MOST, nodes * ranks, timeout_s=20, ranks_per_node=ranks)
+    made = EPConfig(HIDDEN, 6 * nodes * ranks, 4, MOST + 11, nodes * ranks, timeout_s=20, ranks_per_node=ranks)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -60,7 +62,8 @@ def test_rounds_have_the_bytes_of_the_reference(nodes: int, ranks: int, fmt: str
     with connected(cfg) as made:
         for seed in range(len(ROUTINGS)):
             ready = fmt != "bf16" and seed % 2 == 1
-            options = RoundOptions(split=split, modes=("partial",), prequantized=ready, seed=seed)
+            frame = FRAMES[seed % len(FRAMES)]
+            options = RoundOptions(split=split, modes=("partial",), prequantized=ready, seed=seed, frame=frame)
             check_round(made, inputs_of(cfg, seed), options)
 
 
@@ -73,90 +76,126 @@ def test_other_orders_of_rows(order: dict) -> None:
 
 
 class Rounds:
-    """Inputs, buffers and outputs of several rounds that are compared at the end."""
+    """Inputs of several rounds, and what must come of them; inputs and outputs may change places."""
 
-    def __init__(self, made: list[EPCommunicator], count: int, frames: list[int | None]) -> None:
-        self.made, cfg = made, made[0].cfg
-        self.cfg, self.frames = cfg, [frames[number % len(frames)] for number in range(count)]
-        self.want, self.rows, self.given, self.out, self.sums = [], [], [], [], []
+    def __init__(self, made: list[EPCommunicator], count: int, frames: Sequence[int | None]) -> None:
+        self.made, self.cfg, oracle = made, made[0].cfg, made[0].device
+        self.frames = [frames[number % len(frames)] for number in range(count)]
+        self.want: list[list] = []
+        self.given: list[list[dict]] = []
+        self.rows: list[list[torch.Tensor]] = []
+        self.sums: list[list[torch.Tensor]] = []
         for number, frame in enumerate(self.frames):
-            on = [
-                {k: v.to(ep.device) for k, v in vars(one).items()}
-                for ep, one in zip(made, inputs_of(cfg, number), strict=True)
-            ]
-            columns = [[one[name].to(made[0].device) for one in on] for name in ("x", "topk_ids", "router_weights")]
-            self.want.append(reference.dispatch(cfg, columns[0], columns[1], None, columns[2], frame=frame))
-            rows = [
-                torch.randn(int(b.num_rows) + 1, cfg.hidden, device=made[0].device).bfloat16() for b in self.want[-1]
-            ]
-            self.sums.append(reference.combine(cfg, rows, self.want[-1]))
+            inputs = inputs_of(self.cfg, number)
+            names = ("x", "topk_ids", "router_weights")
+            xs, ids, weights = ([getattr(one, name).to(oracle) for one in inputs] for name in names)
+            want = reference.dispatch(self.cfg, xs, ids, None, weights, frame=frame)
+            rows = expert_rows(want, self.cfg.hidden, number)
+            sums = reference.combine(self.cfg, rows, want)
+            self.want.append(want)
             self.rows.append([one.to(ep.device) for one, ep in zip(rows, made, strict=True)])
-            self.given.append(on)
-            self.out.append([poisoned_buffers(ep, int(b.num_rows)) for ep, b in zip(made, self.want[-1], strict=True)])
-        self.home = [[poison(torch.empty_like(one["x"])) for one in on] for on in self.given]
+            self.sums.append([one.to(ep.device) for one, ep in zip(sums, made, strict=True)])
+            given = zip(xs, ids, weights, made, strict=True)
+            self.given.append([dict(zip(names, (t.to(ep.device) for t in one), strict=True)) for *one, ep in given])
+        self.wrong = [torch.zeros((), dtype=torch.int64, device=ep.device) for ep in made]
 
     def enqueue(self, number: int) -> None:
-        """A dispatch and a combine on every rank."""
+        """A dispatch and a combine on every rank, compared on its stream with what must come."""
         batches = []
         for rank, ep in enumerate(self.made):
-            given = self.given[number][rank] | {"frame": self.frames[number], "out": self.out[number][rank]}
-            batches.append(ep.dispatch(**given))
+            batches.append(ep.dispatch(**self.given[number][rank], frame=self.frames[number]))
         for rank, ep in enumerate(self.made):
-            ep.combine(self.rows[number][rank], batches[rank], out=self.home[number][rank])
-        self.batches = batches
+            out = ep.combine(self.rows[number][rank], batches[rank])
+            want, with_rank = self.want[number][rank], stream_of(ep)
+            with with_rank:
+                bits = [(out, self.sums[number][rank]), (batches[rank].row_map, want.row_map.to(ep.device))]
+                bits.append((batches[rank].tokens[: int(want.num_rows)], want.tokens.to(ep.device)))
+                for got, expected in bits:
+                    self.wrong[rank] += (got.view(torch.int16) != expected.view(torch.int16)).sum()
 
-    def check(self, number: int) -> None:
-        for rank, one in enumerate(self.home[number]):
-            assert_bits(one, self.sums[number][rank].to(one.device), f"round {number}, sums of rank {rank}")
+    def check(self) -> None:
+        for ep in self.made:
+            ep.synchronize()
+        assert [int(one) for one in self.wrong] == [0] * len(self.made)
+
+
+@contextmanager
+def stream_of(ep: EPCommunicator) -> Iterator[None]:
+    """The stream of a rank's calls, its device current."""
+    with torch.cuda.device(ep.device):
+        stream = ep.stream if ep.shares_device and ep.stream else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            yield
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (3, 1), (2, 2)])
 def test_many_rounds_that_nobody_synchronises(nodes: int, ranks: int) -> None:
-    """A few rounds over and over, with frames of several lengths; now and then a rank is late."""
-    with connected(config(nodes, ranks, dispatch_format="bf16")) as made:
-        rounds = Rounds(made, 6, [None, MOST, MOST])
+    """Over and over, with frames of several lengths, each output compared; now and then a rank is late."""
+    with connected(config(nodes, ranks)) as made:
+        rounds = Rounds(made, 6, FRAMES)
         torch.cuda.synchronize()
         for turn in range(170):
             if turn % 23 == 5:
-                late = made[turn % len(made)]
-                with torch.cuda.device(late.device), torch.cuda.stream(late.stream):
+                with stream_of(made[turn % len(made)]):
                     torch.cuda._sleep(2_000_000)
             rounds.enqueue(turn % 6)
-        for ep in made:
-            ep.synchronize()
-        for number in range(6):
-            rounds.check(number)
+        rounds.check()
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
 def test_graphs_with_any_number_of_calls_are_replayed(calls: int) -> None:
-    """Also an odd number: consecutive rounds then use the same memory. Inputs change in place before each replay."""
+    """Also an odd number: rounds that follow each other then use the same memory. Before each replay all inputs are
+    those of another round of as many tokens, and outputs are poisoned."""
     with connected(config(2, 2)) as made:
-        rounds = Rounds(made, 4, [MOST])
-        for number in range(4):  # first use of everything
-            rounds.enqueue(number)
-        for ep in made:
-            ep.synchronize()
         device = made[0].device
         if any(ep.device != device for ep in made):
             pytest.skip("one graph holds the calls of one GPU's ranks")
+        kinds = [Rounds(made, calls, [MOST]) for _ in range(2)]
+        for other in kinds[1].given:  # other tokens of the same rank and round: the last first
+            for one in other:
+                one["x"] = one["x"].flip(0)
+        xs = [[one["x"] for one in on] for on in kinds[1].given]
+        kinds[1].enqueue(0)  # first use of everything
+        for ep in made:
+            ep.synchronize()
+        static = [[{name: t.clone() for name, t in one.items()} for one in on] for on in kinds[0].given]
+        buffers = [
+            [poisoned_buffers(ep, int(b.num_rows)) for ep, b in zip(made, w, strict=True)] for w in kinds[0].want
+        ]
+        home = [[torch.empty_like(one["x"]) for one in on] for on in static]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for number in range(calls):
-                rounds.enqueue(number)
+                batches = [
+                    ep.dispatch(**static[number][rank], frame=MOST, out=buffers[number][rank])
+                    for rank, ep in enumerate(made)
+                ]
+                for rank, ep in enumerate(made):
+                    ep.combine(kinds[0].rows[number][rank], batches[rank], out=home[number][rank])
             for ep in made:
                 torch.cuda.current_stream().wait_stream(ep.stream)
-        for _ in range(40):
+        for turn in range(20):
             for number in range(calls):
-                for one in rounds.home[number]:
-                    poison(one)
+                for rank in range(len(made)):
+                    static[number][rank]["x"].copy_(xs[number][rank] if turn % 2 else kinds[0].given[number][rank]["x"])
+                    poison(home[number][rank])
+                    poison(buffers[number][rank].tokens)
             graph.replay()
-        for ep in made:
-            ep.synchronize()
-        for number in range(calls):
-            rounds.check(number)
-            for rank, batch in enumerate(rounds.batches if number == calls - 1 else []):
-                check_dispatched(batch, rounds.want[number][rank], made[0].cfg, rank)
+            for ep in made:
+                ep.synchronize()
+            for number in range(calls):
+                check_replay(made, static[number], buffers[number], home[number], kinds[0].rows[number])
+
+
+def check_replay(made: list, given: list[dict], buffers: list, home: list, rows: list) -> None:
+    """One round of a replay against the reference."""
+    cfg = made[0].cfg
+    columns = [[one[name] for one in given] for name in ("x", "topk_ids", "router_weights")]
+    want = reference.dispatch(cfg, columns[0], columns[1], None, columns[2], frame=MOST)
+    for rank, sums in enumerate(reference.combine(cfg, rows, want)):
+        used = int(want[rank].num_rows)
+        assert_bits(buffers[rank].tokens[:used], want[rank].tokens, f"rows of rank {rank}")
+        assert_bits(home[rank], sums, f"sums of rank {rank}")
 
 
 @pytest.mark.parametrize("missing", [0, 1])

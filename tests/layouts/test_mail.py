@@ -33,9 +33,9 @@ def up(value: int, multiple: int) -> int:
 
 @given(deployments())
 def test_sizes_by_hand(cfg: EPConfig) -> None:
-    """Words of three channels, then rows, scale factors and routes of every node, and two slots of sums both ways."""
+    """Words of two channels, then rows, scale factors and routes of every node, and sums of two parities both ways."""
     nodes, tokens, fmt = cfg.nodes, cfg.max_tokens_per_rank, cfg.format
-    words = [3 * 3, nodes, 3 * nodes * 3, 3 * nodes]
+    words = [2 * 3, nodes, 2 * nodes * 3, 2 * nodes]
     routes = 16 + tokens * (8 * cfg.top_k + fmt.row_scale_bytes)
     sums = 2 * nodes * up(16 + tokens * 2 * cfg.hidden, 16)
     rows = [nodes * tokens * fmt.payload_bytes(cfg.hidden), nodes * tokens * fmt.scale_bytes(cfg.hidden)]

@@ -8,6 +8,8 @@
  *   (d) otherwise every live rank terminates, and completes no round of which (b) does not hold
  *
  *   -DN=2|3 -DROUNDS=3 -DPIECES=1|2 nodes, rounds, puts of one mail; the header is in the last piece
+ *   -DPARITIES=1|2                  landings that rounds use by turns: with 2, two rounds are sent before the first is
+ *                                   read, and puts, which find the landing themselves, look at ABORT
  *   -DSLOW                          any unsatisfied wait may time out at any moment
  *   -DOTHER                         rank 0 sets its ABORT at some moment: a kernel of another stream has given up
  *   -DDEATH                         rank 0 stops for ever at some moment; what it has put may arrive or not, and a wait
@@ -31,6 +33,9 @@
 #ifndef PIECES
 #define PIECES 2
 #endif
+#ifndef PARITIES
+#define PARITIES 1
+#endif
 #define TORN 255
 #define HEADER (PIECES - 1)
 
@@ -48,26 +53,29 @@
 #define MUTANT NONE
 #endif
 
-byte own[N * PIECES];        /* round of the bytes in a rank's sending buffer, by piece */
-byte landing[N * N * PIECES];/* at rank, of rank, piece: the same where they arrive */
-byte on_way[N * N * PIECES], bytes[N * N * PIECES]; /* pieces that have been issued to there, and their bytes */
+byte own[N * PARITIES * PIECES]; /* round of the bytes in a rank's sending buffer, by piece */
+byte landing[N * N * PARITIES * PIECES];/* at rank, of rank, piece: the same where they arrive */
+byte on_way[N * N * PARITIES * PIECES], bytes[N * N * PARITIES * PIECES]; /* pieces that have been issued to there, and their bytes */
 byte arrived[N * N * PIECES];/* at rank, of rank, piece: signals */
 byte freed[N * N];           /* at rank, by rank: rounds that it has read */
-bool reading[N * N];         /* at rank, of rank */
+bool reading[N * N * PARITIES];/* at rank, of rank */
 bool abort[N], dead[N];
 byte completed[N], ended;
 
 #define AT(i, j) ((i) * N + (j))
-#define CELL(i, j, p) (AT(i, j) * PIECES + (p))
+#define TURN(n) ((n) % PARITIES)
+#define CELL(i, j, n, p) ((AT(i, j) * PARITIES + TURN(n)) * PIECES + (p))
+#define OWN(i, n, p) (((i) * PARITIES + TURN(n)) * PIECES + (p))
+#define WORD(i, j, p) (AT(i, j) * PIECES + (p))
 
 #if MUTANT == ONE_WORD
-#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, HEADER)] >= PIECES * n)
+#define HAS_ARRIVED(i, j) (arrived[WORD(i, j, HEADER)] >= PIECES * m)
 #elif MUTANT == LAST_SIGNAL || PIECES == 1
-#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, HEADER)] >= n)
+#define HAS_ARRIVED(i, j) (arrived[WORD(i, j, HEADER)] >= m)
 #elif MUTANT == WAIT_PREVIOUS
-#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, 0)] >= n - 1 && arrived[CELL(i, j, 1)] >= n - 1)
+#define HAS_ARRIVED(i, j) (arrived[WORD(i, j, 0)] >= m - 1 && arrived[WORD(i, j, 1)] >= m - 1)
 #else
-#define HAS_ARRIVED(i, j) (arrived[CELL(i, j, 0)] >= n && arrived[CELL(i, j, 1)] >= n)
+#define HAS_ARRIVED(i, j) (arrived[WORD(i, j, 0)] >= m && arrived[WORD(i, j, 1)] >= m)
 #endif
 
 #ifdef SLOW
@@ -79,51 +87,65 @@ byte completed[N], ended;
 inline check_whole(i, j) {
     p = 0;
     do
-    :: p < PIECES -> assert(landing[CELL(i, j, p)] == n); p++ /* (b) */
+    :: p < PIECES -> assert(landing[CELL(i, j, m, p)] == m); p++ /* (b) */
     :: else -> break
     od
 }
 
 /* The host's stream of rank i issues a piece to rank j. */
-inline put(i, j, p) {
-    assert(on_way[CELL(j, i, p)] == 0 || bytes[CELL(j, i, p)] == own[i * PIECES + p]); /* (a) */
-    bytes[CELL(j, i, p)] = own[i * PIECES + p];
-    on_way[CELL(j, i, p)]++;
+inline put(i, j, n, p) {
+    assert(on_way[CELL(j, i, n, p)] == 0 || bytes[CELL(j, i, n, p)] == own[OWN(i, n, p)]); /* (a) */
+    bytes[CELL(j, i, n, p)] = own[OWN(i, n, p)];
+    on_way[CELL(j, i, n, p)]++;
     if
-    :: landing[CELL(j, i, p)] != bytes[CELL(j, i, p)] && on_way[CELL(j, i, p)] == 1 ->
-        assert(!reading[AT(j, i)]); /* (a) */
-        landing[CELL(j, i, p)] = TORN
+    :: landing[CELL(j, i, n, p)] != bytes[CELL(j, i, n, p)] && on_way[CELL(j, i, n, p)] == 1 ->
+        assert(!reading[AT(j, i) * PARITIES + TURN(n)]); /* (a) */
+        landing[CELL(j, i, n, p)] = TORN
     :: else
     fi
 }
 
 /* A piece arrives, and then its signal. */
-inline arrive(i, j, p) {
+inline arrive(i, j, n, p) {
     d_step {
 #ifdef LATE_SOURCE
-        assert(own[i * PIECES + p] == bytes[CELL(j, i, p)]);
+        assert(own[OWN(i, n, p)] == bytes[CELL(j, i, n, p)]);
 #endif
-        landing[CELL(j, i, p)] = bytes[CELL(j, i, p)];
-        on_way[CELL(j, i, p)]--;
+        landing[CELL(j, i, n, p)] = bytes[CELL(j, i, n, p)];
+        on_way[CELL(j, i, n, p)]--;
         if
-        :: on_way[CELL(j, i, p)] == 0 -> bytes[CELL(j, i, p)] = 0
+        :: on_way[CELL(j, i, n, p)] == 0 -> bytes[CELL(j, i, n, p)] = 0
         :: else
         fi;
         if
         :: MUTANT == LAST_SIGNAL && p != HEADER -> skip
-        :: MUTANT == ONE_WORD -> arrived[CELL(j, i, HEADER)]++
-        :: else -> arrived[CELL(j, i, p)]++
+        :: MUTANT == ONE_WORD -> arrived[WORD(j, i, HEADER)]++
+        :: else -> arrived[WORD(j, i, p)]++
         fi
     }
 }
+
+/* With two parities all of a round arrives before anything of the next: its signals are stores in stream order. */
+#if PARITIES == 2
+#define IS_LATER(n, q, p) (on_way[CELL(j, i, 1 - (n), q)] == 0 || bytes[CELL(j, i, 1 - (n), q)] > bytes[CELL(j, i, n, p)])
+#define IS_NEXT(n, p) (IS_LATER(n, 0, p) && IS_LATER(n, HEADER, p))
+#else
+#define IS_NEXT(n, p) true
+#endif
 
 /* What rank i has issued to rank j arrives at some moments, in any order; of a dead rank it may be lost. */
 proctype Way(byte i; byte j) {
 end:
     do
-    :: on_way[CELL(j, i, HEADER)] > 0 -> arrive(i, j, HEADER)
+    :: on_way[CELL(j, i, 0, HEADER)] > 0 && IS_NEXT(0, HEADER) -> arrive(i, j, 0, HEADER)
 #if PIECES == 2
-    :: on_way[CELL(j, i, 0)] > 0 -> arrive(i, j, 0)
+    :: on_way[CELL(j, i, 0, 0)] > 0 && IS_NEXT(0, 0) -> arrive(i, j, 0, 0)
+#endif
+#if PARITIES == 2
+    :: on_way[CELL(j, i, 1, HEADER)] > 0 && IS_NEXT(1, HEADER) -> arrive(i, j, 1, HEADER)
+#if PIECES == 2
+    :: on_way[CELL(j, i, 1, 0)] > 0 && IS_NEXT(1, 0) -> arrive(i, j, 1, 0)
+#endif
 #endif
 #ifdef DEATH
     :: dead[i] -> break
@@ -143,18 +165,22 @@ inline may_die() {
 }
 
 proctype Rank(byte i) {
-    byte n = 1, j, p;
+    byte n = 1, m, j, p;
     do
-    :: n > ROUNDS -> break
+    :: n > ROUNDS + PARITIES - 1 -> break
     :: else ->
+        if
+        :: n > ROUNDS -> goto await
+        :: else
+        fi;
         may_die();
         /* wait for "free", of one peer after the other */
         j = 0;
         do
         :: atomic { j == N -> break }
-        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || freed[AT(i, j)] >= n - 1) -> j++ }
+        :: atomic { j < N && (j == i || abort[i] || MUTANT == NO_FREE_WAIT || freed[AT(i, j)] + PARITIES >= n) -> j++ }
         :: atomic {
-            j < N && j != i && !abort[i] && freed[AT(i, j)] < n - 1 && MAY_TIME_OUT(j) ->
+            j < N && j != i && !abort[i] && freed[AT(i, j)] + PARITIES < n && MAY_TIME_OUT(j) ->
             abort[i] = MUTANT != PACK_ANYWAY;
             j++
         }
@@ -166,10 +192,10 @@ proctype Rank(byte i) {
             d_step {
                 p = 0;
                 do
-                :: p < HEADER -> own[i * PIECES + p] = TORN; p++
+                :: p < HEADER -> own[OWN(i, n, p)] = TORN; p++
                 :: p == HEADER ->
                     if
-                    :: MUTANT == HEADER_FIRST -> own[i * PIECES + p] = n
+                    :: MUTANT == HEADER_FIRST -> own[OWN(i, n, p)] = n
                     :: else
                     fi;
                     p++
@@ -182,7 +208,7 @@ proctype Rank(byte i) {
                 d_step {
                     p = 0;
                     do
-                    :: p < PIECES -> own[i * PIECES + p] = n; p++
+                    :: p < PIECES -> own[OWN(i, n, p)] = n; p++
                     :: else -> break
                     od
                 }
@@ -198,8 +224,8 @@ proctype Rank(byte i) {
                 do
                 :: p < PIECES ->
                     if
-                    :: j == i || (MUTANT == FEW_PIECES && i == 0 && n == 2 && p != HEADER) -> skip
-                    :: else -> put(i, j, p)
+                    :: j == i || (PARITIES == 2 && abort[i]) || (MUTANT == FEW_PIECES && i == 0 && n == 2 && p != HEADER) -> skip
+                    :: else -> put(i, j, n, p)
                     fi;
                     p++
                 :: else -> break
@@ -209,6 +235,11 @@ proctype Rank(byte i) {
             od
         };
         may_die();
+await:
+        if
+        :: n < PARITIES -> n++; goto next
+        :: else -> m = n - PARITIES + 1
+        fi;
         /* wait for signals; compare headers */
         j = 0;
         do
@@ -216,7 +247,7 @@ proctype Rank(byte i) {
         :: atomic { j < N && (j == i || abort[i]) -> j++ }
         :: atomic {
             j < N && j != i && !abort[i] && HAS_ARRIVED(i, j) ->
-            abort[i] = MUTANT != NO_HEADER && landing[CELL(i, j, HEADER)] != n;
+            abort[i] = MUTANT != NO_HEADER && landing[CELL(i, j, m, HEADER)] != m;
             j++
         }
         :: atomic { j < N && j != i && !abort[i] && !HAS_ARRIVED(i, j) && MAY_TIME_OUT(j) -> abort[i] = true; j++ }
@@ -231,7 +262,7 @@ proctype Rank(byte i) {
                 :: j < N ->
                     if
                     :: j != i ->
-                        reading[AT(i, j)] = MUTANT != FREE_EARLY;
+                        reading[AT(i, j) * PARITIES + TURN(m)] = MUTANT != FREE_EARLY;
                         check_whole(i, j);
                         if
                         :: MUTANT == FREE_EARLY -> freed[AT(j, i)]++
@@ -251,13 +282,13 @@ proctype Rank(byte i) {
                     if
                     :: j != i ->
                         check_whole(i, j);
-                        reading[AT(i, j)] = false
+                        reading[AT(i, j) * PARITIES + TURN(m)] = false
                     :: else
                     fi;
                     j++
                 :: else -> break
                 od;
-                completed[i] = n
+                completed[i] = m
             };
             d_step { /* at once: a peer may look later */
                 j = 0;
@@ -272,7 +303,8 @@ proctype Rank(byte i) {
                 od
             }
         fi;
-        n++
+        n++;
+next:   skip
     od;
 over:
     ended++

@@ -14,7 +14,7 @@ import torch
 from cute_ep.layouts.maps.arena import LL_BYTES
 from cute_ep.layouts.maps.mail import HEADER_BYTES, MailHeader, Piece, RoundWord
 from cute_ep.layouts.maps.parameters import parameters_of
-from cute_ep.layouts.maps.routing import INPUT_ERRORS, OutputType, Phase, StatusWord, pack_phase
+from cute_ep.layouts.maps.routing import BEYOND, INPUT_ERRORS, OutputType, Phase, StatusWord, pack_phase
 
 TYPES = {OutputType.BF16: torch.bfloat16, OutputType.FP16: torch.float16, OutputType.F32: torch.float32}
 
@@ -76,12 +76,12 @@ class Emulated:
 
     def wait_free(self, epoch: int, phase: Phase) -> None:
         for node in self.others:
-            self.wait(self.group("free") + 8 * node, epoch - 1, node, phase, self.group("channel"))
+            self.wait(self.group("free") + 8 * node, epoch, node, phase, 0)
 
-    def finish(self, epoch: int, headers: Sequence[int], tokens: int, frame: int) -> None:
+    def finish(self, epoch: int, headers: Sequence[int], frame: int) -> None:
         for address in headers:
             header = at(address, torch.int32, len(MailHeader))
-            header[MailHeader.TOKENS], header[MailHeader.FRAME], header[MailHeader.ROUND] = tokens, frame, epoch
+            header[MailHeader.FRAME], header[MailHeader.ROUND] = frame, epoch
         self.rounds(RoundWord.SENT).fill_(epoch)
 
     # ---- the kernels
@@ -107,7 +107,7 @@ class Emulated:
         scale_bytes: int,
     ) -> None:
         epoch = int(self.rounds(RoundWord.SENT)) + 1
-        self.wait_free(epoch, Phase.FRAME_READ)
+        self.wait_free(epoch - 1, Phase.FRAME_READ)
         if not self.healthy:
             return
         if tokens:
@@ -126,33 +126,37 @@ class Emulated:
         out.fill_(1)
         if tokens:
             given = at(self.given["ids.data"], torch.int64 if self.given["ids.wide"] else torch.int32, tokens, top_k)
-            wrong = (given < -1) | (given >= experts)
-            for index in wrong.flatten().nonzero().flatten().tolist():
-                record = self.group("nodes") + INPUT_ERRORS.index(Phase.EXPERT_ID)
-                self.report(record, Phase.EXPERT_ID, index, experts, int(given.flatten()[index]))
-            ids[:tokens] = torch.where(wrong, -1, given).int()
+            low = given.int()
+            wrong = (low < -1) | (low >= experts)
+            for index in (wrong | (low != given)).flatten().nonzero().flatten().tolist():
+                record, seen = self.group("nodes") + INPUT_ERRORS.index(Phase.EXPERT_ID), int(given.flatten()[index])
+                seen = seen if -(2**31) <= seen < 2**31 else BEYOND
+                self.report(record, Phase.EXPERT_ID, index, experts, seen)
+            ids[:tokens] = torch.where(wrong, -1, low)
             if weights:
                 out[:tokens] = at(weights, torch.float32, tokens, top_k)
-        self.finish(epoch, [routes], tokens, frame)
+        self.finish(epoch, [routes], frame)
 
-    def pack_sums(self, sums: int, out: int, pitch: int, tokens: int, frame: int, vectors: int) -> None:
+    def pack_sums(self, sums: int, out: int, pitch: int, turn: int, frame: int, vectors: int) -> None:
         epoch = int(self.rounds(RoundWord.SENT)) + 1
-        self.wait_free(epoch, Phase.SUMS_READ)
+        self.wait_free(epoch - 2, Phase.SUMS_READ)
         if not self.healthy:
             return
+        out += (epoch & 1) * turn
         rows = at(sums, torch.int16, self.group("nodes"), frame, vectors * 8)
         for node in self.others:
             at(out + node * pitch + HEADER_BYTES, torch.int16, frame, vectors * 8).copy_(rows[node])
-        self.finish(epoch, [out + node * pitch for node in self.others], tokens, frame)
+        self.finish(epoch, [out + node * pitch for node in self.others], frame)
 
-    def await_frames(self, pieces: int, headers: int, pitch: int, frame: int) -> None:
-        self._await(Phase.FRAME, pieces, headers, pitch, frame)
+    def await_frames(self, pieces: int, headers: int, pitch: int, turn: int, frame: int) -> None:
+        self._await(Phase.FRAME, pieces, headers, pitch, turn, frame)
 
-    def await_sums(self, pieces: int, headers: int, pitch: int, frame: int) -> None:
-        self._await(Phase.SUMS, pieces, headers, pitch, frame)
+    def await_sums(self, pieces: int, headers: int, pitch: int, turn: int, frame: int) -> None:
+        self._await(Phase.SUMS, pieces, headers, pitch, turn, frame)
 
-    def _await(self, phase: Phase, pieces: int, headers: int, pitch: int, frame: int) -> None:
+    def _await(self, phase: Phase, pieces: int, headers: int, pitch: int, turn: int, frame: int) -> None:
         epoch = int(self.rounds(RoundWord.RECEIVED)) + 1
+        headers += (epoch & 1) * turn
         for node in self.others:
             for piece in Piece:
                 if pieces >> piece & 1:
@@ -194,10 +198,20 @@ class Emulated:
                 at(row_scales, torch.int16, self.group("nodes"), frame)[node] = given
 
     def sum_nodes(
-        self, own: int, landed: int, pitch: int, out: int, out_type: int, tokens: int, vectors: int, slices_log2: int
+        self,
+        own: int,
+        landed: int,
+        pitch: int,
+        turn: int,
+        out: int,
+        out_type: int,
+        tokens: int,
+        vectors: int,
+        slices_log2: int,
     ) -> None:
         if not tokens:
             return
+        landed += (int(self.rounds(RoundWord.RECEIVED)) & 1) * turn
         total = torch.zeros(tokens, vectors * 8)
         for node in range(self.group("nodes")):
             rows = own if node == self.group("node") else landed + node * pitch
@@ -205,11 +219,23 @@ class Emulated:
         dtype = TYPES[OutputType(out_type)]
         at(out, dtype, tokens, vectors * 8).copy_(total.to(dtype))
 
-    def signal_mail(self, mails: int, word: int, words: int, healthy: int) -> None:
-        if healthy and not self.healthy:
+    def put_mail(self, mails: int, **pieces: int) -> None:
+        if not self.healthy:
+            return
+        parity = int(self.rounds(RoundWord.SENT)) & 1
+        for node in self.others:
+            there = int(at(mails, torch.int64, self.group("nodes"))[node])
+            for name in ("payload", "scales", "routes"):
+                one = {key.partition(".")[2]: value for key, value in pieces.items() if key.startswith(f"{name}.")}
+                source = one["source"] + node * one["step"] + parity * one["source_turn"]
+                if one["num_bytes"]:
+                    ctypes.memmove(there + one["to"] + parity * one["to_turn"], source, one["num_bytes"])
+
+    def signal_mail(self, mails: int, word: int, words: int, round_at: int) -> None:
+        if not self.healthy:
             return
         for node in self.others:
             there = int(at(mails, torch.int64, self.group("nodes"))[node]) + word
             for number in range(4):
                 if words >> number & 1:
-                    at(there + 8 * number, torch.int64, 1).add_(1)
+                    at(there + 8 * number, torch.int64, 1).copy_(at(round_at, torch.int64, 1))

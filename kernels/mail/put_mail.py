@@ -1,0 +1,67 @@
+"""Put mail: copy the pieces of this rank's mail to every other node's rank, whose memory the GPU reaches.
+
+As axes and shape : stride. N nodes, B bytes of a piece:
+
+    source   (node, byte)   (N, B) : (step, 1)    of the round's parity; step 0 where all get the same
+    to       (byte)         (B)    : (1)          in the map of each node's rank
+
+Vectors of 16 bytes where a piece begins and ends at multiples, else bytes. After a failure nothing is put.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint32
+
+from cute_ep.kernels.device.atoms import weak
+from cute_ep.kernels.device.block import LOADS_IN_FLIGHT, launch_config
+from cute_ep.kernels.device.memory import array, vector
+from cute_ep.kernels.mail.place import open_channel
+from cute_ep.layouts.maps.formats import VECTOR_BYTES
+from cute_ep.layouts.maps.launch import THREADS
+from cute_ep.layouts.maps.mail import RoundWord
+from cute_ep.layouts.maps.mail_arguments import PutArgs, PutMailArgs
+
+
+class PutMail:
+    """Vectors, strided over the threads of the grid, piece by piece of one node after the other."""
+
+    shared_bytes = 0
+
+    @cute.jit
+    def __call__(self, args: PutMailArgs, grid: Int32) -> None:
+        self.kernel(args).launch(**launch_config(grid))
+
+    @cute.kernel
+    def kernel(self, args: PutMailArgs) -> None:
+        place = open_channel(args.group)
+        parity, nodes = place.rounds(RoundWord.SENT) & 1, args.group.nodes
+        gMail = array(args.mails, Int64, nodes)
+        if place.not_aborted():
+            for node in cutlass.range(nodes, unroll=1):
+                if node != args.group.node:
+                    for piece in (args.payload, args.scales, args.routes):
+                        self._copy(piece, gMail[node], node, parity, place.tid)
+
+    @cute.jit
+    def _copy(self, piece: PutArgs, mail: Int64, node: Int32, parity: Int64, tid: Int32) -> None:
+        source = piece.source + Int64(node) * piece.step + parity * piece.source_turn
+        to = mail + piece.to + parity * piece.to_turn
+        thread = cute.arch.block_idx()[0] * THREADS + tid
+        threads = cute.arch.grid_dim()[0] * THREADS
+        if ((source | to | piece.num_bytes) & (VECTOR_BYTES - 1)) == 0:
+            vectors = Int32(piece.num_bytes >> 4)
+            rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
+            for first in cutlass.range(thread, vectors, threads * LOADS_IN_FLIGHT, unroll=1):
+                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    if first + turn * threads < vectors:
+                        cute.copy(weak(), vector(source, first + turn * threads), rX[None, turn])
+                for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
+                    if first + turn * threads < vectors:
+                        cute.copy(weak(), rX[None, turn], vector(to, first + turn * threads))
+        else:
+            num_bytes = Int32(piece.num_bytes)
+            gFrom, gTo = array(source, Uint8, num_bytes), array(to, Uint8, num_bytes)
+            for byte in cutlass.range(thread, num_bytes, threads, unroll=1):
+                gTo[byte] = gFrom[byte]
