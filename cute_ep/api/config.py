@@ -281,9 +281,9 @@ class EPConfig:
         """Rows to allocate for one dispatch output in the worst case; those of all blocks, where there are blocks."""
         if self.block_rows is not None:
             return self.groups * self.block_rows
+        tokens, rows = self.peers * self.max_tokens_per_peer, 1 if self.is_rank_major else self.top_k
         shared = self.shared_slice(self.max_tokens_per_rank, 0)[1]
-        rows = 1 if self.is_rank_major else self.top_k
-        return max_rows(self.peers, rows, self.max_tokens_per_peer, self.groups, self.alignment, shared)
+        return max_rows(tokens * rows + shared, 1, self.groups, self.alignment)
 
     @property
     def arena(self) -> Arena:

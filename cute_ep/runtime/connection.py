@@ -135,7 +135,7 @@ def connect_gpus(cfg: EPConfig, devices: Sequence[torch.device], options: _Optio
             communicator = Communicator(own, peers, group=joined, release=freed)
             undo.callback(communicator.free)
             made.append(communicator)
-        open_ranks += made if cfg.nodes == 1 else join_nodes(cfg, made, found, undo, group=joined, release=release)
+        open_ranks += made if cfg.nodes == 1 else join_nodes(cfg, made, found, undo, release)
         everything = undo.pop_all()
     return list(open_ranks)
 

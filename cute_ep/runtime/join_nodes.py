@@ -40,8 +40,6 @@ def join_nodes(
     ranks: Sequence[Communicator],
     library: Library,
     undo: ExitStack,
-    *,
-    group: object,
     release: Callable[[EPCommunicator], None],
 ) -> list[EPCommunicator]:
     """The communicators of all ranks, whose rails copy between GPUs of this process.
@@ -49,17 +47,19 @@ def join_nodes(
     Args:
         ranks: by rank, each a communicator of its own node.
         undo: gives back what is made here.
-        group, release: as of `Communicator`.
+        release: as of `Communicator`.
     """
     rails: list[list[RankMail]] = [[] for _ in range(cfg.peers)]
     made: list[EPCommunicator] = []
     for rank, node in enumerate(ranks):
         peer, _ = cfg.place(rank)
         rail = tuple(range(peer, cfg.world_size, cfg.peers))
-        parts, status = _mail_parts(cfg, rank, node, Status(rank, rail), library, undo)
+        status = Status(rank, rail)
+        undo.callback(status.free)
+        parts = _mail_parts(cfg, node, status, library, undo)
         mail = RankMail(parts, PeerStores())
         rails[peer].append(mail)
-        made.append(NodesCommunicator(cfg, rank, node, mail, status, group=group, release=release))
+        made.append(NodesCommunicator(node, mail, status, release=release))
     for rail_mails in rails:
         for mail in rail_mails:
             mail.introduce([one.base for one in rail_mails])
@@ -68,11 +68,8 @@ def join_nodes(
     return made
 
 
-def _mail_parts(
-    cfg: EPConfig, rank: int, node: Communicator, status: Status, library: Library, undo: ExitStack
-) -> tuple[MailParts, Status]:
-    """What a rank's mail is made of, and its records."""
-    undo.callback(status.free)
+def _mail_parts(cfg: EPConfig, node: Communicator, status: Status, library: Library, undo: ExitStack) -> MailParts:
+    """What a rank's mail is made of."""
     device, arch = node.device, architecture(node.device)
     entries = {name: library.find(name, arch, None) for name in MAIL_KERNELS}
     kernels: dict[str, Kernel] = {}
@@ -86,4 +83,4 @@ def _mail_parts(
     undo.callback(memory.free)
     view = torch.as_tensor(_Bytes(memory, layout.nbytes), device=device)
     abort = node.arena.address + int(node.cfg.arena.state.at(int(StateWord.ABORT)))
-    return MailParts(cfg, rank, view, kernels, status.address, abort, node.max_ctas), status
+    return MailParts(cfg, status.rank, view, kernels, status.address, abort, node.max_ctas)

@@ -174,7 +174,8 @@ class RankMail:
         self.engine.put(self, Channel.FRAMES, own)
         words = words_of(own)
         headers = self.base + at.routes.at()
-        self._await("await_frames", Channel.FRAMES, words, headers, at.routes.stride[0], 0, frame)
+        awaited = AwaitMailArgs(self._group(Channel.FRAMES), words, headers, at.routes.stride[0], 0, frame)
+        self._launch("await_frames", awaited, 1)
 
     def unpack(self, into: Frame, frame: int) -> None:
         """Fill what `empty_frame` made: the frames that have come, until they are freed."""
@@ -227,7 +228,8 @@ class RankMail:
         at = self.map
         headers, tokens = self.base + at.sums.at(), out.shape[0]
         turn, pitch = at.sums.stride[0], at.sums.stride[1]
-        self._await("await_sums", Channel.SUMS, 1 << Piece.ROUTES, headers, pitch, turn, frame)
+        awaited = AwaitMailArgs(self._group(Channel.SUMS), 1 << Piece.ROUTES, headers, pitch, turn, frame)
+        self._launch("await_sums", awaited, 1)
         slices = slices_log2(tokens, 2 * self.cfg.hidden, self.parts.max_ctas * WARPS) if tokens else 0
         self._launch(
             "sum_nodes",
@@ -268,11 +270,6 @@ class RankMail:
         self._launch("put_mail", PutMailArgs(self._group(channel), mails, *(records[piece] for piece in Piece)), ctas)
 
     # ---- what all have in common
-
-    def _await(
-        self, kernel: str, channel: Channel, words: int, headers: int, pitch: int, turn: int, frame: int
-    ) -> None:
-        self._launch(kernel, AwaitMailArgs(self._group(channel), words, headers, pitch, turn, frame), 1)
 
     def _routes(self, frame: int) -> Routes:
         return Routes.of(frame, self.cfg.top_k, self.cfg.format.row_scale_bytes)

@@ -79,25 +79,17 @@ class NodesCommunicator(EPCommunicator):
     """One rank of several nodes on a GPU. Combine takes mode "partial".
 
     Args:
-        node: the communicator of the own node, of `node_config(cfg)`.
+        node: the communicator of the own node, of `node_config`, in whose `group` all ranks of the process are.
         mail: the rank's mail.
         status: its records.
-        group: as of `EPCommunicator`.
         release: called by `close`, once.
     """
 
     def __init__(
-        self,
-        cfg: EPConfig,
-        rank: int,
-        node: EPCommunicator,
-        mail: RankMail,
-        status: Status,
-        *,
-        group: object,
-        release: Callable[[NodesCommunicator], None],
+        self, node: EPCommunicator, mail: RankMail, status: Status, *, release: Callable[[NodesCommunicator], None]
     ) -> None:
-        self.cfg, self.rank, self.device, self.group = cfg, rank, node.device, group
+        cfg, rank = mail.cfg, mail.parts.rank
+        self.cfg, self.rank, self.device, self.group = cfg, rank, node.device, node.group
         self.node, self.mail, self._status, self._release = node, mail, status, release
         self.origin, self.stream = Origin(cfg, rank, node.device), node.stream
         self._dispatches, self._combines = Rounds("dispatch"), Rounds("combine")

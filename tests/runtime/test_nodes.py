@@ -67,7 +67,7 @@ def connected(cfg: EPConfig, engine: Engine | None = None) -> Iterator[list[Node
             rails[peer].append(mail)
             held.append(abort)
             node = nodes[cfg.node(rank)][peer]
-            made.append(NodesCommunicator(cfg, rank, node, mail, records, group=rails, release=lambda _: None))
+            made.append(NodesCommunicator(node, mail, records, release=lambda _: None))
         for rail in rails:
             for mail in rail:
                 mail.introduce([one.base for one in rail])

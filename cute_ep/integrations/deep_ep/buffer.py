@@ -168,7 +168,9 @@ class Buffer(LowLatency):
             route = checks.kind("handle", handle, Handle, HANDLE).route
             own = route.routes.ids.shape[0]
             require(tokens == own, "x.shape[0] = {}: must be {}, as of the handle", tokens, own)
-            rows, factors, _ = mode.dispatch(mode.config(hidden, route, scaled=scaled), sent, None, route, route.rows)
+            rows, factors, _ = mode.dispatch(
+                mode.config(hidden, route, scaled=scaled), (*sent, None), route, route.rows
+            )
             return calls.paired(rows, factors), None, None, None, None, calls.finished(async_finish)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             names = "num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert"
@@ -176,7 +178,7 @@ class Buffer(LowLatency):
         known = GivenLayout.known(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert, topk_idx)
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx
         if known is None:
-            check_layout(*layout, ranks, device)
+            check_layout(layout, ranks, device)
         own, experts = is_token_in_rank.shape[0], num_tokens_per_expert.shape[0]
         require(tokens == own, "x.shape[0] = {}: must be {}, as of is_token_in_rank", tokens, own)
         require((topk_idx is None) == (topk_weights is None), "topk_idx, topk_weights: must both be given, or neither")
@@ -200,7 +202,7 @@ class Buffer(LowLatency):
         weights = None if topk_weights is None else topk_weights.contiguous()
         if weights is not None and routes.ids.shape != weights.shape:
             weights = torch.nn.functional.pad(weights, (0, routes.ids.shape[1] - weights.shape[1]))
-        rows, factors, batch = mode.dispatch(cfg, sent, weights, route, route.rows, exact=not room)
+        rows, factors, batch = mode.dispatch(cfg, (*sent, weights), route, route.rows, exact=not room)
         ids, weights = (None, None) if topk_idx is None else entries_of(batch, route.rows, topk_idx.shape[1])
         made = Handle(prefix, None, None, first_rows(batch.src_info, route.rows).select(1, 0), is_token_in_rank, None)
         made.route = route

@@ -211,7 +211,7 @@ class ElasticBuffer(Pooled):
         if handle is None and (do_cpu_sync is None or do_cpu_sync):
             mode.wait_for_rows(made)
         room, exact = made.room, do_expand or bool(made.num_recv_tokens_per_expert_list)
-        rows, factors, batch = mode.dispatch(cfg, (payload, scales), topk_weights, made, room, exact=exact)
+        rows, factors, batch = mode.dispatch(cfg, (payload, scales, topk_weights), made, room, exact=exact)
         if do_expand:
             entries, weights = None, first_rows(batch.row_weights, room)
         else:

@@ -56,14 +56,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def check_layout(
-    by_rank: torch.Tensor,
-    goes: torch.Tensor,
-    by_expert: torch.Tensor,
-    topk_idx: torch.Tensor | None,
-    ranks: int,
-    device: torch.device,
+    layout: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], ranks: int, device: torch.device
 ) -> None:
     """EPInputError unless `routes_of` takes these, which `get_dispatch_layout` has not made."""
+    by_rank, goes, by_expert, topk_idx = layout
     checks.given("num_tokens_per_rank", by_rank, shape=(ranks,), dtype=checks.ID_TYPES, device=device)
     checks.given("is_token_in_rank", goes, shape=(None, ranks), dtype=torch.bool, device=device)
     checks.given("num_tokens_per_expert", by_expert, shape=(None,), dtype=checks.ID_TYPES, device=device)

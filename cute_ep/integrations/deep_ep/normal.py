@@ -146,8 +146,7 @@ class NormalMode:
     def dispatch(
         self,
         cfg: EPConfig,
-        sent: tuple[torch.Tensor, torch.Tensor | None],
-        weights: torch.Tensor | None,
+        sent: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
         route: Route,
         rows: int,
         *,
@@ -155,10 +154,10 @@ class NormalMode:
     ) -> tuple[torch.Tensor, torch.Tensor | None, Dispatched]:
         """Send tokens along a route, by a `config` of both; the route keeps the batch for combine if it has none.
 
-        `sent` is [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; [T, entries] float32
-        weights travel along. Unless each of the `rows` has a token (`exact`), weights behind the last are made 0.
-        Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
-        x, scales = sent
+        `sent` is [T, hidden] bfloat16 and None, or float8_e4m3fn and [T, factors] of 32 bits; and None or [T, entries]
+        float32 weights, which travel along. Unless each of the `rows` has a token (`exact`), weights behind the last
+        are made 0. Returns rows [rows, hidden], their scale factors [rows, factors], and the batch."""
+        x, scales, weights = sent
         wire = None if scales is None else _as_wide(scales, x.shape[1]).view(torch.uint8)
         communicator = self._connect(cfg)
         (self._words.own.add if route.own else self._words.own.discard)(communicator)

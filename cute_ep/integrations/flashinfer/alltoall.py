@@ -126,7 +126,7 @@ class MoeAlltoAll:
         invalid = -1 if invalid_token_expert_id is None else invalid_token_expert_id
         require(is_integer(invalid), "invalid_token_expert_id = {!r}: must be an integer or None", invalid)
         limits = self.max_num_tokens, self.top_k
-        ARGUMENTS.check(rows, scales, token_selected_experts, weights, most, limits, own_device())
+        ARGUMENTS.check((rows, scales, token_selected_experts, weights), most, limits, own_device())
         communication = self._communication(_elements(rows, scales), "elements of a row of input_payloads[0]")
         ids = token_selected_experts
         if not -1 <= invalid < self.num_experts:

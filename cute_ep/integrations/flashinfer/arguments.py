@@ -37,16 +37,14 @@ class Arguments(NamedTuple):
 
     def check(
         self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
+        given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
         stride: int,
         limits: tuple[int, int],
         device: torch.device,
     ) -> None:
-        """EPInputError unless these can be sent, `stride` rows a source; `limits`: the most rows, and entries of a
-        token."""
+        """EPInputError unless rows, scales, ids and weights can be sent, `stride` rows a source; `limits`: the most
+        rows, and entries of a token."""
+        rows, scales, ids, weights = given
         most, top_k = limits
         checks.integer(self.most, stride, 1, most)
         checks.given(self.rows, rows, shape=(None, None), device=device)

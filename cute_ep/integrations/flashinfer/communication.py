@@ -134,7 +134,7 @@ class CuteEPCommunication(MoEEpCommunication):
         names, params, scale = self._names, self.params, hidden_states_scale
         limits = params.max_tokens_per_rank, params.top_k
         stride = params.max_tokens_per_rank if max_tokens_per_rank is None else max_tokens_per_rank
-        names.check(hidden_states, scale, topk_ids, topk_weights, stride, limits, self.device)
+        names.check((hidden_states, scale, topk_ids, topk_weights), stride, limits, self.device)
         kind, payload, scales = names.as_sent(hidden_states, scale, params.hidden_size)
         ids = topk_ids.clone(memory_format=torch.contiguous_format)  # not narrowed, since the kernel checks them
         invalid = params.invalid_expert_id
