@@ -21,7 +21,7 @@ from cute_ep.kernels.mail.place import open_channel
 from cute_ep.layouts.maps.formats import VECTOR_BYTES
 from cute_ep.layouts.maps.launch import THREADS
 from cute_ep.layouts.maps.mail import RoundWord
-from cute_ep.layouts.maps.mail_arguments import PutArgs, PutMailArgs
+from cute_ep.layouts.maps.mail_arguments import PutMailArgs
 
 
 class PutMail:
@@ -36,22 +36,21 @@ class PutMail:
     @cute.kernel
     def kernel(self, args: PutMailArgs) -> None:
         place = open_channel(args.group)
-        parity, nodes = place.rounds(RoundWord.SENT) & 1, args.group.nodes
-        gMail = array(args.mails, Int64, nodes)
         if place.not_aborted():
-            for node in cutlass.range(nodes, unroll=1):
-                if node != args.group.node:
-                    for piece in (args.payload, args.scales, args.routes):
-                        self._copy(piece, gMail[node], node, parity, place.tid)
+            parity = place.rounds(RoundWord.SENT) & 1
+            for piece in (args.payload, args.scales, args.routes):
+                for node in cutlass.range(args.group.nodes, unroll=1):
+                    if (node != args.group.node) & (piece.num_bytes != 0):
+                        mail = array(args.mails, Int64, args.group.nodes)[node]
+                        source = piece.source + Int64(node) * piece.step + parity * piece.source_turn
+                        self._copy(source, mail + piece.to + parity * piece.to_turn, piece.num_bytes, place.tid)
 
     @cute.jit
-    def _copy(self, piece: PutArgs, mail: Int64, node: Int32, parity: Int64, tid: Int32) -> None:
-        source = piece.source + Int64(node) * piece.step + parity * piece.source_turn
-        to = mail + piece.to + parity * piece.to_turn
+    def _copy(self, source: Int64, to: Int64, num_bytes: Int64, tid: Int32) -> None:
         thread = cute.arch.block_idx()[0] * THREADS + tid
         threads = cute.arch.grid_dim()[0] * THREADS
-        if ((source | to | piece.num_bytes) & (VECTOR_BYTES - 1)) == 0:
-            vectors = Int32(piece.num_bytes >> 4)
+        if ((source | to | num_bytes) & (VECTOR_BYTES - 1)) == 0:
+            vectors = Int32(num_bytes >> 4)
             rX = cute.make_rmem_tensor((4, LOADS_IN_FLIGHT), Uint32)
             for first in cutlass.range(thread, vectors, threads * LOADS_IN_FLIGHT, unroll=1):
                 for turn in cutlass.range_constexpr(LOADS_IN_FLIGHT):
@@ -61,7 +60,7 @@ class PutMail:
                     if first + turn * threads < vectors:
                         cute.copy(weak(), rX[None, turn], vector(to, first + turn * threads))
         else:
-            num_bytes = Int32(piece.num_bytes)
-            gFrom, gTo = array(source, Uint8, num_bytes), array(to, Uint8, num_bytes)
-            for byte in cutlass.range(thread, num_bytes, threads, unroll=1):
+            count = Int32(num_bytes)
+            gFrom, gTo = array(source, Uint8, count), array(to, Uint8, count)
+            for byte in cutlass.range(thread, count, threads, unroll=1):
                 gTo[byte] = gFrom[byte]
